@@ -162,7 +162,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "tied-table-not-gathered-back",
         "fewer-gathers",
-        "is_looked_up",
+        "is_embedding_unit",
         "    return not any(id(parameter) in shared for module in modules for parameter in module.parameters())",
         "    return True",
     ),
@@ -192,7 +192,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "a-view-handed-on",
         "unit-outputs",
-        "_own_output.own",
+        "_replace_views.replace",
         "        if tensor._base is None or not tensor.requires_grad:",
         "        if tensor._base is None or not is_plain:",
     ),
@@ -256,8 +256,8 @@ DEFECTS: list[Defect] = [
         "not-clipped",
         "clipping",
         "Trainer.train_step",
-        "find_clipping(self.model, self.mesh, self.config.optim.max_grad_norm)",
-        "find_clipping(self.model, self.mesh, None)",
+        "norm_and_clip_factor(self.model, self.mesh, self.config.optim.max_grad_norm)",
+        "norm_and_clip_factor(self.model, self.mesh, None)",
     ),
     Defect(
         "not-clipped-where-rounded",
@@ -319,7 +319,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "parts-from-the-beginning",
         "initial-weights",
-        "Drawing._generators",
+        "DeferredFill._generators",
         "state, distance = self.state, first",
         "state, distance = self.state, 0",
     ),
@@ -327,8 +327,8 @@ DEFECTS: list[Defect] = [
         "ties-parted",
         "ties",
         "materialize",
-        "    _tie_again(model, ties)",
-        "    _tie_again(model, ties[1:])",
+        "    _retie(model, ties)",
+        "    _retie(model, ties[1:])",
     ),
     Defect(
         "turned-the-other-way",
@@ -338,11 +338,11 @@ DEFECTS: list[Defect] = [
         "torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)",
     ),
     Defect(
-        "experts-balanced-by-rank",
+        "experts-global_balance-by-rank",
         "native-models",
-        "balanced",
-        "balance.over_batch = world.sum_on_device",
-        "balance.over_batch = _as_it_is",
+        "global_balance",
+        "balance.reduce_choices = world.sum_on_device",
+        "balance.reduce_choices = _as_it_is",
     ),
     Defect(
         "evaluates-what-was-drawn",
@@ -590,7 +590,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "rows-rounded-down",
         "from-hugging-face",
-        "own_rows",
+        "local_rows",
         "rows_a_rank = -(-num_rows // tensor.device_mesh.size(split[0]))",
         "rows_a_rank = num_rows // tensor.device_mesh.size(split[0])",
     ),

@@ -143,7 +143,7 @@ _PLACES: dict[str, tuple[Any, str]] = {
     "write_files": (trainer.checkpoint.store, "write_files"),
     "finish": (Checkpoints, "_write_common"),
     "publish": (LocalStorage, "publish"),
-    "prune": (LocalStorage, "retire"),
+    "prune": (LocalStorage, "unpublish"),
     "delete": (LocalStorage, "delete"),
     "load": (trainer.checkpoint.reader, "read_tensors"),
     "attend": (trainer.sequence.context, "gather_parts"),

@@ -77,7 +77,7 @@ def never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_read_is_not_drawn_but_buffers_are_filled(never_drawn: None) -> None:
     with torch.device("meta"):
         model = StoredTensor(7)
-    materialize(model, 0, torch.device("cpu"), filled_later=lambda name: True)
+    materialize(model, 0, torch.device("cpu"), is_loaded_later=lambda name: True)
     assert model.table.scale == 2.0
     assert model.table.weight.isnan().all()
     assert model.head.weight.isnan().all()
@@ -87,7 +87,7 @@ def test_some_may_be_read_and_the_rest_drawn() -> None:
     with torch.device("meta"):
         model, whole = StoredTensor(7), StoredTensor(7)
     materialize(whole, 3, torch.device("cpu"))
-    materialize(model, 3, torch.device("cpu"), filled_later=lambda name: name.startswith("table."))
+    materialize(model, 3, torch.device("cpu"), is_loaded_later=lambda name: name.startswith("table."))
     assert torch.equal(model.head.weight, whole.head.weight)
     source = Memory({"table.weight": torch.ones(7, 4)})
     with pytest.raises(UserError, match=r"missing there: head\.weight"):

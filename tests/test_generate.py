@@ -22,7 +22,7 @@ from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import TrainingFailed
 from trainer.export import command_line as export
 from trainer.generate import open_generator, pieces
-from trainer.model.sample import GREEDY, CachedReader, Sampling, WindowReader, write, write_sample
+from trainer.model.sample import GREEDY, CachedDecoder, Sampling, WindowDecoder, generate_sample, generate_tokens
 from trainer.sequence import Cache
 
 CPU = torch.device("cpu")
@@ -48,12 +48,12 @@ def test_what_is_cached_is_what_would_be_computed_anew(name: str) -> None:
 def test_a_window_says_the_same_and_moves_on(name: str) -> None:
     model = build(*MODELS[name])
     draws = [
-        list(write(reader, PROMPT, 20, Sampling(), torch.Generator().manual_seed(3)))
-        for reader in (CachedReader(model, CPU), WindowReader(model, CPU, 32))
+        list(generate_tokens(reader, PROMPT, 20, Sampling(), torch.Generator().manual_seed(3)))
+        for reader in (CachedDecoder(model, CPU), WindowDecoder(model, CPU, 32))
     ]
     assert draws[0] == draws[1]
-    moved = list(write(WindowReader(model, CPU, 8), PROMPT, 20, GREEDY, torch.Generator()))
-    last = WindowReader(model, CPU, 8)
+    moved = list(generate_tokens(WindowDecoder(model, CPU, 8), PROMPT, 20, GREEDY, torch.Generator()))
+    last = WindowDecoder(model, CPU, 8)
     assert moved[-1] == int(last([*PROMPT, *moved[:-1]][-8:]).argmax())
 
 
@@ -66,10 +66,10 @@ class Alone:
 
 def test_a_sample_in_training_comes_from_the_same_code() -> None:
     model, world = build(*MODELS["qwen3"]), Alone()
-    cached = write_sample(model, world, PROMPT, 10, context=32)
-    assert cached == write_sample(model, world, PROMPT, 10, context=32, is_compiled=True)
+    cached = generate_sample(model, world, PROMPT, 10, context=32)
+    assert cached == generate_sample(model, world, PROMPT, 10, context=32, is_compiled=True)
     assert (cached[:5], len(cached)) == (PROMPT, 15)
-    assert len(write_sample(model, world, PROMPT, 10, context=8)) == 15
+    assert len(generate_sample(model, world, PROMPT, 10, context=8)) == 15
 
 
 def test_how_tokens_are_chosen() -> None:
@@ -94,9 +94,9 @@ def test_logits_that_are_not_finite_end_a_text(sampling: Sampling, value: float)
     """In a step of which the loss is not finite either: that one is skipped, and the run goes on."""
     logits = torch.tensor([0.0, 1.0, value, -math.inf])
     generator = torch.Generator()
-    assert list(write(lambda _: logits, [0], 5, sampling, generator)) == []
+    assert list(generate_tokens(lambda _: logits, [0], 5, sampling, generator)) == []
     with pytest.raises(TrainingFailed, match="logits are not finite"):
-        list(write(lambda _: logits, [0], 5, sampling, generator, agree=generate._require_token))
+        list(generate_tokens(lambda _: logits, [0], 5, sampling, generator, agree=generate._require_token))
 
 
 def test_text_comes_in_whole_characters() -> None:
@@ -115,7 +115,9 @@ def test_text_comes_in_whole_characters() -> None:
 def written_here(path: Path, num_tokens: int) -> list[int]:
     with ExitStack() as stack:
         writer = open_generator(str(path), CPU, stack)
-        return list(write(writer.read(), PROMPT, num_tokens, GREEDY, torch.Generator(), writer.ends(ByteTokenizer())))
+        return list(
+            generate_tokens(writer.read(), PROMPT, num_tokens, GREEDY, torch.Generator(), writer.ends(ByteTokenizer()))
+        )
 
 
 def written_there(folder: Path, num_tokens: int, prompt: Sequence[int] = PROMPT) -> list[int]:
@@ -185,8 +187,8 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: object, ends: int = 0) 
 def test_a_prompt_is_gone_on_from_and_a_seed_repeats_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tokenizers")
     folder = speaking(tmp_path / "folder", eos_token_id=[])
-    reader = CachedReader(load_weights(folder), CPU)
-    expected = [token for token in write(reader, [3, 5], 12, GREEDY, torch.Generator()) if token < len(WORDS)]
+    reader = CachedDecoder(load_weights(folder), CPU)
+    expected = [token for token in generate_tokens(reader, [3, 5], 12, GREEDY, torch.Generator()) if token < len(WORDS)]
     found = said(capsys, folder, "--prompt", "w3 w5", "--greedy", "--max-tokens", 12)
     assert found.split() == [WORDS[token] for token in expected]
     drawn = [said(capsys, folder, "--prompt", "w3 w5", "--seed", seed, "--temperature", 3) for seed in (1, 1, 2)]
@@ -201,7 +203,7 @@ def test_a_chat_is_written_by_the_template_and_ends_where_the_model_says(
     folder = speaking(tmp_path / "folder", eos_token_id=[])
     end = len(WORDS)
     prompt = [1, 7, end, 2]
-    tokens = list(write(CachedReader(load_weights(folder), CPU), prompt, 30, GREEDY, torch.Generator()))
+    tokens = list(generate_tokens(CachedDecoder(load_weights(folder), CPU), prompt, 30, GREEDY, torch.Generator()))
     speaking(tmp_path / "ends", eos_token_id=[262, tokens[6]])
     found = said(capsys, tmp_path / "ends", "--chat", "w7", "--greedy", "--max-tokens", 30)
     until = tokens.index(tokens[6])
@@ -241,7 +243,7 @@ def test_ctrl_c_and_a_reader_that_has_gone_end_it_quietly(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(generate, "write", interrupted)
+        patched.setattr(generate, "generate_tokens", interrupted)
         assert said(capsys, folder, "--prompt", "w1", ends=130) == " w3\n"
     receiving, sending = os.pipe()
     os.close(receiving)

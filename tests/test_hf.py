@@ -174,7 +174,7 @@ def model_of(folder: Path) -> Any:
     recipe, config = find_recipe("hf"), config_of(folder)
     with torch.device("meta"):
         model = recipe.build_model(config)
-    materialize(model, 0, torch.device("cpu"), recipe.init, filled_later=lambda name: True)
+    materialize(model, 0, torch.device("cpu"), recipe.init, is_loaded_later=lambda name: True)
     source = recipe.first_weights(config)
     assert source is not None
     fill(model, source)

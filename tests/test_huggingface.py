@@ -29,7 +29,7 @@ from trainer.recipe import HuggingFace, Transposed, all_recipes, find_recipe
 from trainer.weights import state_dict as weights
 from trainer.weights.exporting import export
 from trainer.weights.huggingface import SafetensorsFolder
-from trainer.weights.state_dict import WeightSource, fill, full_state_dict, named_weights, own_rows
+from trainer.weights.state_dict import WeightSource, fill, full_state_dict, local_rows, named_weights
 
 LLAMA, GPT2, QWEN3, QWEN3_MOE = map(find_recipe, ("llama", "gpt2", "qwen3", "qwen3_moe"))
 TINY = LLAMA.config(vocab_size=263, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=64)
@@ -432,7 +432,7 @@ def fill_each(folder: Path, meshes: list[tuple[int, ...]]) -> list[str]:
             expected, read = plain.state_dict(), sum(source.num_bytes.values())
             held = 0
             for name, weight in named_weights(model).items():
-                start, stop = own_rows(weight)
+                start, stop = local_rows(weight)
                 local = weight.to_local() if hasattr(weight, "to_local") else weight
                 part = expected[name][start:stop] if weight.ndim else expected[name]
                 held += local.nbytes if name in source.shapes else 0

@@ -281,7 +281,7 @@ def test_a_step_that_casts_no_ballot_gets_one() -> None:
 def test_the_command_of_the_end_is_told_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The watchdog and the main thread may both find that the run has failed."""
     told: list[str] = []
-    monkeypatch.setattr("trainer.lifecycle.lifecycle.tell_of_the_end", lambda command, facts: told.append(command))
+    monkeypatch.setattr("trainer.lifecycle.lifecycle.run_end_command", lambda command, facts: told.append(command))
     config = run.life._config
     run.life._config = dataclasses.replace(config, run=dataclasses.replace(config.run, on_end="true"))
     run.begin()

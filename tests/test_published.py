@@ -91,7 +91,7 @@ def plan_of(row: Row, device: str) -> Plan:
         f"train.float8={row.float8}",
     ]
     config = planned(load_config("llama3_8b", overrides))
-    found = trainer.plan.probe.kept_by_budget
+    found = trainer.plan.probe.saved_by_budget
 
     def kept(model: object, blocks: Sequence[object], *others: object) -> list[frozenset[Place]]:
         return [EVERY_SECOND] * len(blocks) if row.recompute == SELECTIVE else found(model, blocks, *others)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from tests.ranks import run_ranks, tiny_overrides
 from tests.test_plan import config_of
 from trainer import Trainer, UserError, load_config
 from trainer.config import MeshShape, check_config
-from trainer.model.recompute import choose_kept
+from trainer.model.recompute import choose_saved_operators
 from trainer.model.shard import check_sharding
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan
@@ -62,7 +62,7 @@ def test_the_costliest_come_first_and_fit(share: float, expected: set[Any], dtyp
     """The last product is never kept: recomputation stops before it."""
     with torch.device("meta"):
         model = Net()
-    assert choose_kept(model, list(model.blocks), (3, 5), dtype, share) == [expected, expected]
+    assert choose_saved_operators(model, list(model.blocks), (3, 5), dtype, share) == [expected, expected]
     assert not any("forward" in vars(block) for block in model.blocks)
     assert all(parameter.is_meta for parameter in model.parameters())
 
@@ -84,7 +84,7 @@ def test_the_cost_of_a_byte_decides_not_the_size() -> None:
         model = Net()
         model.blocks = nn.ModuleList([Falling()])
     for share, expected in ((4 / 24, {("matmul", 1)}), (8 / 24, {("matmul", 0)})):
-        assert choose_kept(model, list(model.blocks), (3, 5), torch.float32, share) == [expected]
+        assert choose_saved_operators(model, list(model.blocks), (3, 5), torch.float32, share) == [expected]
 
 
 def peak(setting: str) -> int:

@@ -28,11 +28,11 @@ from tests.tiny import full
 from trainer import Recipe, RunConfig, Trainer, UserError, load_config, register
 from trainer.data.loader import TrainLoader
 from trainer.data.source_factory import open_source
-from trainer.model.gradients import find_clipping, gradient_sync
+from trainer.model.gradients import gradient_sync, norm_and_clip_factor
 from trainer.model.materialize import materialize
 from trainer.model.parameters import count_parameters
-from trainer.model.shard import stays_whole
-from trainer.model.units import ShardUnit, find_units, is_looked_up
+from trainer.model.shard import is_unsharded
+from trainer.model.units import ShardUnit, find_units, is_embedding_unit
 from trainer.optim.optimizer import Schedule, build_optimizer
 
 LLAMA = tiny_overrides("data.source=synthetic", "model.vocab_size=264", "train.steps=10")
@@ -463,7 +463,7 @@ def test_one_rank_trains_a_plain_module_and_comes_to_the_same(
     ],
 )
 def test_which_models_stay_whole(overrides: list[str], num_shards: int, is_whole: bool) -> None:
-    assert stays_whole(load_config("llama_small", [*LLAMA, *overrides]), num_shards) == is_whole
+    assert is_unsharded(load_config("llama_small", [*LLAMA, *overrides]), num_shards) == is_whole
 
 
 def sharded_parameters(overrides: list[str]) -> tuple[dict[str, list[str]], list[float]]:
@@ -612,7 +612,7 @@ def test_which_units_the_backward_pass_does_not_read() -> None:
     def looked_up(*overrides: str) -> list[bool]:
         config = load_config("llama_small", [*LLAMA, "model.num_layers=1", *overrides])
         model = plain_model(config)
-        return [is_looked_up(unit.modules, model) for unit in find_units(model, config.recipe)]
+        return [is_embedding_unit(unit.modules, model) for unit in find_units(model, config.recipe)]
 
     assert looked_up() == [True, False, False], "embedding, block, head"
     assert not any(looked_up("model.tie_embeddings=true")), "a table that the head shares is read"
@@ -623,9 +623,9 @@ def test_which_units_the_backward_pass_does_not_read() -> None:
 
     tied = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
     tied[1].weight = tied[0].weight
-    assert not is_looked_up([tied[0]], tied), "in a unit of its own, too"
+    assert not is_embedding_unit([tied[0]], tied), "in a unit of its own, too"
     model = nn.Sequential(Scaled(4, 4), nn.Embedding(4, 4))
-    assert [is_looked_up([table], model) for table in model] == [False, True]
+    assert [is_embedding_unit([table], model) for table in model] == [False, True]
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -646,7 +646,7 @@ def clip_on_each(meshes: list[list[str]]) -> list[list[tuple[float, float, list[
             parameters = list(trainer.model.parameters())
             whole = [full(p.grad).clone() for p in parameters]
             bound = share * math.sqrt(sum(float(grad.double().square().sum()) for grad in whole))
-            norm, scale = find_clipping(trainer.model, trainer.mesh, bound)
+            norm, scale = norm_and_clip_factor(trainer.model, trainer.mesh, bound)
             assert scale is not None
             cases.append((float(norm), bound, [scale * grad for grad in whole], whole))
             trainer.optimizer.zero_grad()

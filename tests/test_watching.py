@@ -22,7 +22,7 @@ from trainer.metrics.console import ConsoleSink
 from trainer.metrics.record import Record
 from trainer.metrics.screen import PlainScreen
 from trainer.metrics.terminal import Terminal
-from trainer.model.sample import CachedReader, Sampling, write
+from trainer.model.sample import CachedDecoder, Sampling, write
 
 PROMPTS = ["def ", "class A:\n    "]
 SAMPLED = [f"log.prompts={json.dumps(PROMPTS)}", "log.prompt_tokens=5", "eval.every=2", "eval.steps=1", "train.steps=3"]
@@ -35,7 +35,7 @@ def samples(run: Path) -> list[tuple[int, str, str]]:
 def continued(run: Path, prompt: str, ema: bool) -> str:
     """What the model of the run's newest checkpoint writes, as `trainer.generate` would."""
     model, tokenizer = load_weights(run, ema=ema), find_tokenizer("bytes")
-    read, generator = CachedReader(model, torch.device("cpu")), torch.Generator().manual_seed(0)
+    read, generator = CachedDecoder(model, torch.device("cpu")), torch.Generator().manual_seed(0)
     given = [*tokenizer.start_ids, *tokenizer.encode(prompt).tolist()]
     written = write(read, given, 5, Sampling(), generator, {tokenizer.end_id})
     return tokenizer.decode([token for token in written if token != tokenizer.end_id])
@@ -68,7 +68,7 @@ def test_norms_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """Those of the gradients before clipping, and of the weights after the step; the same on two ranks."""
     own = ["log.norms_every=2", "optim.max_grad_norm=0.01", "train.steps=4"]
     seen: list[dict[str, float]] = []
-    clip = module.find_clipping
+    clip = module.norm_and_clip_factor
 
     def noting(model: torch.nn.Module, *arguments: Any) -> Any:
         squares: dict[str, float] = {}
@@ -79,7 +79,7 @@ def test_norms_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         seen.append({unit: math.sqrt(square) for unit, square in squares.items()})
         return clip(model, *arguments)
 
-    monkeypatch.setattr(module, "find_clipping", noting)
+    monkeypatch.setattr(module, "norm_and_clip_factor", noting)
     found = [line for line in fit(tmp_path / "one", *own) if line["kind"] == "norms"]
     monkeypatch.undo()
     assert [line["step"] for line in found] == [2, 4]

@@ -45,14 +45,14 @@ from trainer.errors import (
 from trainer.model.sample import (
     GREEDY,
     NO_TOKEN,
-    CachedReader,
-    Reader,
+    CachedDecoder,
+    Decoder,
     Sampling,
-    TransformersReader,
-    WindowReader,
-    goes_through_sequence,
-    is_of_transformers,
-    write,
+    TransformersDecoder,
+    WindowDecoder,
+    generate_tokens,
+    is_transformers_model,
+    supports_kv_cache,
 )
 from trainer.recipe import add_working_folder_to_path, all_recipes
 from trainer.weights.loading import load_weights, model_files_of, model_of
@@ -91,13 +91,13 @@ class TextGenerator:
         found = (getattr(config, name, None) for name in ("max_seq_len", "max_position_embeddings"))
         return next((int(length) for length in found if length), None)
 
-    def read(self) -> Reader:
+    def read(self) -> Decoder:
         """Return a reader, which runs the model over a growing sequence."""
-        if goes_through_sequence(self.model):
-            return CachedReader(self.model, self.device)
-        if is_of_transformers(self.model):
-            return TransformersReader(self.model, self.device)
-        return WindowReader(self.model, self.device, self.max_seq_len or 1024)
+        if supports_kv_cache(self.model):
+            return CachedDecoder(self.model, self.device)
+        if is_transformers_model(self.model):
+            return TransformersDecoder(self.model, self.device)
+        return WindowDecoder(self.model, self.device, self.max_seq_len or 1024)
 
     def ends(self, tokenizer: Tokenizer) -> set[int]:
         """Return the tokens that end a text: those in `settings`, else the tokenizer's, plus `turn_ends`."""
@@ -224,7 +224,9 @@ def _generate(chosen: argparse.Namespace) -> int:
         generator = torch.Generator()
         generator.manual_seed(chosen.seed) if chosen.seed is not None else generator.seed()
         ends = writer.ends(tokenizer)
-        written = write(writer.read(), prompt, num_tokens, _sampling(chosen, writer), generator, ends, _require_token)
+        written = generate_tokens(
+            writer.read(), prompt, num_tokens, _sampling(chosen, writer), generator, ends, _require_token
+        )
         shown = printable if sys.stdout.isatty() else str
         try:
             for piece in pieces((token for token in written if token not in ends), prompt, tokenizer.decode):

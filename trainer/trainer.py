@@ -61,9 +61,9 @@ from trainer.metrics.profile import Profile
 from trainer.metrics.record import Record
 from trainer.metrics.skips import SkipCounter
 from trainer.metrics.tally import Amount
-from trainer.model.experts import balanced
+from trainer.model.experts import global_balance
 from trainer.model.flops import flops_of
-from trainer.model.gradients import evaluating, find_clipping, gradient_sync
+from trainer.model.gradients import evaluation_mode, gradient_sync, norm_and_clip_factor
 from trainer.model.network import build_network
 from trainer.model.parameters import tied_names
 from trainer.model.replicas import replicate
@@ -261,13 +261,13 @@ class Trainer:
         count, num_targets = self.step_sync.all_reduce(*map(sum, zip(*counts, strict=True)))
         scale = self.world.size / (count or 1)  # gradients are averaged over the ranks
         total = torch.zeros((), device=self.world.device, dtype=torch.float64)
-        with balanced(self.model, micro_batches, self._batch_loss, self.world):
+        with global_balance(self.model, micro_batches, self._batch_loss, self.world):
             for number, batch in enumerate(prefetch_to_device(micro_batches, self.world.device), start=1):
                 with gradient_sync(self.model, number == len(micro_batches), self.config.fsdp):
                     loss = self.loss(batch)
                     (loss * scale).backward()
                 total += loss.detach()
-        grad_norm, clipping = find_clipping(self.model, self.mesh, self.config.optim.max_grad_norm)
+        grad_norm, clipping = norm_and_clip_factor(self.model, self.mesh, self.config.optim.max_grad_norm)
         mean_loss = self.world.sum_on_device(total) / (count or 1)
         self.optimizer.set_lr(self.schedule.lr(self.state.step + 1))
         self.optimizer.step(torch.isfinite(mean_loss + grad_norm), clipping)
@@ -338,7 +338,7 @@ class Trainer:
             return None
         started = time.perf_counter()
         total, count = torch.zeros((), device=self.world.device, dtype=torch.float64), 0.0
-        with self.average.in_place(), evaluating(self.model), self.accounts.evaluation():
+        with self.average.in_place(), evaluation_mode(self.model), self.accounts.evaluation():
             for batch in self.eval_loader:
                 self.step_sync.all_reduce()
                 if self.stopping:

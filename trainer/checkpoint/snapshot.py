@@ -66,7 +66,7 @@ class Savable(Protocol):
     """Parts that are the same on all ranks, or sharded (DTensors).  They can be restored on any mesh."""
     rank_parts: dict[str, Stateful]
     """Per-rank parts.  They are restored if the number of ranks is the same, and otherwise reinitialized if they are
-    Restartable."""
+    RestartablePart."""
 
     @property
     def weights(self) -> Mapping[str, float]:

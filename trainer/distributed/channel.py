@@ -117,7 +117,7 @@ class StoreTimeout(RuntimeError):
 class Messages:
     """A key-value store with timeouts: a dead process closes its connections, but a dead host does not.
 
-    All methods raise RuntimeError if the store is gone, and NoAnswer after `limit_s` seconds.
+    All methods raise RuntimeError if the store is gone, and StoreTimeout after `limit_s` seconds.
     """
 
     def __init__(self, store: Store, limit_s: float) -> None:

@@ -46,7 +46,7 @@ class StepAbandoner:
                 yield
             except WaitAbandoned:
                 self._has_given_up = True
-                self._step_sync.cast()
+                self._step_sync.all_reduce()
         except _Left:
             assert isinstance(self._loader, TrainLoader), "all ranks have the same loader"
             self._loader.rewind_step()

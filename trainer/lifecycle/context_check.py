@@ -16,7 +16,7 @@ from trainer.data.loader import Batch, TrainLoader
 from trainer.distributed.world import World
 from trainer.errors import setting_error
 from trainer.loss import IGNORE, find_loss
-from trainer.model.gradients import evaluating
+from trainer.model.gradients import evaluation_mode
 from trainer.sequence import current_slices, sliced
 
 _TOKENS = 32
@@ -40,7 +40,7 @@ def check_context(world: World, model: nn.Module, loader: object, config: RunCon
     whole_batch, own_batch = world.agreed(lambda: _batches(loader, slices))
     loss_of = find_loss(model)
     # Eager, because compiling for these sizes would not help the run, which has other sizes.
-    with evaluating(model), torch.compiler.set_stance("force_eager"):
+    with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
         with sliced(None):
             expected = float(loss_of(_on(whole_batch, world)))
         with sliced(slices):

@@ -17,7 +17,7 @@ from trainer.data.loader import TrainLoader
 from trainer.data.source import as_mapping
 from trainer.distributed.world import World
 from trainer.errors import setting_error
-from trainer.model.gradients import evaluating
+from trainer.model.gradients import evaluation_mode
 from trainer.sequence import whole
 
 _LENGTH = 6
@@ -49,7 +49,7 @@ def _mixes(model: nn.Module, vocab_size: int, device: torch.device) -> bool:
     tokens = torch.stack([torch.cat(pair) for pair in ((one, tried), (two, tried), (tried, one))]).to(device)
     documents = torch.arange(2, device=device).repeat_interleave(_LENGTH).expand_as(tokens).contiguous()
     # Eager, because compiling for these sizes would not help the run, which has other sizes.
-    with evaluating(model), torch.compiler.set_stance("force_eager"), whole():
+    with evaluation_mode(model), torch.compiler.set_stance("force_eager"), whole():
         logits = model(tokens, documents=documents)
     behind_one, behind_two, alone = logits[0, _LENGTH:], logits[1, _LENGTH:], logits[2, :_LENGTH]
     largest = max(float((other - alone).abs().max()) for other in (behind_one, behind_two))

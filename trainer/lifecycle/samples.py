@@ -13,8 +13,8 @@ from trainer.data.tokenizer import find_tokenizer
 from trainer.distributed.world import World
 from trainer.metrics.fanout import Metrics
 from trainer.metrics.record import Record
-from trainer.model.gradients import evaluating
-from trainer.model.sample import write_sample
+from trainer.model.gradients import evaluation_mode
+from trainer.model.sample import generate_sample
 from trainer.optim.average import WeightAverage
 
 
@@ -58,8 +58,8 @@ class Samples:
         config, tokenizer = self._config, find_tokenizer(self._config.data.tokenizer)
         sizes = config.log.prompt_tokens, config.data.seq_len
         compiles = compiles_blocks(config.train.compile, self._world.device.type)
-        with self._average.in_place(), evaluating(self._model):
+        with self._average.in_place(), evaluation_mode(self._model):
             for prompt, given in self._prompts:
-                written = write_sample(self._model, self._world, given, *sizes, compiles, self._ends)[len(given) :]
+                written = generate_sample(self._model, self._world, given, *sizes, compiles, self._ends)[len(given) :]
                 text = tokenizer.decode([token for token in written if token not in self._ends])
                 self._metrics.write(Record(kind="sample", step=step, prompt=prompt, text=text))

@@ -26,7 +26,7 @@ from trainer.distributed.channel import Channel
 from trainer.distributed.random_state import RandomState
 from trainer.errors import UserError
 from trainer.metrics.skips import SkipCounter
-from trainer.model.parameters import as_saved, local, num_writes, tied_names
+from trainer.model.parameters import for_checkpoint, local, num_writes, tied_names
 from trainer.optim.optimizer import Optimizer
 from trainer.weights.adapters import BASE, BaseWeights
 
@@ -258,7 +258,9 @@ class ModelState:
         # keep_vars avoids detaching each tensor, which costs some 50 us per DTensor.
         whole = self.model.state_dict(keep_vars=True)
         kept = {clean_name(name): value for name, value in whole.items() if name not in self._left_out}
-        return {n: as_saved(value, value) if isinstance(value, nn.Parameter) else value for n, value in kept.items()}
+        return {
+            n: for_checkpoint(value, value) if isinstance(value, nn.Parameter) else value for n, value in kept.items()
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         live = self.state_dict()
@@ -317,7 +319,7 @@ class OptimizerState:
         return {
             "state": {
                 name: {
-                    field: as_saved(value, p) if isinstance(value, torch.Tensor) and p.ndim else value
+                    field: for_checkpoint(value, p) if isinstance(value, torch.Tensor) and p.ndim else value
                     for field, value in part.state[p].items()
                 }
                 for name, (part, _, p) in self._parameters.items()

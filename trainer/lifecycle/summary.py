@@ -34,9 +34,9 @@ from trainer.metrics.console import readable_bytes, readable_count, readable_dur
 from trainer.metrics.fanout import Metrics
 from trainer.metrics.horizon import Horizon
 from trainer.metrics.skips import SkipCounter
-from trainer.model.gradients import evaluating
+from trainer.model.gradients import evaluation_mode
 from trainer.model.parameters import count_parameters, count_trained_parameters
-from trainer.model.sample import write_sample
+from trainer.model.sample import generate_sample
 from trainer.optim.optimizer import bytes_of_training
 from trainer.plan.forecast import describe_choice
 from trainer.plan.search import Choice
@@ -305,8 +305,8 @@ def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metr
     ends = chat_end_ids(config.data.tokenizer, config.data.chat_template) if is_chat else set()
     sizes = config.log.sample_tokens, config.data.seq_len
     compiles = compiles_blocks(config.train.compile, world.device.type)
-    with evaluating(model):
-        tokens = write_sample(model, world, prompt, *sizes, compiles, ends)
+    with evaluation_mode(model):
+        tokens = generate_sample(model, world, prompt, *sizes, compiles, ends)
     if is_chat:
         metrics.say("\nsample answer from the model, to:\n", "bold")
         metrics.say(tokenizer.decode(prompt))

@@ -72,7 +72,7 @@ def _(x_MK: torch.Tensor, y_MN: torch.Tensor, ends_E: torch.Tensor) -> torch.Ten
     return x_MK.new_empty(ends_E.shape[0], x_MK.shape[1], y_MN.shape[1])
 
 
-def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
     x_MK, weight_EKN, ends_E = inputs
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x_MK if needs_weight else None, weight_EKN if needs_x else None, ends_E)
@@ -86,7 +86,7 @@ def _backward(ctx: Any, grad_MN: torch.Tensor) -> tuple[torch.Tensor | None, tor
     return grad_x, grad_weight, None
 
 
-grouped_mm.register_autograd(_backward, setup_context=_keep)
+grouped_mm.register_autograd(_backward, setup_context=_setup_context)
 
 GROUPED = torch.ops.meshtrainer.grouped_mm.default
 """The operator as seen by dispatch modes."""
@@ -113,15 +113,15 @@ class BalanceLoss(nn.Module):
     For each expert, the share of choices that fell on it is multiplied by its mean probability; the sum over experts is
     scaled by the number of experts and the coefficient (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6).  Shares
     and means are over the tokens that the loss counts, in all layers, micro-batches and ranks (Qiu et al. 2025,
-    arXiv:2501.11873), so the loss does not depend on the mesh; `balanced` ensures this in training.  Elsewhere they are
-    those of the batch.
+    arXiv:2501.11873), so the loss does not depend on the mesh; `global_balance` ensures this in training.  Elsewhere they
+    are those of the batch.
     """
 
     def __init__(self, coefficient: float, num_experts: int, num_chosen: int, num_layers: int) -> None:
         super().__init__()
         self.coefficient, self.num_experts, self.num_chosen = coefficient, num_experts, num_chosen
         self.num_layers = num_layers
-        self.over_batch: Callable[[torch.Tensor], torch.Tensor] = _as_it_is
+        self.reduce_choices: Callable[[torch.Tensor], torch.Tensor] = _identity
 
     def forward(self, choices_E: torch.Tensor, probs_E: torch.Tensor) -> torch.Tensor:
         """Return the loss summed over this batch's tokens.
@@ -129,17 +129,17 @@ class BalanceLoss(nn.Module):
         choices_E: how often each expert was chosen (integers).  probs_E: the sum of its probabilities (fp32).  Both are
         over the tokens that count, in all layers.
         """
-        all_choices_E = self.over_batch(choices_E)
+        all_choices_E = self.reduce_choices(choices_E)
         shares_E = all_choices_E * (self.num_chosen / all_choices_E.sum().clamp(min=1))
         return self.coefficient * self.num_experts / self.num_layers * (shares_E * probs_E).sum()
 
 
-def _as_it_is(choices_E: torch.Tensor) -> torch.Tensor:
+def _identity(choices_E: torch.Tensor) -> torch.Tensor:
     return choices_E
 
 
 @contextmanager
-def balanced(
+def global_balance(
     model: nn.Module, micro_batches: Sequence[Any], loss: Callable[[Any], torch.Tensor], world: World
 ) -> Iterator[None]:
     """Inside the block, compute the balance loss of `model` over `micro_batches` on all ranks.
@@ -152,15 +152,15 @@ def balanced(
     found = [child for child in model.children() if isinstance(child, BalanceLoss)]
     for balance in found:
         if len(micro_batches) == 1:
-            balance.over_batch = world.sum_on_device
+            balance.reduce_choices = world.sum_on_device
         else:
             choices_E = world.sum_on_device(_count(balance, micro_batches, loss, world.device))
-            balance.over_batch = partial(_known, choices_E)
+            balance.reduce_choices = partial(_constant, choices_E)
     try:
         yield
     finally:
         for balance in found:
-            balance.over_batch = _as_it_is
+            balance.reduce_choices = _identity
 
 
 @torch.no_grad()
@@ -169,11 +169,11 @@ def _count(
 ) -> torch.Tensor:
     """Count how often the tokens of all micro-batches of this rank choose each expert."""
     total_E = torch.zeros(balance.num_experts, dtype=torch.int64, device=device)
-    balance.over_batch = total_E.add_
+    balance.reduce_choices = total_E.add_
     for batch in prefetch_to_device(micro_batches, device):
         loss(batch)
     return total_E
 
 
-def _known(known_E: torch.Tensor, choices_E: torch.Tensor) -> torch.Tensor:
+def _constant(known_E: torch.Tensor, choices_E: torch.Tensor) -> torch.Tensor:
     return known_E

@@ -14,13 +14,13 @@ GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 
 
 @contextmanager
-def without_values() -> Iterator[None]:
+def fake_tensors() -> Iterator[None]:
     """Make every tensor created inside the block a fake tensor."""
-    with _WithoutValues():
+    with _FakeTensors():
         yield
 
 
-class _WithoutValues(FakeTensorMode):
+class _FakeTensors(FakeTensorMode):
     """Supports grouped products in any dtype; torch's own fake kernel is for GPUs and only supports bfloat16."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

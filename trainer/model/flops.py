@@ -17,10 +17,12 @@ from trainer.recipe import Recipe
 def flops_of(config: RunConfig, model: nn.Module, seq_len: float) -> float:
     """Return the model FLOPs per token of a training step, including the forward pass of a reference model, if any."""
     total = flops_per_token(config.recipe, config.model, model, seq_len)
-    return total + (_whole(config.recipe, config.model, model, seq_len) / 3 if config.rows_per_sample > 1 else 0.0)
+    return total + (
+        _flops_if_all_trained(config.recipe, config.model, model, seq_len) / 3 if config.rows_per_sample > 1 else 0.0
+    )
 
 
-def _whole(recipe: Recipe, model_config: Any, model: nn.Module, seq_len: float) -> float:
+def _flops_if_all_trained(recipe: Recipe, model_config: Any, model: nn.Module, seq_len: float) -> float:
     """Return the FLOPs per token of forward and backward passes if every weight is trained, without adapters."""
     if recipe.flops:
         return recipe.flops(model_config, seq_len)
@@ -41,7 +43,7 @@ def flops_per_token(recipe: Recipe, model_config: Any, model: nn.Module, seq_len
     before it cost 2, and their attention costs a third.  "Before" refers to the order of `model.parameters()`.  Source:
     Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
-    total = _whole(recipe, model_config, model, seq_len) + 6.0 * _num_adapter_parameters(model)
+    total = _flops_if_all_trained(recipe, model_config, model, seq_len) + 6.0 * _num_adapter_parameters(model)
     if all(parameter.requires_grad for parameter in model.parameters()):
         return total
     matrices = _matrices(model, with_tied_tables=recipe.flops is not None)
@@ -49,12 +51,12 @@ def flops_per_token(recipe: Recipe, model_config: Any, model: nn.Module, seq_len
     share = min(1.0, total / (6.0 * sum(p.numel() for p in matrices)))
     below = {id(p) for p in takewhile(lambda parameter: not parameter.requires_grad, model.parameters())}
     frozen = sum(p.numel() for p in matrices if not p.requires_grad)
-    not_gone_back = sum(p.numel() for p in matrices if id(p) in below)
+    without_backward = sum(p.numel() for p in matrices if id(p) in below)
     attention = max(0.0, total - 6.0 * sum(p.numel() for p in matrices))
     blocks = find_blocks(model, recipe)
     blocks_below = [block for block in blocks if all(id(p) in below for p in block.parameters())]
     attention_below = attention * len(blocks_below) / max(1, len(blocks))
-    return total - 2.0 * share * (frozen + not_gone_back) - 2.0 / 3.0 * attention_below
+    return total - 2.0 * share * (frozen + without_backward) - 2.0 / 3.0 * attention_below
 
 
 def _matrices(model: nn.Module, with_tied_tables: bool) -> list[nn.Parameter]:

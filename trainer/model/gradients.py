@@ -47,7 +47,7 @@ def reshard(model: nn.Module) -> None:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Enter evaluation mode without gradients inside the block; afterwards free parameters that are still gathered."""
     model.eval()
     with torch.no_grad():
@@ -83,7 +83,7 @@ def gradient_norm(gradients: list[torch.Tensor], mesh: DeviceMesh) -> torch.Tens
 
 
 @torch.no_grad()
-def find_clipping(
+def norm_and_clip_factor(
     model: nn.Module, mesh: DeviceMesh, max_norm: float | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the global gradient norm, and the factor that clips it to `max_norm`, or None without a `max_norm`.

@@ -28,13 +28,13 @@ ALL_LINEAR = "all-linear"
 ADAPTER = "default"
 """The name of a layer's adapter; there is only one here, while peft supports several."""
 
-_ALIKE = 0.75
+_MIN_SIMILARITY = 0.75
 """Minimum similarity for suggesting a layer's name; for example, gate_proj is too different from v_proj."""
 
 _WEIGHT = re.compile(rf"(?P<layer>.+)\.lora_(?P<part>[AB])\.{ADAPTER}\.weight")
 
 
-class Factor(nn.Module):
+class LoraFactor(nn.Module):
     """One of the two matrices of an adapter: `weight` (out, in), always in float32.
 
     `AdaptedLinear` performs the product.
@@ -63,12 +63,12 @@ class AdaptedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = _sizes(base_layer)
         self.scaling = scaling
-        self.is_on = True
+        self.is_enabled = True
         """Whether the adapter is applied (see `without_adapters`)."""
         self.base_layer = base_layer
         self.lora_dropout = nn.ModuleDict({ADAPTER: nn.Dropout(dropout) if dropout else nn.Identity()})
-        self.lora_A = nn.ModuleDict({ADAPTER: Factor(self.in_features, rank, starts_at_zero=False)})
-        self.lora_B = nn.ModuleDict({ADAPTER: Factor(rank, self.out_features, starts_at_zero=True)})
+        self.lora_A = nn.ModuleDict({ADAPTER: LoraFactor(self.in_features, rank, starts_at_zero=False)})
+        self.lora_B = nn.ModuleDict({ADAPTER: LoraFactor(rank, self.out_features, starts_at_zero=True)})
 
     @property
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,14 +82,14 @@ class AdaptedLinear(nn.Module):
         return weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.is_on:
+        if not self.is_enabled:
             return self.base_layer(x)  # type: ignore[no-any-return]
         down, up = self.factors
         if self._is_one_product(x, down, up):
             bias, given = self.base_layer.bias, x.flatten(0, -2)
             dropped = None if isinstance(self.lora_dropout[ADAPTER], nn.Identity) else self.lora_dropout[ADAPTER](given)
             weight = self.weight if isinstance(self.base_layer, nn.Linear) else self.weight.t()
-            whole = _Product.apply(given, dropped, weight, bias, down, up, self.scaling)  # type: ignore[no-untyped-call]
+            whole = _AdaptedProduct.apply(given, dropped, weight, bias, down, up, self.scaling)  # type: ignore[no-untyped-call]
             return whole.view(*x.shape[:-1], self.out_features)  # type: ignore[no-any-return]
         own = self.base_layer(x)
         low = F.linear(self.lora_dropout[ADAPTER](x.to(down.dtype)), down)
@@ -104,7 +104,7 @@ class AdaptedLinear(nn.Module):
         return is_plain and all(t.dtype == x.dtype and not isinstance(t, DTensor) for t in tensors)
 
 
-class _Product(torch.autograd.Function):
+class _AdaptedProduct(torch.autograd.Function):
     """A frozen layer and its adapter as one operator with its gradient, x (N, in) to (N, out).
 
     Saves the input and the intermediate between the two factors.  Each product of the backward pass accumulates into
@@ -182,31 +182,32 @@ def find_layers(
     A layer can have an adapter only if it does nothing but multiply; the output projection, which also computes the
     loss, cannot.
     """
-    able = [name for name, module in model.named_modules() if _is_plain_linear(module)]
+    candidates = [name for name, module in model.named_modules() if _is_plain_linear(module)]
     if targets == ALL_LINEAR:
         inside = {id(module) for block in blocks for module in block.modules()}
-        able = [name for name in able if not blocks or id(model.get_submodule(name)) in inside]
-        if not able:
+        candidates = [name for name in candidates if not blocks or id(model.get_submodule(name)) in inside]
+        if not candidates:
             raise setting_error("lora.targets", targets, "the model has no linear layer that can have an adapter")
-        return able
+        return candidates
     wanted = [targets] if isinstance(targets, str) else list(targets)
-    called = {name: [name, *filter(None, [alias(name)])] for name in able}
+    names_of = {name: [name, *filter(None, [alias(name)])] for name in candidates}
     found = {
-        target: [name for name in able if any(_is_called(each, target) for each in called[name])] for target in wanted
+        target: [name for name in candidates if any(_matches_target(each, target) for each in names_of[name])]
+        for target in wanted
     }
     for target, names in found.items():
         if not names:
-            raise _no_layer(model, called, target, wanted, alias)
-    return [name for name in able if any(name in names for names in found.values())]
+            raise _no_layer(model, names_of, target, wanted, alias)
+    return [name for name in candidates if any(name in names for names in found.values())]
 
 
-def _is_called(name: str, target: str) -> bool:
+def _matches_target(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
 def _no_layer(
     model: nn.Module,
-    called: Mapping[str, Sequence[str]],
+    names_of: Mapping[str, Sequence[str]],
     target: str,
     wanted: Sequence[str],
     alias: Callable[[str], str | None],
@@ -214,11 +215,11 @@ def _no_layer(
     if target.replace("_", "-") == ALL_LINEAR:
         return setting_error("lora.targets", list(wanted), "stands alone, or not at all", meant=ALL_LINEAR)
     names = [name for name, _ in model.named_modules() if name]
-    others = [name for name in names if any(_is_called(each, target) for each in (name, alias(name) or ""))]
-    every = [each for names in called.values() for each in names]
+    others = [name for name in names if any(_matches_target(each, target) for each in (name, alias(name) or ""))]
+    every = [each for names in names_of.values() for each in names]
     last_parts = [*dict.fromkeys(each.rpartition(".")[2] for each in every)]
     rule = f"{others[0]} is not a layer that can have an adapter" if others else f"no layer is named {target!r}"
-    best = nearest(target, last_parts, _ALIKE) or nearest(target, [name for name in every if "." in name])
+    best = nearest(target, last_parts, _MIN_SIMILARITY) or nearest(target, [name for name in every if "." in name])
     meant = [best if item == target else item for item in wanted] if best and best not in wanted else None
     rule += f"; those that can have an adapter: {', '.join(last_parts)}"
     return setting_error("lora.targets", list(wanted), rule, meant=meant)
@@ -273,9 +274,9 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     """Disable all adapters inside the block."""
     layers = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
     for layer in layers:
-        layer.is_on = False
+        layer.is_enabled = False
     try:
         yield
     finally:
         for layer in layers:
-            layer.is_on = True
+            layer.is_enabled = True

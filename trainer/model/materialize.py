@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.errors import UserError
-from trainer.model.drawing import Drawing, Drawings, can_be_drawn_in_part
-from trainer.model.lora import Factor, plain_name
-from trainer.model.parameters import local, num_writes, own_rows, seed_of, tied_names
+from trainer.model.deferred_fill import DeferredFill, DeferredFills, can_fill_partially
+from trainer.model.lora import LoraFactor, plain_name
+from trainer.model.parameters import local, local_rows, num_writes, seed_of, tied_names
 
 
 def materialize(
@@ -29,7 +29,7 @@ def materialize(
     device: torch.device,
     init: Callable[..., None] | None = None,
     cpu_offload: bool = False,
-    filled_later: Callable[[str], bool] | None = None,
+    is_loaded_later: Callable[[str], bool] | None = None,
 ) -> None:
     """Allocate and initialize every parameter and buffer of `model` that is on the meta device, in place.
 
@@ -37,8 +37,8 @@ def materialize(
     adapters, this is `module.reset_parameters()`.  Tied parameters are filled once, by the first module that owns them.
     Values are computed on the CPU and moved to `device`; with `cpu_offload`, parameters stay on the CPU.
 
-    Parameters for whose name `filled_later` is true are not drawn, since they will be loaded; until then they are NaN.
-    Buffers are always filled.
+    Parameters for whose name `is_loaded_later` is true are not drawn; they are NaN until they are loaded.  Buffers are
+    always filled.
 
     Raises UserError that names every parameter and buffer that was not filled, on all ranks alike, since each rank sees
     full tensors.
@@ -48,18 +48,18 @@ def materialize(
         return
     ties = tied_names(model)
     _allocate(model, on_meta, torch.device("cpu") if cpu_offload else device)
-    _tie_again(model, ties)
+    _retie(model, ties)
 
     canonical = {alias: group[0] for group in ties for alias in group}
     unfilled: list[str] = []
-    scratch, fill = _Scratch(), _initializer(init, model)
+    scratch, fill = _ScratchMemory(), _initializer(init, model)
     for module_name, module in model.named_modules():
-        own = [name for name in _own_names(module_name, module) if name in on_meta]
+        own = [name for name in _direct_names(module_name, module) if name in on_meta]
         fresh = {name for name in own if canonical.get(name, name) == name}
-        if filled_later is not None:
-            fresh -= _left_to_others(module, module_name, fresh, filled_later)
+        if is_loaded_later is not None:
+            fresh -= _skip_loaded_later(module, module_name, fresh, is_loaded_later)
         if fresh:
-            fills = _default if isinstance(module, Factor) else fill
+            fills = _default_init if isinstance(module, LoraFactor) else fill
             unfilled += _fill(module, module_name, fresh, seed_of(seed, plain_name(module_name)), scratch, fills)
             _move_buffers(module, [name.rpartition(".")[2] for name in own], device)
     if unfilled:
@@ -74,8 +74,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _own_names(module_name: str, module: nn.Module) -> list[str]:
-    return [f"{module_name}.{name}" if module_name else name for name, _ in _owned(module)]
+def _direct_names(module_name: str, module: nn.Module) -> list[str]:
+    return [f"{module_name}.{name}" if module_name else name for name, _ in _direct_tensors(module)]
 
 
 def _allocate(model: nn.Module, on_meta: set[str], parameter_device: torch.device) -> None:
@@ -93,7 +93,7 @@ def _move_buffers(module: nn.Module, names: Sequence[str], device: torch.device)
             setattr(module, name, buffer.to(device))
 
 
-def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
+def _retie(model: nn.Module, ties: list[list[str]]) -> None:
     """Tie the names of each group again: moving off the meta device has separated them."""
     for first, *aliases in ties:
         parameter = model.get_parameter(first)
@@ -105,26 +105,26 @@ def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
 def _initializer(init: Callable[..., None] | None, model: nn.Module) -> Callable[[nn.Module, str], None]:
     """Return the function that fills a module, called with the module and its name."""
     if init is None:
-        return _default
+        return _default_init
     if len(inspect.signature(init).parameters) > 1:
         return lambda module, name: init(module, name, model)
     return lambda module, name: init(module)
 
 
 @torch.no_grad()
-def _left_to_others(
-    module: nn.Module, module_name: str, fresh: set[str], filled_later: Callable[[str], bool]
+def _skip_loaded_later(
+    module: nn.Module, module_name: str, fresh: set[str], is_loaded_later: Callable[[str], bool]
 ) -> set[str]:
     """Fill the parameters in `fresh` that will be loaded later with NaN, and return their names."""
     prefix = f"{module_name}." if module_name else ""
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    left = {name for name in own if prefix + name in fresh and filled_later(prefix + name)}
+    left = {name for name in own if prefix + name in fresh and is_loaded_later(prefix + name)}
     for name in left:
         _poison(local(own[name].detach()))
     return {prefix + name for name in left}
 
 
-def _default(module: nn.Module, name: str) -> None:
+def _default_init(module: nn.Module, name: str) -> None:
     # torch's MultiheadAttention and Transformer use a private name.
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if callable(reset):
@@ -137,7 +137,7 @@ def _fill(
     module_name: str,
     fresh: set[str],
     seed: int,
-    scratch: _Scratch,
+    scratch: _ScratchMemory,
     init: Callable[[nn.Module, str], None],
 ) -> list[str]:
     """Fill the tensors that `module` owns directly.  Returns the names that were left unfilled; only `fresh` ones are
@@ -147,48 +147,48 @@ def _fill(
     """
     prefix = f"{module_name}." if module_name else ""
     sharded = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    drawn = scratch.take({name: parameter for name, parameter in sharded.items() if prefix + name in fresh})
-    in_part = {name: whole for name, whole in drawn.items() if _is_drawn_in_part(sharded[name], whole)}
-    drawings = Drawings(in_part)
+    drawn = scratch.full_tensors({name: parameter for name, parameter in sharded.items() if prefix + name in fresh})
+    partial = {name: whole for name, whole in drawn.items() if _is_filled_partially(sharded[name], whole)}
+    deferred_fills = DeferredFills(partial)
     for name, parameter in sharded.items():
         nowhere = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        whole = _poison(drawn[name]) if name in drawn.keys() - in_part.keys() else in_part.get(name, nowhere)
+        whole = _poison(drawn[name]) if name in drawn.keys() - partial.keys() else partial.get(name, nowhere)
         module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if prefix + name in fresh:
             _poison(buffer)
-    versions = {name: num_writes(tensor) for name, tensor in _owned(module)}
-    before = {name: id(tensor) for name, tensor in _owned(module)}
+    versions = {name: num_writes(tensor) for name, tensor in _direct_tensors(module)}
+    before = {name: id(tensor) for name, tensor in _direct_tensors(module)}
 
-    with torch.random.fork_rng(devices=[]), drawings.watching():
+    with torch.random.fork_rng(devices=[]), deferred_fills.observe():
         torch.default_generator.manual_seed(seed)
         init(module, module_name)
 
     unfilled = []
-    for name, tensor in _owned(module):
+    for name, tensor in _direct_tensors(module):
         written = num_writes(tensor) != versions[name] or id(tensor) != before[name]
-        if prefix + name not in fresh or drawings.of(name, tensor):
+        if prefix + name not in fresh or deferred_fills.get(name, tensor):
             continue
         if _is_poisoned(tensor) or not (written or tensor.is_floating_point()):
             unfilled.append(prefix + name)
     for name, parameter in sharded.items():
         if prefix + name in fresh:
             whole = module.get_parameter(name).detach()
-            _keep_part(parameter, whole, drawings.of(name, whole))
+            _copy_shard(parameter, whole, deferred_fills.get(name, whole))
         module.register_parameter(name, parameter)
     return unfilled
 
 
-def _is_drawn_in_part(parameter: torch.Tensor, whole: torch.Tensor) -> bool:
+def _is_filled_partially(parameter: torch.Tensor, whole: torch.Tensor) -> bool:
     """Return whether to draw only part of a large tensor: this rank keeps few rows, or several threads can share the
     work.
     """
-    rows = own_rows(parameter)
+    rows = local_rows(parameter)
     is_less = rows is not None and (2 * (rows[1] - rows[0]) <= whole.shape[0] or torch.get_num_threads() > 1)
-    return is_less and can_be_drawn_in_part(whole)
+    return is_less and can_fill_partially(whole)
 
 
-class _Scratch:
+class _ScratchMemory:
     """Memory for the full tensors of one module at a time.
 
     It is reused for every module, since new memory would be page-faulted in each time.
@@ -197,7 +197,7 @@ class _Scratch:
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def take(self, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def full_tensors(self, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return uninitialized tensors with the (global) shapes of `like`; earlier ones are overwritten.
 
         Their dtypes are those of `like`, except float32 for bfloat16: weights are drawn in full precision, then
@@ -215,19 +215,19 @@ class _Scratch:
         return taken
 
 
-def _owned(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _direct_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from [*module.named_parameters(recurse=False, remove_duplicate=False)]
     yield from [*module.named_buffers(recurse=False, remove_duplicate=False)]
 
 
-def _keep_part(parameter: torch.Tensor, whole: torch.Tensor, drawing: Drawing | None = None) -> None:
+def _copy_shard(parameter: torch.Tensor, whole: torch.Tensor, deferred: DeferredFill | None = None) -> None:
     """Copy this rank's shard of `whole` into `parameter`, or draw it.  No communication: every rank has the full
     tensor.
     """
-    rows = own_rows(parameter)
-    if rows is not None and drawing is not None:
+    rows = local_rows(parameter)
+    if rows is not None and deferred is not None:
         columns, kept = math.prod(whole.shape[1:]), local(parameter.detach())
-        kept.copy_(drawing.part(rows[0] * columns, rows[1] * columns).view(kept.shape))
+        kept.copy_(deferred.part(rows[0] * columns, rows[1] * columns).view(kept.shape))
     elif rows is not None and whole.ndim:
         local(parameter.detach()).copy_(whole[slice(*rows)])  # copies only these rows to the device
     elif isinstance(parameter, DTensor):

@@ -10,7 +10,7 @@ from trainer.errors import UserError
 from trainer.recipe import Recipe, Stacked, Transposed
 
 
-class Place(NamedTuple):
+class MappedTensor(NamedTuple):
     """Our counterpart of one of their tensors: our tensor's name, whether theirs is transposed, and which row it is, if
     any.
     """
@@ -20,7 +20,7 @@ class Place(NamedTuple):
     row: str | None = None
 
 
-class Names:
+class HuggingFaceNames:
     """Translates the tensor names of one model, in both directions."""
 
     def __init__(self, recipe: Recipe, model_config: Any) -> None:
@@ -44,14 +44,14 @@ class Names:
                 return type(theirs)(found[0])
         return None
 
-    def ours(self, name: str) -> Place | None:
+    def ours(self, name: str) -> MappedTensor | None:
         """Return our counterpart of their tensor `name`, with or without the prefix; None if there is none."""
         for full_name in (name, self._hf.prefix + name):
             for ours, theirs in self._pairs:
                 found = _translate(full_name, theirs, ours)
                 if found is not None:
                     row = found[1] if isinstance(theirs, Stacked) else None
-                    return Place(found[0], isinstance(theirs, Transposed), row)
+                    return MappedTensor(found[0], isinstance(theirs, Transposed), row)
         return None
 
     def is_ignored(self, name: str) -> bool:

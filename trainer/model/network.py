@@ -14,7 +14,7 @@ from torch import nn
 from trainer.config import RunConfig
 from trainer.errors import nearest, setting_error
 from trainer.model.lora import add_adapters, plain_name
-from trainer.model.names import Names
+from trainer.model.names import HuggingFaceNames
 from trainer.model.units import find_blocks
 
 
@@ -23,28 +23,28 @@ def build_network(config: RunConfig) -> nn.Module:
 
     Raises UserError for layers in `lora.targets` or parameters in `train.freeze` that the model does not have.
     """
-    theirs = _their_names(config)
+    theirs = _huggingface_name(config)
     with torch.device("meta"):
         model = config.recipe.build_model(config.model)
-        apply_weights_dtype(model, kept_dtype(config))
+        apply_weights_dtype(model, storage_dtype(config))
         blocks = find_blocks(model, config.recipe) if config.lora.rank else []
         add_adapters(model, blocks, config.lora, lambda layer: _module(theirs(f"{layer}.weight")))
     freeze(model, config.train.freeze, theirs)
     return model
 
 
-def _their_names(config: RunConfig) -> Callable[[str], str | None]:
+def _huggingface_name(config: RunConfig) -> Callable[[str], str | None]:
     """Return the function that maps a parameter's name to Hugging Face's, which settings may use as well."""
     if config.recipe.hf is None:
         return lambda name: None
-    return Names(config.recipe, config.model).theirs
+    return HuggingFaceNames(config.recipe, config.model).theirs
 
 
 def _module(parameter: str | None) -> str | None:
     return parameter.removesuffix(".weight") if parameter else None
 
 
-def kept_dtype(config: RunConfig) -> str:
+def storage_dtype(config: RunConfig) -> str:
     """Return the dtype in which a run stores its weights, other than those of adapters."""
     return (config.lora.rank and config.lora.base_dtype) or config.train.weights_dtype
 
@@ -66,11 +66,11 @@ def freeze(model: nn.Module, patterns: Sequence[str], theirs: Callable[[str], st
     names.  `theirs` returns an alternative name of a parameter, which is matched too.  Raises UserError for a pattern
     that matches nothing, and if no trainable parameter is left.
     """
-    called = [(parameter, _names(name, theirs)) for name, parameter in model.named_parameters(remove_duplicate=False)]
+    names_of = [(parameter, _names(name, theirs)) for name, parameter in model.named_parameters(remove_duplicate=False)]
     for pattern in patterns:
-        found = [parameter for parameter, names in called if _matches(names, pattern)]
+        found = [parameter for parameter, names in names_of if _matches(names, pattern)]
         if not found:
-            known = {part: None for _, names in called for name in names for part in _with_modules(name)}
+            known = {part: None for _, names in names_of for name in names for part in _with_modules(name)}
             best = nearest(pattern, known)
             meant = [best if item == pattern else item for item in patterns] if best else None
             raise setting_error("train.freeze", list(patterns), f"no parameter matches {pattern!r}", meant=meant)

@@ -61,7 +61,7 @@ def mark_replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
     _replicated_on[parameter] = mesh
 
 
-def as_saved(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def for_checkpoint(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return a tensor that belongs to `parameter` and has its shape in the form for checkpoints; copies nothing.
 
     If all ranks hold the same values, this is a replicated DTensor, so that the ranks share the work of writing it and
@@ -74,7 +74,7 @@ def as_saved(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(tensor.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def own_rows(tensor: torch.Tensor) -> tuple[int, int] | None:
+def local_rows(tensor: torch.Tensor) -> tuple[int, int] | None:
     """Return the rows of dimension 0 that this rank holds, as (start, stop); None if sharded in any other way.
 
     A dimension is split as by `torch.chunk`: the last ranks may have fewer rows, or none.

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.flop_counter import sdpa_flop
 
 from trainer.model.experts import GROUPED
-from trainer.model.fake import GROUPED_PRODUCT, without_values
+from trainer.model.fake import GROUPED_PRODUCT, fake_tensors
 from trainer.model.parameters import storage_id
 from trainer.sequence.attention import OPERATORS
 
@@ -41,11 +41,11 @@ _KINDS = {
 }
 """Operators that are expensive to recompute, by kind.  Which attention kernel runs depends on the device."""
 
-Place = tuple[str, int]
+OperatorId = tuple[str, int]
 """An expensive operator of a block: its kind, and its index among those of that kind in the block's forward pass."""
 
 
-def keep_all_costly() -> Any:
+def save_all_costly() -> Any:
     """Return the contexts of `torch.utils.checkpoint` that save the outputs of all expensive operators."""
 
     costly = {*_KINDS, _aten._scaled_mm.default}  # float8 matrix product
@@ -57,7 +57,7 @@ def keep_all_costly() -> Any:
 
 
 @functools.cache
-def keeping(kept: frozenset[Place]) -> Callable[[], Any]:
+def save_only(kept: frozenset[OperatorId]) -> Callable[[], Any]:
     """Return a function that creates the contexts in which the outputs of the operators in `kept` are saved.
 
     Cached, so that equal sets share one function: compiled code is guarded on its identity.
@@ -86,7 +86,7 @@ def keeping(kept: frozenset[Place]) -> Callable[[], Any]:
 
 @dataclass(frozen=True)
 class _Operator:
-    place: Place
+    operator_id: OperatorId
     flops: int
     num_bytes: int
     """Size of its outputs."""
@@ -107,9 +107,9 @@ class _Block:
         return sum(tensor.untyped_storage().nbytes() for tensor in self.saved.values())
 
 
-def choose_kept(
+def choose_saved_operators(
     model: nn.Module, blocks: Sequence[nn.Module], tokens_shape: tuple[int, int], dtype: torch.dtype, share: float
-) -> list[frozenset[Place]]:
+) -> list[frozenset[OperatorId]]:
     """Choose the operators whose outputs each block saves, up to `share` of the bytes it saves without checkpointing.
 
     Those bytes are what autograd saves in the block, except its input and parameters, for tokens of shape (B, T) and
@@ -117,7 +117,7 @@ def choose_kept(
     earlier ones.  `model` may be on any device and is not changed.  Re-raises errors of the model on fake tensors.
     """
     found = {id(block): _Block() for block in blocks}
-    with without_values():
+    with fake_tensors():
         fake = {
             name: torch.empty(p.shape, dtype=dtype if p.is_floating_point() else p.dtype, requires_grad=p.requires_grad)
             for name, p in model.named_parameters()
@@ -127,7 +127,7 @@ def choose_kept(
         own = [vars(block).get("forward") for block in blocks]
         try:
             for block in blocks:
-                block.forward = _watched(block.forward, found[id(block)], known)  # type: ignore[method-assign]
+                block.forward = _recorded(block.forward, found[id(block)], known)  # type: ignore[method-assign]
             functional_call(model, fake, (torch.zeros(tokens_shape, dtype=torch.int64),))
         finally:
             for block, forward in zip(blocks, own, strict=True):
@@ -137,18 +137,18 @@ def choose_kept(
     return [_fill_knapsack(found[id(block)], share) for block in blocks]
 
 
-def _fill_knapsack(block: _Block, share: float) -> frozenset[Place]:
+def _fill_knapsack(block: _Block, share: float) -> frozenset[OperatorId]:
     left = share * block.saved_bytes
     kept = set()
     needed = block.operators[: block.num_needed]
     for operator in sorted(needed, key=lambda operator: -operator.flops / operator.num_bytes):
         if operator.num_bytes <= left:
             left -= operator.num_bytes
-            kept.add(operator.place)
+            kept.add(operator.operator_id)
     return frozenset(kept)
 
 
-def _watched(forward: Callable[..., Any], block: _Block, known: set[int]) -> Callable[..., Any]:
+def _recorded(forward: Callable[..., Any], block: _Block, known: set[int]) -> Callable[..., Any]:
     """Wrap `forward` to record its operators and saved tensors in `block`; if it is called repeatedly, only the last
     call's.
     """
@@ -165,13 +165,13 @@ def _watched(forward: Callable[..., Any], block: _Block, known: set[int]) -> Cal
                 block.saved[storage] = tensor
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _Watcher(block):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _OperatorRecorder(block):
             return forward(*args, **kwargs)
 
     return run
 
 
-class _Watcher(TorchDispatchMode):
+class _OperatorRecorder(TorchDispatchMode):
     """Records expensive operators."""
 
     def __init__(self, block: _Block) -> None:

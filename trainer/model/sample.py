@@ -16,7 +16,7 @@ from trainer.sequence import Cache, whole
 NO_TOKEN = -1
 """Chosen if the logits are not finite: the text ends there, and training continues."""
 
-_TOGETHER = 512
+_PREFILL_TOKENS = 512
 """Number of prompt tokens to process at once, which bounds the memory for their logits."""
 
 
@@ -54,7 +54,7 @@ class Sampling:
 GREEDY = Sampling(temperature=0.0)
 
 
-class Reader(Protocol):
+class Decoder(Protocol):
     """Feeds a text to a model step by step.
 
     A call with the tokens that follow those of earlier calls returns the logits (V,) of the next token.
@@ -63,21 +63,21 @@ class Reader(Protocol):
     def __call__(self, tokens: Sequence[int]) -> torch.Tensor: ...
 
 
-class CachedReader:
+class CachedDecoder:
     """Uses a KV cache, with a model based on `trainer.sequence`: each token is processed once."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self._device, self._cache = model, device, Cache()
 
     def __call__(self, tokens: Sequence[int]) -> torch.Tensor:
-        for start in range(0, len(tokens), _TOGETHER):
-            part = torch.tensor([tokens[start : start + _TOGETHER]], device=self._device)
+        for start in range(0, len(tokens), _PREFILL_TOKENS):
+            part = torch.tensor([tokens[start : start + _PREFILL_TOKENS]], device=self._device)
             logits_1TV = self._model(part, documents=self._cache)
             self._cache.advance(part.shape[1])
         return logits_1TV[0, -1]
 
 
-class WindowReader:
+class WindowDecoder:
     """Works with any causal model: processes the last `context` tokens again at each step.
 
     Every forward pass has the shape (1, context), so that a compiled model is not recompiled.
@@ -94,7 +94,7 @@ class WindowReader:
         return logits[0, len(self._tokens) - 1]
 
 
-class TransformersReader:
+class TransformersDecoder:
     """Uses a transformers model with its own KV cache."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -109,20 +109,20 @@ class TransformersReader:
         return logits
 
 
-def goes_through_sequence(model: nn.Module) -> bool:
+def supports_kv_cache(model: nn.Module) -> bool:
     """Return whether the model accepts a `Cache` as its documents; transformers models have their own caches."""
     named = inspect.signature(model.forward).parameters
-    return {"documents", "borders"} <= named.keys() and not is_of_transformers(model)
+    return {"documents", "borders"} <= named.keys() and not is_transformers_model(model)
 
 
-def is_of_transformers(model: nn.Module) -> bool:
+def is_transformers_model(model: nn.Module) -> bool:
     """Return whether the model's class is from transformers, or derived from one that is."""
     return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
 
 
 @torch.no_grad()
-def write(
-    read: Reader,
+def generate_tokens(
+    decode: Decoder,
     prompt: Sequence[int],
     num_tokens: int,
     sampling: Sampling,
@@ -136,7 +136,7 @@ def write(
     """
     given = list(prompt)
     for _ in range(num_tokens):
-        token = agree(sampling.choose(read(given), generator))
+        token = agree(sampling.choose(decode(given), generator))
         if token == NO_TOKEN:
             return
         yield token
@@ -146,7 +146,7 @@ def write(
 
 
 @torch.no_grad()
-def write_sample(
+def generate_sample(
     model: nn.Module,
     world: World,
     prompt: list[int],
@@ -161,10 +161,10 @@ def write_sample(
     `context`: the sequence length that the model was trained with.
     """
     fits = len(prompt) + num_tokens <= context
-    read: Reader = WindowReader(model, world.device, context)
-    if fits and goes_through_sequence(model) and not is_compiled:
-        read = CachedReader(model, world.device)
+    decode: Decoder = WindowDecoder(model, world.device, context)
+    if fits and supports_kv_cache(model) and not is_compiled:
+        decode = CachedDecoder(model, world.device)
     generator = torch.Generator().manual_seed(0)
     agree: Callable[[int], int] = lambda token: int(world.broadcast(token))  # noqa: E731
     with whole():
-        return [*prompt, *write(read, prompt, num_tokens, Sampling(), generator, ends, agree)]
+        return [*prompt, *generate_tokens(decode, prompt, num_tokens, Sampling(), generator, ends, agree)]

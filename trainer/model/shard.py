@@ -23,9 +23,9 @@ from trainer.config import AUTO, FsdpSection, RunConfig, budget_of, find_slices
 from trainer.config.requirements import compiles_blocks
 from trainer.errors import UserError, setting_error
 from trainer.model.float8 import apply_float8
-from trainer.model.network import build_network, kept_dtype
-from trainer.model.recompute import Place, choose_kept, keep_all_costly, keeping
-from trainer.model.units import ShardUnit, find_blocks, find_units, is_looked_up
+from trainer.model.network import build_network, storage_dtype
+from trainer.model.recompute import OperatorId, choose_saved_operators, save_all_costly, save_only
+from trainer.model.units import ShardUnit, find_blocks, find_units, is_embedding_unit
 from trainer.recipe import Recipe
 from trainer.sequence import sliced
 
@@ -34,7 +34,7 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
     """Checkpoint, compile and shard `model` in place, bottom-up: inside the units, the units, then the root.
 
     The mesh is (shard,) or (replicate, shard).  Parameters become DTensors sharded on dim 0; on the meta device nothing
-    is allocated.  A model for which `stays_whole` is true keeps plain parameters; call `replicate` once they have
+    is allocated.  A model for which `is_unsharded` is true keeps plain parameters; call `replicate` once they have
     values.  Returns the units in the order of the forward pass.
 
     Collective only if integer resharding creates process groups: one set, shared by all units.
@@ -43,7 +43,7 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
     compiles = compiles_blocks(train.compile, mesh.device_type)
     works_on_blocks = train.activation_checkpoint != "none" or compiles or train.float8 != "none"
     blocks = find_blocks(model, recipe) if works_on_blocks else []
-    kept = kept_by_budget(model, blocks, config, train.activation_checkpoint, train.micro_batch_size)
+    kept = saved_by_budget(model, blocks, config, train.activation_checkpoint, train.micro_batch_size)
     apply_float8(blocks, train.float8, mesh.device_type)
     units = find_units(model, recipe, config.fsdp.wrap)
     reshard = reshard_of_units(config.fsdp.reshard_after_forward, units, mesh.size(mesh.ndim - 1))
@@ -54,22 +54,22 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
             for block in blocks:
                 block.compile(fullgraph=True)
 
-    own_outputs((*(module for unit in units for module in unit.modules), model))
-    if stays_whole(config, mesh.size(mesh.ndim - 1)):
-        _cast_at_borders(model, units, config)
+    forbid_view_outputs((*(module for unit in units for module in unit.modules), model))
+    if is_unsharded(config, mesh.size(mesh.ndim - 1)):
+        _cast_at_boundaries(model, units, config)
     else:
         _shard(model, units, reshard, config, mesh)
     return units
 
 
-def stays_whole(config: RunConfig, num_shards: int) -> bool:
+def is_unsharded(config: RunConfig, num_shards: int) -> bool:
     """Return whether every rank holds the full model as a plain module: there is a single shard and a single dtype.
 
     FSDP would copy each parameter for every micro-batch and each gradient for every reduction, and a small model would
     spend a tenth of its step in FSDP's hooks.  With several dtypes FSDP is needed, since it keeps weights and
     accumulated gradients in theirs.
     """
-    fsdp, dtype = config.fsdp, kept_dtype(config)
+    fsdp, dtype = config.fsdp, storage_dtype(config)
     is_one_dtype = dtype == fsdp.param_dtype == fsdp.reduce_dtype and (dtype == "float32" or not config.lora.rank)
     return num_shards == 1 and is_one_dtype and not fsdp.cpu_offload
 
@@ -91,7 +91,7 @@ def _shard(
     _set_communication(model, units, config.fsdp)
 
 
-def _cast_at_borders(model: nn.Module, units: Sequence[ShardUnit], config: RunConfig) -> None:
+def _cast_at_boundaries(model: nn.Module, units: Sequence[ShardUnit], config: RunConfig) -> None:
     """Cast the inputs of units and the output of an unsharded model, as FSDP would."""
     policy = _precision(config)(is_root=True)
     if policy.param_dtype is not None:
@@ -141,10 +141,10 @@ def reshard_of_units(
         best = (setting + ["always"] * len(units))[: len(units)]
         rule = f"a list needs one entry for each of the {len(units)} units ({names})"
         raise setting_error("fsdp.reshard_after_forward", setting, rule, best)
-    return resharding(setting, [str(unit) for unit in units], num_shards)
+    return resolve_resharding(setting, [str(unit) for unit in units], num_shards)
 
 
-def resharding(setting: int | str | list[int | str], names: Sequence[str], num_shards: int) -> list[bool | int]:
+def resolve_resharding(setting: int | str | list[int | str], names: Sequence[str], num_shards: int) -> list[bool | int]:
     """Return `reshard_after_forward` of each unit: False, True, or the number of ranks to reshard to.
 
     By default the last unit does not reshard unless it is a block: its backward pass comes next and would gather it
@@ -186,9 +186,9 @@ def _check_no_unit_inside(blocks: Sequence[nn.Module], units: Sequence[ShardUnit
             raise setting_error("train.activation_checkpoint", setting, rule, "full")
 
 
-def kept_by_budget(
+def saved_by_budget(
     model: nn.Module, blocks: Sequence[nn.Module], config: RunConfig, setting: int | str, micro_batch_size: int | str
-) -> list[frozenset[Place]]:
+) -> list[frozenset[OperatorId]]:
     """Return the operators whose outputs each block saves with `budget:<share>`; an empty list for other settings.
 
     Raises UserError if the model's own code does not run on fake tensors.
@@ -200,7 +200,7 @@ def kept_by_budget(
     dtype = getattr(torch, config.fsdp.param_dtype)
     try:
         with sliced(find_slices(config, rank=0)):
-            return choose_kept(model, blocks, shape, dtype, share)
+            return choose_saved_operators(model, blocks, shape, dtype, share)
     except Exception as error:  # raised by the model's code
         text = str(error).splitlines()[0] if str(error) else ""
         rule = (
@@ -210,12 +210,12 @@ def kept_by_budget(
 
 
 def apply_activation_checkpointing(
-    blocks: Sequence[nn.Module], setting: int | str, kept: Sequence[frozenset[Place]] = ()
+    blocks: Sequence[nn.Module], setting: int | str, kept: Sequence[frozenset[OperatorId]] = ()
 ) -> None:
     """Wrap `blocks` so that what they save is recomputed in the backward pass.
 
     `full` saves only a block's input; `selective` also saves the outputs of matrix products and attention, and
-    recomputes the cheap operators; `budget:<share>` saves the operators that `kept_by_budget` chose for each block.
+    recomputes the cheap operators; `budget:<share>` saves the operators that `saved_by_budget` chose for each block.
     The block's `forward` is wrapped, not the block: names do not change, and FSDP's hooks stay outside, so that
     recomputation finds the parameters gathered.  Source: Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022,
     arXiv:2205.05198 (selective).
@@ -225,9 +225,9 @@ def apply_activation_checkpointing(
     every = setting if isinstance(setting, int) else 1
     contexts: list[dict[str, Any]] = [{}] * len(blocks)
     if setting == "selective":
-        contexts = [{"context_fn": keep_all_costly}] * len(blocks)
+        contexts = [{"context_fn": save_all_costly}] * len(blocks)
     elif kept:
-        contexts = [{"context_fn": keeping(places)} if places else {} for places in kept]
+        contexts = [{"context_fn": save_only(places)} if places else {} for places in kept]
     for block, context in list(zip(blocks, contexts, strict=True))[every - 1 :: every]:
         block.forward = _recomputed(block.forward, context)  # type: ignore[method-assign]
 
@@ -241,32 +241,32 @@ def _recomputed(forward: Callable[..., Any], context: dict[str, Any]) -> Callabl
     return recomputed
 
 
-def own_outputs(modules: Iterable[nn.Module]) -> None:
+def forbid_view_outputs(modules: Iterable[nn.Module]) -> None:
     """Make units return no views.  Call this before sharding, so that these hooks run before FSDP's.
 
     FSDP attaches the all-gather of the backward pass to a unit's output.  If the output is a view, as that of
     `nn.Linear` with a bias is, code that writes to it in place removes the hook.  An unsharded model is treated the
     same, so that whatever trains on several ranks also trains on one.
     """
-    hook: Callable[..., Any] = torch._dynamo.disable(_own_output)  # like FSDP's own hooks
+    hook: Callable[..., Any] = torch._dynamo.disable(_replace_views)  # like FSDP's own hooks
     for module in modules:
         module.register_forward_hook(hook)
 
 
-def _own_output(module: nn.Module, inputs: Any, output: Any) -> Any:
+def _replace_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     """Replace views in `output` by copies; without a copy for a plain layer, whose output has no other reference."""
     if not torch.is_grad_enabled():
         return output
     is_plain = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
 
-    def own(tensor: torch.Tensor) -> torch.Tensor:
+    def replace(tensor: torch.Tensor) -> torch.Tensor:
         if tensor._base is None or not tensor.requires_grad:
             return tensor
         return torch.ops.aten._unsafe_view(tensor, tensor.shape) if is_plain else tensor.clone()
 
     if isinstance(output, torch.Tensor):  # fast path: no tree traversal in every forward pass
-        return own(output)
-    return tree_map_only(torch.Tensor, own, output)
+        return replace(output)
+    return tree_map_only(torch.Tensor, replace, output)
 
 
 def _precision(config: RunConfig) -> Callable[..., MixedPrecisionPolicy]:
@@ -277,7 +277,7 @@ def _precision(config: RunConfig) -> Callable[..., MixedPrecisionPolicy]:
 
     def policy(is_root: bool) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy(
-            param_dtype=None if fsdp.param_dtype == kept_dtype(config) == "float32" else param_dtype,
+            param_dtype=None if fsdp.param_dtype == storage_dtype(config) == "float32" else param_dtype,
             reduce_dtype=None if reduce_dtype == param_dtype else reduce_dtype,
             output_dtype=output_dtype if is_root else None,
         )
@@ -316,7 +316,7 @@ def _set_communication(model: nn.Module, units: Sequence[ShardUnit], fsdp: FsdpS
     """Skip all-gathers that the backward pass does not need, and give reductions a separate communicator."""
     if fsdp.reshard_after_backward:  # otherwise this all-gather saves the next micro-batch's
         for unit in units:
-            if is_looked_up(unit.modules, model):
+            if is_embedding_unit(unit.modules, model):
                 unit.fsdp_module.set_unshard_in_backward(False)
     if fsdp.separate_reduce:
         separate = getattr(model, "set_separate_reduce_scatter_group", None)

@@ -74,7 +74,7 @@ def parameters_by_unit(model: nn.Module, units: Sequence[ShardUnit]) -> dict[str
     return {name: parameters for name, parameters in found.items() if parameters}
 
 
-def is_looked_up(modules: Iterable[nn.Module], model: nn.Module) -> bool:
+def is_embedding_unit(modules: Iterable[nn.Module], model: nn.Module) -> bool:
     """Return whether a unit consists only of embedding tables, whose backward pass does not read them.
 
     A table that is shared with a head, or that overrides `forward`, may be read in the backward pass.

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from trainer.errors import setting_error
-from trainer.model.parameters import local, own_rows, seed_of
+from trainer.model.parameters import local, local_rows, seed_of
 from trainer.optim.rounding import keys_of, mix, random_bits, round_stochastically
 
 _MOST_GRAPHS = 64
@@ -134,7 +134,7 @@ class RoundingAdamW(torch.optim.Optimizer):
 
 def _place(parameter: torch.Tensor, name: str, seed: int) -> tuple[int, int]:
     """Return the seed of a parameter's bits, and the number of its elements before this shard: int32, wrapped."""
-    rows = own_rows(parameter)
+    rows = local_rows(parameter)
     if rows is None:
         rule = f"{name} is not split along its first dimension, and has no rows here to draw random bits for"
         raise setting_error("optim.rounding", "stochastic", rule, "nearest")

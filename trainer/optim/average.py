@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.model.parameters import as_saved, local
+from trainer.model.parameters import for_checkpoint, local
 
 EMA = "ema"
 """Key of the state entry for the average."""
@@ -85,7 +85,7 @@ class WeightAverage:
         if not self._has_begun:  # before the first step, the average is the weights
             with torch.no_grad():
                 self._take_weights()
-        weights = {name: as_saved(average, self._parameters[name]) for name, average in self._averages.items()}
+        weights = {name: for_checkpoint(average, self._parameters[name]) for name, average in self._averages.items()}
         return {"has_begun": self._has_begun, "weights": weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

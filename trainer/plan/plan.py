@@ -13,7 +13,7 @@ from functools import cached_property
 
 from trainer.checkpoint.interval import Costs, costs_of
 from trainer.config import MeshShape, RunConfig
-from trainer.model.shard import resharding, stays_whole
+from trainer.model.shard import is_unsharded, resolve_resharding
 from trainer.optim.optimizer import AVERAGE_SIZE
 from trainer.plan.clock import StepTime, time_of
 from trainer.plan.communication import Collective, collectives_of
@@ -132,7 +132,7 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
     """Return how `config` lays the units of `trace` on a `mesh` of such devices."""
     fsdp = config.fsdp
     setting = fsdp.reshard_after_forward
-    reshard = resharding(setting, [unit.name for unit in trace.units[: trace.root]], mesh.shard)
+    reshard = resolve_resharding(setting, [unit.name for unit in trace.units[: trace.root]], mesh.shard)
     return Layout(
         mesh.replicate,
         mesh.shard,
@@ -147,7 +147,7 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
         prefetch_backward=fsdp.prefetch_backward,
         accumulates_shards=fsdp.accumulate == "sharded",
         reshard_after_backward=fsdp.reshard_after_backward,
-        is_whole=stays_whole(config, mesh.shard),
+        is_whole=is_unsharded(config, mesh.shard),
     )
 
 

@@ -26,13 +26,13 @@ from trainer.config.requirements import compiles_when_planned
 from trainer.data.source_factory import open_source
 from trainer.errors import UserError, setting_error
 from trainer.loss import by_row, find_loss
-from trainer.model.fake import without_values
+from trainer.model.fake import fake_tensors
 from trainer.model.flops import flops_of
 from trainer.model.network import build_network
 from trainer.model.parameters import tied_names
-from trainer.model.recompute import Place
-from trainer.model.shard import apply_activation_checkpointing, kept_by_budget, own_outputs
-from trainer.model.units import ShardUnit, find_blocks, find_units, is_looked_up
+from trainer.model.recompute import OperatorId
+from trainer.model.shard import apply_activation_checkpointing, forbid_view_outputs, saved_by_budget
+from trainer.model.units import ShardUnit, find_blocks, find_units, is_embedding_unit
 from trainer.optim.optimizer import moments_of
 from trainer.plan.kernels import use_gpu_kernels
 from trainer.plan.recorder import MemoryMeter, Recorder
@@ -104,7 +104,7 @@ def _trace(
 ) -> Trace:
     units = find_units(model, config.recipe, config.fsdp.wrap)
     blocks = find_blocks(model, config.recipe)
-    kept = kept_by_budget(model, blocks, config, checkpointing, micro_batch_size)
+    kept = saved_by_budget(model, blocks, config, checkpointing, micro_batch_size)
     facts = _unit_facts(model, units, moments_of(model, config.optim))
     if device_type == "cuda":  # one that is not there cannot be faked: on a CPU build of torch autograd refuses it
         use_gpu_kernels(model)
@@ -114,7 +114,7 @@ def _trace(
     train = replace(config.train, activation_checkpoint="selective" if fuses else checkpointing)
     slices = find_slices(replace(config, train=train), rank=0)
     repetition = Repetition(model, units if shortens else (), checkpointed)
-    with warnings.catch_warnings(), without_values():
+    with warnings.catch_warnings(), fake_tensors():
         warnings.simplefilter("ignore")  # of hooks on views, which are FSDP's to warn of
         buffer_bytes = _make_fake(model, compute_dtype, repetition.left_out)
         shape = (micro_batch_size * config.rows_per_sample, config.data.seq_len // config.context)
@@ -123,7 +123,7 @@ def _trace(
         recorder = Recorder(meter, compute_dtype)
         for block in blocks:
             recorder.watch_inside(block)
-        own_outputs((*(module for unit in units for module in unit.modules), model))
+        forbid_view_outputs((*(module for unit in units for module in unit.modules), model))
         repetition.attach(recorder)
         for number, unit in enumerate(units):
             if not repetition.leaves_out(unit.modules):
@@ -144,7 +144,7 @@ def _trace(
 
 
 def _checkpoint(
-    blocks: Sequence[nn.Module], checkpointing: int | str, kept: Sequence[frozenset[Place]], fuses: bool
+    blocks: Sequence[nn.Module], checkpointing: int | str, kept: Sequence[frozenset[OperatorId]], fuses: bool
 ) -> set[int]:
     """Apply activation checkpointing as asked for; returns the ids of the blocks that have it.
 
@@ -183,7 +183,7 @@ def _unit_facts(
                         *moments.get(id(parameter), (0, 0)),
                     )
                 )
-        found[number] = UnitFacts(name, tuple(own), is_looked_up(modules, model))
+        found[number] = UnitFacts(name, tuple(own), is_embedding_unit(modules, model))
     return tuple(found[number] for number in range(len(units) + 1))
 
 

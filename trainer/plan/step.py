@@ -139,7 +139,7 @@ class _Group:
         self.number = number
         self.sizes = _sizes_of(unit, layout)
         self.reshard = layout.reshard[number]
-        self.is_gathered_back = not (unit.is_looked_up and layout.reshard_after_backward)
+        self.is_gathered_back = not (unit.is_embedding_unit and layout.reshard_after_backward)
         """Whether the backward pass gathers it."""
         self.state: Literal["sharded", "resharded", "unsharded"] = "sharded"
         self.is_pending = False

@@ -45,7 +45,7 @@ class UnitFacts:
 
     name: str
     parameters: tuple[ParameterFacts, ...]
-    is_looked_up: bool = False
+    is_embedding_unit: bool = False
     """Whether it is tables that the backward pass does not read."""
 
     @property

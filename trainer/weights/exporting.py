@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from trainer.config.pretrained import CONFIG, INDEX, WEIGHTS, fields_of, find_huggingface
 from trainer.errors import UserError, setting_error
 from trainer.files import making, sync_folder
-from trainer.model.names import Names
+from trainer.model.names import HuggingFaceNames
 from trainer.recipe import Recipe, Stacked, Transposed
 from trainer.weights.huggingface import DTYPE_NAMES
 from trainer.weights.origin import (
@@ -106,7 +106,7 @@ def export(
     weights do not fit the model.
     """
     path = Path(folder).expanduser()
-    names = Names(recipe, model_config)
+    names = HuggingFaceNames(recipe, model_config)
     stored = recipe.stored_weights(model_config, source)
     if stored is not None:
         tensors, source = _list_stored_tensors(stored, dtype), stored
@@ -178,7 +178,7 @@ def _write_files(
 
 
 def _list_tensors(
-    source: WeightSource, recipe: Recipe, model_config: Any, names: Names, dtype: torch.dtype | None
+    source: WeightSource, recipe: Recipe, model_config: Any, names: HuggingFaceNames, dtype: torch.dtype | None
 ) -> list[ExportedTensor]:
     """Return the tensors to write, in the model's order.  Raises UserError if the source or the names do not fit."""
     with torch.device("meta"):

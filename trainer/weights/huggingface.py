@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from trainer.config.pretrained import INDEX, LARGEST_INDEX, WEIGHTS, check_no_gguf, no_weights
 from trainer.errors import UserError, setting_error
 from trainer.files import read_json
-from trainer.model.names import Names, Place
+from trainer.model.names import HuggingFaceNames, MappedTensor
 from trainer.recipe import Recipe
 
 DTYPES = {
@@ -73,7 +73,7 @@ class SafetensorsFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str], recipe: Recipe, model_config: Any, setting: str = "path") -> None:
-        self._read_headers(path, Names(recipe, model_config), setting)
+        self._read_headers(path, HuggingFaceNames(recipe, model_config), setting)
 
     @classmethod
     def as_stored(cls, path: str | os.PathLike[str], setting: str = "path") -> SafetensorsFolder:
@@ -82,7 +82,7 @@ class SafetensorsFolder:
         folder._read_headers(path, None, setting)
         return folder
 
-    def _read_headers(self, path: str | os.PathLike[str], names: Names | None, setting: str) -> None:
+    def _read_headers(self, path: str | os.PathLike[str], names: HuggingFaceNames | None, setting: str) -> None:
         self.description = str(path)
         self._setting = setting
         self._stored: dict[str, _StoredTensor | _StackedTensor] = {}
@@ -96,12 +96,12 @@ class SafetensorsFolder:
             for name in listed or held:
                 if names is not None and names.is_ignored(name):
                     continue
-                place = (names and names.ours(name)) or Place(name)
-                stored = self._describe(file, handle.get_slice(name), name, place.is_transposed)
-                if place.row is None:
-                    self._stored[place.name] = stored
+                mapped = (names and names.ours(name)) or MappedTensor(name)
+                stored = self._describe(file, handle.get_slice(name), name, mapped.is_transposed)
+                if mapped.row is None:
+                    self._stored[mapped.name] = stored
                 else:
-                    stacks.setdefault(place.name, {})[place.row] = stored
+                    stacks.setdefault(mapped.name, {})[mapped.row] = stored
         self._stored |= {name: self._stack(name, rows) for name, rows in stacks.items()}
 
     @property

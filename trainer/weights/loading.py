@@ -345,6 +345,6 @@ def build_meta_model(recipe: Recipe, model_config: object) -> nn.Module:
 
 def load_unsharded(model: nn.Module, recipe: Recipe, source: WeightSource, device: torch.device) -> nn.Module:
     """Materialize `model` unsharded on `device`, fill it from `source`, and set evaluation mode."""
-    materialize(model, 0, device, recipe.init, filled_later=lambda name: True)  # some buffers are not stored
+    materialize(model, 0, device, recipe.init, is_loaded_later=lambda name: True)  # some buffers are not stored
     fill(model, source, setting="load_weights")
     return model.eval().requires_grad_(False)

@@ -14,7 +14,7 @@ from trainer.config import LoraSection
 from trainer.config.pretrained import find_huggingface
 from trainer.errors import UserError
 from trainer.model.lora import adapter_part, transposed_layers
-from trainer.model.names import Names
+from trainer.model.names import HuggingFaceNames
 from trainer.recipe import Recipe, Transposed
 from trainer.weights.adapters import adapted_layers
 from trainer.weights.exporting import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MARK, ExportedTensor, json_bytes, write_folder
@@ -42,7 +42,7 @@ def export_adapter(
     Adapters are stored as `dtype`, by default unchanged.  The tokenizer files in `origin` are copied.  Raises UserError
     as `exporting.export` does.
     """
-    names, layers = Names(recipe, model_config), adapted_layers(source.shapes)
+    names, layers = HuggingFaceNames(recipe, model_config), adapted_layers(source.shapes)
     theirs = {layer: _their_weight(names, recipe, layer) for layer in layers}
     is_transposed = {layer for layer in layers if isinstance(theirs[layer], Transposed)}
     is_transposed |= layers & transposed_layers(model)
@@ -66,7 +66,7 @@ def export_adapter(
     return write_folder(Path(folder).expanduser(), texts, shards, source, MARK, overwrite, setting)
 
 
-def _their_weight(names: Names, recipe: Recipe, layer: str) -> str:
+def _their_weight(names: HuggingFaceNames, recipe: Recipe, layer: str) -> str:
     found = names.theirs(f"{layer}.weight")
     if found is None and find_huggingface(recipe).stored is not None:
         return f"{layer}.weight"  # a transformers model already uses their names

@@ -35,8 +35,8 @@ def fill(
     collectives; one host sync.
 
     Raises UserError on all ranks, before anything is written, if the source does not fit the model (see
-    `find_weights`).  Raises UserError on those ranks whose rows of a parameter hold NaN or infinity, which no loss would
-    survive.  Errors of the source while reading may be raised on a single rank.
+    `find_weights`).  Raises UserError on those ranks whose rows of a parameter hold NaN or infinity, which no loss
+    survives.  Errors of the source while reading may be raised on a single rank.
     """
     model_weights, dtypes = named_weights(model), source.dtypes
     is_finite: dict[str, torch.Tensor] = {}

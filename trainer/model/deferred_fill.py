@@ -18,34 +18,34 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.model.mersenne import skip_words
+from trainer.model.mt19937 import skip_words
 
-LEAST = 2**23
+MIN_ELEMENTS = 2**23
 """Minimum number of elements for which this pays off: skipping takes as long as drawing about two million."""
-_PIECE = 2**24
+_PIECE_ELEMENTS = 2**24
 """Number of elements that a thread draws at a time."""
-_BLOCK = 16
+_GROUP_SIZE = 16
 """Torch generates normal numbers in groups of this size, from the same number of words."""
 
-_DRAWN: dict[Any, Callable[..., torch.Tensor]] = {
+_RANDOM_FILLS: dict[Any, Callable[..., torch.Tensor]] = {
     torch.ops.aten.normal_.default: torch.Tensor.normal_,
     torch.ops.aten.uniform_.default: torch.Tensor.uniform_,
 }
-_LEAVING = (
+_MEMORY_FUNCTIONS = (
     *(torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist),
     *(torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__),
 )
 """Functions that read a tensor's memory without dispatching a torch operator."""
 
 
-def can_be_drawn_in_part(whole: torch.Tensor) -> bool:
+def can_fill_partially(whole: torch.Tensor) -> bool:
     """Return whether part of this tensor can be drawn alone, and the tensor is large enough for it to pay off."""
-    is_large = whole.numel() >= LEAST and whole.numel() % _BLOCK == 0
+    is_large = whole.numel() >= MIN_ELEMENTS and whole.numel() % _GROUP_SIZE == 0
     return is_large and whole.dtype == torch.float32 and whole.is_contiguous()
 
 
 @dataclass(frozen=True)
-class Drawing:
+class DeferredFill:
     """A deferred random initialization of a tensor."""
 
     fill: Callable[..., torch.Tensor]
@@ -56,9 +56,9 @@ class Drawing:
 
     def part(self, start: int, stop: int) -> torch.Tensor:
         """Return elements [start, stop) of the flat tensor."""
-        first, last = start // _BLOCK * _BLOCK, -(-stop // _BLOCK) * _BLOCK
+        first, last = start // _GROUP_SIZE * _GROUP_SIZE, -(-stop // _GROUP_SIZE) * _GROUP_SIZE
         drawn = torch.empty(max(0, last - first), dtype=torch.float32)
-        pieces = drawn.split(_PIECE) if drawn.numel() else ()
+        pieces = drawn.split(_PIECE_ELEMENTS) if drawn.numel() else ()
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             deque(threads.map(self._fill, pieces, self._generators(first)), maxlen=0)  # re-raises errors of threads
         return drawn[start - first : stop - first]
@@ -73,11 +73,11 @@ class Drawing:
             generator = torch.Generator()
             generator.set_state(state)
             skip_words(generator, distance)
-            state, distance = generator.get_state(), _PIECE
+            state, distance = generator.get_state(), _PIECE_ELEMENTS
             yield generator
 
 
-class Drawings:
+class DeferredFills:
     """Defers the random initialization of some full tensors, given by name.
 
     It observes all operations from before the tensors are filled.  The memory of a tensor is not touched until another
@@ -87,59 +87,61 @@ class Drawings:
     def __init__(self, wholes: Mapping[str, torch.Tensor]) -> None:
         self._wholes = {whole.data_ptr(): whole.detach() for whole in wholes.values()}
         self._addresses = {name: whole.data_ptr() for name, whole in wholes.items()}
-        self._pending: dict[int, Drawing | None] = dict.fromkeys(self._wholes)
+        self._pending: dict[int, DeferredFill | None] = dict.fromkeys(self._wholes)
         """Deferred draws by address.  None before the first draw: the tensor is then filled with NaN on first use."""
-        self._num_owed = 0
+        self._num_words_to_skip = 0
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Observe operations inside the block.  Afterwards all tensors have values, except those that `of` returns a
+    def observe(self) -> Iterator[None]:
+        """Observe operations inside the block.  Afterwards all tensors have values, except those that `get` returns a
         drawing for.
         """
-        with _Operators(self), _Departures(self):
+        with _OperatorMode(self), _MemoryAccessMode(self):
             yield
-        for address in [address for address, drawing in self._pending.items() if drawing is None]:
-            self._do(address)
+        for address in [address for address, deferred in self._pending.items() if deferred is None]:
+            self._fill_now(address)
 
-    def of(self, name: str, tensor: torch.Tensor) -> Drawing | None:
+    def get(self, name: str, tensor: torch.Tensor) -> DeferredFill | None:
         """Return the deferred draw of the named tensor; None if its values exist, or if `tensor` is not the observed
         one.
         """
         address = self._addresses.get(name, -1)
         return self._pending.get(address) if tensor.data_ptr() == address else None
 
-    def take(self, operator: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
+    def record_fill(self, operator: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
         """Record an operator that fills an observed tensor with random numbers; returns whether it was deferred."""
-        if operator not in _DRAWN or options.get("generator") is not None:
+        if operator not in _RANDOM_FILLS or options.get("generator") is not None:
             return False
         address = arguments[0].data_ptr()
         whole = self._wholes.get(address)
         if whole is None or arguments[0].shape != whole.shape or not arguments[0].is_contiguous():
             return False
-        self.pay()
-        self._pending[address] = Drawing(_DRAWN[operator], arguments[1:], torch.default_generator.get_state())
-        self._num_owed = whole.numel()
+        self.advance_generator()
+        self._pending[address] = DeferredFill(
+            _RANDOM_FILLS[operator], arguments[1:], torch.default_generator.get_state()
+        )
+        self._num_words_to_skip = whole.numel()
         return True
 
-    def pay(self) -> None:
+    def advance_generator(self) -> None:
         """Advance the generator as if all recorded draws had been made."""
-        owed, self._num_owed = self._num_owed, 0
-        skip_words(torch.default_generator, owed)
+        num_words, self._num_words_to_skip = self._num_words_to_skip, 0
+        skip_words(torch.default_generator, num_words)
 
-    def settle(self, values: Any) -> None:
+    def fill_overlapping(self, values: Any) -> None:
         """Fill the observed tensors that share memory with a tensor in `values`."""
         for tensor in _tensors_in(values) if self._pending else ():
             if tensor.device.type == "cpu" and tensor.numel():
-                first, last = _reach(tensor)
-                for address in [a for a in self._pending if first < _reach(self._wholes[a])[1] and a < last]:
-                    self._do(address)
+                first, last = _memory_range(tensor)
+                for address in [a for a in self._pending if first < _memory_range(self._wholes[a])[1] and a < last]:
+                    self._fill_now(address)
 
-    def _do(self, address: int) -> None:
-        drawing, whole = self._pending.pop(address), self._wholes[address]
-        if drawing is None:
+    def _fill_now(self, address: int) -> None:
+        deferred, whole = self._pending.pop(address), self._wholes[address]
+        if deferred is None:
             whole.fill_(torch.nan)
         else:
-            whole.view(-1).copy_(drawing.part(0, whole.numel()))
+            whole.view(-1).copy_(deferred.part(0, whole.numel()))
 
 
 def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
@@ -151,37 +153,37 @@ def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(value)
 
 
-def _reach(tensor: torch.Tensor) -> tuple[int, int]:
+def _memory_range(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first and last address of a tensor's memory."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()
 
 
-class _Operators(TorchDispatchMode):
+class _OperatorMode(TorchDispatchMode):
     """Intercepts torch operators, whoever calls them."""
 
-    def __init__(self, drawings: Drawings) -> None:
+    def __init__(self, deferred_fills: DeferredFills) -> None:
         super().__init__()
-        self._drawings = drawings
+        self._fills = deferred_fills
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        if self._drawings.take(func, args, options):
+        if self._fills.record_fill(func, args, options):
             return args[0]
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self._drawings.pay()
-        self._drawings.settle((args, options))
+            self._fills.advance_generator()
+        self._fills.fill_overlapping((args, options))
         return func(*args, **options)
 
 
-class _Departures(TorchFunctionMode):
+class _MemoryAccessMode(TorchFunctionMode):
     """Intercepts functions that read a tensor's memory without an operator."""
 
-    def __init__(self, drawings: Drawings) -> None:
+    def __init__(self, deferred_fills: DeferredFills) -> None:
         super().__init__()
-        self._drawings = drawings
+        self._fills = deferred_fills
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _LEAVING:
-            self._drawings.settle(args)
+        if func in _MEMORY_FUNCTIONS:
+            self._fills.fill_overlapping(args)
         return func(*args, **(kwargs or {}))

@@ -35,15 +35,15 @@ def skip_words(generator: torch.Generator, count: int) -> None:
         torch.empty(count, dtype=torch.float32).uniform_(generator=generator)
         return
     words = state[_STATE].view(np.uint64)
-    words[:] = _jumped(words.astype(np.uint32), distance)
+    words[:] = _skip_ahead(words.astype(np.uint32), distance)
     state[_LEFT].view(np.int32)[0], state[_NEXT].view(np.uint64)[0] = 1, 0
     generator.set_state(torch.from_numpy(state))
 
 
-def _jumped(words: Words, distance: int) -> Words:
+def _skip_ahead(words: Words, distance: int) -> Words:
     """Return the 624-word state that is `distance` words after `words`."""
     needed = np.flatnonzero(_power(distance))
-    sequence = _continued(words, _DEGREE + _WORDS)
+    sequence = _continue(words, _DEGREE + _WORDS)
     windows = np.lib.stride_tricks.sliding_window_view(sequence, _WORDS)
     found = np.zeros(_WORDS, dtype=np.uint32)
     for start in range(0, len(needed), 256):  # in chunks that fit the CPU cache
@@ -51,7 +51,7 @@ def _jumped(words: Words, distance: int) -> Words:
     return found
 
 
-def _continued(words: Words, count: int) -> Words:
+def _continue(words: Words, count: int) -> Words:
     """Return the first `count` words of the sequence that begins with `words`."""
     sequence = np.concatenate((words, np.zeros(count - _WORDS, dtype=np.uint32)))
     step = _WORDS - _MIDDLE  # this many words depend only on earlier ones
@@ -69,12 +69,12 @@ def _power(exponent: int) -> npt.NDArray[np.uint8]:
     """Return the coefficients of t^exponent modulo the characteristic polynomial, lowest degree first."""
     power = 1
     for bit in bin(exponent)[2:]:
-        power = _reduced(_squared(power) << (bit == "1"))
+        power = _reduce(_square(power) << (bit == "1"))
     data = np.frombuffer(power.to_bytes(_DEGREE // 8 + 1, "little"), dtype=np.uint8)
     return np.unpackbits(data, bitorder="little")
 
 
-def _squared(polynomial: int) -> int:
+def _square(polynomial: int) -> int:
     """Return the square of a polynomial; over GF(2) this inserts a zero between any two coefficients."""
     data = np.frombuffer(polynomial.to_bytes(polynomial.bit_length() // 8 + 1, "little"), dtype=np.uint8)
     bits = np.unpackbits(data, bitorder="little")
@@ -83,7 +83,7 @@ def _squared(polynomial: int) -> int:
     return int.from_bytes(np.packbits(spread, bitorder="little").tobytes(), "little")
 
 
-def _reduced(polynomial: int) -> int:
+def _reduce(polynomial: int) -> int:
     """Return the remainder modulo the characteristic polynomial."""
     while (high := polynomial >> _DEGREE) != 0:
         polynomial &= (1 << _DEGREE) - 1
