@@ -156,8 +156,8 @@ DEFECTS: list[Defect] = [
         "each-rank-decides-when-to-save",
         "pays",
         "build_save_policy",
-        "pace.is_agreed = lambda: asked.any_yes",
-        "pace.is_agreed = pace.is_time",
+        "policy.is_agreed = lambda: asked.any_yes",
+        "policy.is_agreed = pace.is_time",
     ),
     Defect(
         "tied-table-not-gathered-back",
@@ -498,7 +498,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "resumed-one-late",
         "resume-exact",
-        "Reader._load",
+        "CheckpointReader._load",
         "state.step = manifest.step",
         "state.step = manifest.step + 1",
     ),
@@ -540,9 +540,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "damaged-left-there",
         "damage",
-        "Reader.restore",
-        "self.world.agreed(lambda: self._set_aside(damaged, DAMAGED))",
-        "self.world.agreed(lambda: self._set_aside((), DAMAGED))",
+        "CheckpointReader.restore",
+        "self.world.agreed(lambda: self._quarantine(damaged, DAMAGED))",
+        "self.world.agreed(lambda: self._quarantine((), DAMAGED))",
     ),
     Defect(
         "begins-anew-without-a-word",
@@ -569,8 +569,8 @@ DEFECTS: list[Defect] = [
         "copy-appends-to-the-originals-wandb",
         "run-folders",
         "EarlierAttempts.leave_identity",
-        'self._folder.set_aside("wandb")',
-        "self._folder.set_aside()",
+        'self._folder.move_aside("wandb")',
+        "self._folder.move_aside()",
         by_campaign=True,
     ),
     Defect(
@@ -654,7 +654,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "owner-taken-for-dead",
         "owner",
-        "Owner._is_dead",
+        "FolderLock._is_dead",
         'or _start_of(owner["pid"]) != owner["started"]',
         'or _start_of(owner["pid"]) == owner["started"]',
     ),

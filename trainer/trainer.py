@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.snapshot import RunInfo
 from trainer.checkpoint.storage import open_storage
-from trainer.checkpoint.store import Checkpoints, Settings
+from trainer.checkpoint.store import Checkpoints, SaveSettings
 from trainer.config import RunConfig
 from trainer.config.requirements import compiles_blocks
 from trainer.data.loader import Batch, EvalLoader, TrainLoader, attended_length
@@ -149,7 +149,7 @@ class Trainer:
         facts = RunInfo(config.with_absolute_paths().to_yaml(), sizes, world.env.job, world.env.num_restarts)
         self.room_in = place
         """Storage whose free space is checked; a dry run checks that of the actual run."""
-        self.checkpoints = Checkpoints(place, world, Settings.of(config.checkpoint, config.eval.metric), facts)
+        self.checkpoints = Checkpoints(place, world, SaveSettings.of(config.checkpoint, config.eval.metric), facts)
 
         self.step_sync = StepSync(world)
         norms = UnitNorms(config.log, self.model, self.units, self.mesh, self.metrics, lambda: self.accounts.grad_norm)
@@ -286,11 +286,11 @@ class Trainer:
             self.start()
             if self.state.eval_pending and not self.stopping:
                 with self.watchdog.running():
-                    self.evaluations.hold(self.evaluate)
+                    self.evaluations.run(self.evaluate)
             for record in self.steps():
                 self.on_step(record)
                 if self.config.eval.due(record.step):
-                    self.evaluations.hold(self.evaluate)
+                    self.evaluations.run(self.evaluate)
                 if self.saver.due(record.step):
                     self.saver.try_save(self.state)
                 garbage.after(record.step)
@@ -304,7 +304,7 @@ class Trainer:
         If you leave the loop early and call it again, it continues; after `load_checkpoint`, from that checkpoint.
         `close` ends the run.
         """
-        with self.watchdog.running(), self.profile, self.lifecycle.leaving.possible():
+        with self.watchdog.running(), self.profile, self.lifecycle.step_abandoner.guard():
             self.start()
             if self.horizon.is_reached(self.state.step):
                 return
@@ -418,7 +418,7 @@ class Trainer:
             self.skips.check_end(self.state.step)
             return self.lifecycle.end_without_work(self.resume.step, self.checkpoints.clean)
         if self.config.eval.every and self.accounts.evaluated_step != self.state.step and not self.stopping:
-            self.evaluations.hold(self.evaluate)
+            self.evaluations.run(self.evaluate)
         self.saver.finish()
         if self.state.step > 0 or not self.stopping:
             self.saver.save_at_the_end(self.state)

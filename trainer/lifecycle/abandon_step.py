@@ -39,7 +39,7 @@ class StepAbandoner:
                 each.should_abandon = self._is_out_of_patience
 
     @contextmanager
-    def possible(self) -> Iterator[None]:
+    def guard(self) -> Iterator[None]:
         """Leave the block on all ranks if the step inside is abandoned on one.  At most one all-reduce."""
         try:
             try:

@@ -27,10 +27,10 @@ def dry_run_config(config: RunConfig, env: Environment) -> Iterator[RunConfig]:
     told = os.environ.get(_FOLDER)
     folder = Path(told or _name_of(config, env))
     os.environ[_FOLDER] = str(folder)
-    place = config.checkpoint.dir or f"{config.run.dir}/checkpoints"
+    checkpoint_dir = config.checkpoint.dir or f"{config.run.dir}/checkpoints"
     resume = config.checkpoint.resume
     if resume == "auto":
-        resume = place if "://" in place or any(Path(place).glob("step_*")) else "none"
+        resume = checkpoint_dir if "://" in checkpoint_dir or any(Path(checkpoint_dir).glob("step_*")) else "none"
     try:
         yield replace(
             config,

@@ -68,19 +68,19 @@ def _read_status(folder: Path) -> dict[str, Any]:
 
 
 class EarlierAttempts:
-    """The earlier attempts of the run in a folder, whose checkpoints are expected in `place`."""
+    """The earlier attempts of the run in a folder, whose checkpoints are expected in `checkpoint_dir`."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder, self._config = folder, folder.config
-        self.place = self._config.checkpoint.dir or str(folder.path / "checkpoints")
+        self.checkpoint_dir = self._config.checkpoint.dir or str(folder.path / "checkpoints")
 
     def check_place(self) -> None:
         """Raise UserError if this folder is a copy of a run and would use the checkpoints of the original."""
         if not self._folder.is_main or not (origin := self._copied_from()):
             return
         kept = stored_value(self._folder.before or "", "checkpoint.dir")
-        if is_same_location(str(masked(self.place)), str(kept) if kept else f"{origin}/checkpoints"):
-            rule = shared_checkpoints_rule(origin, self.place, str(self._folder.path))
+        if is_same_location(str(masked(self.checkpoint_dir)), str(kept) if kept else f"{origin}/checkpoints"):
+            rule = shared_checkpoints_rule(origin, self.checkpoint_dir, str(self._folder.path))
             raise setting_error("checkpoint.dir", self._config.checkpoint.dir, rule)
 
     def check(self, found: RestoredCheckpoint | None) -> None:
@@ -98,15 +98,17 @@ class EarlierAttempts:
         missing = name_of(past.saved)
         if found.manifest.step < past.saved and missing not in found.damaged and not self._is_aside(missing):
             warn(
-                f"{past.witness} mentions a checkpoint of step {past.saved}, but the newest in {self.place} is "
+                f"{past.witness} mentions a checkpoint of step {past.saved}, but the newest in {self.checkpoint_dir} is "
                 f"from step {found.manifest.step}: resuming from there"
             )
 
     def _is_aside(self, name: str) -> bool:
         """Return whether the run itself has quarantined or moved this checkpoint, or did not choose it."""
         aside = [path.name for path in self._folder.path.glob(f"previous_*/{name}")]
-        place = open_storage(self.place)
-        return place.is_published(name) or any(name in one for one in [*aside, *place.quarantined_names()])
+        checkpoint_dir = open_storage(self.checkpoint_dir)
+        return checkpoint_dir.is_published(name) or any(
+            name in one for one in [*aside, *checkpoint_dir.quarantined_names()]
+        )
 
     def is_copied(self, found: RestoredCheckpoint) -> bool:
         """Return whether the checkpoint was written by another run that still exists."""
@@ -115,7 +117,7 @@ class EarlierAttempts:
     def leave_identity(self) -> None:
         """If this folder is a copy, move aside the files that identify the original in Weights & Biases."""
         if self._folder.is_main and self._copied_from():
-            self._folder.set_aside("wandb")
+            self._folder.move_aside("wandb")
 
     def _copied_from(self) -> str | None:
         """Return the folder of the run that this one is a copy of, or None if it is not a copy."""
@@ -124,7 +126,7 @@ class EarlierAttempts:
 
     def _nothing_found(self, past: RecordedProgress) -> str:
         lines = [
-            f"checkpoint.resume=auto: there is no checkpoint in {self.place}, but this run had one",
+            f"checkpoint.resume=auto: there is no checkpoint in {self.checkpoint_dir}, but this run had one",
             f"{past.witness} in {self._folder.path} mentions one of step {past.saved}",
             *self._seen_elsewhere(),
             "if the checkpoints are elsewhere, or on a disk that is not mounted: mount it, or set checkpoint.dir=WHERE",
@@ -137,10 +139,10 @@ class EarlierAttempts:
     def _seen_elsewhere(self) -> Iterator[str]:
         run = self._folder.path
         before = stored_value(self._folder.before or "", "checkpoint.dir")
-        if before and not is_same_location(str(before), self.place):
+        if before and not is_same_location(str(before), self.checkpoint_dir):
             yield f"the previous attempt stored them in checkpoint.dir={before}"
         for folder in (run / "checkpoints", run, *sorted(run.glob("previous_*"))):
-            steps = [] if is_same_location(str(folder), self.place) else list_steps(open_storage(folder))
+            steps = [] if is_same_location(str(folder), self.checkpoint_dir) else list_steps(open_storage(folder))
             if steps:
                 yield f"{folder} holds one of step {steps[-1]}"
 

@@ -19,7 +19,7 @@ class EvaluationRunner:
         self._state, self._phases, self._horizon, self._saver = state, phases, horizon, saver
         self._samples = samples
 
-    def hold(self, evaluate: Callable[[], Record | None]) -> None:
+    def run(self, evaluate: Callable[[], Record | None]) -> None:
         """Evaluate the current state, and save it if it is one of the best.  Collective.
 
         `evaluate` returns the record, or None if there is no held-out data or a stop was requested.

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class Progress:
+class CollectiveProgress:
     """Numbers of collectives completed, started and enqueued by this rank, over all its process groups.
 
     All ranks call the same collectives, so the numbers of different ranks can be compared.  `waiting_for` describes the
@@ -48,7 +48,7 @@ def _recorder() -> Any:
     return _distributed_c10d
 
 
-def progress_of(record: bytes) -> Progress | None:
+def progress_of(record: bytes) -> CollectiveProgress | None:
     """Return the progress of the collectives in a record; None if the record does not contain it."""
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         content = json.loads(record)
@@ -58,7 +58,7 @@ def progress_of(record: bytes) -> Progress | None:
             for key in ("last_completed_collective", "last_started_collective", "last_enqueued_collective")
         )
         unfinished = [entry for entry in content.get("entries", ()) if entry["state"] != "completed"]
-        return Progress(completed, started, enqueued, _in_words(unfinished[0]) if unfinished else "")
+        return CollectiveProgress(completed, started, enqueued, _in_words(unfinished[0]) if unfinished else "")
     return None
 
 

@@ -30,7 +30,7 @@ RECORD = ("metrics.jsonl", "metrics_superseded.jsonl", "console.log", "samples.t
 
 
 @dataclass(frozen=True)
-class Loss:
+class FolderLoss:
     """A folder of the run that is no longer at its configured path."""
 
     setting: str
@@ -51,9 +51,9 @@ class RunFolder:
         """`comment` is written above the configuration in `config.yaml`."""
         self.config, self.path, self.is_main = config, config.run_dir, is_main
         self._comment = comment
-        self._owners = [Owner(self.path, "run.dir")]
+        self._owners = [FolderLock(self.path, "run.dir")]
         self._is_owned = False
-        self.loss: Loss | None = None
+        self.loss: FolderLoss | None = None
         """The first folder of this run that was deleted, renamed or replaced.  On rank 0 only."""
         self.has_moved = False
         """True once the run writes elsewhere because of a loss."""
@@ -61,7 +61,7 @@ class RunFolder:
         """The folder for checkpoints; None for one inside the run folder."""
         elsewhere = find_folder(config.checkpoint.dir) if config.checkpoint.dir else None
         if elsewhere is not None and self.path not in (elsewhere, *elsewhere.parents):
-            self._owners.append(Owner(elsewhere, "checkpoint.dir"))
+            self._owners.append(FolderLock(elsewhere, "checkpoint.dir"))
         for owner in self._owners:
             owner.on_loss = self._note_loss
 
@@ -97,7 +97,7 @@ class RunFolder:
             for owner in reversed(self._owners):
                 owner.release()
 
-    def look(self) -> Loss | None:
+    def look(self) -> FolderLoss | None:
         """Check that the run's folders still exist; return the first loss, and print it once.
 
         Always None except on rank 0.
@@ -107,7 +107,7 @@ class RunFolder:
                 self._note_loss(loss)
         return self.loss
 
-    def _note_loss(self, loss: Loss) -> None:
+    def _note_loss(self, loss: FolderLoss) -> None:
         """Remember and print the first loss.  On rank 0, called by the main thread or the heartbeat thread."""
         if self.loss is None:
             self.loss = loss
@@ -126,7 +126,7 @@ class RunFolder:
                 owner.follow(loss.moved_to)
             else:
                 owner.release()
-                owner = self._owners[number] = Owner(_free_name(loss.folder), loss.setting)
+                owner = self._owners[number] = FolderLock(_free_name(loss.folder), loss.setting)
                 owner.acquire()
             kept = find_folder(self.checkpoint_dir) if self.checkpoint_dir else None
             if kept is not None and loss.folder.absolute() in (kept, *kept.parents):
@@ -177,7 +177,7 @@ class RunFolder:
                 )
             write_atomically(self.path / CONFIG, comment + config.to_yaml())
 
-    def set_aside(self, *names: str) -> Path | None:
+    def move_aside(self, *names: str) -> Path | None:
         """Move files that the new attempt does not continue into a folder `previous_NNN`; return that folder.
 
         Nothing is deleted.  If the metrics are moved, files that the new attempt will overwrite are copied along.
@@ -275,7 +275,7 @@ def note_end(run_dir: Path, before: Mapping[str, Any], reached: int, reason: str
         write_status(run_dir, {"state": "failed", "exit_code": EXIT_FAILED, "step": step, "reason": reason})
 
 
-class Owner:
+class FolderLock:
     """A lock on a run's folder, held by one process at a time on any node, and broken if its owner is dead.
 
     A file `.owner.json` identifies the owner.  On the same machine its process is looked up.  On another machine (or on
@@ -298,7 +298,7 @@ class Owner:
         self._beat: threading.Thread | None = None
         self._descriptor = -1
         """An open descriptor of the folder, which stays valid if the folder is renamed."""
-        self.on_loss: Callable[[Loss], None] = lambda loss: None
+        self.on_loss: Callable[[FolderLoss], None] = lambda loss: None
         """Called on another thread if the folder was deleted, renamed or replaced."""
 
     def acquire(self) -> None:
@@ -344,7 +344,7 @@ class Owner:
         os.close(self._descriptor)
         self._descriptor = -1
 
-    def look(self) -> Loss | None:
+    def look(self) -> FolderLoss | None:
         """Return what happened to the folder, or None if it is still in place.
 
         Unreachable storage is not a loss, since it may recover.
@@ -366,7 +366,7 @@ class Owner:
             what = f"was renamed to {moved_to}"
         elif os.path.lexists(self.folder):
             what += ", and something else has its name"
-        return Loss(self.setting, self.folder, what, moved_to)
+        return FolderLoss(self.setting, self.folder, what, moved_to)
 
     def _is_in_place(self) -> bool:
         """Return whether the acquired folder is still at its path."""
@@ -494,12 +494,12 @@ def is_owned(folder: Path) -> bool:
 
     The heartbeat of a process on another node is compared with this node's clock.
     """
-    path = folder / Owner.NAME
+    path = folder / FolderLock.NAME
     owner = _parse(path)
     if owner is not None and _where(owner) == _where(_this_process()):
         return _start_of(owner["pid"]) == owner["started"] and not _is_copied(owner, folder)
     try:
-        return time.time() - path.stat().st_mtime < Owner.STALE_S
+        return time.time() - path.stat().st_mtime < FolderLock.STALE_S
     except OSError:
         return False
 

@@ -26,7 +26,7 @@ from trainer.distributed.stop_request import (
     NOTICE,
     STOPPING,
     answer_at_once,
-    behind,
+    causing_stop_request,
     find_stop_request,
     identity,
     show_cursor,
@@ -106,7 +106,7 @@ class Lifecycle:
             self.stop.prompt.before_exit = self._record_prompt_stop
         step_sync.register(self._is_asked_to_stop, self._begin_to_stop)
         step_sync.register(lambda: folder.loss is not None, self._stop_for_good)
-        self.leaving = StepAbandoner(step_sync, loader, eval_loader, self._is_asked_to_stop)
+        self.step_abandoner = StepAbandoner(step_sync, loader, eval_loader, self._is_asked_to_stop)
         world.failures.append(self)
 
     @property
@@ -194,7 +194,7 @@ class Lifecycle:
             if not had_moved:  # the last save was in the lost folder
                 self._saver.forget()
             self._saver.save_at_the_end(self._progress)
-            saved = f"the state of step {step} is in {self._saver.place}"
+            saved = f"the state of step {step} is in {self._saver.storage}"
         raise self._relocation.final_error(saved)
 
     def end_without_work(self, resumed_step: int | None, clean: Callable[[], None]) -> int:
@@ -293,7 +293,7 @@ class Lifecycle:
         try:
             yield
         except BaseException as error:
-            if (request := behind(error)) is not None:
+            if (request := causing_stop_request(error)) is not None:
                 self.fail(request)
                 raise request from error
             self.fail(error)
@@ -302,7 +302,7 @@ class Lifecycle:
             self.stop.uninstall()
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
+    def without_writing(self) -> Iterator[None]:
         """Catch requests to stop inside the block, without writing to the run, however the block ends."""
         self._enter("end")
         if self._world.is_main:

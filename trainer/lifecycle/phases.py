@@ -13,7 +13,7 @@ IN_STEP = ("data", "forward", "backward", "reduce", "optimizer")
 """Phases of a step, in order.  Other phases: start, evaluate, save, profile and between steps."""
 
 
-class Watched(Protocol):
+class PhaseTracker(Protocol):
     """Tracks the phase of this rank; implemented by the watchdog."""
 
     phase: str
@@ -22,30 +22,30 @@ class Watched(Protocol):
     def begin_forward(self) -> None: ...
 
 
-def watch_phases(watched: Watched, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def watch_phases(tracker: PhaseTracker, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Register hooks on the model and the optimizers that report the phases of a step to `watched`."""
 
     def before_forward(module: nn.Module, inputs: Any) -> None:
-        watched.begin_forward()
+        tracker.begin_forward()
 
     def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
-        if watched.phase == "forward" and torch.is_grad_enabled():
+        if tracker.phase == "forward" and torch.is_grad_enabled():
             for tensor in tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     tensor.register_hook(in_backward)
 
     def in_backward(gradient: torch.Tensor) -> None:
-        if watched.phase == "forward":
-            watched.enter("backward")
+        if tracker.phase == "forward":
+            tracker.enter("backward")
             torch.autograd.Variable._execution_engine.queue_callback(after_backward)
 
     def after_backward() -> None:
-        if watched.phase == "backward":
-            watched.enter("reduce")
+        if tracker.phase == "backward":
+            tracker.enter("reduce")
 
     def before_optimizer(*_: Any) -> None:
-        if watched.phase in IN_STEP:
-            watched.enter("optimizer")
+        if tracker.phase in IN_STEP:
+            tracker.enter("optimizer")
 
     # Before FSDP's hook, which all-gathers and waits.
     model.register_forward_pre_hook(before_forward, prepend=True)

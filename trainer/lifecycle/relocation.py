@@ -14,7 +14,7 @@ from trainer.checkpoint.storage import open_storage
 from trainer.checkpoint.store import Checkpoints
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError
-from trainer.lifecycle.folder import Loss, RunFolder
+from trainer.lifecycle.folder import FolderLoss, RunFolder
 from trainer.metrics.fanout import Metrics
 
 Result = TypeVar("Result")
@@ -53,7 +53,7 @@ class Relocation:
             self._folder.move()
             self._metrics.move_to(self._folder.path)
 
-    def _agreed(self, loss: Loss, work: Callable[[], Result]) -> Result:
+    def _agreed(self, loss: FolderLoss, work: Callable[[], Result]) -> Result:
         """Return the result of `work()`; if it fails on any rank, raise TrainingFailed there and an error on all."""
 
         def attempt() -> Result:

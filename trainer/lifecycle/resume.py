@@ -38,7 +38,7 @@ class Resume:
     ) -> None:
         self._config, self._world = config, world
         self._checkpoints, self._folder, self._metrics = checkpoints, folder, metrics
-        self.history = EarlierAttempts(folder)
+        self.earlier_attempts = EarlierAttempts(folder)
         self.step: int | None = None
         """Step of the last loaded checkpoint; None for a fresh start."""
         self.path = ""
@@ -57,14 +57,14 @@ class Resume:
         Returns None for a fresh start.  Raises UserError for an incompatible checkpoint, with the first differences and
         a file of all of them, and TrainingFailed if no checkpoint is good.
         """
-        self._world.agreed(self.history.check_place)
+        self._world.agreed(self.earlier_attempts.check_place)
         found = self._find(state, str(path) if path is not None else None, is_running)
         if found is None:
             return None
         self.step, self.path, self.changed = state.step, str(found.path), list(found.changed)
-        own_path = f"{self._checkpoints.place}/{name_of(found.manifest.step)}"
+        own_path = f"{self._checkpoints.storage}/{name_of(found.manifest.step)}"
         self.is_own = self._world.broadcast(is_same_location(found.path, own_path))
-        if not self.is_own or self._world.broadcast(self.history.is_copied(found)):
+        if not self.is_own or self._world.broadcast(self.earlier_attempts.is_copied(found)):
             self._metrics.wandb_id = None  # it belongs to the other run
         self._has_gone_back = is_running
         if self._world.is_main:
@@ -86,7 +86,7 @@ class Resume:
             with self._listing():
                 found = None if is_empty else self._checkpoints.reader.restore(*how)
             if self.step is None and not is_running:
-                self._world.agreed(lambda: self.history.check(found))
+                self._world.agreed(lambda: self.earlier_attempts.check(found))
             return found
         # Rank 0 decides, because the newest checkpoint of a live run may change at any moment.
         named = self._world.agreed(lambda: str(find_checkpoint(resume)) if self._world.is_main else "")
@@ -169,16 +169,16 @@ class Resume:
         has_past = bool(later)
         if self._config.checkpoint.dir is not None:
             for name in later:
-                self._checkpoints.place.set_aside(name, SUPERSEDED)
+                self._checkpoints.storage.quarantine(name, SUPERSEDED)
             later = []
         is_asked = self._config.checkpoint.resume == "none" and self.step is None
         record = RECORD if begins and (is_asked or has_past) else ()
-        aside = self._folder.set_aside(*(f"checkpoints/{name}" for name in later), *record)
+        aside = self._folder.move_aside(*(f"checkpoints/{name}" for name in later), *record)
         if aside is not None:
             what = "earlier run" if record else f"checkpoints after step {step}"
             self._metrics.say(f"moved the {what} to {aside}")
         if not is_running:
-            self.history.leave_identity()
+            self.earlier_attempts.leave_identity()
 
 
 def _kept_outside(folder: Path, text: str) -> str:

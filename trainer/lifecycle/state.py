@@ -65,7 +65,7 @@ class TrainState:
             "counters": _Counters(self),
             "skipped_updates": skips,
         }
-        self.rank_parts: dict[str, Stateful] = {"random": random_state}
+        self.per_rank_parts: dict[str, Stateful] = {"random": random_state}
         if base is not None:
             self.parts[BASE] = base
         self._known: list[object] = [model, *optimizer.parts, optimizer, skips, random_state]
@@ -96,10 +96,10 @@ class TrainState:
         DTensors, which are saved sharded; everything else must be the same on all ranks.  With `per_rank` each rank
         saves its own state, which is restored only on the same number of ranks.
         """
-        if name in {*self.parts, *self.rank_parts}:
+        if name in {*self.parts, *self.per_rank_parts}:
             raise ValueError(f"TrainState already has a part named {name!r}")
         self._known.append(part)
-        where = self.rank_parts if per_rank else self.parts
+        where = self.per_rank_parts if per_rank else self.parts
         where[name] = part if per_rank and _is_stateful(part) else _as_part(part)
 
     def add_loaders(self, loader: object, eval_loader: object, channel: Channel) -> None:
@@ -140,7 +140,7 @@ class TrainState:
         average does.
         """
         known = {id(thing) for thing in self._known} | {
-            id(p) for p in (*self.parts.values(), *self.rank_parts.values())
+            id(p) for p in (*self.parts.values(), *self.per_rank_parts.values())
         }
         forgotten = {
             name: thing

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.disk_space import disk_space_warning
-from trainer.checkpoint.storage import Place
+from trainer.checkpoint.storage import Storage
 from trainer.config import RunConfig
 from trainer.config.auto_model import MODEL
 from trainer.config.requirements import compiles_blocks
@@ -190,7 +190,7 @@ def why_unevaluated(config: RunConfig, is_evaluated: bool) -> str:
 
 
 def disk_space_notes(
-    config: RunConfig, world: World, mesh: DeviceMesh, model: nn.Module, state: TrainState, place: Place
+    config: RunConfig, world: World, mesh: DeviceMesh, model: nn.Module, state: TrainState, place: Storage
 ) -> list[str]:
     """Return a warning if future checkpoints do not fit on the disk of `place`; empty if they do."""
     stored = state.parts["model"].state_dict()

@@ -32,12 +32,12 @@ from typing import NoReturn
 
 from trainer.config import RunConfig
 from trainer.distributed import exchange
-from trainer.distributed.channel import Messages
+from trainer.distributed.channel import TimedStore
 from trainer.distributed.world import CONTEXT, World
 from trainer.errors import EXIT_FAILED, PeerFailed, print_stderr
 from trainer.lifecycle.flight_recorder import dump_record, progress_of, read_record
 from trainer.lifecycle.phases import IN_STEP
-from trainer.lifecycle.rank_status import Standing, find_stragglers, is_stuck, reason_of, table
+from trainer.lifecycle.rank_status import RankStatus, find_stragglers, is_stuck, reason_of, table
 from trainer.metrics.observer import PhaseObserver
 
 _POLL_S, _ASK_EVERY = 0.5, 4
@@ -58,7 +58,7 @@ class Watchdog:
         self._world, self._limits, self._folder = world, config.run, config.run_dir
         self._save_limit_s = config.checkpoint.timeout_s
         self._save_stage: Callable[[], str] = str
-        self.phase, self.since, self.marks, self.step = "start", time.monotonic(), 0, 0
+        self.phase, self.since, self.num_phases_entered, self.step = "start", time.monotonic(), 0, 0
         self.observers: list[PhaseObserver] = []
         self._round = 0
         """Number of completed reports; each report uses separate keys in the store."""
@@ -76,13 +76,13 @@ class Watchdog:
     def enter(self, phase: str) -> None:
         """Enter a phase."""
         self.phase, self.since = phase, time.monotonic()
-        self.marks += 1
+        self.num_phases_entered += 1
         for observer in self.observers:
             observer.enter_phase(phase)
 
     def begin_step(self, step: int) -> None:
         """Begin a step, in the phase `data`."""
-        self.step, self.marks = step, 0
+        self.step, self.num_phases_entered = step, 0
         self.enter("data")
         is_first = self._num_updates == 0
         limit = self._limits.first_step_limit_s if is_first else self._limits.step_limit_s
@@ -133,7 +133,7 @@ class Watchdog:
         if self.phase in IN_STEP:
             self.enter("forward")
         else:
-            self.marks += 1
+            self.num_phases_entered += 1
         if self._armed is not None:
             _, key, limit = self._armed
             self._arm(key, limit)
@@ -214,25 +214,27 @@ class Watchdog:
         """
         store, rank = self._world.messages, self._world.rank
         if store is None:
-            own = self.standing(why)
+            own = self.status(why)
             print_stderr(table(why, [own]))
             if self._world.owns_group:
                 self._end(reason_of(why, [own]), is_stuck=is_stuck([own]))
             return
         try:
             why = store.compare_set(self._key("ask"), "", why)  # the reason of the first rank to report
-            store.set(self._key(rank), json.dumps(asdict(self.standing(why))))
+            store.set(self._key(rank), json.dumps(asdict(self.status(why))))
             if rank == 0:
-                standings = self._gather(store)
-                verdict = "stuck" if is_stuck(standings) else "end"
-                if all(standing.within for standing in find_stragglers(standings)) and not why.startswith(_TIMED_OUT):
+                statuses = self._gather(store)
+                verdict = "stuck" if is_stuck(statuses) else "end"
+                if all(status.is_within_limit for status in find_stragglers(statuses)) and not why.startswith(
+                    _TIMED_OUT
+                ):
                     verdict = "go on"
                 else:
-                    print_stderr(table(why, standings))
-                    self._world.announce_failure(PeerFailed(reason_of(why, standings)))
+                    print_stderr(table(why, statuses))
+                    self._world.announce_failure(PeerFailed(reason_of(why, statuses)))
                 store.set(self._key("verdict"), verdict)
                 if verdict != "go on":
-                    others = [standing.rank for standing in standings if standing.answers and standing.rank != rank]
+                    others = [status.rank for status in statuses if status.is_responding and status.rank != rank]
                     _wait_until_set(store, [self._key(f"heard/{other}") for other in others])
             else:
                 store.wait(self._key("verdict"), _VERDICT_S)
@@ -240,25 +242,25 @@ class Watchdog:
                 with suppress(RuntimeError):
                     store.set(self._key(f"heard/{rank}"), "")
         except RuntimeError as lost:  # the store is gone, or rank 0 does not answer
-            print_stderr(f"{table(why, [self.standing(why)])}\nrank 0 does not answer rank {rank}: {lost}")
+            print_stderr(f"{table(why, [self.status(why)])}\nrank 0 does not answer rank {rank}: {lost}")
             self._leave(is_stuck=True)
         if verdict == "go on":
             self._round += 1
             if self._armed is not None and time.monotonic() > self._armed[0]:
                 self._arm(*self._armed[1:])
         elif rank == 0:
-            self._end(reason_of(why, standings), verdict == "stuck")
+            self._end(reason_of(why, statuses), verdict == "stuck")
         else:
             self._world.remember_failure()
             self._leave(verdict == "stuck")
 
-    def _gather(self, store: Messages) -> list[Standing]:
-        found = {rank: Standing(rank, "?", 0.0, 0, 0, False, answers=False) for rank in range(self._world.size)}
+    def _gather(self, store: TimedStore) -> list[RankStatus]:
+        found = {rank: RankStatus(rank, "?", 0.0, 0, 0, False, is_responding=False) for rank in range(self._world.size)}
         until = time.monotonic() + _ANSWER_S
-        while (missing := [rank for rank in found if not found[rank].answers]) and time.monotonic() < until:
+        while (missing := [rank for rank in found if not found[rank].is_responding]) and time.monotonic() < until:
             for rank in missing:
                 if store.check(self._key(rank)):
-                    found[rank] = Standing(**json.loads(store.get(self._key(rank))))
+                    found[rank] = RankStatus(**json.loads(store.get(self._key(rank))))
             time.sleep(0.1)
         return list(found.values())
 
@@ -285,32 +287,32 @@ class Watchdog:
             time.sleep(_GRACE_S)  # leave rank 0 time to record and print
         os._exit(EXIT_FAILED)
 
-    def standing(self, why: str = "") -> Standing:
+    def status(self, why: str = "") -> RankStatus:
         """Return this rank's status, as seen from another thread.  `why`: the reason for the report."""
         phase, since = self.phase, self.since
         main, saving = sys._current_frames().get(self._watched), _saving_frame()
         armed, limit = self._armed, self._save_limit_s
-        within = phase in ("evaluate", "save", "profile") and armed is not None and time.monotonic() < armed[0]
-        stack, waits = _lines(main), bool(self._timed_out) or _is_in_a_collective(main)
+        is_within_limit = phase in ("evaluate", "save", "profile") and armed is not None and time.monotonic() < armed[0]
+        stack, is_waiting = _lines(main), bool(self._timed_out) or _is_in_a_collective(main)
         progress = progress_of(read_record()) if why else None
         collectives = [] if progress is None else [progress.completed, progress.started, progress.enqueued]
         if _is_waiting_for_the_device(main):
-            phase, waits = "device", True  # the host may already be in the next step
+            phase, is_waiting = "device", True  # the host may already be in the next step
         if why.startswith(_IN_BACKGROUND):
-            waits = saving is None or _is_in_a_collective(saving)  # no saving frame: its part is done
+            is_waiting = saving is None or _is_in_a_collective(saving)  # no saving frame: its part is done
             if saving is not None:
                 phase, since, stack = "save", self._saving_since or since, [self._save_stage(), *_lines(saving)]
-                within = time.monotonic() < since + limit
+                is_within_limit = time.monotonic() < since + limit
         elif saving is not None and _is_in_another_thread(main):
-            waits = _is_in_a_collective(saving)
+            is_waiting = _is_in_a_collective(saving)
             stack = [*stack, f"and the thread that saves, {self._save_stage()}, at", *_lines(saving)]
         seconds = round(time.monotonic() - since, 1)
         device = "" if progress is None else progress.waiting_for
-        own = (self._world.rank, phase, seconds, self.step, self.marks, waits, within)
-        return Standing(*own, collectives=collectives, device=device, group=_group_of(main), stack=stack)
+        own = (self._world.rank, phase, seconds, self.step, self.num_phases_entered, is_waiting, is_within_limit)
+        return RankStatus(*own, collectives=collectives, device=device, group=_group_of(main), stack=stack)
 
 
-def _wait_until_set(store: Messages, keys: Sequence[str]) -> None:
+def _wait_until_set(store: TimedStore, keys: Sequence[str]) -> None:
     """Wait for the others to read the verdict: the store ends with this process, and they would report its loss."""
     until = time.monotonic() + _ANSWER_S
     with suppress(RuntimeError):

@@ -113,8 +113,8 @@ class BalanceLoss(nn.Module):
     For each expert, the share of choices that fell on it is multiplied by its mean probability; the sum over experts is
     scaled by the number of experts and the coefficient (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6).  Shares
     and means are over the tokens that the loss counts, in all layers, micro-batches and ranks (Qiu et al. 2025,
-    arXiv:2501.11873), so the loss does not depend on the mesh; `global_balance` ensures this in training.  Elsewhere they
-    are those of the batch.
+    arXiv:2501.11873), so the loss does not depend on the mesh; `global_balance` ensures this in training.  Elsewhere
+    they are those of the batch.
     """
 
     def __init__(self, coefficient: float, num_experts: int, num_chosen: int, num_layers: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from trainer.checkpoint.interval import sentences
+from trainer.checkpoint.interval import describe_costs
 from trainer.errors import print_stdout
 from trainer.metrics.console import readable_bytes, readable_duration
 from trainer.plan.machine import GIB
@@ -47,7 +47,7 @@ def print_plan(plan: Plan, choice: Choice | None = None) -> None:
         _print_table("communication per rank in one step", heads, _communication_rows(plan), text_columns=(0, 1))
     source = "" if plan.machine.is_measured else f" (estimated from {plan.machine.source})"
     _print_table(f"time of one step{source}", ("", ""), _time_rows(plan), text_columns=(0, 1))
-    saving = list(sentences(plan.costs, plan.save_every_s, plan.num_nodes).items())
+    saving = list(describe_costs(plan.costs, plan.save_every_s, plan.num_nodes).items())
     title = "saves and failures (guesses, until a run has seen them)"
     _print_table(title, ("", ""), saving, text_columns=(0, 1))
     for line in _left_out(plan):

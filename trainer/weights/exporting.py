@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from trainer.config.pretrained import CONFIG, INDEX, WEIGHTS, fields_of, find_huggingface
 from trainer.errors import UserError, setting_error
-from trainer.files import making, sync_folder
+from trainer.files import sync_folder, writing_to
 from trainer.model.names import HuggingFaceNames
 from trainer.recipe import Recipe, Stacked, Transposed
 from trainer.weights.huggingface import DTYPE_NAMES
@@ -136,7 +136,7 @@ def write_folder(
     there is not enough disk space.
     """
     num_bytes = sum(map(len, texts.values())) + sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
-    with making(setting, path, num_bytes):
+    with writing_to(setting, path, num_bytes):
         _prepare_folder(path, overwrite, setting)
         return _write_files(path, texts, shards, source, mark)
 

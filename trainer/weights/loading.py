@@ -126,7 +126,7 @@ def open_weights(path: str | os.PathLike[str], config: RunConfig) -> WeightSourc
         source = SafetensorsFolder(Path(path), config.recipe, config.model, setting="train.init_from")
     else:
         stored = open_checkpoint(path)
-        told = declared_by_yaml(stored.config_yaml, config.recipe.name, f"{stored.place}/config.yaml")
+        told = declared_by_yaml(stored.config_yaml, config.recipe.name, f"{stored.storage}/config.yaml")
         source = with_merged_adapters(stored, config.recipe, config.model)
     if told is not None:
         told.check(config.model, config.checkpoint.allow_changes)
