@@ -391,7 +391,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "floor-never-reached",
         "schedules",
-        "Schedule._height",
+        "Schedule._relative_height",
         "left = max(0, self.num_steps + extra - step)",
         "left = max(0, self.num_steps + extra - step + 1)",
     ),
@@ -646,7 +646,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "frozen-have-gradients",
         "frozen",
-        "bytes_of_training",
+        "training_bytes",
         "gradients += numel * size * parameter.requires_grad",
         "gradients += numel * size",
     ),
@@ -683,8 +683,8 @@ DEFECTS: list[Defect] = [
         "checkpoint-not-held",
         "beside-training",
         "StoredWeights.__init__",
-        "place = PinnedStorage(place.path, [COMMIT, *self.manifest.files])",
-        "place = PinnedStorage(place.path, [])",
+        "storage = PinnedStorage(storage.path, [COMMIT, *self.manifest.files])",
+        "storage = PinnedStorage(storage.path, [])",
     ),
     Defect(
         "stopped-with-0",
@@ -941,7 +941,7 @@ DEFECTS: list[Defect] = [
         "slices-counted-from-0",
         "context",
         "positions",
-        "return counted if slices is None else take(slices, counted)",
+        "return counted if slices is None else take_slice(slices, counted)",
         "return counted if slices is None else counted[..., : tokens_BT.shape[1]]",
     ),
     Defect(
@@ -961,7 +961,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "tail-of-another-rank",
         "context",
-        "_in_order",
+        "_reassemble",
         "*reversed(tails_C2BKSH.unbind())",
         "*tails_C2BKSH.unbind()",
     ),

@@ -28,7 +28,7 @@ import trainer.sequence.context
 from tests.forked import Forked, start_run
 from tests.ranks import Ran
 from trainer import Trainer
-from trainer.checkpoint.reader import Reader
+from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.storage import LocalStorage
 from trainer.checkpoint.store import Checkpoints
 from trainer.checkpoint.tensors import Staging
@@ -122,8 +122,8 @@ def _install(fault: Fault) -> None:
         (LocalStorage, "publish", "publish"),
         (Checkpoints, "_prune", "prune"),
         (Checkpoints, "_delete", "prune"),
-        (Reader, "restore", "load"),
-        (Reader, "load", "load"),
+        (CheckpointReader, "restore", "load"),
+        (CheckpointReader, "load", "load"),
         (Trainer, "start", "start"),
     ):
         _in_phase(owner, attribute, phase)

@@ -13,7 +13,7 @@ from torch import nn
 import trainer.checkpoint.store
 from tests.own_recipes import UNITS, Mlp, MlpConfig
 from trainer import Recipe, RunConfig, Trainer, register
-from trainer.distributed.channel import Messages
+from trainer.distributed.channel import TimedStore
 from trainer.metrics.record import Record
 
 Batch = dict[str, torch.Tensor]
@@ -47,14 +47,14 @@ class SleepingTrainer(Trainer):
             self.sleep_in("collect")
             return take(*args)
 
-        get = Messages.get
+        get = TimedStore.get
 
-        def get_late(messages: Messages, key: str) -> str:
+        def get_late(messages: TimedStore, key: str) -> str:
             if key.endswith("verdict"):
                 time.sleep(float(os.environ.get("MESHTRAINER_TEST_HEARS_LATE_S", "0")))
             return get(messages, key)
 
-        Messages.get = get_late  # type: ignore[method-assign]
+        TimedStore.get = get_late  # type: ignore[method-assign]
         trainer.checkpoint.store.write_tensors = write_tensors
         self.checkpoints.take = take_result  # type: ignore[method-assign]
 

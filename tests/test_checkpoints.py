@@ -494,7 +494,7 @@ class Normed(Trainer):
         super().__init__(config)
         self.model.register_buffer("seen", torch.full((3,), float(self.world.rank)))
         self.state.add("own", Counter(), per_rank=True)
-        self.state.rank_parts["own"].value = self.world.rank
+        self.state.per_rank_parts["own"].value = self.world.rank
 
 
 def buffers_of_ones_own(folder: str) -> list[float]:
@@ -507,10 +507,10 @@ def buffers_of_ones_own(folder: str) -> list[float]:
     first.close()
     second = Normed(tiny(folder, "train.steps=1"))
     second.model.seen.zero_()
-    second.state.rank_parts["own"].value = -1
+    second.state.per_rank_parts["own"].value = -1
     second.load_checkpoint()
     second.close()
-    return [*second.model.seen.tolist(), second.state.rank_parts["own"].value]
+    return [*second.model.seen.tolist(), second.state.per_rank_parts["own"].value]
 
 
 @pytest.mark.slow
@@ -784,8 +784,8 @@ def test_only_files_that_hold_what_is_read_are_opened(two: Shared, monkeypatch: 
     """Rows of one rank's shard need neither the data nor the checksums of another's."""
     stored = StoredWeights(find_checkpoint(two.ran.folder))
     opened: list[str] = []
-    read = type(stored.place).read
-    monkeypatch.setattr(type(stored.place), "read", lambda place, name: opened.append(name) or read(place, name))
+    read = type(stored.storage).read
+    monkeypatch.setattr(type(stored.storage), "read", lambda place, name: opened.append(name) or read(place, name))
     (rows, _) = stored.shapes["tok_embeddings.weight"]
     half = -(-rows // 2)
     assert len(stored.read("tok_embeddings.weight", half, rows)) == rows - half

@@ -63,7 +63,7 @@ def test_a_slice_attends_to_its_whole_sequence(
     """By the formula, with the other ranks' keys and values handed over without any ranks."""
     if is_packed:  # as a GPU does
         monkeypatch.setattr(attention, "varlen_attn", _packed)
-        monkeypatch.setattr(attention, "_attend_in_turn", lambda *given: attention._attend_packed(*given[:4]))
+        monkeypatch.setattr(attention, "_attend_per_document", lambda *given: attention._attend_packed(*given[:4]))
         monkeypatch.setattr(Documents, "are_tiny", False)
     whole = inputs(lengths or [[32]] * 2)
     expected = alone(*whole, lengths or [[32]] * 2)
@@ -98,7 +98,7 @@ def _packed(q: Any, k: Any, v: Any, of_queries: Any, of_keys: Any, *sizes: int, 
         first, last = of_keys[number : number + 2].tolist()
         if start < stop:
             heads = [x.transpose(0, 1)[None] for x in (q[start:stop], k[first:last], v[first:last])]
-            found.append(attention.attend_whole(*heads)[0].transpose(0, 1))
+            found.append(attention.attend_full(*heads)[0].transpose(0, 1))
     return torch.cat(found)
 
 

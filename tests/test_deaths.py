@@ -22,7 +22,7 @@ from trainer.distributed.dead_ranks import (
     is_lost_connection,
     this_process,
 )
-from trainer.lifecycle.folder import Owner, note_end
+from trainer.lifecycle.folder import FolderLock, note_end
 
 MLP = ["recipe=llama_small", "model.name=tests.own_recipes:mlp_faulty", "data.source=synthetic", "data.seq_len=16"]
 RUN = [*MLP, "train.steps=8", "eval.every=0", "log.every=1", "log.sample_tokens=0", "run.threads=1"]
@@ -110,7 +110,7 @@ def test_a_launcher_leaves_what_others_have_said(tmp_path: Path) -> None:
     assert status_after(tmp_path / "no_folder", None, {}) == {}
     for status in (status_of("finished"), status_of("stopped"), status_of("failed", reason="of an attempt before")):
         assert status_after(tmp_path, status, status) == status
-    owner = Owner(tmp_path, "run.dir")
+    owner = FolderLock(tmp_path, "run.dir")
     owner.acquire()
     assert status_after(tmp_path, status_of("running"), {}) == status_of("running"), "another run's, which is alive"
     owner.release()

@@ -590,7 +590,7 @@ def test_what_storage_has_cut_short_is_not_published(
     steps = own.steps()
     next(steps)
     own.save_checkpoint(wait=True)
-    place = own.checkpoints.place
+    place = own.checkpoints.storage
     create = type(place).create
     for name in [*FILES, INDEX]:
         next(steps)

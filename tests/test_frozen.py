@@ -21,7 +21,7 @@ from trainer.model.flops import flops_per_token
 from trainer.model.materialize import materialize
 from trainer.model.network import build_network
 from trainer.model.parameters import local
-from trainer.optim.optimizer import bytes_of_training
+from trainer.optim.optimizer import training_bytes
 
 SEQ_LEN = 24
 
@@ -118,7 +118,7 @@ def test_what_training_keeps_is_what_the_start_block_says(
     assert trainer.fit() == 0
     states = [state for part in trainer.optimizer.parts for state in part.state.values()]
     tensors = [t for state in states for t in state.values() if isinstance(t, torch.Tensor) and t.ndim]
-    weights, gradients, kept = bytes_of_training(trainer.model, trainer.config.optim)
+    weights, gradients, kept = training_bytes(trainer.model, trainer.config.optim)
     assert kept == sum(local(tensor).nbytes for tensor in tensors)
     assert weights == sum(local(p).nbytes for p in trainer.model.parameters())
     assert gradients == sum(local(p).nbytes for p in trainer.model.parameters() if p.requires_grad)

@@ -15,7 +15,7 @@ from tests.runs import Shared
 from tests.test_faults import small_disk
 from trainer import export, generate, prepare
 from trainer.errors import EXIT_USER_ERROR, UserError
-from trainer.files import making
+from trainer.files import writing_to
 from trainer.report import __main__ as report
 from trainer.weights import exporting
 
@@ -75,7 +75,7 @@ def test_a_report_is_written_whole_or_not_at_all(
 
 def test_a_failed_write_on_a_disk_with_room_is_not_called_full(tmp_path: Path) -> None:
     """torch.save gives no reason."""
-    with pytest.raises(UserError) as raised, making("target", tmp_path / "w.pt"):
+    with pytest.raises(UserError) as raised, writing_to("target", tmp_path / "w.pt"):
         raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
     assert "cannot be written (PytorchStreamWriter failed writing file data/0: file write failed)" in str(raised.value)
     assert "No space left" not in str(raised.value)

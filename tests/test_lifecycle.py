@@ -291,7 +291,7 @@ def test_the_command_of_the_end_is_told_once(run: Run, monkeypatch: pytest.Monke
 
 
 def test_a_stop_of_an_evaluation_promises_no_save(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
-    with run.life.looking():
+    with run.life.without_writing():
         signal.raise_signal(signal.SIGTERM)
         run.step_sync.all_reduce()
     assert run.life.stopping

@@ -21,7 +21,7 @@ from tests.test_faults import lines_of, of, slow, steps_in, with_
 from tests.tiny import tiny_config
 from trainer.distributed.world import World
 from trainer.errors import PeerFailed, TrainingFailed, UserError
-from trainer.lifecycle.folder import Owner, RunFolder
+from trainer.lifecycle.folder import FolderLock, RunFolder
 from trainer.lifecycle.relocation import Relocation
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import JsonLines
@@ -155,8 +155,8 @@ def test_a_deleted_file_of_metrics_is_written_again(tmp_path: Path) -> None:
     assert of("train", run_dir, "step") == list(range(1, 9))
 
 
-def owner_of(folder: Path) -> Owner:
-    owner = Owner(folder, "run.dir")
+def owner_of(folder: Path) -> FolderLock:
+    owner = FolderLock(folder, "run.dir")
     owner.acquire()
     return owner
 

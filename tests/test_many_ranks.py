@@ -29,7 +29,7 @@ from trainer.checkpoint.dcp import held_boxes, load
 from trainer.checkpoint.layout import (
     Box,
     Layout,
-    Part,
+    ReadRequest,
     WrittenChunks,
     layout_from_json,
     layout_of,
@@ -202,9 +202,9 @@ class Recording:
     """Stands in for the reader of files: notes what it was to read."""
 
     def __init__(self) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[ReadRequest] = []
 
-    def read_parts(self, parts: list[Part]) -> None:
+    def read_parts(self, parts: list[ReadRequest]) -> None:
         self.parts += parts
 
     @property

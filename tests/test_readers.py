@@ -68,7 +68,7 @@ def test_what_is_open_can_be_read_after_it_was_pruned(one: Shared, tmp_path: Pat
     prune(run, 20)
     for name in stored.shapes:
         assert torch.equal(stored.read(name), expected[name])
-    assert StoredWeights(stored.place).manifest.step == 20, "opened once more"
+    assert StoredWeights(stored.storage).manifest.step == 20, "opened once more"
 
 
 def test_one_that_is_pruned_before_it_is_open_is_passed_over(

@@ -423,7 +423,7 @@ def test_a_step_whose_data_do_not_come_is_left(is_late: bool, monkeypatch: pytes
             next(loader)
         asked.set()
     state = loader.state_dict()
-    with left.possible():
+    with left.guard():
         for _ in range(4):
             next(loader)
         step_sync.all_reduce(1, 2)

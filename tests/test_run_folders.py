@@ -25,7 +25,7 @@ from trainer import Trainer, load_config
 from trainer.checkpoint.storage import open_storage
 from trainer.config.run_paths import relocated
 from trainer.errors import UserError
-from trainer.lifecycle.folder import Owner, _start_of, is_owned
+from trainer.lifecycle.folder import FolderLock, _start_of, is_owned
 
 TINY = tiny_overrides(
     "model.num_kv_heads=2",
@@ -438,7 +438,7 @@ def test_begun_anew_it_is_another_run_in_wandb(tmp_path: Path) -> None:
 
 def test_a_copy_of_a_run_that_goes_on_is_free(tmp_path: Path) -> None:
     """The lock in it is of a process that is alive, and owns another folder."""
-    running = Owner(tmp_path / "a", "run.dir")
+    running = FolderLock(tmp_path / "a", "run.dir")
     running.acquire()
     owner = json.loads((tmp_path / "a" / ".owner.json").read_text())
     owner |= {"pid": os.getppid(), "started": _start_of(os.getppid())}  # any that is alive, but this one
@@ -446,17 +446,17 @@ def test_a_copy_of_a_run_that_goes_on_is_free(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     assert is_owned(tmp_path / "a")
     assert not is_owned(tmp_path / "b")
-    copy = Owner(tmp_path / "b", "run.dir")
+    copy = FolderLock(tmp_path / "b", "run.dir")
     copy.acquire()
     assert json.loads((tmp_path / "b" / ".owner.json").read_text())["pid"] == os.getpid()
     copy.release()
     (tmp_path / "a").rename(tmp_path / "c")
     with pytest.raises(UserError, match="another run owns it"):
-        Owner(tmp_path / "c", "run.dir").acquire()
+        FolderLock(tmp_path / "c", "run.dir").acquire()
 
 
 def test_folders_made_for_a_start_that_is_refused_go_again(tmp_path: Path) -> None:
-    owner = Owner(tmp_path / "disk" / "deep" / "saved", "checkpoint.dir")
+    owner = FolderLock(tmp_path / "disk" / "deep" / "saved", "checkpoint.dir")
     owner.acquire()
     owner.release()
     assert list(tmp_path.iterdir()) == []

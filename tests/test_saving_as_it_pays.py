@@ -86,7 +86,7 @@ class Simulated:
         self._note("start", started=self.now, nodes=self.num_nodes, resumed_step=self.step)
         ends, worked_s, saved = self.now + lasts_s, 0.0, 0
         policy = AdaptiveInterval(CONFIG.checkpoint, self._costs, self.num_nodes, lambda: STEP_S, lambda: self.now)
-        policy.learn(self.ledger.experience())
+        policy.update(self.ledger.experience())
         policy.is_time()
         while self.now < ends:
             num_steps = max(1, math.ceil((policy.every_s - self.now + self._since(policy)) / STEP_S - 0.5))
@@ -98,7 +98,7 @@ class Simulated:
             if self.now + TOTAL_S < ends:
                 saved = round(worked_s / STEP_S)
                 self._note("checkpoint", at=self.now + TOTAL_S, blocked_s=BLOCKED_S, total_s=TOTAL_S)
-                policy.learn(self.ledger.experience())
+                policy.update(self.ledger.experience())
             self.now += BLOCKED_S
         self.now = ends
         self._note("train", step=self.step + saved + 1, step_s=STEP_S)

@@ -201,9 +201,9 @@ def test_compiled_blocks_take_documents_of_any_length() -> None:
 
 def test_heads_that_no_kernel_takes_in_groups_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU in fp32, where the scores of all pairs would lie in memory."""
-    assert not attention._takes_groups("cuda", torch.float32)
-    assert attention._takes_groups("cuda", torch.bfloat16)
-    assert attention._takes_groups("cpu", torch.float32)
+    assert not attention._supports_grouped_heads("cuda", torch.float32)
+    assert attention._supports_grouped_heads("cuda", torch.bfloat16)
+    assert attention._supports_grouped_heads("cpu", torch.float32)
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 6, 9, 8, generator=generator)
     k, v = (torch.randn(2, 2, 9, 8, generator=generator) for _ in range(2))
@@ -215,7 +215,7 @@ def test_heads_that_no_kernel_takes_in_groups_are_repeated(monkeypatch: pytest.M
         asked.append(enable_gqa)
         return plain(*tensors, **options)
 
-    monkeypatch.setattr(attention, "_takes_groups", lambda device_type, dtype: False)
+    monkeypatch.setattr(attention, "_supports_grouped_heads", lambda device_type, dtype: False)
     monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
     torch.testing.assert_close(sequence.attend(q, k, v), expected)
     assert asked == [False]

@@ -166,7 +166,7 @@ MESHES = {
 }
 
 
-def moments_of(trainer: Trainer) -> str:
+def optimizer_state_sizes(trainer: Trainer) -> str:
     """Return one hash of the optimizer's state, whatever it is sharded over."""
     found = hashlib.sha256()
     for parameter in trainer.model.parameters():
@@ -188,7 +188,7 @@ def go_on(runs: list[list[str]], num_steps: int) -> list[tuple[str, str, list[fl
         given = tiny_overrides("train.steps=20", "schedule.name=constant", "data.documents=masked", *overrides)
         trainer = Trainer(load_config("llama_small", given))
         trainer.load_checkpoint()
-        began = (digest_of(trainer), moments_of(trainer))
+        began = (digest_of(trainer), optimizer_state_sizes(trainer))
         losses = [record.loss for record in islice(trainer.steps(), num_steps)]
         trainer.save_checkpoint(wait=True)
         trainer.close()

@@ -20,10 +20,10 @@ from tests.faults import Fault, start
 from tests.gate import wait_until
 from tests.ranks import Ran, run_command
 from trainer import load_config
-from trainer.distributed.channel import Messages
-from trainer.lifecycle.flight_recorder import Progress, progress_of
+from trainer.distributed.channel import TimedStore
+from trainer.lifecycle.flight_recorder import CollectiveProgress, progress_of
 from trainer.lifecycle.phases import watch_phases
-from trainer.lifecycle.rank_status import Standing, find_stragglers, is_stuck, reason_of, table
+from trainer.lifecycle.rank_status import RankStatus, find_stragglers, is_stuck, reason_of, table
 from trainer.lifecycle.watchdog import _ANSWER_S, _SAVE_GRACE_S, Watchdog
 
 LIMIT_S = 8.0
@@ -251,7 +251,7 @@ def test_every_update_but_the_first_has_the_shorter_limit(dog: Watchdog, monkeyp
 
 
 def test_who_is_saving_within_the_limit_is_waited_for(dog: Watchdog, capsys: pytest.CaptureFixture[str]) -> None:
-    dog._world.messages = Messages(HashStore(), 5.0)  # type: ignore[misc]
+    dog._world.messages = TimedStore(HashStore(), 5.0)  # type: ignore[misc]
     dog._watched = threading.get_ident()
     with dog.during("save"):
         dog._report("another rank waits for this one")
@@ -261,8 +261,8 @@ def test_who_is_saving_within_the_limit_is_waited_for(dog: Watchdog, capsys: pyt
 
 
 def test_who_is_late() -> None:
-    def rank(number: int, step: int, marks: int, waits: bool, answers: bool = True) -> Standing:
-        return Standing(number, "forward", 7.0, step, marks, waits, False, answers, ["a.py:1 in f"])
+    def rank(number: int, step: int, num_phases_entered: int, waits: bool, answers: bool = True) -> RankStatus:
+        return RankStatus(number, "forward", 7.0, step, num_phases_entered, waits, False, answers, ["a.py:1 in f"])
 
     ahead, waiting, behind = rank(0, 5, 3, False), rank(1, 5, 1, True), rank(2, 5, 2, False)
     assert find_stragglers([ahead, waiting, behind]) == [behind], "a rank in a collective is held up itself"
@@ -305,8 +305,8 @@ def record(*states: str, completed: int, enqueued: int) -> bytes:
 
 def test_how_far_a_device_has_come() -> None:
     found = progress_of(record("completed", "started", "scheduled", completed=1, enqueued=3))
-    assert found == Progress(1, 0, 3, "all_gather_base number 2 of group 1 (shard)")
-    assert progress_of(record("completed", completed=1, enqueued=1)) == Progress(1, 0, 1, "")
+    assert found == CollectiveProgress(1, 0, 3, "all_gather_base number 2 of group 1 (shard)")
+    assert progress_of(record("completed", completed=1, enqueued=1)) == CollectiveProgress(1, 0, 1, "")
     assert progress_of(b"") is None
     assert progress_of(b"[]") is None
 
@@ -314,17 +314,17 @@ def test_how_far_a_device_has_come() -> None:
 def test_the_rank_whose_device_has_come_least_far_is_named() -> None:
     """All hosts wait for their device, and have come equally far."""
 
-    def rank(number: int, completed: int) -> Standing:
-        return Standing(number, "device", 7.0, 6, 4, True, collectives=[completed, 0, 9], device="reduce number 8")
+    def rank(number: int, completed: int) -> RankStatus:
+        return RankStatus(number, "device", 7.0, 6, 4, True, collectives=[completed, 0, 9], device="reduce number 8")
 
-    standings = [rank(0, 7), rank(1, 6), rank(2, 7)]
-    assert find_stragglers(standings) == [standings[1]]
-    reason = reason_of("why", standings)
+    statuses = [rank(0, 7), rank(1, 6), rank(2, 7)]
+    assert find_stragglers(statuses) == [statuses[1]]
+    reason = reason_of("why", statuses)
     assert (
         reason == "watchdog: rank 1 made no progress in device of step 6 for 7 s, the device in reduce number 8 (why)"
     )
-    busy = Standing(3, "data", 7.0, 6, 1, False)
-    assert find_stragglers([*standings, busy]) == [busy], "a host that is elsewhere holds up all devices"
+    busy = RankStatus(3, "data", 7.0, 6, 1, False)
+    assert find_stragglers([*statuses, busy]) == [busy], "a host that is elsewhere holds up all devices"
 
 
 def test_waiting_for_the_device_is_waiting(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,6 +334,6 @@ def test_waiting_for_the_device_is_waiting(dog: Watchdog, monkeypatch: pytest.Mo
     monkeypatch.setattr("trainer.lifecycle.watchdog.read_record", lambda: record("started", completed=0, enqueued=2))
     monkeypatch.setattr("sys._current_frames", lambda: {1: frame})
     dog._watched = 1
-    found = dog.standing("asked")
-    assert (found.phase, found.waits, found.collectives) == ("device", True, [0, 0, 2])
+    found = dog.status("asked")
+    assert (found.phase, found.is_waiting, found.collectives) == ("device", True, [0, 0, 2])
     assert found.device == "all_gather_base number 1 of group 1 (shard)"

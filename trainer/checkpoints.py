@@ -24,7 +24,7 @@ from trainer.checkpoint.blocks import Damaged
 from trainer.checkpoint.layout import StoredTensor
 from trainer.checkpoint.manifest import find_damage, find_index_damage, name_of, read_manifest
 from trainer.checkpoint.retention import best_step, list_steps
-from trainer.checkpoint.storage import COMMIT, Place, open_storage, split_parent
+from trainer.checkpoint.storage import COMMIT, Storage, open_storage, split_parent
 from trainer.checkpoint.stored_weights import StoredWeights, find_checkpoints, is_checkpoint
 from trainer.config import compare_stored
 from trainer.errors import (
@@ -75,7 +75,7 @@ _IN_A_STREAK = (
 )
 
 
-def list_checkpoints(place: Place, verify: bool = False) -> list[CheckpointEntry]:
+def list_checkpoints(place: Storage, verify: bool = False) -> list[CheckpointEntry]:
     """Return every checkpoint in a folder, oldest first, then the quarantined ones.
 
     A run that is still training may save and prune checkpoints meanwhile; pruned ones are omitted, not damaged.
@@ -95,7 +95,7 @@ def list_checkpoints(place: Place, verify: bool = False) -> list[CheckpointEntry
     return [*entries, *aside]
 
 
-def _entry(place: Place, name: str, verify: bool) -> CheckpointEntry:
+def _entry(place: Storage, name: str, verify: bool) -> CheckpointEntry:
     folder, entry = place / name, CheckpointEntry(name)
     try:
         manifest = read_manifest(folder)
@@ -201,7 +201,7 @@ def _show(chosen: argparse.Namespace) -> int:
     return EXIT_FAILED if any(entry.state == "damaged" for entry in entries) else EXIT_FINISHED
 
 
-def _show_list(place: Place, entries: Sequence[CheckpointEntry]) -> None:
+def _show_list(place: Storage, entries: Sequence[CheckpointEntry]) -> None:
     console = Console(highlight=False)
     has_loss = any(entry.evaluation for entry in entries)
     heads = ["checkpoint", "size", "age", "mesh", "torch", *(["held-out loss"] if has_loss else []), "state"]
@@ -221,7 +221,7 @@ def _show_list(place: Place, entries: Sequence[CheckpointEntry]) -> None:
             console.print(Text(printable(f"  {line}"), style="red"), soft_wrap=True)
 
 
-def _show_diff(place: Place, names: Sequence[str], as_json: bool, everything: bool) -> None:
+def _show_diff(place: Storage, names: Sequence[str], as_json: bool, everything: bool) -> None:
     weights = [StoredWeights(_find_one(place, name)) for name in names]
     configuration = compare_stored(*(each.config_yaml for each in weights))
     changes = list(compare_tensors(*weights))
@@ -256,7 +256,7 @@ def _rows(changes: Sequence[TensorChange]) -> Iterator[str]:
         yield f"  {line}"
 
 
-def _find_one(place: Place, name: str) -> Place:
+def _find_one(place: Storage, name: str) -> Storage:
     if name.isdecimal():
         steps = list_steps(place)
         if int(name) not in steps:

@@ -112,8 +112,8 @@ def find_subject(
         first |= {} if held_out is None else {"data.path": held_out}  # never opened
     else:
         source = open_checkpoint(path)
-        text, weights, step = source.config_yaml, str(source.place), source.manifest.step
-        place = source.place
+        text, weights, step = source.config_yaml, str(source.storage), source.manifest.step
+        place = source.storage
         where = stack.enter_context(place.lasting()) if stack and isinstance(place, PinnedStorage) else str(place)
         first = {"train.init_from": _first_weights(source, where)}
         if "data.tokenizer" not in given:  # the run's tokenizer applies, even if its base weights came with another
@@ -178,13 +178,13 @@ def evaluate(trainer: Trainer, subject: Subject) -> Record | None:
         data = trainer.config.data
         rule = f"data.source={data.source} has no held-out data"
         raise setting_error("data.eval_path", data.eval_path, rule, fix="set the data to evaluate on")
-    with trainer.lifecycle.looking():
+    with trainer.lifecycle.without_writing():
         stored = subject.stored
         if stored is None:
             load_initial_weights(trainer.model, trainer.origin, trainer.config, trainer.world)
         else:
             averaged = trainer.config.train.ema > 0 and trainer.config.eval.ema
-            trainer.world.agreed(lambda: _fill(trainer, StoredWeights(stored.place, averaged)))
+            trainer.world.agreed(lambda: _fill(trainer, StoredWeights(stored.storage, averaged)))
         return trainer.evaluate()
 
 
@@ -369,9 +369,9 @@ def _evaluate(words: Sequence[str], shown: str | None, stack: ExitStack) -> int:
         from trainer.checkpoint.storage import PinnedStorage
 
         if subject.stored is not None and isinstance(
-            subject.stored.place, PinnedStorage
+            subject.stored.storage, PinnedStorage
         ):  # all ranks read the same checkpoint
-            held = stack.enter_context(subject.stored.place.lasting())
+            held = stack.enter_context(subject.stored.storage.lasting())
             words = [held if word == path else word for word in words] + [f"{_SHOWN_AS}={subject.weights}"]
         return spawn(arguments.nproc or 1, ["-m", "trainer.evaluate", *words], subject.config)
     from trainer.trainer import Trainer

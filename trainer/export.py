@@ -26,7 +26,7 @@ from trainer.data.ingest.inputs import kind_of
 from trainer.data.prompts import chat_end_ids
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import EXIT_FINISHED, CommandParser, UserError, print_stderr, print_stdout, run_command
-from trainer.files import making, replacing
+from trainer.files import replacing, writing_to
 from trainer.recipe import WeightSource, add_working_folder_to_path
 from trainer.weights.adapters import BASE
 from trainer.weights.exporting import export
@@ -146,7 +146,7 @@ def _export_file(
 
 def _write_plain(model: torch.nn.Module, path: Path) -> None:
     num_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    with making("target", path, num_bytes):
+    with writing_to("target", path, num_bytes):
         path.parent.mkdir(parents=True, exist_ok=True)
         _write_partial(model, path)
 

@@ -91,7 +91,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def making(setting: str, path: Path, num_bytes: int = 0) -> Iterator[None]:
+def writing_to(setting: str, path: Path, num_bytes: int = 0) -> Iterator[None]:
     """Wrap the writing of a file or folder at `path`, which needs at least `num_bytes` bytes.
 
     Raises UserError about `setting` if the disk is too full, before or during the block.  If the block raises, folders

@@ -42,7 +42,7 @@ _plans_for_a_gpu = ContextVar("plans_for_a_gpu", default=False)
 
 
 @contextmanager
-def as_on_a_gpu() -> Iterator[None]:
+def use_gpu_chunks() -> Iterator[None]:
     """Use a GPU's chunks and kernels whatever the device, for plans on fake tensors."""
     token = _plans_for_a_gpu.set(True)
     try:
@@ -126,7 +126,7 @@ def linear_cross_entropy(
     num_chunks = max(1, math.ceil(hidden_ND.shape[0] / max(1, chunk_bytes // row_bytes)))
     arguments = (hidden_ND, weight, targets_N, num_chunks)
     if reduction == "row" or (reduction is None and _sums_by_row.get()):
-        losses_N: torch.Tensor = _LinearCrossEntropyOfTokens.apply(*arguments)  # type: ignore[no-untyped-call]
+        losses_N: torch.Tensor = _LinearCrossEntropyPerToken.apply(*arguments)  # type: ignore[no-untyped-call]
         sums_B = losses_N.view(targets.shape).sum(-1, dtype=torch.float64)
         return sums_B.float() if reduction == "row" else sums_B
     noted, tokens = _rows.get(), list[torch.Tensor]()
@@ -166,18 +166,18 @@ class _FusedChunk:
     """The same in three compiled kernels, each of which passes over the logits once, in their own dtype."""
 
     def __init__(self, hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> None:
-        self._logits_nV, self._targets_n = _in_aligned_rows(hidden_nD, weight_VD), targets_n
+        self._logits_nV, self._targets_n = _aligned_logits(hidden_nD, weight_VD), targets_n
         self._losses_n, self._logsumexp_n = _compiled(_losses)(self._logits_nV, targets_n)
 
     def losses(self) -> torch.Tensor:
         return self._losses_n
 
     def take_gradient(self, scale_n1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        _compiled(_put_gradient)(self._logits_nV, self._logsumexp_n, self._targets_n, scale_n1)
+        _compiled(_write_gradient)(self._logits_nV, self._logsumexp_n, self._targets_n, scale_n1)
         return self._logits_nV.to(dtype)
 
 
-def _in_aligned_rows(hidden_nD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+def _aligned_logits(hidden_nD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
     """Return `hidden @ weight.T` with rows aligned to 128 bytes, whatever the size of the vocabulary.
 
     GPU kernels load 16 bytes at a time if rows are aligned.  With GPT-2's vocabulary of 50,257 they would not be,
@@ -207,7 +207,7 @@ def _losses(logits_nV: torch.Tensor, targets_n: torch.Tensor) -> tuple[torch.Ten
     return (logsumexp_n - picked_n).where(counts_n, 0.0), logsumexp_n
 
 
-def _put_gradient(
+def _write_gradient(
     logits_nV: torch.Tensor, logsumexp_n: torch.Tensor, targets_n: torch.Tensor, scale_n1: torch.Tensor
 ) -> None:
     """Overwrite the logits with the gradient of the losses, times `scale_n1`."""
@@ -294,7 +294,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden_ND, grad_weight_VD, None, None, None, None
 
 
-class _LinearCrossEntropyOfTokens(torch.autograd.Function):
+class _LinearCrossEntropyPerToken(torch.autograd.Function):
     """Returns the loss of each token; their gradients are known only in the backward pass."""
 
     @staticmethod

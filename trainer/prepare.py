@@ -50,7 +50,7 @@ from trainer.errors import (
     run_command,
     setting_error,
 )
-from trainer.files import making
+from trainer.files import writing_to
 
 _CHAT_KEYS = ("format", "chat_template", "train_on")
 """Keys of the `data` section that are options of this command."""
@@ -133,7 +133,7 @@ def prepare(
     with text_files(inputs, "INPUT") as (files, fetch):
         job = _make_job(files, made_by, text_key, holdout, shard_tokens, bad, bos)
         stem = _find_stem(out)
-        with making("--out", stem, _min_bytes(job, stem)), _folder_of(stem, out):
+        with writing_to("--out", stem, _min_bytes(job, stem)), _folder_of(stem, out):
             manifest = _build(job, stem, out, overwrite, procs or default_num_procs(), fetch)
     return _describe(stem, manifest, tokenizer, bos)
 

@@ -305,7 +305,7 @@ def run_trainer(config: RunConfig, own: type[Trainer] | None, act: Callable[[Tra
     except KeyboardInterrupt:  # before signals are handled
         return report(TrainingFailed("interrupted"), find_environment(), EXIT_INTERRUPTED)
     except BaseException as error:
-        if (behind := stop_request.behind(error)) is not None:
+        if (behind := stop_request.causing_stop_request(error)) is not None:
             return report_stop(behind, find_environment())
         first = trainer.world.first_failure if trainer is not None else None
         if is_out_of_memory(error):

@@ -70,7 +70,7 @@ from trainer.model.replicas import replicate
 from trainer.model.shard import apply_sharding
 from trainer.model.units import ShardUnit
 from trainer.optim.average import EMA, WeightAverage
-from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer, bytes_of_training
+from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer, training_bytes
 from trainer.plan.forecast import Forecast, describe_choice, resolve_auto
 from trainer.sequence import slice_sequences
 from trainer.weights.loading import (
@@ -131,7 +131,7 @@ class Trainer:
         self.state.add("metrics", self.metrics)
         self.state.add("horizon", self.horizon)
         self.average = WeightAverage(self.state.trained, config.train.ema, config.eval.ema)
-        self.optimizer.followers.append(self.average)
+        self.optimizer.step_listeners.append(self.average)
         self.state.add(EMA, self.average)
         self.origin = Origin()
         """The files that came with the initial weights, including those of the tokenizer."""
@@ -153,14 +153,14 @@ class Trainer:
 
         self.step_sync = StepSync(world)
         norms = UnitNorms(config.log, self.model, self.units, self.mesh, self.metrics, lambda: self.accounts.grad_norm)
-        self.optimizer.followers.append(norms)
+        self.optimizer.step_listeners.append(norms)
         observers = (self.checkpoints, self.profile, self.watchdog, norms)
         counted = (self.metrics, self.skips, self.horizon)
         self.accounts = Accounts(config, world, *counted, self.watchdog, observers, self.loader, self.forecast.count)
         self.resume = Resume(config, world, self.checkpoints, self.folder, self.metrics)
         relocation = Relocation(world, self.folder, self.checkpoints, self.metrics)
         saves = RunSaveListener(world, self.folder, relocation, self.resume, self.accounts, self.watchdog, self.metrics)
-        weights, _, kept = bytes_of_training(self.model, config.optim, config.train.ema > 0)
+        weights, _, kept = training_bytes(self.model, config.optim, config.train.ema > 0)
         self.saver = Saver(self.checkpoints, config, self.step_sync, saves, weights + kept)
         samples = Samples(config, world, self.model, self.average, self.metrics)
         world.agreed(samples.check)
@@ -338,7 +338,7 @@ class Trainer:
             return None
         started = time.perf_counter()
         total, count = torch.zeros((), device=self.world.device, dtype=torch.float64), 0.0
-        with self.average.in_place(), evaluation_mode(self.model), self.accounts.evaluation():
+        with self.average.swapped_in(), evaluation_mode(self.model), self.accounts.evaluation():
             for batch in self.eval_loader:
                 self.step_sync.all_reduce()
                 if self.stopping:
@@ -424,7 +424,7 @@ class Trainer:
             self.saver.save_at_the_end(self.state)
         if not self.stopping:
             self.skips.check_end(self.state.step)
-            with self.average.in_place():
+            with self.average.swapped_in():
                 show_result(self.config, self.world, self.model, self.metrics)
         return self.lifecycle.end()
 

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from trainer.checkpoint.storage import Place, Sink, Source
+from trainer.checkpoint.storage import ReadableFile, Storage, WritableFile
 from trainer.files import crc32
 
 BLOCK_BYTES = 4 << 20
@@ -44,7 +44,7 @@ class BlockWriter:
     LARGE = 4096
     """Writes of at least this many bytes start their own block; collected blocks stay smaller."""
 
-    def __init__(self, file: Sink, rest: Callable[[float], None] | None = None) -> None:
+    def __init__(self, file: WritableFile, rest: Callable[[float], None] | None = None) -> None:
         self._file, self._rest = file, rest
         self.blocks: list[tuple[int, int]] = []
         self._position = 0
@@ -107,11 +107,11 @@ def checksum_of(blocks: Blocks) -> int:
 class BlockReader:
     """Reads parts of a file and verifies every block that it touches, unless `checksums` is False."""
 
-    def __init__(self, place: Place, name: str, blocks: Blocks, checksums: bool = True) -> None:
-        self.name, self._checksums = f"{place}/{name}", checksums
+    def __init__(self, storage: Storage, name: str, blocks: Blocks, checksums: bool = True) -> None:
+        self.name, self._checksums = f"{storage}/{name}", checksums
         self._blocks = blocks
         self._starts = [0, *accumulate(length for length, _ in blocks)]
-        self._source: Source = place.open(name)
+        self._source: ReadableFile = storage.open(name)
         self._scratch = threading.local()
 
     def close(self) -> None:

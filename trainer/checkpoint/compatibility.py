@@ -20,7 +20,7 @@ from trainer.checkpoint.manifest import (
 )
 from trainer.checkpoint.snapshot import ComparablePart, DependentPart, RestartablePart, Savable, Stateful
 from trainer.checkpoint.state_tree import join, split
-from trainer.checkpoint.storage import Place
+from trainer.checkpoint.storage import Storage
 from trainer.distributed.world import World
 from trainer.errors import UserError, nearest, setting_error
 
@@ -37,14 +37,14 @@ class IncompatibleCheckpoint(UserError):
     `lines` holds all differences, settings first; the message shows some of them.
     """
 
-    def __init__(self, place: Place, different: list[str], unfit: Mapping[str, list[str]]) -> None:
+    def __init__(self, storage: Storage, different: list[str], unfit: Mapping[str, list[str]]) -> None:
         """different: one line per differing setting.  unfit: other differences, by part of the state."""
         of_parts = [line for lines in unfit.values() for line in lines]
         self.lines = [*different, *of_parts]
         is_fresh = any(line.startswith("optim.name:") for line in different)  # explains its state
         advised = [line for name, lines in unfit.items() if name != "optimizer" or not is_fresh for line in lines]
         parts = [name for name, lines in unfit.items() if any(not _OFFER.search(line) for line in lines)]
-        self._place, self._advice = place, advice_on(different, advised, parts)
+        self._place, self._advice = storage, advice_on(different, advised, parts)
         most = _NUM_LINES if len(self.lines) <= _NUM_LINES else _NUM_LINES - 1  # one line says how many more
         first = [lines[0] for lines in unfit.values()]
         self._shown = [*different, *first, *(line for line in of_parts if line not in first)][:most]
@@ -68,12 +68,12 @@ class IncompatibleCheckpoint(UserError):
 class StoredState:
     """Everything in a checkpoint but the tensors.  Each file is verified as it is read."""
 
-    def __init__(self, place: Place, manifest: Manifest, world: World) -> None:
-        self.document: dict[str, Any] = json.loads(read_file(place, manifest, "state.json"))
-        self.layout = layout_from_json(read_file(place, manifest, "layout.json"))
-        self.config_yaml = read_file(place, manifest, "config.yaml").decode()
+    def __init__(self, storage: Storage, manifest: Manifest, world: World) -> None:
+        self.document: dict[str, Any] = json.loads(read_file(storage, manifest, "state.json"))
+        self.layout = layout_from_json(read_file(storage, manifest, "layout.json"))
+        self.config_yaml = read_file(storage, manifest, "config.yaml").decode()
         is_same_size = manifest.world_size == world.size
-        self.own = read_file(place, manifest, rank_file(world.rank)) if is_same_size else None
+        self.own = read_file(storage, manifest, rank_file(world.rank)) if is_same_size else None
 
 
 def find_targets(state: Savable, layout: Layout, left_out: set[str]) -> dict[str, torch.Tensor]:
@@ -102,7 +102,7 @@ def _within(layout: Layout, name: str) -> dict[str, StoredTensor]:
 
 
 def check_compatible(
-    place: Place,
+    storage: Storage,
     different: list[str],
     state: Savable,
     document: Mapping[str, Any],
@@ -123,7 +123,7 @@ def check_compatible(
                 unfit[name] = unfit.get(name, []) + changed
             all_remarks += remarks
     if different or unfit:
-        raise IncompatibleCheckpoint(place, different, unfit)
+        raise IncompatibleCheckpoint(storage, different, unfit)
     return left_out, all_remarks
 
 
@@ -132,8 +132,8 @@ def find_differences(
 ) -> tuple[dict[str, list[str]], set[str]]:
     """Return one line per difference, by part, and the parts left unrestored because the user allows it."""
     # The earliest checkpoints of this format did not list per-rank parts.
-    parts, rank_parts = document["parts"], document.get("rank_parts", list(state.rank_parts))
-    known = {*state.parts, *state.rank_parts, *parts, *rank_parts}
+    parts, per_rank_parts = document["parts"], document.get("rank_parts", list(state.per_rank_parts))
+    known = {*state.parts, *state.per_rank_parts, *parts, *per_rank_parts}
     for named in allowed:
         if named.startswith("state.") and named.removeprefix("state.") not in known:
             rule = f"the state has {', '.join(f'state.{name}' for name in sorted(known))}"
@@ -143,11 +143,11 @@ def find_differences(
             raise setting_error("checkpoint.allow_changes", [named], rule, meant=meant, fix=fix)
     lines: dict[str, list[str]] = {}
     left_out = set()
-    for name, part in [*state.parts.items(), *state.rank_parts.items()]:
+    for name, part in [*state.parts.items(), *state.per_rank_parts.items()]:
         unfit: list[str] = []
-        if name not in (parts if name in state.parts else rank_parts):
+        if name not in (parts if name in state.parts else per_rank_parts):
             unfit = [] if getattr(part, "may_be_absent", False) else [_other_state(name, "not in the checkpoint")]
-        elif name in state.rank_parts:
+        elif name in state.per_rank_parts:
             if not is_same_size and not isinstance(part, RestartablePart):
                 unfit = [_other_state(name, "per-rank state, saved with a different number of ranks")]
         elif isinstance(part, ComparablePart):
@@ -158,8 +158,8 @@ def find_differences(
             left_out.add(name)
         elif unfit:
             lines[name] = unfit
-    for name in [*parts, *rank_parts]:
-        if name not in {*state.parts, *state.rank_parts} and f"state.{name}" not in allowed:
+    for name in [*parts, *per_rank_parts]:
+        if name not in {*state.parts, *state.per_rank_parts} and f"state.{name}" not in allowed:
             lines[name] = [_other_state(name, "only in the checkpoint")]
     return lines, left_out
 
@@ -237,7 +237,7 @@ def apply(
         for name, part in state.parts.items():
             if name in document["parts"] and name not in left_out:
                 part.load_state_dict(join(document["parts"][name], {**targets, **unlike}))
-        for name, part in state.rank_parts.items():
+        for name, part in state.per_rank_parts.items():
             if name in plain and name not in left_out:
                 part.load_state_dict(join(plain[name], tensors))
 

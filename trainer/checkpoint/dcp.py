@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from trainer.checkpoint.layout import Box, Chunk, Layout, Part, Tensors
+from trainer.checkpoint.layout import Box, Chunk, Layout, ReadRequest, Tensors
 
 
 def held_boxes(tensors: Tensors) -> list[Box]:
@@ -76,7 +76,7 @@ def _metadata(layout: Layout, chunks: Mapping[str, Sequence[Chunk]]) -> Metadata
 class PartReader(Protocol):
     """Fills parts of tensors from files."""
 
-    def read_parts(self, parts: list[Part]) -> None: ...
+    def read_parts(self, parts: list[ReadRequest]) -> None: ...
 
 
 def load(targets: Tensors, layout: Layout, reader: PartReader) -> None:
@@ -131,7 +131,7 @@ class _Storage(StorageReader):
             key, target = item.storage_index.fqn, planner.resolve_tensor(item).detach()
             chunk = chunks[key, tuple(item.storage_index.offset or ())]
             offsets, sizes = tuple(item.storage_offsets), tuple(item.lengths)
-            parts.append(Part(chunk, self._layout[key].dtype, offsets, sizes, target))
+            parts.append(ReadRequest(chunk, self._layout[key].dtype, offsets, sizes, target))
         self._reader.read_parts(parts)
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)

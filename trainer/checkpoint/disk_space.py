@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from trainer.checkpoint.blocks import Damaged
 from trainer.checkpoint.manifest import name_of, read_manifest
 from trainer.checkpoint.retention import list_steps
-from trainer.checkpoint.storage import Place
+from trainer.checkpoint.storage import Storage
 from trainer.config import CheckpointSection
 from trainer.errors import UserError
 from trainer.metrics.console import readable_bytes
@@ -41,8 +41,8 @@ def checkpoint_counts(section: CheckpointSection, steps_left: int, num_existing:
     return CheckpointCounts(kept, at_once, min(max(section.keep_last, 2) + permanent, everything))
 
 
-def disk_space_warning(place: Place, section: CheckpointSection, num_bytes: int, steps_left: int) -> str:
-    """Return a warning if a run's checkpoints do not fit on the disk of `place`.
+def disk_space_warning(storage: Storage, section: CheckpointSection, num_bytes: int, steps_left: int) -> str:
+    """Return a warning if a run's checkpoints do not fit on the disk of `storage`.
 
     The result is empty if they fit or the free space is unknown.
 
@@ -50,9 +50,9 @@ def disk_space_warning(place: Place, section: CheckpointSection, num_bytes: int,
     """
     free, existing = None, list[int]()
     with suppress(OSError, Damaged, UserError):
-        free, existing = place.free_bytes(), list_steps(place)
+        free, existing = storage.free_bytes(), list_steps(storage)
         if existing:
-            num_bytes = read_manifest(place / name_of(existing[-1])).num_bytes
+            num_bytes = read_manifest(storage / name_of(existing[-1])).num_bytes
     if free is None:
         return ""
     demand = checkpoint_counts(section, steps_left, len(existing))
@@ -65,7 +65,7 @@ def disk_space_warning(place: Place, section: CheckpointSection, num_bytes: int,
     there = f", {len(existing)} of them there already" if existing else ""
     lines = [
         f"warning: checkpoint.keep_last={section.keep_last}: {need} need {readable_bytes(number * num_bytes)}{there}, "
-        f"but {place} has {readable_bytes(free)} free"
+        f"but {storage} has {readable_bytes(free)} free"
     ]
     if section.keep_last > 1 and (demand.least - len(existing)) * num_bytes <= free:
         lines.append("the oldest one will be deleted before the next is written")

@@ -19,7 +19,7 @@ def describe(error: BaseException) -> str:
     return text if isinstance(error, (UserError, Damaged)) else f"{type(error).__name__}: {text}"
 
 
-def joined(errors: Any) -> str:
+def merge_errors(errors: Any) -> str:
     """Merge the errors of all ranks into one message that names the ranks; empty if no rank failed."""
     ranks: dict[str, list[int]] = {}
     for rank, error in enumerate(errors):

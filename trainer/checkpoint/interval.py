@@ -106,7 +106,7 @@ def _median(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def sentences(costs: Costs, every_s: float, num_nodes: int) -> dict[str, str]:
+def describe_costs(costs: Costs, every_s: float, num_nodes: int) -> dict[str, str]:
     """Describe what to expect with a save every `every_s` seconds, and what to shorten; one text per topic."""
     losses = costs.losses(every_s)
     worst = max(losses, key=lambda name: losses[name])

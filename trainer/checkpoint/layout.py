@@ -97,7 +97,7 @@ Layout = dict[str, StoredTensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class ReadRequest:
     """One read of a rank: a box within a chunk, and the tensor to read it into."""
 
     chunk: Chunk
@@ -147,7 +147,7 @@ class WrittenChunks:
 
 
 @dataclass
-class Written:
+class WriteResult:
     """What one rank wrote: its chunks, with the key of each tensor, and the checksums of its file."""
 
     file: str

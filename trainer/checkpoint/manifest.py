@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trainer.checkpoint.blocks import BlockReader, Blocks, Damaged, checksum_of
-from trainer.checkpoint.storage import COMMIT, Place, split_parent
+from trainer.checkpoint.storage import COMMIT, Storage, split_parent
 from trainer.errors import UserError
 from trainer.files import crc32
 
@@ -96,29 +96,29 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def read_manifest(place: Place) -> Manifest:
-    """Return the manifest of the checkpoint at `place`.
+def read_manifest(storage: Storage) -> Manifest:
+    """Return the manifest of the checkpoint at `storage`.
 
     Raises Damaged if the manifest is corrupt or the folder is named after another step, FileNotFoundError if there is
     no manifest, and UserError if its format is not supported.
     """
     try:
-        content = json.loads(place.read(COMMIT))
+        content = json.loads(storage.read(COMMIT))
         digest = content.pop("sha256")
         if digest != _digest(content):
             raise ValueError("its own checksum differs")
     except FileNotFoundError:
         raise
     except (ValueError, KeyError, AttributeError, TypeError, UnicodeDecodeError) as error:
-        raise Damaged(f"{place}/{COMMIT}: {error}") from error
-    check_format(place, content.get("format_version"))
-    manifest, named = Manifest(**content), step_in(split_parent(str(place))[1])
+        raise Damaged(f"{storage}/{COMMIT}: {error}") from error
+    check_format(storage, content.get("format_version"))
+    manifest, named = Manifest(**content), step_in(split_parent(str(storage))[1])
     if named not in (None, manifest.step):
-        raise Damaged(f"{place}: holds the checkpoint of step {manifest.step}; {name_of(manifest.step)} is its name")
+        raise Damaged(f"{storage}: holds the checkpoint of step {manifest.step}; {name_of(manifest.step)} is its name")
     return manifest
 
 
-def check_format(place: Place, version: object) -> None:
+def check_format(storage: Storage, version: object) -> None:
     """Raise UserError, with advice, if this version of the trainer does not support the format."""
     if version in _READ_VERSIONS:
         return
@@ -127,11 +127,11 @@ def check_format(place: Place, version: object) -> None:
     else:
         advice = (
             "its index is a pickle without a checksum, which is not read here.  To train from its weights:\n"
-            f"  python -m torch.distributed.checkpoint.format_utils dcp_to_torch {shlex.quote(str(place))} weights.pt\n"
+            f"  python -m torch.distributed.checkpoint.format_utils dcp_to_torch {shlex.quote(str(storage))} weights.pt\n"
             "  and train.init_from=weights.pt"
         )
     raise UserError(
-        f"{place}: has checkpoint format {version}; this version of meshtrainer reads {FORMAT_VERSION}; {advice}"
+        f"{storage}: has checkpoint format {version}; this version of meshtrainer reads {FORMAT_VERSION}; {advice}"
     )
 
 
@@ -145,19 +145,19 @@ def is_data(name: str) -> bool:
     return name.endswith(".distcp")
 
 
-def read_file(place: Place, manifest: Manifest, name: str) -> bytes:
+def read_file(storage: Storage, manifest: Manifest, name: str) -> bytes:
     """Read and verify one of the small files.  Raises Damaged."""
     if name not in manifest.files:
-        raise Damaged(f"{place}/{name}: not listed in the manifest")
+        raise Damaged(f"{storage}/{name}: not listed in the manifest")
     size, crc = manifest.files[name]
     try:
-        data = place.read(name)
+        data = storage.read(name)
     except OSError as error:
-        raise Damaged(f"{place}/{name}: {_reason(error)}") from error
+        raise Damaged(f"{storage}/{name}: {_reason(error)}") from error
     if len(data) != size:
-        raise Damaged(f"{place}/{name}: has {len(data)} bytes instead of {size}")
+        raise Damaged(f"{storage}/{name}: has {len(data)} bytes instead of {size}")
     if crc32(data) != crc:
-        raise Damaged(f"{place}/{name}: its checksum differs")
+        raise Damaged(f"{storage}/{name}: its checksum differs")
     return data
 
 
@@ -168,8 +168,8 @@ class StoredBlocks(Mapping[str, Blocks]):
     files.  Lookups raise Damaged.
     """
 
-    def __init__(self, place: Place, manifest: Manifest) -> None:
-        self._place, self._manifest = place, manifest
+    def __init__(self, storage: Storage, manifest: Manifest) -> None:
+        self._place, self._manifest = storage, manifest
         self._names = [name for name in manifest.files if is_data(name)]
         self._read: dict[str, Blocks] = {}
 
@@ -192,7 +192,7 @@ class StoredBlocks(Mapping[str, Blocks]):
         return len(self._names)
 
 
-def find_damage(place: Place, manifest: Manifest, depth: str, share: int = 0, num_shares: int = 1) -> list[str]:
+def find_damage(storage: Storage, manifest: Manifest, depth: str, share: int = 0, num_shares: int = 1) -> list[str]:
     """Return the problems found in one share of the files, one line each; empty if there are none.
 
     depth: `sizes` checks sizes only; `frames` checks all bytes except those of tensors, which `read_tensors` verifies
@@ -205,34 +205,34 @@ def find_damage(place: Place, manifest: Manifest, depth: str, share: int = 0, nu
         if number % num_shares != share:
             continue
         try:
-            _check_file(place, manifest, name, size, depth)
+            _check_file(storage, manifest, name, size, depth)
         except Damaged as error:
             damage.append(str(error))
         except OSError as error:
-            damage.append(f"{place}/{name}: {_reason(error)}")
+            damage.append(f"{storage}/{name}: {_reason(error)}")
     return damage
 
 
-def find_index_damage(place: Place, manifest: Manifest) -> str:
+def find_index_damage(storage: Storage, manifest: Manifest) -> str:
     """Return the problem with the index for torch's tools; empty if there is none."""
     try:
-        read_file(place, manifest, INDEX)
+        read_file(storage, manifest, INDEX)
     except Damaged as error:
         return str(error)
     return ""
 
 
-def _check_file(place: Place, manifest: Manifest, name: str, size: int, depth: str) -> None:
-    found = place.size(name)
+def _check_file(storage: Storage, manifest: Manifest, name: str, size: int, depth: str) -> None:
+    found = storage.size(name)
     if found != size:
-        raise Damaged(f"{place}/{name}: has {found} bytes instead of {size}")
+        raise Damaged(f"{storage}/{name}: has {found} bytes instead of {size}")
     if depth == "sizes":
         return
     if not is_data(name):
-        read_file(place, manifest, name)
+        read_file(storage, manifest, name)
         return
-    blocks = json.loads(read_file(place, manifest, blocks_name(name)))
-    reader = BlockReader(place, name, blocks)
+    blocks = json.loads(read_file(storage, manifest, blocks_name(name)))
+    reader = BlockReader(storage, name, blocks)
     try:
         reader.check(small_only=depth == "frames")
     finally:

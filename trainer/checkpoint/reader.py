@@ -30,7 +30,7 @@ from trainer.checkpoint.manifest import (
 )
 from trainer.checkpoint.retention import list_steps
 from trainer.checkpoint.snapshot import RestartablePart, RunInfo, Savable
-from trainer.checkpoint.storage import COMMIT, DAMAGED, Place, list_configured_folder
+from trainer.checkpoint.storage import COMMIT, DAMAGED, Storage, list_configured_folder
 from trainer.checkpoint.tensors import read_tensors
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError
@@ -59,23 +59,23 @@ Compare = Callable[[str], tuple[list[str], list[str]]]
 and those that do not, one line each.  Has no side effects."""
 
 
-class Reader:
+class CheckpointReader:
     """Lists and restores existing checkpoints.  Methods are collective unless they say otherwise."""
 
-    def __init__(self, place: Place, world: World, checksums: bool) -> None:
-        self.place, self.world, self._checksums = place, world, checksums
+    def __init__(self, storage: Storage, world: World, checksums: bool) -> None:
+        self.storage, self.world, self._checksums = storage, world, checksums
 
     def steps(self) -> list[int]:
         """Return the steps of the published checkpoints visible to this rank, oldest first.  Not collective."""
-        return list_steps(self.place)
+        return list_steps(self.storage)
 
     def newest_origin(self) -> RunInfo | None:
         """Return the run that wrote the newest readable checkpoint; None if there is none.  Not collective."""
         for step in reversed(self.steps()):
-            place = self.place / name_of(step)
+            storage = self.storage / name_of(step)
             try:
-                manifest = read_manifest(place)
-                stored = read_file(place, manifest, "config.yaml").decode()
+                manifest = read_manifest(storage)
+                stored = read_file(storage, manifest, "config.yaml").decode()
             except (Damaged, FileNotFoundError, UserError):
                 continue
             started = manifest.extra
@@ -85,7 +85,7 @@ class Reader:
     @property
     def is_empty(self) -> bool:
         """True if this rank sees an empty or missing folder.  Not collective."""
-        return not list_configured_folder(self.place)
+        return not list_configured_folder(self.storage)
 
     def restore(
         self, state: Savable, compare: Compare, allowed: frozenset[str], careful: bool
@@ -106,13 +106,13 @@ class Reader:
             if damage:
                 damaged[name] = damage
             if found is not None:
-                self.world.agreed(lambda: self._set_aside(damaged, DAMAGED))
+                self.world.agreed(lambda: self._quarantine(damaged, DAMAGED))
                 notes = _notes_on(put_off, found.manifest.step)
                 return dataclasses.replace(found, damaged=damaged, warnings=[*found.warnings, *notes])
         if damaged:
             listed = "\n".join(f"  {line}" for lines in damaged.values() for line in lines)
             raise TrainingFailed(
-                f"none of the {len(damaged)} checkpoints in {self.place} is good:\n{listed}\n"
+                f"none of the {len(damaged)} checkpoints in {self.storage} is good:\n{listed}\n"
                 "  They have not been changed.  checkpoint.resume=none starts over and moves them aside"
             )
         return None
@@ -127,79 +127,79 @@ class Reader:
         careful: bool,
     ) -> tuple[RestoredCheckpoint | None, list[str]]:
         """Load a checkpoint (see `_load`), or postpone it: note its number of skipped steps in `put_off`."""
-        place = self.place / name
-        manifest, problem = self._manifest(place)
+        storage = self.storage / name
+        manifest, problem = self._manifest(storage)
         if manifest is None:
             return None, [problem]
         if manifest.num_skipped and name not in put_off:
             put_off[name] = manifest.num_skipped
             return None, []
-        return self._load(place, manifest, state, compare, allowed, careful)
+        return self._load(storage, manifest, state, compare, allowed, careful)
 
     def load(
-        self, place: Place, state: Savable, compare: Compare, allowed: frozenset[str], careful: bool
+        self, storage: Storage, state: Savable, compare: Compare, allowed: frozenset[str], careful: bool
     ) -> RestoredCheckpoint:
-        """Restore `state` from the checkpoint at `place`, on any mesh.
+        """Restore `state` from the checkpoint at `storage`, on any mesh.
 
         `careful`: verify every byte before anything is overwritten, if the current state must not be lost.
 
         Raises UserError if there is no checkpoint or it is incompatible, TrainingFailed if it is damaged.
         """
-        manifest, problem = self._manifest(place)
+        manifest, problem = self._manifest(storage)
         found, damage = None, [problem]
         if manifest is not None:
-            found, damage = self._load(place, manifest, state, compare, allowed, careful)
+            found, damage = self._load(storage, manifest, state, compare, allowed, careful)
         if found is None:
             listed = "\n".join(f"  {line}" for line in damage)
-            raise TrainingFailed(f"the checkpoint {place} is damaged:\n{listed}")
+            raise TrainingFailed(f"the checkpoint {storage} is damaged:\n{listed}")
         return found
 
-    def _set_aside(self, names: Iterable[str], why: str) -> None:
+    def _quarantine(self, names: Iterable[str], why: str) -> None:
         if self.world.is_main:
             for name in names:
-                self.place.set_aside(name, why)
+                self.storage.quarantine(name, why)
 
     def _candidates(self) -> list[str]:
         if not self.world.is_main:
             return []
-        self.place.recover()
+        self.storage.recover()
         return [name_of(step) for step in reversed(self.steps())]
 
-    def _manifest(self, place: Place) -> tuple[Manifest | None, str]:
+    def _manifest(self, storage: Storage) -> tuple[Manifest | None, str]:
         """Return the manifest on all ranks, or None and the problem if it is damaged."""
-        manifest, problem = self.world.broadcast(self.world.agreed(lambda: _open(place, self.world.is_main)))
+        manifest, problem = self.world.broadcast(self.world.agreed(lambda: _open(storage, self.world.is_main)))
         return manifest, problem
 
     def _load(
         self,
-        place: Place,
+        storage: Storage,
         manifest: Manifest,
         state: Savable,
         compare: Compare,
         allowed: frozenset[str],
         careful: bool,
     ) -> tuple[RestoredCheckpoint | None, list[str]]:
-        """Restore from `place`.  Returns the restored checkpoint, or None and the damage."""
+        """Restore from `storage`.  Returns the restored checkpoint, or None and the damage."""
         depth = "sizes" if not self._checksums else "full" if careful else "frames"
-        _, damage = self._attempt(lambda: _look_for_damage(place, manifest, depth, self.world))
+        _, damage = self._attempt(lambda: _look_for_damage(storage, manifest, depth, self.world))
         if damage:
             return None, damage
-        stored, damage = self._attempt(lambda: StoredState(place, manifest, self.world))
+        stored, damage = self._attempt(lambda: StoredState(storage, manifest, self.world))
         if stored is None or damage:
             return None, damage
         document, layout = stored.document, stored.layout
         different, changed = self.world.agreed(lambda: compare(stored.config_yaml))
         is_same_size = stored.own is not None
         fit = (state, document, layout, allowed, is_same_size)
-        left_out, warnings = self.world.agreed(lambda: check_compatible(place, different, *fit))
+        left_out, warnings = self.world.agreed(lambda: check_compatible(storage, different, *fit))
         targets = self.world.agreed(lambda: find_targets(state, layout, left_out))
-        _, damage = self._attempt(lambda: self._read(place, manifest, layout, targets))
+        _, damage = self._attempt(lambda: self._read(storage, manifest, layout, targets))
         if damage:
             return None, damage
         self.world.agreed(lambda: apply(state, document, targets, stored.own, left_out))
         state.step = manifest.step
         if not is_same_size:
-            for part in state.rank_parts.values():
+            for part in state.per_rank_parts.values():
                 if isinstance(part, RestartablePart):
                     part.restart(manifest.step)
             if document.get("unlike"):
@@ -207,11 +207,11 @@ class Reader:
                 warnings.append(
                     f"each of {manifest.world_size} ranks had its own values; using those of rank 0: {keys}"
                 )
-        return RestoredCheckpoint(str(place), manifest, stored.config_yaml, warnings=warnings, changed=changed), []
+        return RestoredCheckpoint(str(storage), manifest, stored.config_yaml, warnings=warnings, changed=changed), []
 
-    def _read(self, place: Place, manifest: Manifest, layout: Layout, targets: Mapping[str, torch.Tensor]) -> None:
-        blocks = StoredBlocks(place, manifest)
-        read_tensors(place, layout, blocks, targets, check=self._checksums)
+    def _read(self, storage: Storage, manifest: Manifest, layout: Layout, targets: Mapping[str, torch.Tensor]) -> None:
+        blocks = StoredBlocks(storage, manifest)
+        read_tensors(storage, layout, blocks, targets, check=self._checksums)
 
     def _attempt(self, work: Callable[[], Result]) -> tuple[Result | None, list[str]]:
         """Return this rank's result of `work`, and the damage that any rank found, the same lines on all ranks."""
@@ -239,27 +239,27 @@ def _notes_on(put_off: Mapping[str, int], taken: int) -> list[str]:
     ]
 
 
-def _open(place: Place, is_main: bool) -> tuple[Manifest | None, str]:
+def _open(storage: Storage, is_main: bool) -> tuple[Manifest | None, str]:
     """Read the manifest on rank 0.  Returns None and the problem if it is damaged."""
     if not is_main:
         return None, ""
     try:
-        return read_manifest(place), ""
+        return read_manifest(storage), ""
     except Damaged as error:
         return None, str(error)
     except FileNotFoundError:
         try:
-            version = json.loads(place.read("state.json")).get("format_version")
+            version = json.loads(storage.read("state.json")).get("format_version")
         except (OSError, ValueError, AttributeError):
             version = None
         if version is not None:  # formats before the manifest was introduced
-            check_format(place, version)
-        return None, f"{place}/{COMMIT}: is missing"
+            check_format(storage, version)
+        return None, f"{storage}/{COMMIT}: is missing"
     except OSError as error:
-        return None, f"{place}/{COMMIT}: {describe(error)}"
+        return None, f"{storage}/{COMMIT}: {describe(error)}"
 
 
-def _look_for_damage(place: Place, manifest: Manifest, depth: str, world: World) -> None:
-    damage = find_damage(place, manifest, depth, world.rank, world.size)
+def _look_for_damage(storage: Storage, manifest: Manifest, depth: str, world: World) -> None:
+    damage = find_damage(storage, manifest, depth, world.rank, world.size)
     if damage:
         raise Damaged("\n".join(damage))

@@ -12,53 +12,53 @@ from itertools import islice
 
 from trainer.checkpoint.blocks import Damaged
 from trainer.checkpoint.manifest import Manifest, name_of, read_manifest, step_in
-from trainer.checkpoint.storage import DOUBTFUL, Place
+from trainer.checkpoint.storage import DOUBTFUL, Storage
 from trainer.errors import UserError
 
 
-def list_steps(place: Place) -> list[int]:
-    """Return the steps of the published checkpoints in `place`, oldest first.  Some may be damaged."""
-    steps = ((name, step_in(name)) for name in place.names())
-    return sorted(step for name, step in steps if step is not None and place.is_published(name))
+def list_steps(storage: Storage) -> list[int]:
+    """Return the steps of the published checkpoints in `storage`, oldest first.  Some may be damaged."""
+    steps = ((name, step_in(name)) for name in storage.names())
+    return sorted(step for name, step in steps if step is not None and storage.is_published(name))
 
 
-def newest_step(place: Place) -> int | None:
-    """Return the step of the newest checkpoint in `place`; None if there are no checkpoints.
+def newest_step(storage: Storage) -> int | None:
+    """Return the step of the newest checkpoint in `storage`; None if there are no checkpoints.
 
     A checkpoint that was saved while steps were skipped is chosen only if all were.  The result may be damaged: only
     reading it will show that.
     """
-    steps = list_steps(place)
-    settled = (step for step in reversed(steps) if not _num_skipped(place / name_of(step)))
+    steps = list_steps(storage)
+    settled = (step for step in reversed(steps) if not _num_skipped(storage / name_of(step)))
     return next(settled, steps[-1] if steps else None)
 
 
-def best_step(place: Place) -> int | None:
-    """Return the step of the best evaluated checkpoint in `place`; None if none has been evaluated."""
-    best = find_best(place)
+def best_step(storage: Storage) -> int | None:
+    """Return the step of the best evaluated checkpoint in `storage`; None if none has been evaluated."""
+    best = find_best(storage)
     return None if best is None else best[1]
 
 
-def find_best(place: Place) -> tuple[float, int] | None:
-    """Return the loss and the step of the best evaluated checkpoint in `place`; None if none has been evaluated.
+def find_best(storage: Storage) -> tuple[float, int] | None:
+    """Return the loss and the step of the best evaluated checkpoint in `storage`; None if none has been evaluated.
 
     Checkpoints are ranked by the metric that was configured when the newest of them was saved.
     """
-    manifests = [m for step in list_steps(place) if (m := _read(place / name_of(step))) is not None]
+    manifests = [m for step in list_steps(storage) if (m := _read(storage / name_of(step))) is not None]
     good = [manifest for manifest in manifests if manifest.evaluation and not manifest.num_skipped]
     scored = [(m.evaluation[good[-1].metric], m.step) for m in good if good[-1].metric in m.evaluation]
     return min(scored, default=None)
 
 
-def _num_skipped(place: Place) -> int:
-    manifest = _read(place)
+def _num_skipped(storage: Storage) -> int:
+    manifest = _read(storage)
     return 0 if manifest is None else manifest.num_skipped
 
 
-def _read(place: Place) -> Manifest | None:
+def _read(storage: Storage) -> Manifest | None:
     """Return the manifest, or None if it is missing, damaged or of an unsupported format."""
     try:
-        return read_manifest(place)
+        return read_manifest(storage)
     except (Damaged, UserError, FileNotFoundError):
         return None
 
@@ -71,8 +71,8 @@ class RetentionPolicy:
     lowest `metric`; 0 disables it.
     """
 
-    def __init__(self, place: Place, keep_last: int, keep_every: int, keep_best: int, metric: str) -> None:
-        self._place, self._keep_last, self._keep_every = place, keep_last, keep_every
+    def __init__(self, storage: Storage, keep_last: int, keep_every: int, keep_best: int, metric: str) -> None:
+        self._place, self._keep_last, self._keep_every = storage, keep_last, keep_every
         self._keep_best, self._metric = keep_best, metric
         self._known: dict[int, Manifest | None] = {}
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from trainer.checkpoint.interval import Costs, costs_of, sentences
+from trainer.checkpoint.interval import Costs, costs_of, describe_costs
 from trainer.config import CheckpointSection, RunConfig
 from trainer.distributed.step_sync import StepSync
 from trainer.distributed.world import World
@@ -28,10 +28,10 @@ class SavePolicy(Protocol):
     def began(self) -> None:
         """Record that a save begins."""
 
-    def learn(self, found: Experience) -> None:
+    def update(self, found: Experience) -> None:
         """Update the interval from what the run has measured.  Only the update on rank 0 matters."""
 
-    def sentences(self) -> list[str]:
+    def describe(self) -> list[str]:
         """Return lines that describe the policy to the user."""
 
 
@@ -49,10 +49,10 @@ class FixedInterval:
     def began(self) -> None:
         """Do nothing: only the step number matters."""
 
-    def learn(self, found: Experience) -> None:
+    def update(self, found: Experience) -> None:
         """Do nothing: the interval is fixed."""
 
-    def sentences(self) -> list[str]:
+    def describe(self) -> list[str]:
         return []
 
 
@@ -97,11 +97,11 @@ class AdaptiveInterval:
     def began(self) -> None:
         self._since = self._clock()
 
-    def learn(self, found: Experience) -> None:
+    def update(self, found: Experience) -> None:
         self.costs = self._costs_of(found)
 
-    def sentences(self) -> list[str]:
-        said = sentences(self.costs, self.every_s, self._num_nodes)
+    def describe(self) -> list[str]:
+        said = describe_costs(self.costs, self.every_s, self._num_nodes)
         return ["checkpoint.every=auto:", *(f"  {topic}: {text}" for topic, text in said.items())]
 
 

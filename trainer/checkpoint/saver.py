@@ -162,7 +162,7 @@ class Saver:
         """The loss and step of the best checkpoint; None if best checkpoints are not kept.  Not collective."""
         if self._config.keep_best:
             with suppress(OSError):
-                return find_best(self._checkpoints.place)
+                return find_best(self._checkpoints.storage)
         return None
 
     def try_save(self, state: Resumable, may_skip: bool = True) -> None:
@@ -191,7 +191,7 @@ class Saver:
         self._start(state, background)
         if not background and (error := self._collect(warns=False).error):
             raise TrainingFailed(error)
-        path = str(self._checkpoints.place / name_of(state.step))
+        path = str(self._checkpoints.storage / name_of(state.step))
         return path if find_folder(path) is None else Path(path)
 
     def collect(self) -> None:
@@ -228,17 +228,17 @@ class Saver:
         """Start with the measurements of earlier attempts; return lines that describe the save policy."""
         found = self._listener.experience()
         self.longest_s = max(self.longest_s, found.longest_save_s)
-        self.schedule.policy.learn(found)
-        return self.schedule.policy.sentences()
+        self.schedule.policy.update(found)
+        return self.schedule.policy.describe()
 
     def loaded(self, state: Resumable, is_own: bool) -> None:
         """Note that a checkpoint was loaded.  If it is this run's own, it need not be saved again.  Not collective."""
         self._saved = self._mark(state) if is_own else None
 
     @property
-    def place(self) -> str:
+    def storage(self) -> str:
         """The folder or URL that checkpoints go to."""
-        return str(self._checkpoints.place)
+        return str(self._checkpoints.storage)
 
     def forget(self) -> None:
         """Note that the saved checkpoints are lost, so that the same step will be saved again.  Not collective."""
@@ -298,7 +298,7 @@ class Saver:
             return result
         self.schedule.succeeded(result.step)
         self.longest_s = max(self.longest_s, result.total_s)
-        self.schedule.policy.learn(self._listener.experience())
+        self.schedule.policy.update(self._listener.experience())
         self._saved = self._started
         if result.warning:
             self._listener.warn(result.warning)

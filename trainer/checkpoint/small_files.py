@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trainer.checkpoint.storage import Place
+from trainer.checkpoint.storage import Storage
 from trainer.files import crc32
 
 
-def check_visible(folder: Place, name: str, size: int, rank: int) -> None:
+def check_visible(folder: Storage, name: str, size: int, rank: int) -> None:
     """Raise OSError unless rank 0 sees a file that another rank wrote, with the right size."""
     try:
         found = folder.size(name)
@@ -21,7 +21,7 @@ def check_visible(folder: Place, name: str, size: int, rank: int) -> None:
         raise OSError(f"{folder}/{name}: rank {rank} has written {size} bytes, rank 0 sees {found}")
 
 
-def write_files(folder: Place, contents: Mapping[str, bytes]) -> dict[str, tuple[int, int]]:
+def write_files(folder: Storage, contents: Mapping[str, bytes]) -> dict[str, tuple[int, int]]:
     """Write small files and read each back, since storage may report success and keep only a part.
 
     Returns their sizes and checksums.  Raises OSError.

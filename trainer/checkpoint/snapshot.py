@@ -64,7 +64,7 @@ class Savable(Protocol):
     step: int
     parts: dict[str, Stateful]
     """Parts that are the same on all ranks, or sharded (DTensors).  They can be restored on any mesh."""
-    rank_parts: dict[str, Stateful]
+    per_rank_parts: dict[str, Stateful]
     """Per-rank parts.  They are restored if the number of ranks is the same, and otherwise reinitialized if they are
     RestartablePart."""
 
@@ -151,7 +151,7 @@ def collect(state: Savable, num_ranks: int) -> Snapshot:
                 tensors[key], paths[key] = tensor, path
         per_rank_plain: dict[str, Any] = {}
         per_rank_tensors: dict[str, torch.Tensor] = {}
-        for name, part in state.rank_parts.items():
+        for name, part in state.per_rank_parts.items():
             per_rank_plain[name], found = split(part.state_dict(), (name,))
             per_rank_tensors |= {".".join(path): copy_of(tensor) for path, tensor in found.items()}
     of_step = state.weights, state.num_skipped, state.evaluation

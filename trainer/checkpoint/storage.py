@@ -34,7 +34,7 @@ _UNFINISHED = ".unfinished"
 """In an object store, the marker file of a folder that is being written or deleted."""
 
 
-class Source(Protocol):
+class ReadableFile(Protocol):
     """An open file for random-access reads.  Thread-safe."""
 
     def read_into(self, buffer: memoryview, start: int) -> None:
@@ -44,17 +44,17 @@ class Source(Protocol):
     def close(self) -> None: ...
 
 
-class Sink(Protocol):
+class WritableFile(Protocol):
     """A new file, written sequentially.  Closing it makes its content durable."""
 
     def write(self, data: Any) -> int: ...
     def close(self) -> None: ...
 
 
-class Place(Protocol):
+class Storage(Protocol):
     """A folder in a file system or an object store."""
 
-    def __truediv__(self, name: str) -> Place: ...
+    def __truediv__(self, name: str) -> Storage: ...
     def names(self) -> list[str]:
         """Return the names in the folder, sorted; empty if the folder does not exist."""
         ...
@@ -71,8 +71,8 @@ class Place(Protocol):
         """Return the content of a file.  Raises FileNotFoundError."""
         ...
 
-    def open(self, name: str) -> Source: ...
-    def create(self, name: str) -> Sink: ...
+    def open(self, name: str) -> ReadableFile: ...
+    def create(self, name: str) -> WritableFile: ...
 
     def free_bytes(self) -> int | None:
         """Return the free space in bytes, or None if it is unknown."""
@@ -86,7 +86,7 @@ class Place(Protocol):
         """Publish the folder that was written under the name from `begin` as `name`."""
         ...
 
-    def set_aside(self, name: str, why: str) -> None:
+    def quarantine(self, name: str, why: str) -> None:
         """Quarantine a checkpoint: its data is kept, but there is no longer a checkpoint called `name`."""
         ...
 
@@ -111,7 +111,7 @@ class Place(Protocol):
         ...
 
 
-def open_storage(path: str | os.PathLike[str]) -> Place:
+def open_storage(path: str | os.PathLike[str]) -> Storage:
     """Return the storage for a path or URL.  Raises UserError for an unsupported kind of URL."""
     folder, text = find_folder(path), os.fspath(path)
     if folder is not None:
@@ -125,19 +125,19 @@ def open_storage(path: str | os.PathLike[str]) -> Place:
     return RemoteStorage(system, root.rstrip("/"), text.rstrip("/"))
 
 
-def list_configured_folder(place: Place) -> list[str]:
+def list_configured_folder(storage: Storage) -> list[str]:
     """List a folder that a setting names, on the first access to it.
 
     Raises UserError if an object store is unreachable or refuses access, since then the URL or its credentials are most
     likely wrong.
     """
     try:
-        return place.names()
+        return storage.names()
     except Exception as error:  # each library raises its own exceptions
-        if isinstance(place, LocalStorage):
+        if isinstance(storage, LocalStorage):
             raise
         fix = "check the URL, its credentials, and whether this machine can reach it"
-        raise UserError(redact(f"{masked(str(place))}: cannot be read ({error})\n  to fix: {fix}")) from error
+        raise UserError(redact(f"{masked(str(storage))}: cannot be read ({error})\n  to fix: {fix}")) from error
 
 
 def is_same_location(one: str, other: str) -> bool:
@@ -175,10 +175,10 @@ class LocalStorage:
     def read(self, name: str) -> bytes:
         return (self.path / name).read_bytes()
 
-    def open(self, name: str) -> Source:
+    def open(self, name: str) -> ReadableFile:
         return _LocalFile(self.path / name)
 
-    def create(self, name: str) -> Sink:
+    def create(self, name: str) -> WritableFile:
         path = self.path / name
         if path.parent != self.path:  # never recreate this folder itself: it may have been deleted on purpose
             path.parent.mkdir(exist_ok=True)
@@ -205,7 +205,7 @@ class LocalStorage:
         if replaced.exists():
             shutil.rmtree(replaced)
 
-    def set_aside(self, name: str, why: str) -> None:
+    def quarantine(self, name: str, why: str) -> None:
         os.rename(self.path / name, self.path / _free_name(f"{why}-{name}", self.names()))
         sync_folder(self.path)
 
@@ -271,7 +271,7 @@ class PinnedStorage(LocalStorage):
     def read(self, name: str) -> bytes:
         return content_of(self._descriptors[name]) if name in self._descriptors else super().read(name)
 
-    def open(self, name: str) -> Source:
+    def open(self, name: str) -> ReadableFile:
         if name not in self._descriptors:
             return super().open(name)
         return _LocalFile(self.path / name, os.dup(self._descriptors[name]))
@@ -366,13 +366,13 @@ class RemoteStorage:
     def read(self, name: str) -> bytes:
         return bytes(self.system.cat_file(f"{self.root}/{name}"))
 
-    def open(self, name: str) -> Source:
+    def open(self, name: str) -> ReadableFile:
         return _RemoteFile(self.system, f"{self.root}/{name}")
 
-    def create(self, name: str) -> Sink:
+    def create(self, name: str) -> WritableFile:
         path = f"{self.root}/{name}"
         self._make_folder(path.rpartition("/")[0])
-        sink: Sink = self.system.open(path, "wb")
+        sink: WritableFile = self.system.open(path, "wb")
         return sink
 
     def _make_folder(self, path: str) -> None:
@@ -400,7 +400,7 @@ class RemoteStorage:
         self._make_folder(f"{self.root}/{name}")
         self.system.pipe_file(f"{self.root}/{name}/{_UNFINISHED}", b"")
 
-    def set_aside(self, name: str, why: str) -> None:
+    def quarantine(self, name: str, why: str) -> None:
         """Rename only the manifest, since an object store copies what it moves.  `begin` moves the rest if it must."""
         aside = _free_name(f"{why}-{name}", self.quarantined_names())
         self.system.mv(f"{self.root}/{name}/{COMMIT}", f"{self.root}/{name}/{aside}-{COMMIT}")

@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from trainer.checkpoint.blocks import checksum_of
-from trainer.checkpoint.error_messages import DISK_FULL_ADVICE, describe, joined
+from trainer.checkpoint.error_messages import DISK_FULL_ADVICE, describe, merge_errors
 from trainer.checkpoint.layout import WrittenChunks, layout_of, layout_to_json
 from trainer.checkpoint.manifest import (
     INDEX,
@@ -36,7 +36,7 @@ from trainer.checkpoint.manifest import (
     name_of,
     rank_file,
 )
-from trainer.checkpoint.reader import Reader
+from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.retention import RetentionPolicy
 from trainer.checkpoint.small_files import check_visible, write_files
 from trainer.checkpoint.snapshot import (
@@ -47,7 +47,7 @@ from trainer.checkpoint.snapshot import (
     parts_differing_between_ranks,
     store_per_rank,
 )
-from trainer.checkpoint.storage import COMMIT, DOUBTFUL, Place
+from trainer.checkpoint.storage import COMMIT, DOUBTFUL, Storage
 from trainer.checkpoint.tensors import SavePlans, Staging, write_tensors
 from trainer.config import CheckpointSection
 from trainer.distributed.channel import Channel
@@ -64,7 +64,7 @@ _FREE_MARGIN = 1.02
 
 
 @dataclass(frozen=True)
-class Settings:
+class SaveSettings:
     """Settings of saving and retention."""
 
     keep_last: int = 2
@@ -77,7 +77,7 @@ class Settings:
     """Time limit of a save, after which the storage is considered lost."""
 
     @classmethod
-    def of(cls, section: CheckpointSection, metric: str = "loss") -> Settings:
+    def of(cls, section: CheckpointSection, metric: str = "loss") -> SaveSettings:
         """Build the settings from the configuration.
 
         The timeout here is longer than `checkpoint.timeout_s`: the watchdog, if there is one, ends the run first.
@@ -108,14 +108,14 @@ class SaveResult:
 class Checkpoints:
     """The checkpoints in one folder.  All ranks must call each method, unless it says otherwise."""
 
-    def __init__(self, place: Place, world: World, settings: Settings, facts: RunInfo) -> None:
-        self.place, self.world, self.settings, self.facts = place, world, settings, facts
+    def __init__(self, storage: Storage, world: World, settings: SaveSettings, facts: RunInfo) -> None:
+        self.storage, self.world, self.settings, self.facts = storage, world, settings, facts
         self._has_channels = False
         self._plans = SavePlans(world)
         self._staging = Staging(world.device)
-        self.reader = Reader(place, world, settings.checksums)
+        self.reader = CheckpointReader(storage, world, settings.checksums)
         """Access to existing checkpoints."""
-        self._retention = self._make_retention(place)
+        self._retention = self._make_retention(storage)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_lower_priority)
         self._in_flight: Future[SaveResult] | None = None
         self.is_throttled = False
@@ -129,16 +129,16 @@ class Checkpoints:
         self._chunks_by_rank: dict[int, WrittenChunks] = {}
         self._layout_files: dict[str, bytes] = {}
 
-    def _make_retention(self, place: Place) -> RetentionPolicy:
+    def _make_retention(self, storage: Storage) -> RetentionPolicy:
         kept = self.settings
-        return RetentionPolicy(place, kept.keep_last, kept.keep_every, kept.keep_best, kept.metric)
+        return RetentionPolicy(storage, kept.keep_last, kept.keep_every, kept.keep_best, kept.metric)
 
-    def move_to(self, place: Place) -> None:
+    def move_to(self, storage: Storage) -> None:
         """Save to another folder from now on.  No save may be in flight."""
         assert self._in_flight is None, "its files are in the earlier place"
-        self.place = place
-        self.reader = Reader(place, self.world, self.settings.checksums)
-        self._retention = self._make_retention(place)
+        self.storage = storage
+        self.reader = CheckpointReader(storage, self.world, self.settings.checksums)
+        self._retention = self._make_retention(storage)
 
     def begin_step(self, step: int) -> None:
         """Throttle background writing during a step on the CPU, for which it would take memory bandwidth."""
@@ -220,7 +220,7 @@ class Checkpoints:
         stale = snapshot is not None and self._plans.is_stale(snapshot.tensors)
         everybody = self.world.gather((mistake, failure, stale, snapshot.digests if snapshot else {}))
         _raise_first_mistake([mistake for mistake, *_ in everybody])
-        failed = joined(failure for _, failure, *_ in everybody)
+        failed = merge_errors(failure for _, failure, *_ in everybody)
         if failed or snapshot is None:
             self._in_flight = _done(self._failed(state.step, failed, started))
             return
@@ -255,7 +255,7 @@ class Checkpoints:
         try:
             result = future.result(max(0.0, self._overdue_at - time.monotonic()))
         except FutureTimeout:
-            path = f"{self.place}/{PREFIX}*"
+            path = f"{self.storage}/{PREFIX}*"
             late = f"rank {self.world.rank} is still {self.stage} after {self.settings.timeout_s:.0f} s"
             result = SaveResult(-1, path, error=late, lost="storage")
         channel = self.world if has_ended else self._results
@@ -297,21 +297,21 @@ class Checkpoints:
     ) -> SaveResult:
         """Write and publish.  All ranks execute the same collectives, even if some of them fail."""
         final = name_of(snapshot.step)
-        outcome, lost_ranks, folder = ("", 0), False, self.place / final
+        outcome, lost_ranks, folder = ("", 0), False, self.storage / final
         try:
             (all_bytes,) = self._channel.sum([self._plans.num_bytes])
             is_good = snapshot.num_skipped == 0 and state.num_skipped == 0
-            begun = self._at(f"making {folder}", lambda: self._begin(final, int(all_bytes), may_prune=is_good))
+            begun = self._in_stage(f"making {folder}", lambda: self._begin(final, int(all_bytes), may_prune=is_good))
             unpublished, failed = self._channel.broadcast(begun)
             if not failed:
                 written = None
                 if not error:
-                    own = (self.place / unpublished, snapshot, tensors)
-                    written, error = self._at(f"writing {folder}", lambda: self._write_own(*own))
+                    own = (self.storage / unpublished, snapshot, tensors)
+                    written, error = self._in_stage(f"writing {folder}", lambda: self._write_own(*own))
                 reports = self._channel.gather_to_main((error, written))
-                failed = joined(report[0] for report in reports)
+                failed = merge_errors(report[0] for report in reports)
                 end = (unpublished, final, snapshot, reports, failed)
-                outcome = self._channel.broadcast(self._at(f"publishing {folder}", lambda: self._finish(*end)))
+                outcome = self._channel.broadcast(self._in_stage(f"publishing {folder}", lambda: self._finish(*end)))
             else:
                 outcome = (failed, 0)
         except RuntimeError as gone:  # torch.distributed: another rank has died or timed out
@@ -321,15 +321,15 @@ class Checkpoints:
         total_s = time.perf_counter() - started
         # If steps were being skipped then or are now, the older checkpoints may be the only good ones.
         is_in_doubt = snapshot.num_skipped > 0 or state.num_skipped > 0
-        warning = "" if failed or is_in_doubt else self._at(f"pruning {self.place}", self._prune)
-        path = f"{self.place}/{final}"
+        warning = "" if failed or is_in_doubt else self._in_stage(f"pruning {self.storage}", self._prune)
+        path = f"{self.storage}/{final}"
         if failed:
             failed = f"{path}: {failed}"
         blocked_s = total_s if blocked_s is None else blocked_s
         lost: Literal["", "ranks"] = "ranks" if lost_ranks else ""
         return SaveResult(snapshot.step, path, num_bytes, blocked_s, total_s, failed, warning, lost)
 
-    def _at(self, stage: str, work: Callable[[], Result]) -> Result:
+    def _in_stage(self, stage: str, work: Callable[[], Result]) -> Result:
         """Run a part of a save that may hang, with `stage` describing it meanwhile."""
         self.stage = stage
         result = work()
@@ -338,7 +338,7 @@ class Checkpoints:
 
     def _failed(self, step: int, error: str, started: float) -> SaveResult:
         elapsed = time.perf_counter() - started
-        path = f"{self.place}/{name_of(step)}"
+        path = f"{self.storage}/{name_of(step)}"
         return SaveResult(step, path, 0, elapsed, elapsed, f"{path}: {error}")
 
     def _begin(self, final: str, all_bytes: int, may_prune: bool) -> tuple[str, str]:
@@ -350,20 +350,20 @@ class Checkpoints:
             return "", ""
         try:
             self.wait_for_deleting()
-            free = self.place.free_bytes()
+            free = self.storage.free_bytes()
             if free is not None and free < all_bytes * _FREE_MARGIN and may_prune:
                 for name in self._retention.obsolete_after_next():
-                    self.place.delete(self.place.unpublish(name))
-                free = self.place.free_bytes()
+                    self.storage.delete(self.storage.unpublish(name))
+                free = self.storage.free_bytes()
             if free is not None and free < all_bytes * _FREE_MARGIN:
-                lack = f"{self.place} has {readable_size(free)} free, the checkpoint needs {readable_size(all_bytes)}"
+                lack = f"{self.storage} has {readable_size(free)} free, the checkpoint needs {readable_size(all_bytes)}"
                 return "", f"rank 0: {lack}; {DISK_FULL_ADVICE}"
-            return self.place.begin(final), ""
+            return self.storage.begin(final), ""
         except Exception as error:
             return "", f"rank 0: {describe(error)}"
 
     def _write_own(
-        self, folder: Place, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor]
+        self, folder: Storage, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor]
     ) -> tuple[dict[str, Any] | None, str]:
         """Write this rank's files.  Returns a report for rank 0, or an error."""
         rank = self.world.rank
@@ -397,15 +397,15 @@ class Checkpoints:
         self._note_chunks(reports)
         if not failed:
             try:
-                manifest = self._write_common(self.place / unpublished, snapshot, reports)
-                self.place.publish(unpublished, final)
+                manifest = self._write_common(self.storage / unpublished, snapshot, reports)
+                self.storage.publish(unpublished, final)
             except Exception as error:
                 failed = f"rank 0: {describe(error)}"
             else:
                 self._retention.note(manifest)
                 return "", manifest.num_bytes
         with contextlib.suppress(Exception):  # storage may fail here too; the next start cleans up
-            self.place.delete(unpublished)
+            self.storage.delete(unpublished)
         return failed, 0
 
     def _note_chunks(self, reports: list[Any]) -> None:
@@ -415,7 +415,7 @@ class Checkpoints:
                 self._chunks_by_rank[rank] = report["chunks"]
                 self._layout_files = {}
 
-    def _write_common(self, folder: Place, snapshot: Snapshot, reports: list[Any]) -> Manifest:
+    def _write_common(self, folder: Storage, snapshot: Snapshot, reports: list[Any]) -> Manifest:
         """Write the files that are common to all ranks, the manifest last."""
         from trainer.checkpoint.dcp import pickled_metadata
 
@@ -465,19 +465,19 @@ class Checkpoints:
             return ""
         earlier, self._warning = self._warning, ""
         try:
-            unpublished = [self.place.unpublish(name) for name in self._retention.obsolete()]
+            unpublished = [self.storage.unpublish(name) for name in self._retention.obsolete()]
         except Exception as error:
             return f"cannot delete old checkpoints: {describe(error)}"
         if unpublished:
             self._deleting = self._thread.submit(
-                self._at, f"deleting in {self.place}", lambda: self._delete(unpublished)
+                self._in_stage, f"deleting in {self.storage}", lambda: self._delete(unpublished)
             )
         return earlier
 
     def _delete(self, names: list[str]) -> None:
         try:
             for name in names:
-                self.place.delete(name)
+                self.storage.delete(name)
         except Exception as error:  # the next start deletes the rest
             self._warning = f"cannot delete old checkpoints: {describe(error)}"
 
@@ -485,7 +485,7 @@ class Checkpoints:
         """Delete the leftovers of interrupted saves, on rank 0.  Only the owner of the run may call this."""
         if self.world.is_main:
             self.wait_for_deleting()
-            self.place.clean(PREFIX)
+            self.storage.clean(PREFIX)
 
     def quarantine_since(self, since: int) -> str:
         """Quarantine checkpoints saved since step `since`, after which every step was skipped.
@@ -500,7 +500,7 @@ class Checkpoints:
         try:
             names = self._retention.names_to_quarantine(since)
             for name in names:
-                self.place.set_aside(name, DOUBTFUL)
+                self.storage.quarantine(name, DOUBTFUL)
         except Exception as error:  # the storage has failed as well: leave the checkpoints in place
             return f"cannot set aside the checkpoints saved after step {since}: {describe(error)}"
         done = ", ".join(f"{name} was set aside as {DOUBTFUL}-{name}" for name in names)

@@ -17,7 +17,7 @@ from trainer.checkpoint.storage import (
     COMMIT,
     LocalStorage,
     PinnedStorage,
-    Place,
+    Storage,
     is_same_location,
     list_configured_folder,
     open_storage,
@@ -37,35 +37,35 @@ _AVERAGE = "ema.weights."
 class StoredWeights:
     """The model's weights in one checkpoint, verified as they are read."""
 
-    def __init__(self, place: Place, averaged: bool = False) -> None:
+    def __init__(self, storage: Storage, averaged: bool = False) -> None:
         """With `averaged`, trained weights are replaced by their average (`train.ema`), cast to the weights' dtype.
 
         All files stay open, so that they remain readable if a live run prunes the checkpoint meanwhile.
 
         Raises UserError if there is no checkpoint or it holds no average, TrainingFailed if it is damaged.
         """
-        self.description = str(place)
+        self.description = str(storage)
         try:
-            self.manifest = read_manifest(place)
-            if isinstance(place, LocalStorage) and not isinstance(place, PinnedStorage):
+            self.manifest = read_manifest(storage)
+            if isinstance(storage, LocalStorage) and not isinstance(storage, PinnedStorage):
                 with suppress(FileNotFoundError):  # the check below reports which one is missing
-                    place = PinnedStorage(place.path, [COMMIT, *self.manifest.files])
-            self.place = place
-            damage = find_damage(place, self.manifest, "frames")
+                    storage = PinnedStorage(storage.path, [COMMIT, *self.manifest.files])
+            self.storage = storage
+            damage = find_damage(storage, self.manifest, "frames")
             if damage:
                 raise Damaged("\n  ".join(damage))
-            layout = layout_from_json(read_file(place, self.manifest, "layout.json"))
-            self._blocks = StoredBlocks(place, self.manifest)
-            self.config_yaml = read_file(place, self.manifest, "config.yaml").decode()
-            self.parts = json.loads(read_file(place, self.manifest, "state.json"))["parts"]
+            layout = layout_from_json(read_file(storage, self.manifest, "layout.json"))
+            self._blocks = StoredBlocks(storage, self.manifest)
+            self.config_yaml = read_file(storage, self.manifest, "config.yaml").decode()
+            self.parts = json.loads(read_file(storage, self.manifest, "state.json"))["parts"]
         except FileNotFoundError as error:
-            raise UserError(f"{place}: no checkpoint here ({COMMIT} is missing)") from error
+            raise UserError(f"{storage}: no checkpoint here ({COMMIT} is missing)") from error
         except Damaged as error:
-            raise TrainingFailed(f"the checkpoint {place} is damaged:\n  {error}") from error
+            raise TrainingFailed(f"the checkpoint {storage} is damaged:\n  {error}") from error
         self.layout = layout
         self._stored = {k.removeprefix("model."): stored for k, stored in layout.items() if k.startswith("model.")}
         if averaged and not self.has_average:
-            raise UserError(f"{place}: has no averaged weights: its run had train.ema=0")
+            raise UserError(f"{storage}: has no averaged weights: its run had train.ema=0")
         self._keys = {name: f"{_AVERAGE}{name}" for name in self._stored if averaged and f"{_AVERAGE}{name}" in layout}
 
     @property
@@ -90,9 +90,9 @@ class StoredWeights:
     def read_stored(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows of any tensor of the checkpoint by its full key."""
         try:
-            return read_rows(self.place, self.layout[key], self._blocks, start, stop)
+            return read_rows(self.storage, self.layout[key], self._blocks, start, stop)
         except (Damaged, OSError) as error:
-            raise TrainingFailed(f"the checkpoint {self.place} is damaged:\n  {error}") from error
+            raise TrainingFailed(f"the checkpoint {self.storage} is damaged:\n  {error}") from error
 
 
 def open_checkpoint(path: str | os.PathLike[str], averaged: bool = False) -> StoredWeights:
@@ -102,11 +102,11 @@ def open_checkpoint(path: str | os.PathLike[str], averaged: bool = False) -> Sto
     the exceptions of `find_checkpoint` and `StoredWeights`.
     """
     for _ in range(_TRIES):
-        place = find_checkpoint(path)
+        storage = find_checkpoint(path)
         try:
-            return StoredWeights(place, averaged)
+            return StoredWeights(storage, averaged)
         except (UserError, TrainingFailed):
-            if COMMIT in place.names() or is_same_location(str(place), os.fspath(path)):
+            if COMMIT in storage.names() or is_same_location(str(storage), os.fspath(path)):
                 raise
     fix = "set checkpoint.keep_last of that run higher"
     raise UserError(f"{path}: its checkpoints are deleted faster than they can be opened\n  to fix: {fix}")
@@ -117,10 +117,10 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     return bool({COMMIT, "state.json", "layout.json"} & set(list_configured_folder(open_storage(path))))
 
 
-def find_checkpoints(path: str | os.PathLike[str]) -> Place:
+def find_checkpoints(path: str | os.PathLike[str]) -> Storage:
     """Return the folder of checkpoints at `path`, which is that folder itself or a run folder.  Raises UserError."""
-    place = open_storage(path)
-    for folder in (place, place / "checkpoints", *_elsewhere(place)):
+    storage = open_storage(path)
+    for folder in (storage, storage / "checkpoints", *_elsewhere(storage)):
         if any(name.startswith(PREFIX) for name in folder.names()) or folder.quarantined_names():
             return folder
     local = find_folder(path)
@@ -130,7 +130,7 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Place:
     raise UserError(f"{path}: {rule}\n  to fix: give a run folder, or the folder in checkpoint.dir")
 
 
-def find_checkpoint(path: str | os.PathLike[str]) -> Place:
+def find_checkpoint(path: str | os.PathLike[str]) -> Storage:
     """Return the checkpoint that `path` refers to.
 
     `path` is a checkpoint itself, a run folder (for its newest checkpoint; one saved while steps were skipped only if
@@ -153,7 +153,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Place:
     return folder / name_of(step)
 
 
-def _elsewhere(run: Place) -> list[Place]:
+def _elsewhere(run: Storage) -> list[Storage]:
     """Return the checkpoint folder from a run's stored configuration, or an empty list if it sets none."""
     try:
         text = run.read(CONFIG).decode(errors="replace")

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.blocks import BlockReader, Blocks, BlockWriter, Damaged
 from trainer.checkpoint.chunk_table import Boxes
-from trainer.checkpoint.layout import Box, Chunk, Layout, Part, PlannedTensor, StoredTensor, Tensors, Written
-from trainer.checkpoint.storage import Place
+from trainer.checkpoint.layout import Box, Chunk, Layout, PlannedTensor, ReadRequest, StoredTensor, Tensors, WriteResult
+from trainer.checkpoint.storage import Storage
 from trainer.checkpoint.writers import choose_writers
 from trainer.distributed.channel import Channel
 from trainer.errors import print_stderr
@@ -148,13 +148,13 @@ def _views(buffer: np.ndarray[Any, Any], like: Tensors) -> dict[str, torch.Tenso
 
 
 def write_tensors(
-    place: Place,
+    storage: Storage,
     rank: int,
     boxes: Sequence[Box],
     tensors: Tensors,
     limits: Mapping[str, float],
     rest: Callable[[float], None] | None = None,
-) -> Written | None:
+) -> WriteResult | None:
     """Write this rank's chunks into one file and flush it to disk; return None if it has no chunks.  No collective.
 
     `tensors` are staged copies or the live tensors, which are then copied one by one during the write.  `rest` is
@@ -164,7 +164,7 @@ def write_tensors(
     if not boxes:
         return None
     name = f"__{rank}_0.distcp"
-    writer = BlockWriter(place.create(name), rest)
+    writer = BlockWriter(storage.create(name), rest)
     chunks = []
     scratch = np.empty(0, dtype=np.uint8)
     has_own_checksums = torch.serialization.get_crc32_options()
@@ -182,7 +182,7 @@ def write_tensors(
     finally:
         torch.serialization.set_crc32_options(has_own_checksums)
         writer.close()
-    return Written(name, writer.blocks, chunks)
+    return WriteResult(name, writer.blocks, chunks)
 
 
 def _write_chunk(
@@ -270,7 +270,7 @@ def _largest(part: memoryview, dtype: torch.dtype) -> float:
 
 
 def read_tensors(
-    place: Place, layout: Layout, blocks: Mapping[str, Blocks], targets: Tensors, check: bool = True
+    storage: Storage, layout: Layout, blocks: Mapping[str, Blocks], targets: Tensors, check: bool = True
 ) -> None:
     """Read this rank's parts of `targets` (DTensors of any mesh, or plain tensors) in place, and verify them.
 
@@ -278,14 +278,14 @@ def read_tensors(
     """
     from trainer.checkpoint.dcp import load
 
-    reader = _Reader(place, blocks, check)
+    reader = _ChunkReader(storage, blocks, check)
     try:
         load(targets, layout, reader)
     finally:
         reader.close()
 
 
-class _Reader:
+class _ChunkReader:
     """Reads parts of chunks from the files of one checkpoint."""
 
     _NUM_THREADS = 2
@@ -294,11 +294,11 @@ class _Reader:
     _WAITING_BYTES = 64 << 20
     """Limit of the data in flight: reads that have started and are not yet finished."""
 
-    def __init__(self, place: Place, blocks: Mapping[str, Blocks], check: bool = True) -> None:
-        self._place, self._blocks, self._check = place, blocks, check
+    def __init__(self, storage: Storage, blocks: Mapping[str, Blocks], check: bool = True) -> None:
+        self._place, self._blocks, self._check = storage, blocks, check
         self._open: dict[str, BlockReader] = {}
 
-    def read_parts(self, parts: Iterable[Part]) -> None:
+    def read_parts(self, parts: Iterable[ReadRequest]) -> None:
         """Fill the targets, in file order."""
         waiting: deque[_Reading] = deque()
         with ThreadPoolExecutor(self._NUM_THREADS) as threads:
@@ -314,7 +314,7 @@ class _Reader:
                 threads.shutdown(wait=True, cancel_futures=True)
                 raise
 
-    def _begin(self, threads: ThreadPoolExecutor, part: Part) -> _Reading:
+    def _begin(self, threads: ThreadPoolExecutor, part: ReadRequest) -> _Reading:
         """Start reading a part of a chunk, directly into the target if the target has the same memory layout."""
         chunk, target = part.chunk, part.target
         rows_only = part.sizes[1:] == chunk.sizes[1:]
@@ -367,13 +367,13 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def read_rows(
-    place: Place, stored: StoredTensor, blocks: Mapping[str, Blocks], start: int = 0, stop: int | None = None
+    storage: Storage, stored: StoredTensor, blocks: Mapping[str, Blocks], start: int = 0, stop: int | None = None
 ) -> torch.Tensor:
     """Return rows [start, stop) along dim 0 of one tensor, all by default, on the CPU.  Raises Damaged or OSError."""
     rows = stored.shape[0] if stored.shape else 1
     stop = rows if stop is None else stop
     out = torch.empty((stop - start, *stored.shape[1:]) if stored.shape else (), dtype=stored.dtype)
-    reader = _Reader(place, blocks)
+    reader = _ChunkReader(storage, blocks)
     try:
         for chunk in stored.chunks.meeting(*_box_of_rows(stored.shape, start, stop)):
             first = chunk.offsets[0] if chunk.offsets else 0

@@ -114,7 +114,7 @@ class StoreTimeout(RuntimeError):
     """Raised if the store does not respond, for example because its host has died or the network is cut."""
 
 
-class Messages:
+class TimedStore:
     """A key-value store with timeouts: a dead process closes its connections, but a dead host does not.
 
     All methods raise RuntimeError if the store is gone, and StoreTimeout after `limit_s` seconds.

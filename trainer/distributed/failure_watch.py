@@ -6,7 +6,7 @@ import os
 import threading
 from typing import Protocol
 
-from trainer.distributed.channel import Messages, StoreTimeout
+from trainer.distributed.channel import StoreTimeout, TimedStore
 from trainer.errors import EXIT_FAILED, print_stderr
 
 FAILURE = "meshtrainer/failure"
@@ -38,7 +38,7 @@ class FailureWatch(threading.Thread):
     def __init__(
         self,
         rank: int,
-        messages: Messages,
+        messages: TimedStore,
         parent: int | None,
         listeners: list[FailureListener],
     ) -> None:

@@ -207,7 +207,7 @@ def announce_early(is_main: bool) -> None:
         _installed[0].on_ask = answer_at_once
 
 
-def behind(error: BaseException) -> StopRequested | None:
+def causing_stop_request(error: BaseException) -> StopRequested | None:
     """Return the stop request that caused an error, or None.
 
     Before the first step, the request's exception may have been replaced by another one, or another rank may have left

@@ -21,7 +21,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.config import MeshShape, RunConfig
-from trainer.distributed.channel import Channel, Messages
+from trainer.distributed.channel import Channel, TimedStore
 from trainer.distributed.dead_ranks import find_dead, is_lost_connection, this_process
 from trainer.distributed.device import claim_gpu, find_device, use_deterministic_kernels
 from trainer.distributed.environment import (
@@ -93,16 +93,16 @@ class World(Channel):
         self._processes = self.gather(this_process())
         self._watch = None
         if self._store is not None:
-            messages = Messages(self._store, config.run.timeout_s)
+            messages = TimedStore(self._store, config.run.timeout_s)
             parent = os.getppid() if self.env.has_a_parent else None
             self._watch = FailureWatch(self.rank, messages, parent, self.failures)
             follow_parent(False)  # from here on the watch does this, and reports it
             _worlds.append(self)
 
     @property
-    def messages(self) -> Messages | None:
+    def messages(self) -> TimedStore | None:
         """The store, for messages without collectives; None for a single process or a group opened elsewhere."""
-        return None if self._store is None else Messages(self._store, _ANSWER_S)
+        return None if self._store is None else TimedStore(self._store, _ANSWER_S)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Set the timeout of this rank's process groups.
@@ -206,7 +206,7 @@ class World(Channel):
         message = str(error) if is_about_another else f"rank {self.rank}: {type(error).__name__}: {error}"
         dead = find_dead(self._processes, _DEATH_S) if is_lost_connection(error) else ""
         try:
-            first = Messages(self._store, _ANSWER_S).compare_set(FAILURE, "", dead or message)
+            first = TimedStore(self._store, _ANSWER_S).compare_set(FAILURE, "", dead or message)
         except RuntimeError:  # the process that hosts the store is gone
             first = self.first_failure or dead or message
         if first == dead:
@@ -227,7 +227,7 @@ class World(Channel):
         """
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
-                self.first_failure = Messages(self._store, _ANSWER_S).get(FAILURE)
+                self.first_failure = TimedStore(self._store, _ANSWER_S).get(FAILURE)
 
     def part(self) -> None:
         """Stop using the store, before exiting because of a user error that all ranks know.

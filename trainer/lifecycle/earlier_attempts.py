@@ -105,10 +105,8 @@ class EarlierAttempts:
     def _is_aside(self, name: str) -> bool:
         """Return whether the run itself has quarantined or moved this checkpoint, or did not choose it."""
         aside = [path.name for path in self._folder.path.glob(f"previous_*/{name}")]
-        checkpoint_dir = open_storage(self.checkpoint_dir)
-        return checkpoint_dir.is_published(name) or any(
-            name in one for one in [*aside, *checkpoint_dir.quarantined_names()]
-        )
+        storage = open_storage(self.checkpoint_dir)
+        return storage.is_published(name) or any(name in one for one in [*aside, *storage.quarantined_names()])
 
     def is_copied(self, found: RestoredCheckpoint) -> bool:
         """Return whether the checkpoint was written by another run that still exists."""

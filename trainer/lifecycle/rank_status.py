@@ -87,8 +87,8 @@ def table(why: str, statuses: Sequence[RankStatus]) -> str:
         if not row.is_responding:
             lines.append(f"  >> {row.rank:4}  does not answer")
             continue
-        is_waiting = f"waits for its {row.group} group" if row.group else "waits for others"
-        state = "late" if row in late else is_waiting if row.is_waiting else ""
+        waits_for = f"waits for its {row.group} group" if row.group else "waits for others"
+        state = "late" if row in late else waits_for if row.is_waiting else ""
         mark = ">>" if row in late else "  "
         lines.append(f"  {mark} {row.rank:4}  {row.step:6}  {row.phase:15}  {row.phase_s:6.1f} s  {state}".rstrip())
     if len(rows) > _MAX_ROWS:

@@ -58,7 +58,7 @@ class Samples:
         config, tokenizer = self._config, find_tokenizer(self._config.data.tokenizer)
         sizes = config.log.prompt_tokens, config.data.seq_len
         compiles = compiles_blocks(config.train.compile, self._world.device.type)
-        with self._average.in_place(), evaluation_mode(self._model):
+        with self._average.swapped_in(), evaluation_mode(self._model):
             for prompt, given in self._prompts:
                 written = generate_sample(self._model, self._world, given, *sizes, compiles, self._ends)[len(given) :]
                 text = tokenizer.decode([token for token in written if token not in self._ends])

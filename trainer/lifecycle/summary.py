@@ -37,7 +37,7 @@ from trainer.metrics.skips import SkipCounter
 from trainer.model.gradients import evaluation_mode
 from trainer.model.parameters import count_parameters, count_trained_parameters
 from trainer.model.sample import generate_sample
-from trainer.optim.optimizer import bytes_of_training
+from trainer.optim.optimizer import training_bytes
 from trainer.plan.forecast import describe_choice
 from trainer.plan.search import Choice
 from trainer.recipe import module_to_allow
@@ -82,7 +82,7 @@ def start_facts(
     num_parameters, num_trained = count_parameters(model), count_trained_parameters(model)
     is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     trained = "" if num_trained == num_parameters else f", {readable_count(num_trained)} of them trained"
-    weight_bytes, gradient_bytes, kept = bytes_of_training(model, config.optim, config.train.ema > 0)
+    weight_bytes, gradient_bytes, kept = training_bytes(model, config.optim, config.train.ema > 0)
     held = weight_bytes * (1 + config.has_reference_model) + gradient_bytes + kept
     reference = ", a reference" if config.has_reference_model else ""
     talks = f", small messages by {world.interface}" if world.interface else ""
@@ -195,7 +195,7 @@ def disk_space_notes(
     """Return a warning if future checkpoints do not fit on the disk of `place`; empty if they do."""
     stored = state.parts["model"].state_dict()
     weights = sum(t.numel() * t.element_size() for t in stored.values() if isinstance(t, torch.Tensor))
-    _, _, kept = bytes_of_training(model, config.optim, config.train.ema > 0)
+    _, _, kept = training_bytes(model, config.optim, config.train.ema > 0)
     num_shards = world.size // mesh_sizes(mesh, config)[REPLICATE]
     steps_left = config.train.steps - state.step
     lack = disk_space_warning(place, config.checkpoint, weights + kept * num_shards, steps_left)

@@ -43,7 +43,7 @@ class UnitNorms:
     def begin_step(self, step: int) -> None:
         self._is_due = self._log.norms_every > 0 and step % self._log.norms_every == 0
 
-    def follow(self, is_finite: torch.Tensor | None = None) -> None:
+    def after_step(self, is_finite: torch.Tensor | None = None) -> None:
         """Have the norms computed, in a step where they are due.  One all-reduce over the `shard` axis then."""
         if self._is_due:
             self._found = HostScalars(*self._squares())

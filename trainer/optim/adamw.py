@@ -22,10 +22,10 @@ from trainer.errors import setting_error
 from trainer.model.parameters import local, local_rows, seed_of
 from trainer.optim.rounding import keys_of, mix, random_bits, round_stochastically
 
-_MOST_GRAPHS = 64
+_MAX_GRAPHS = 64
 _NUM_COLUMNS = 12
 
-_PIECE = {"cpu": 2**16, "cuda": 2**30}
+_PIECE_ELEMENTS = {"cpu": 2**16, "cuda": 2**30}
 """Number of elements to update at a time.  Without a compiler their temporaries fit in the cache; with one, the limit
 is that they are counted in 32 bits.
 """
@@ -38,7 +38,7 @@ class FusedAdamW(torch.optim.AdamW):
     """
 
     algorithm = "AdamW"
-    looks_at_found_inf = True
+    supports_found_inf = True
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
         has_complex: bool = super()._init_group(group, *lists)  # type: ignore[misc]
@@ -60,7 +60,7 @@ class RoundingAdamW(torch.optim.Optimizer):
     """
 
     algorithm = "AdamW"
-    looks_at_found_inf = True
+    supports_found_inf = True
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class RoundingAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._state_dtype, self._stochastic = state_dtype, stochastic
         parameters = [p for group in self.param_groups for p in group["params"]]
-        self._places = {id(p): _place(p, names[id(p)], seed) if stochastic else (0, 0) for p in parameters}
+        self._positions = {id(p): _shard_position(p, names[id(p)], seed) if stochastic else (0, 0) for p in parameters}
         self._stacked: dict[tuple[int, ...], torch.Tensor] = {}
 
     @torch.no_grad()
@@ -103,7 +103,7 @@ class RoundingAdamW(torch.optim.Optimizer):
             torch._foreach_sub_(step_counts, [found_inf] * len(step_counts))
         steps = torch.stack(step_counts)
         numbers = _numbers(group, steps, found_inf, grad_scale)
-        places = self._place_of_all(parameters, steps.device)
+        places = self._shard_positions(parameters, steps.device)
         origins = torch.cat([keys_of(places[:, 0], steps)[:, None], places[:, 1:]], dim=1)
         for p, state, own, origin in zip(parameters, states, numbers.unbind(), origins.unbind(), strict=True):
             if not local(p).numel():
@@ -119,7 +119,7 @@ class RoundingAdamW(torch.optim.Optimizer):
                 state[name] = torch.zeros_like(parameter.detach(), dtype=self._state_dtype)
         return state
 
-    def _place_of_all(self, parameters: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    def _shard_positions(self, parameters: list[torch.Tensor], device: torch.device) -> torch.Tensor:
         """Return the seed and the position of the first element of each shard: int32, (P, 4), copied to the device
         once.
 
@@ -127,12 +127,12 @@ class RoundingAdamW(torch.optim.Optimizer):
         """
         key = tuple(id(p) for p in parameters)
         if key not in self._stacked:
-            places = [(*self._places[number], 0, 0) for number in key]
+            places = [(*self._positions[number], 0, 0) for number in key]
             self._stacked[key] = torch.tensor(places, dtype=torch.int32, device=device)
         return self._stacked[key]
 
 
-def _place(parameter: torch.Tensor, name: str, seed: int) -> tuple[int, int]:
+def _shard_position(parameter: torch.Tensor, name: str, seed: int) -> tuple[int, int]:
     """Return the seed of a parameter's bits, and the number of its elements before this shard: int32, wrapped."""
     rows = local_rows(parameter)
     if rows is None:
@@ -203,8 +203,8 @@ def _update_by_pieces(
     if device == "cuda":
         # Clone: views at different offsets of one tensor would cause recompilation.
         update, numbers, origin = _compiled_update(), numbers.clone(), origin.clone()
-    for start in range(0, count, _PIECE[device]):
-        piece = slice(start, min(count, start + _PIECE[device]))
+    for start in range(0, count, _PIECE_ELEMENTS[device]):
+        piece = slice(start, min(count, start + _PIECE_ELEMENTS[device]))
         here = torch.stack((origin[0], origin[1] + start)) if start else origin
         update([tensor[piece] for tensor in tensors], numbers, here, stochastic)
 
@@ -220,7 +220,7 @@ def _compiled_update() -> Callable[..., None]:
 
     def update(*arguments: Any) -> None:
         # Several models of several dtypes in one process can need more graphs than the default limit.
-        with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS):
+        with torch._dynamo.config.patch(recompile_limit=_MAX_GRAPHS):
             compiled(*arguments)
 
     return update

@@ -33,17 +33,17 @@ class WeightAverage:
         self._decay, self._is_evaluated = decay, is_evaluated
         self._parameters = dict(parameters) if decay else {}
         self._averages = {name: _like(parameter) for name, parameter in self._parameters.items()}
-        self._has_begun = False
+        self._has_started = False
 
     @torch.no_grad()
-    def follow(self, is_finite: torch.Tensor | None = None) -> None:
+    def after_step(self, is_finite: torch.Tensor | None = None) -> None:
         """Update the average with the current weights, unless the scalar `is_finite` is false.
 
         No host sync, no collectives.
         """
-        if not self._has_begun:
-            self._has_begun = True
-            self._take_weights()
+        if not self._has_started:
+            self._has_started = True
+            self._copy_weights()
             return
         share = 1.0 - self._decay
         for parameter, average in self._pairs():
@@ -57,17 +57,17 @@ class WeightAverage:
         for name, parameter in self._parameters.items():
             yield local(parameter.detach()), local(self._averages[name])
 
-    def _take_weights(self) -> None:
+    def _copy_weights(self) -> None:
         for parameter, average in self._pairs():
             average.copy_(parameter)
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """Swap in the average for the weights inside the block, which must not modify them.
 
         The weights are copied meanwhile; this needs no extra memory at the peak, since there are no gradients then.
         """
-        if not (self._has_begun and self._is_evaluated):
+        if not (self._has_started and self._is_evaluated):
             yield
             return
         kept = [parameter.clone() for parameter, _ in self._pairs()]
@@ -82,14 +82,14 @@ class WeightAverage:
     # -- as a part of the state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        if not self._has_begun:  # before the first step, the average is the weights
+        if not self._has_started:  # before the first step, the average is the weights
             with torch.no_grad():
-                self._take_weights()
+                self._copy_weights()
         weights = {name: for_checkpoint(average, self._parameters[name]) for name, average in self._averages.items()}
-        return {"has_begun": self._has_begun, "weights": weights}
+        return {"has_begun": self._has_started, "weights": weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._has_begun = state["has_begun"]
+        self._has_started = state["has_begun"]
         for name, average in self._averages.items():
             loaded = state["weights"][name]
             if local(loaded).data_ptr() != local(average).data_ptr():

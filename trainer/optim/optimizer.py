@@ -19,10 +19,10 @@ from trainer.model.parameters import local
 from trainer.optim.adamw import FusedAdamW, RoundingAdamW
 
 
-class Follower(Protocol):
+class StepListener(Protocol):
     """Is called after every optimizer step."""
 
-    def follow(self, is_finite: torch.Tensor | None) -> None:
+    def after_step(self, is_finite: torch.Tensor | None) -> None:
         """Handle a step, which was skipped if the scalar `is_finite` is false.  Must not wait for the device."""
 
 
@@ -31,7 +31,7 @@ class Optimizer:
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         self.parts = parts
-        self.followers: list[Follower] = []
+        self.step_listeners: list[StepListener] = []
         """Called after each step."""
 
     @classmethod
@@ -68,7 +68,7 @@ class Optimizer:
         needs a host sync to know whether gradients are finite, and so do offloaded parameters.
         """
         for part in self.parts:
-            is_fused = getattr(part, "looks_at_found_inf", False)
+            is_fused = getattr(part, "supports_found_inf", False)
             if not is_fused and is_finite is not None and not is_finite:
                 continue
             # Not on the CPU: the kernel divides by the inverse of `scale`, which is not bit-identical, and resumed runs
@@ -80,8 +80,8 @@ class Optimizer:
                 step_on_device(part, is_finite, scale if scales else None)
             else:
                 part.step()
-        for follower in self.followers:
-            follower.follow(is_finite)
+        for follower in self.step_listeners:
+            follower.after_step(is_finite)
 
     def zero_grad(self) -> None:
         for part in self.parts:
@@ -100,13 +100,13 @@ def step_on_device(part: torch.optim.Optimizer, is_finite: torch.Tensor | None, 
     """
     device = _device_of(part)
     given = {"found_inf": None if is_finite is None else ~is_finite, "grad_scale": None if scale is None else 1 / scale}
-    told = {name: value.float().to(device) for name, value in given.items() if value is not None}
-    for name, value in told.items():
+    attributes = {name: value.float().to(device) for name, value in given.items() if value is not None}
+    for name, value in attributes.items():
         setattr(part, name, value)
     try:
         part.step()
     finally:
-        for name in told:
+        for name in attributes:
             delattr(part, name)
 
 
@@ -142,22 +142,24 @@ def build_optimizer(model: nn.Module, config: OptimSection, seed: int = 0) -> Op
             adjust_lr_fn="match_rms_adamw",
         )
         return Optimizer(muon, _build("adamw", decayed, rest, config)) if decayed or rest else Optimizer(muon)
-    if _keeps_bfloat16([*decayed, *rest], config):
+    if _needs_rounding([*decayed, *rest], config):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        own = (names, seed, config.lr, config.betas, config.eps)
+        arguments = (names, seed, config.lr, config.betas, config.eps)
         dtype = getattr(torch, config.state_dtype)
-        return Optimizer(RoundingAdamW(_groups(decayed, rest, config), *own, dtype, config.rounding == "stochastic"))
+        return Optimizer(
+            RoundingAdamW(_groups(decayed, rest, config), *arguments, dtype, config.rounding == "stochastic")
+        )
     return Optimizer(_build("adamw", decayed, rest, config))
 
 
-def moments_of(model: nn.Module, config: OptimSection) -> dict[int, tuple[int, int]]:
+def optimizer_state_sizes(model: nn.Module, config: OptimSection) -> dict[int, tuple[int, int]]:
     """Return the size of the configured optimizer's state for each parameter, by the parameter's id.
 
     The size is the number of tensors of the parameter's shape, and the bytes per element.
     """
     decayed, rest = _split(model, config.decay_all)
     own_size = None
-    if config.name == "adamw" and _keeps_bfloat16([*decayed, *rest], config):
+    if config.name == "adamw" and _needs_rounding([*decayed, *rest], config):
         own_size = getattr(torch, config.state_dtype).itemsize
     one_each = {id(p) for p in (_matrices(model, decayed) if config.name == "muon" else ())}
     number = {"adamw": 2, "muon": 2, "sgd": int(config.momentum > 0)}[config.name]
@@ -168,11 +170,11 @@ AVERAGE_SIZE = 4
 """Bytes per element of an average of the weights."""
 
 
-def bytes_of_training(model: nn.Module, config: OptimSection, averages: bool = False) -> tuple[int, int, int]:
+def training_bytes(model: nn.Module, config: OptimSection, averages: bool = False) -> tuple[int, int, int]:
     """Return this rank's bytes of weights, of gradients, and of persistent state: optimizer state, and the average if
     any.
     """
-    moments = moments_of(model, config)
+    moments = optimizer_state_sizes(model, config)
     weights = gradients = kept = 0
     for parameter in model.parameters():
         numel, size = local(parameter).numel(), parameter.element_size()
@@ -183,7 +185,7 @@ def bytes_of_training(model: nn.Module, config: OptimSection, averages: bool = F
     return weights, gradients, kept
 
 
-def _keeps_bfloat16(parameters: list[nn.Parameter], config: OptimSection) -> bool:
+def _needs_rounding(parameters: list[nn.Parameter], config: OptimSection) -> bool:
     """Return whether AdamW must round; otherwise torch's, which does not round, is a single fused kernel."""
     return config.state_dtype == "bfloat16" or any(p.dtype == torch.bfloat16 for p in parameters)
 
@@ -251,9 +253,9 @@ class Schedule:
             return float(first * (last / first) ** ((step - 1) / max(1, self.num_steps - 1)))
         if step <= warmup:
             return self.peak * step / warmup
-        return self.peak * (shape.min_lr_ratio + (1 - shape.min_lr_ratio) * self._height(step))
+        return self.peak * (shape.min_lr_ratio + (1 - shape.min_lr_ratio) * self._relative_height(step))
 
-    def _height(self, step: int) -> float:
+    def _relative_height(self, step: int) -> float:
         """Return the height between floor (0) and peak (1) after the warmup.
 
         The last step is at the floor.  If the floor is zero, that step would change nothing, and a run of one step

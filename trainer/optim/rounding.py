@@ -24,12 +24,12 @@ def mix(words: torch.Tensor) -> torch.Tensor:
     Products wrap around.  The constants are `lowbias32` of C.  Wellons' hash prospector,
     https://nullprogram.com/blog/2018/07/31/.
     """
-    words = (words ^ _shifted(words, 16)) * 0x7FEB352D
-    words = (words ^ _shifted(words, 15)) * (0x846CA68B - 2**32)
-    return words ^ _shifted(words, 16)
+    words = (words ^ _shift_right(words, 16)) * 0x7FEB352D
+    words = (words ^ _shift_right(words, 15)) * (0x846CA68B - 2**32)
+    return words ^ _shift_right(words, 16)
 
 
-def _shifted(words: torch.Tensor, by: int) -> torch.Tensor:
+def _shift_right(words: torch.Tensor, by: int) -> torch.Tensor:
     """Logical right shift of int32; torch's own shift is arithmetic."""
     return (words >> by) & ((1 << (32 - by)) - 1)
 

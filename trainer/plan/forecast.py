@@ -18,7 +18,7 @@ from trainer.errors import UserError, print_stderr, redact
 from trainer.metrics.console import readable_bytes
 from trainer.metrics.meter import peak_memory_gib, resident_gib
 from trainer.model.parameters import local
-from trainer.optim.optimizer import AVERAGE_SIZE, Optimizer, bytes_of_training
+from trainer.optim.optimizer import AVERAGE_SIZE, Optimizer, training_bytes
 from trainer.plan.machine import GIB, Machine, find_machine
 from trainer.plan.plan import Plan, make_plan
 from trainer.plan.search import Choice, asks_for_auto, remedies, settle
@@ -109,7 +109,7 @@ class Forecast:
         """Measure, on a CPU, what this process takes besides its tensors, now that the run is about to begin."""
         if self._world.device.type != "cpu":
             return
-        weights, _, kept = bytes_of_training(model, self._config.optim, self._config.train.ema > 0)
+        weights, _, kept = training_bytes(model, self._config.optim, self._config.train.ema > 0)
         held = weights * (1 + self._config.has_reference_model) + sum(buffer.nbytes for buffer in model.buffers())
         states = [state for part in optimizer.parts for state in part.state.values()]
         if any(states):  # a resumed run has loaded them

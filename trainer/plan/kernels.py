@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_backward_flop, sdpa_flop
 
-from trainer.loss import as_on_a_gpu
+from trainer.loss import use_gpu_chunks
 from trainer.model.fake import GROUPED_PRODUCT
 from trainer.sequence import attention
 
@@ -169,7 +169,7 @@ def use_gpu_kernels(model: nn.Module) -> None:
                 return forward(*args, **kwargs)
             is_on = True
             try:
-                with _GpuKernels(), as_on_a_gpu(), attention.as_on_a_gpu(_GpuKernels):
+                with _GpuKernels(), use_gpu_chunks(), attention.use_gpu_attention(_GpuKernels):
                     return forward(*args, **kwargs)
             finally:
                 is_on = False

@@ -33,7 +33,7 @@ from trainer.model.parameters import tied_names
 from trainer.model.recompute import OperatorId
 from trainer.model.shard import apply_activation_checkpointing, forbid_view_outputs, saved_by_budget
 from trainer.model.units import ShardUnit, find_blocks, find_units, is_embedding_unit
-from trainer.optim.optimizer import moments_of
+from trainer.optim.optimizer import optimizer_state_sizes
 from trainer.plan.kernels import use_gpu_kernels
 from trainer.plan.recorder import MemoryMeter, Recorder
 from trainer.plan.repetition import Repetition, without_block_marks
@@ -105,7 +105,7 @@ def _trace(
     units = find_units(model, config.recipe, config.fsdp.wrap)
     blocks = find_blocks(model, config.recipe)
     kept = saved_by_budget(model, blocks, config, checkpointing, micro_batch_size)
-    facts = _unit_facts(model, units, moments_of(model, config.optim))
+    facts = _unit_facts(model, units, optimizer_state_sizes(model, config.optim))
     if device_type == "cuda":  # one that is not there cannot be faked: on a CPU build of torch autograd refuses it
         use_gpu_kernels(model)
     compute_dtype = getattr(torch, config.fsdp.param_dtype)

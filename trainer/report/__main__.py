@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.errors import EXIT_FINISHED, CommandParser, print_stdout, run_command, setting_error
-from trainer.files import making, replacing
+from trainer.files import replacing, writing_to
 from trainer.report.charts import draw_png
 from trainer.report.live import PORT, serve, watch
 from trainer.report.page import facts_of, write_comparison, write_page
@@ -67,7 +67,7 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> tuple[Path
     picture = page.with_suffix(".png")
     contents = {page: html.encode(), picture: draw_png(runs, title, facts_of(one) if one else "")}
     try:
-        with making("--out", page, sum(map(len, contents.values()))):
+        with writing_to("--out", page, sum(map(len, contents.values()))):
             _write(contents)
     except OSError as error:
         rule = f"cannot be written ({error.strerror})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from trainer.checkpoint.interval import costs_of, sentences
+from trainer.checkpoint.interval import costs_of, describe_costs
 from trainer.config import CheckpointSection, RunConfig
 from trainer.report.story import Run
 
@@ -25,7 +25,7 @@ def saving_of(run: Run) -> dict[str, str]:
     costs = costs_of(RunConfig(checkpoint=section), int(num_nodes), 0.0, run.experience)
     step_s = run.median("step_s")
     every_s = every * step_s if isinstance(every, int) and step_s else costs.best_s
-    return sentences(costs, every_s, int(num_nodes))
+    return describe_costs(costs, every_s, int(num_nodes))
 
 
 def _number(value: Any) -> float | None:

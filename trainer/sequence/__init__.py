@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import torch
 
-from trainer.sequence.attention import attend_further, attend_whole
+from trainer.sequence.attention import attend_cached, attend_full
 from trainer.sequence.context import attend_slices
 from trainer.sequence.documents import Cache, Documents, find_borders
-from trainer.sequence.slices import current_slices, forget_slices, slice_sequences, sliced, take, whole
+from trainer.sequence.slices import current_slices, forget_slices, slice_sequences, sliced, take_slice, whole
 
 __all__ = [
     "Cache",
@@ -50,10 +50,10 @@ def attend(
     backward pass; or, by heads, two all-to-alls forward and two backward.
     """
     if isinstance(documents, Cache):
-        return attend_further(q_BNTH, *documents.extend(k_BKTH, v_BKTH))
+        return attend_cached(q_BNTH, *documents.extend(k_BKTH, v_BKTH))
     slices = current_slices()
     if slices is None:
-        return attend_whole(q_BNTH, k_BKTH, v_BKTH, documents, dropout)
+        return attend_full(q_BNTH, k_BKTH, v_BKTH, documents, dropout)
     return attend_slices(slices, q_BNTH, k_BKTH, v_BKTH, documents, dropout)
 
 
@@ -73,4 +73,4 @@ def positions(
         counted = torch.arange(tokens_BT.shape[1] if slices is None else slices.seq_len, device=tokens_BT.device)
     else:
         counted = documents.positions_BT
-    return counted if slices is None else take(slices, counted)
+    return counted if slices is None else take_slice(slices, counted)

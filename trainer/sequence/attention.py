@@ -32,37 +32,37 @@ OPERATORS = frozenset(
 
 Kernels: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 
-_planned: Kernels | None = None
+_gpu_kernels: Kernels | None = None
 
 
 @contextmanager
-def as_on_a_gpu(kernels: Kernels) -> Iterator[None]:
+def use_gpu_attention(kernels: Kernels) -> Iterator[None]:
     """Attend as on a GPU, where no causal mask is materialized, for plans on fake tensors.
 
-    kernels: creates a context that stands in for GPU kernels; it is entered again when `as_now` recomputes.
+    kernels: creates a context that stands in for GPU kernels; it is entered again when `with_current_kernels` recomputes.
     """
-    global _planned
-    before, _planned = _planned, kernels
+    global _gpu_kernels
+    before, _gpu_kernels = _gpu_kernels, kernels
     try:
         yield
     finally:
-        _planned = before
+        _gpu_kernels = before
 
 
-def as_now(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def with_current_kernels(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Wrap an attention function to run later, in the backward pass, with the stand-in kernels active now."""
-    kernels = _planned
+    kernels = _gpu_kernels
     if kernels is None:
         return function
 
     def run(*args: Any) -> torch.Tensor:
-        with as_on_a_gpu(kernels), kernels():
+        with use_gpu_attention(kernels), kernels():
             return function(*args)
 
     return run
 
 
-def attend_whole(
+def attend_full(
     q_BNQH: torch.Tensor,
     k_BKTH: torch.Tensor,
     v_BKTH: torch.Tensor,
@@ -74,7 +74,7 @@ def attend_whole(
     See `trainer.sequence.attend`.
     """
     grouped = k_BKTH.shape[1] != q_BNQH.shape[1]
-    if grouped and not _takes_groups(q_BNQH.device.type, q_BNQH.dtype):
+    if grouped and not _supports_grouped_heads(q_BNQH.device.type, q_BNQH.dtype):
         heads_a_group, grouped = q_BNQH.shape[1] // k_BKTH.shape[1], False
         k_BKTH, v_BKTH = (tensor.repeat_interleave(heads_a_group, 1) for tensor in (k_BKTH, v_BKTH))
     if documents is None:
@@ -82,12 +82,12 @@ def attend_whole(
     if q_BNQH.is_cuda and q_BNQH.dtype in (torch.bfloat16, torch.float16) and not dropout:
         return _attend_packed(q_BNQH, k_BKTH, v_BKTH, documents)
     if not q_BNQH.is_cuda and not torch.compiler.is_compiling() and not documents.are_tiny:
-        return _attend_in_turn(q_BNQH, k_BKTH, v_BKTH, documents, dropout)
+        return _attend_per_document(q_BNQH, k_BKTH, v_BKTH, documents, dropout)
     mask = documents.mask
     return F.scaled_dot_product_attention(q_BNQH, k_BKTH, v_BKTH, attn_mask=mask, dropout_p=dropout, enable_gqa=grouped)
 
 
-def attend_further(q_BNQH: torch.Tensor, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor) -> torch.Tensor:
+def attend_cached(q_BNQH: torch.Tensor, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor) -> torch.Tensor:
     """Attend from the last Q of T tokens, during generation."""
     num_new, num_all = q_BNQH.shape[2], k_BKTH.shape[2]
     grouped = k_BKTH.shape[1] != q_BNQH.shape[1]
@@ -96,7 +96,7 @@ def attend_further(q_BNQH: torch.Tensor, k_BKTH: torch.Tensor, v_BKTH: torch.Ten
     return _attend_causally(q_BNQH, k_BKTH, v_BKTH, 0.0, grouped)
 
 
-def _takes_groups(device_type: str, dtype: torch.dtype) -> bool:
+def _supports_grouped_heads(device_type: str, dtype: torch.dtype) -> bool:
     """Return whether a kernel that never materializes all scores supports grouped-query heads; in fp32 on a GPU none
     does.
     """
@@ -108,16 +108,16 @@ def _attend_causally(
 ) -> torch.Tensor:
     num_new, num_all = q_BNQH.shape[2], k_BKTH.shape[2]
     options: dict[str, Any] = {"dropout_p": dropout, "enable_gqa": grouped}
-    if num_new == num_all or (not q_BNQH.is_cuda and _planned is not None):
+    if num_new == num_all or (not q_BNQH.is_cuda and _gpu_kernels is not None):
         return F.scaled_dot_product_attention(q_BNQH, k_BKTH, v_BKTH, is_causal=True, **options)
     if q_BNQH.is_cuda:
         bias = causal_lower_right(num_new, num_all)  # which GPU kernels never materialize
         return F.scaled_dot_product_attention(q_BNQH, k_BKTH, v_BKTH, bias, **options)
-    mask = _last_to_first(q_BNQH, num_all)
+    mask = _reversed_causal_mask(q_BNQH, num_all)
     return F.scaled_dot_product_attention(q_BNQH.flip(2), k_BKTH, v_BKTH, mask, **options).flip(2)
 
 
-def _last_to_first(q_BNQH: torch.Tensor, num_all: int) -> torch.Tensor:
+def _reversed_causal_mask(q_BNQH: torch.Tensor, num_all: int) -> torch.Tensor:
     """Return the mask of the last Q of T tokens, in reverse order: (Q, T), 0 where attention is allowed, else -inf.
 
     Each row is the previous one shifted by one: a strided view of Q + T numbers, for any length.
@@ -128,7 +128,7 @@ def _last_to_first(q_BNQH: torch.Tensor, num_all: int) -> torch.Tensor:
     return line.as_strided((num_new, num_all), (1, 1))
 
 
-def _attend_in_turn(
+def _attend_per_document(
     q_BNQH: torch.Tensor, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor, documents: Documents, dropout: float
 ) -> torch.Tensor:
     grouped, num_queries = k_BKTH.shape[1] != q_BNQH.shape[1], q_BNQH.shape[2]
@@ -146,9 +146,9 @@ def _attend_in_turn(
     return torch.cat(rows)
 
 
-_TAKES = inspect.signature(varlen_attn).parameters
-_CAUSAL: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in _TAKES else {"is_causal": True}
-_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _TAKES else {}
+_VARLEN_PARAMETERS = inspect.signature(varlen_attn).parameters
+_CAUSAL: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in _VARLEN_PARAMETERS else {"is_causal": True}
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _VARLEN_PARAMETERS else {}
 """Arguments of this torch version for a causal mask and for grouped-query heads, which some versions support
 implicitly.
 """

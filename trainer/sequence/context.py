@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from trainer.config import Slices
 from trainer.distributed.exchange import exchange_parts, gather_parts
 from trainer.errors import UserError, setting_error
-from trainer.sequence.attention import OPERATORS, as_now, attend_whole
+from trainer.sequence.attention import OPERATORS, attend_full, with_current_kernels
 from trainer.sequence.documents import Documents
 
 
@@ -49,8 +49,10 @@ def _attend_gathered(
     """Gather all keys and values; they are freed when this call ends if the backward pass gathers them again."""
     if not slices.regathers_in_backward:
         return _attend_to_all(slices, q_BNtH, k_BKtH, v_BKtH, documents, dropout)
-    kept: Any = {"use_reentrant": False, "context_fn": _keep_attended, "preserve_rng_state": dropout > 0}
-    found: torch.Tensor = checkpoint(as_now(_attend_to_all), slices, q_BNtH, k_BKtH, v_BKtH, documents, dropout, **kept)
+    kept: Any = {"use_reentrant": False, "context_fn": _save_attention_outputs, "preserve_rng_state": dropout > 0}
+    found: torch.Tensor = checkpoint(
+        with_current_kernels(_attend_to_all), slices, q_BNtH, k_BKtH, v_BKtH, documents, dropout, **kept
+    )
     return found
 
 
@@ -63,26 +65,26 @@ def _attend_to_all(
     dropout: float,
 ) -> torch.Tensor:
     """Let each piece attend to the preceding part of the sequence."""
-    k_BKTH, v_BKTH = _in_order(gather_parts(torch.stack((k_BKtH, v_BKtH)), slices.count, slices.group)).unbind()
+    k_BKTH, v_BKTH = _reassemble(gather_parts(torch.stack((k_BKtH, v_BKtH)), slices.count, slices.group)).unbind()
     found = []
     for number, (q_BNSH, (_, stop)) in enumerate(zip(q_BNtH.chunk(2, 2), slices.pieces, strict=True)):
-        apart = None if documents is None else documents.pieces[number]
-        found.append(attend_whole(q_BNSH, k_BKTH[:, :, :stop], v_BKTH[:, :, :stop], apart, dropout))
+        piece_documents = None if documents is None else documents.pieces[number]
+        found.append(attend_full(q_BNSH, k_BKTH[:, :, :stop], v_BKTH[:, :, :stop], piece_documents, dropout))
     return torch.cat(found, 2)
 
 
-def _in_order(slices_C2BKtH: torch.Tensor) -> torch.Tensor:
+def _reassemble(slices_C2BKtH: torch.Tensor) -> torch.Tensor:
     """Reassemble the sequence from all slices: (2, B, K, T, H).  One copy, also in the backward pass."""
     heads_C2BKSH, tails_C2BKSH = slices_C2BKtH.unflatten(-2, (2, -1)).unbind(-3)
     return torch.cat([*heads_C2BKSH.unbind(), *reversed(tails_C2BKSH.unbind())], -2)
 
 
-def _keep_attended() -> Any:
+def _save_attention_outputs() -> Any:
     """Return the contexts of `torch.utils.checkpoint` that save only the outputs of attention kernels."""
-    return create_selective_checkpoint_contexts(_is_kept)
+    return create_selective_checkpoint_contexts(_policy)
 
 
-def _is_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -106,6 +108,6 @@ def _attend_by_heads(
     sizes = [part.shape[2] for part in parts_BCXtH]
     received_CBXtH = exchange_parts(torch.cat(parts_BCXtH, 2).transpose(0, 1), slices.group)
     q_BnTH, k_BkTH, v_BkTH = received_CBXtH.movedim(0, 2).flatten(2, 3).split(sizes, 1)
-    found_BnTH = attend_whole(q_BnTH, k_BkTH, v_BkTH, documents, dropout)
+    found_BnTH = attend_full(q_BnTH, k_BkTH, v_BkTH, documents, dropout)
     parts_CBntH = exchange_parts(found_BnTH.unflatten(2, (num_ranks, -1)).movedim(2, 0), slices.group)
     return parts_CBntH.movedim(0, 1).flatten(1, 2)
