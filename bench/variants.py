@@ -41,7 +41,7 @@ class TorchClip(Trainer):
     """Clips with torch's own function, which takes the gradients as they are: DTensors."""
 
     def fit(self) -> int:
-        with mock.patch("trainer.trainer.find_clipping", _clip_as_torch_does):
+        with mock.patch("trainer.trainer.norm_and_clip_factor", _clip_as_torch_does):
             return super().fit()
 
 

@@ -111,8 +111,8 @@ def tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     """Tokens of which all parts are built, and no manifest is there yet."""
     monkeypatch.setattr("trainer.data.ingest.units.MIN_UNIT_BYTES", 1300)
-    monkeypatch.setattr("trainer.data.ingest.builder.usual_procs", lambda: 1)
-    monkeypatch.setattr("trainer.data.tokenized_cache.usual_procs", lambda: 1)
+    monkeypatch.setattr("trainer.data.ingest.builder.default_num_procs", lambda: 1)
+    monkeypatch.setattr("trainer.data.tokenized_cache.default_num_procs", lambda: 1)
     data = of_text(tmp_path)
 
     def interrupt() -> None:

@@ -117,7 +117,7 @@ def own_adamw(model: nn.Module, state_dtype: torch.dtype, stochastic: bool = Tru
 
 def test_random_bits_are_for_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a shard along another dimension than the first, which cannot say which rows it holds."""
-    monkeypatch.setattr("trainer.optim.adamw.own_rows", lambda parameter: None)
+    monkeypatch.setattr("trainer.optim.adamw.local_rows", lambda parameter: None)
     model = small_model(torch.bfloat16)
     with pytest.raises(UserError, match=r"rounding=stochastic: 0\.weight is not split .*\n.*rounding=nearest"):
         own_adamw(model, torch.bfloat16)

@@ -444,7 +444,7 @@ def test_one_rank_trains_a_plain_module_and_comes_to_the_same(
     trainer.close()
     losses = losses_of("llama_small", [*overrides, f"run.dir={tmp_path / 'whole'}"], 5)
     for module in ("trainer.model.shard", "trainer.plan.plan"):
-        monkeypatch.setattr(sys.modules[module], "stays_whole", lambda config, num_shards: False)
+        monkeypatch.setattr(sys.modules[module], "is_unsharded", lambda config, num_shards: False)
     assert losses_of("llama_small", [*overrides, f"run.dir={tmp_path / 'sharded'}"], 5) == losses
 
 
@@ -592,7 +592,7 @@ def train_each_way(folder: Path) -> list[list[tuple[float, float]]]:
     found = []
     for number, own in enumerate([[], [], ["fsdp.separate_reduce=true"]]):
         config = load_config("llama_small", [*LLAMA, "train.steps=5", *own, f"run.dir={folder / str(number)}"])
-        with mock.patch("trainer.model.shard.is_looked_up", return_value=False) if number == 1 else nullcontext():
+        with mock.patch("trainer.model.shard.is_embedding_unit", return_value=False) if number == 1 else nullcontext():
             trainer = Trainer(config)
         with closing(trainer.steps()) as steps:
             found.append([(record.loss, record.grad_norm) for record in steps])
