@@ -39,7 +39,7 @@ _gpu_kernels: Kernels | None = None
 def use_gpu_attention(kernels: Kernels) -> Iterator[None]:
     """Attend as on a GPU, where no causal mask is materialized, for plans on fake tensors.
 
-    kernels: creates a context that stands in for GPU kernels; it is entered again when `with_current_kernels` recomputes.
+    kernels: creates a context that stands in for GPU kernels; it is re-entered when `with_current_kernels` recomputes.
     """
     global _gpu_kernels
     before, _gpu_kernels = _gpu_kernels, kernels
