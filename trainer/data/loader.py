@@ -425,7 +425,7 @@ class EvalLoader:
         except WaitAbandoned:
             nothing = np.full(self._shape[-1], -1)
             yield _raise_if_failed(_tensors(self._batches.read(nothing), pins=False))
-            raise TrainingFailed("held-out data do not come, and the run was asked to stop") from None
+            raise TrainingFailed("held-out data did not arrive, and the run was asked to stop") from None
         finally:
             prefetcher.close()
 

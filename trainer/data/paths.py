@@ -87,14 +87,14 @@ def _left_out_summary(shards: Sequence[Shard]) -> str:
     A few empty documents are normal and give no warning.
     """
     folders = {Path(shard.path).parent for shard in shards if not shard.is_remote}
-    tally = DocumentCounts()
+    counts = DocumentCounts()
     for folder in folders:
         with contextlib.suppress(ShardError, OSError):
-            tally.add(DocumentCounts.of(Manifest.read(folder / MANIFEST)))
-    total = tally.documents + tally.bad
-    lines = [f"warning: {describe(tally)}"] if tally.bad else []
-    if tally.empty > _USUAL_EMPTY_SHARE * total:
-        lines.append(f"warning: {tally.empty:,} of {total:,} documents are empty, and left out")
+            counts.add(DocumentCounts.of(Manifest.read(folder / MANIFEST)))
+    total = counts.documents + counts.bad
+    lines = [f"warning: {describe(counts)}"] if counts.bad else []
+    if counts.empty > _USUAL_EMPTY_SHARE * total:
+        lines.append(f"warning: {counts.empty:,} of {total:,} documents are empty, and left out")
     return "\n".join(lines)
 
 
