@@ -549,7 +549,7 @@ DEFECTS: list[Defect] = [
         "checkpoints-gone",
         "EarlierAttempts.check",
         "if found is None:",
-        "if found is None and past.witness == STATUS:",
+        "if found is None and past.source_file == STATUS:",
     ),
     Defect(
         "superseded-lines-erased",
@@ -568,7 +568,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "copy-appends-to-the-originals-wandb",
         "run-folders",
-        "EarlierAttempts.leave_identity",
+        "EarlierAttempts.drop_wandb_identity",
         'self._folder.move_aside("wandb")',
         "self._folder.move_aside()",
         by_campaign=True,
@@ -676,8 +676,8 @@ DEFECTS: list[Defect] = [
         "room-for-fewer",
         "room",
         "disk_space_warning",
-        "still = (demand.at_once - len(existing)) * num_bytes",
-        "still = (demand.at_once - len(existing) - 1) * num_bytes",
+        "still = (counts.num_at_peak - len(existing)) * num_bytes",
+        "still = (counts.num_at_peak - len(existing) - 1) * num_bytes",
     ),
     Defect(
         "checkpoint-not-held",
@@ -883,7 +883,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "killed-by-whom",
         "killed-rank",
-        "find_killed",
+        "describe_killed",
         "if end.exitcode < 0 and end.timestamp <= first + 1}",
         "if end.exitcode > 0 and end.timestamp <= first + 1}",
     ),

@@ -16,9 +16,9 @@ from tests.forked import popen
 from tests.ranks import Ran, run_command
 from trainer.distributed.dead_ranks import (
     Process,
+    describe_dead,
     describe_end,
-    find_dead,
-    find_killed,
+    describe_killed,
     is_lost_connection,
     this_process,
 )
@@ -29,7 +29,7 @@ RUN = [*MLP, "train.steps=8", "eval.every=0", "log.every=1", "log.sample_tokens=
 
 
 @dataclass
-class End:
+class WorkerExit:
     pid: int
     exitcode: int
     timestamp: int = 100
@@ -38,20 +38,29 @@ class End:
 @pytest.mark.parametrize(
     ("ends", "named"),
     [
-        ({0: End(10, 1), 1: End(11, -9)}, ["rank 1 (process 11) was killed by SIGKILL"]),
-        ({0: End(10, -11), 1: End(11, -15)}, ["rank 0 (process 10) was killed by SIGSEGV"]),
-        ({0: End(10, -9), 1: End(11, -9)}, ["rank 0 (process 10) was killed by SIGKILL", "rank 1 (process 11)"]),
-        ({0: End(10, -15), 1: End(11, -15)}, ["rank 0 (process 10) was killed by SIGTERM", "rank 1 (process 11)"]),
-        ({0: End(10, 1), 1: End(11, -9, timestamp=700)}, []),
-        ({0: End(10, 1), 1: End(11, -15)}, []),
-        ({0: End(10, 2), 1: End(11, 2)}, []),
-        ({rank: End(10 + rank, -7) for rank in range(9)}, ["rank 3 (process 13) was killed by SIGBUS", "and 5 more"]),
-        ({0: End(10, -40)}, ["rank 0 (process 10) was killed by signal 40"]),
+        ({0: WorkerExit(10, 1), 1: WorkerExit(11, -9)}, ["rank 1 (process 11) was killed by SIGKILL"]),
+        ({0: WorkerExit(10, -11), 1: WorkerExit(11, -15)}, ["rank 0 (process 10) was killed by SIGSEGV"]),
+        (
+            {0: WorkerExit(10, -9), 1: WorkerExit(11, -9)},
+            ["rank 0 (process 10) was killed by SIGKILL", "rank 1 (process 11)"],
+        ),
+        (
+            {0: WorkerExit(10, -15), 1: WorkerExit(11, -15)},
+            ["rank 0 (process 10) was killed by SIGTERM", "rank 1 (process 11)"],
+        ),
+        ({0: WorkerExit(10, 1), 1: WorkerExit(11, -9, timestamp=700)}, []),
+        ({0: WorkerExit(10, 1), 1: WorkerExit(11, -15)}, []),
+        ({0: WorkerExit(10, 2), 1: WorkerExit(11, 2)}, []),
+        (
+            {rank: WorkerExit(10 + rank, -7) for rank in range(9)},
+            ["rank 3 (process 13) was killed by SIGBUS", "and 5 more"],
+        ),
+        ({0: WorkerExit(10, -40)}, ["rank 0 (process 10) was killed by signal 40"]),
         ({}, []),
     ],
 )
 def test_who_was_killed(ends: dict[int, Any], named: list[str]) -> None:
-    found = find_killed(ends)
+    found = describe_killed(ends)
     assert bool(found) == bool(named)
     for words in named:
         assert words in found, found
@@ -69,15 +78,15 @@ def test_what_says_that_another_rank_has_gone() -> None:
 
 def test_neighbours_that_live_and_those_that_are_elsewhere() -> None:
     here = this_process()
-    assert find_dead([here, Process("another machine", 2**22 + 1)], 0.0) == ""
-    assert find_dead([here, Process(here.machine, 2**22 + 1)], 0.0) == describe_end(1, 2**22 + 1, None)
+    assert describe_dead([here, Process("another machine", 2**22 + 1)], 0.0) == ""
+    assert describe_dead([here, Process(here.machine, 2**22 + 1)], 0.0) == describe_end(1, 2**22 + 1, None)
 
 
 @pytest.mark.slow
 def test_a_neighbour_that_nobody_has_buried() -> None:
     child = popen(["sleep", "1000"])
     child.send_signal(signal.SIGBUS)
-    found = find_dead([this_process(), Process(this_process().machine, child.pid)], 10.0)
+    found = describe_dead([this_process(), Process(this_process().machine, child.pid)], 10.0)
     child.wait()
     assert found == f"rank 1 (process {child.pid}) was killed by SIGBUS"
 

@@ -72,7 +72,11 @@ class OnPairs(PreferenceTrainer):
         return TrainLoader.from_config(Pairs(), self.config, self.world.rank, self.world.size, self.world.device)
 
     def build_eval_loader(self) -> Iterable[Batch] | None:
-        return EvalLoader.from_config(Pairs(), self.config, self.world.rank, self.world.size) if self.config.eval.every else None
+        return (
+            EvalLoader.from_config(Pairs(), self.config, self.world.rank, self.world.size)
+            if self.config.eval.every
+            else None
+        )
 
 
 def train(base: str, folder: str, overrides: list[str]) -> list[dict[str, Any]]:

@@ -161,7 +161,7 @@ def test_how_a_run_ends(case: str, run: Run) -> None:
             raise error
     else:
         if state == "stopped":
-            run.life.stop.at_once = False
+            run.life.stop.exits_on_sigterm = False
             run.life.stop.watch(None, deadline=0.0)
             run.step_sync.all_reduce()
             assert run.life.stopping
@@ -225,9 +225,9 @@ def test_what_hangs_leaves_word_first(run: Run) -> None:
 
 def test_another_ranks_failure_is_written_from_another_thread(run: Run) -> None:
     run.begin()
-    (listener,) = run.world.failures
+    (listener,) = run.world.failure_listeners
     listener.peer_failed()
-    assert run.life.stop.at_once
+    assert run.life.stop.exits_on_sigterm
     listener.before_exit(1.0, "rank 1: gone")
     assert run.said == ["status failed 1 rank 1: gone", "wait for the save"]
 

@@ -242,7 +242,7 @@ def relocate(base: Path, is_refused: bool) -> tuple[str, list[Path]]:
     config = tiny_config(base / "run", f"checkpoint.dir={base / 'run' / 'a' / 'b'}")
     world = World(config)
     folder, places = RunFolder(config, world.is_main), list[Path]()
-    world.agreed(folder.own)
+    world.agreed(folder.acquire)
     if world.is_main:
         (base / "run").rename(base / "renamed")
 
@@ -286,7 +286,7 @@ def test_checkpoints_deep_inside_the_folder_of_the_run(tmp_path: Path) -> None:
 
 def test_parents_made_for_nothing_go(tmp_path: Path) -> None:
     folder = RunFolder(tiny_config(tmp_path / "run", f"checkpoint.dir={tmp_path / 'run' / 'a' / 'b'}"), True)
-    folder.own()
+    folder.acquire()
     assert (tmp_path / "run" / "a").is_dir()
     folder.release()
     assert not (tmp_path / "run").exists()

@@ -615,7 +615,7 @@ def test_status_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
     folder = RunFolder(tiny_config(tmp_path), is_main=True)
     folder.write_status("running", None, 0, "")
     assert not (tmp_path / "status.json").exists(), "of a folder that it does not own"
-    folder.own()
+    folder.acquire()
     folder.write_status("running", None, 0, "")
     done = threading.Event()
 
@@ -657,7 +657,7 @@ def test_a_status_that_cannot_be_written_is_tried_again(
     """Storage that is away for a moment just as the run ends: `running` would stand there for good."""
     monkeypatch.setattr(rundir, "_PAUSES_S", (0.0, 0.0))
     folder = RunFolder(tiny_config(tmp_path / "run"), is_main=True)
-    folder.own()
+    folder.acquire()
     folder.write_status("running", None, 0, "")
     works, left = getattr(os, name), [2]
 

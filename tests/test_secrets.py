@@ -191,7 +191,7 @@ def test_a_mistake_shows_no_credentials(tmp_path: Path, capsys: pytest.CaptureFi
     assert PASSWORD not in str(setting_error("train.init_from", url, "is not there", url))
     print_stderr(f"Traceback\n  open({url!r})")
     folder = RunFolder(tiny_config(tmp_path / "run"), is_main=True)
-    folder.own()
+    folder.acquire()
     folder.write_status("failed", 1, 3, f"OSError: {url} is away")
     assert "is away" in (tmp_path / "run" / "status.json").read_text()
     folder.release()

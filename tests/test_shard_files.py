@@ -150,7 +150,9 @@ def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
 
 
 def test_threads_that_share_few_descriptors_read_what_is_theirs(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(descriptors, "MAX_OPEN_FILES", 2)  # so that each read closes what another thread is reading from
+    monkeypatch.setattr(
+        descriptors, "MAX_OPEN_FILES", 2
+    )  # so that each read closes what another thread is reading from
     source, stream = many_shards(tmp_path, 60)
     expected = np.array(stream[: 59 * 4]).reshape(59, 4)
     wrong: list[object] = []

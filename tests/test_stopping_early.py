@@ -88,7 +88,7 @@ def asked() -> Iterator[PromptStop]:
     """A process that has been asked to stop."""
     prompt = PromptStop([], lambda _: 75)
     prompt.start()
-    prompt.hear("SIGTERM")
+    prompt.on_signal("SIGTERM")
     yield prompt
     prompt.cancel()
 

@@ -75,28 +75,28 @@ _IN_A_STREAK = (
 )
 
 
-def list_checkpoints(place: Storage, verify: bool = False) -> list[CheckpointEntry]:
+def list_checkpoints(storage: Storage, verify: bool = False) -> list[CheckpointEntry]:
     """Return every checkpoint in a folder, oldest first, then the quarantined ones.
 
     A run that is still training may save and prune checkpoints meanwhile; pruned ones are omitted, not damaged.
     """
     found: dict[int, CheckpointEntry] = {}
     for _ in range(_ROUNDS):
-        steps = list_steps(place)
+        steps = list_steps(storage)
         new = [step for step in steps if step not in found]
-        found |= {step: _entry(place, name_of(step), verify) for step in new}
+        found |= {step: _entry(storage, name_of(step), verify) for step in new}
         if not new or not found:
             break
-    aside = [CheckpointEntry(name, state="set aside") for name in place.quarantined_names()]
-    still = [step for step in sorted(found) if not found[step].damage or place.is_published(name_of(step))]
-    entries, best = [found[step] for step in still], best_step(place)
+    aside = [CheckpointEntry(name, state="set aside") for name in storage.quarantined_names()]
+    still = [step for step in sorted(found) if not found[step].damage or storage.is_published(name_of(step))]
+    entries, best = [found[step] for step in still], best_step(storage)
     for entry in entries:
         entry.is_best = entry.step is not None and entry.step == best
     return [*entries, *aside]
 
 
-def _entry(place: Storage, name: str, verify: bool) -> CheckpointEntry:
-    folder, entry = place / name, CheckpointEntry(name)
+def _entry(storage: Storage, name: str, verify: bool) -> CheckpointEntry:
+    folder, entry = storage / name, CheckpointEntry(name)
     try:
         manifest = read_manifest(folder)
     except FileNotFoundError:
@@ -186,22 +186,22 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 def _show(chosen: argparse.Namespace) -> int:
     if is_checkpoint(chosen.run_dir) and not chosen.diff:  # a single checkpoint, not a folder of checkpoints
         folder, name = split_parent(chosen.run_dir)
-        place = open_storage(folder)
-        entries = [_entry(place, name, chosen.verify)]
+        storage = open_storage(folder)
+        entries = [_entry(storage, name, chosen.verify)]
     else:
-        place = find_checkpoints(chosen.run_dir)
+        storage = find_checkpoints(chosen.run_dir)
         if chosen.diff:
-            _show_diff(place, chosen.diff, as_json=chosen.json, everything=chosen.all)
+            _show_diff(storage, chosen.diff, as_json=chosen.json, everything=chosen.all)
             return EXIT_FINISHED
-        entries = list_checkpoints(place, chosen.verify)
+        entries = list_checkpoints(storage, chosen.verify)
     if chosen.json:
         print_stdout(json.dumps([asdict(entry) for entry in entries]))
     else:
-        _show_list(place, entries)
+        _show_list(storage, entries)
     return EXIT_FAILED if any(entry.state == "damaged" for entry in entries) else EXIT_FINISHED
 
 
-def _show_list(place: Storage, entries: Sequence[CheckpointEntry]) -> None:
+def _show_list(storage: Storage, entries: Sequence[CheckpointEntry]) -> None:
     console = Console(highlight=False)
     has_loss = any(entry.evaluation for entry in entries)
     heads = ["checkpoint", "size", "age", "mesh", "torch", *(["held-out loss"] if has_loss else []), "state"]
@@ -211,7 +211,7 @@ def _show_list(place: Storage, entries: Sequence[CheckpointEntry]) -> None:
         loss = f"{entry.evaluation['loss']:.4f}{' best' * entry.is_best}" if "loss" in entry.evaluation else ""
         words = [entry.name, size, _age(entry.created), entry.mesh, entry.torch, *([loss] if has_loss else [])]
         rows.append([*map(printable, words), entry.state])
-    console.print(Text(printable(str(place)), style="bold"), soft_wrap=True)
+    console.print(Text(printable(str(storage)), style="bold"), soft_wrap=True)
     for line in table_lines(heads, rows, text_columns=(0, *range(3, len(heads)))):
         console.print(Text(line), soft_wrap=True)
     for entry in entries:
@@ -221,8 +221,8 @@ def _show_list(place: Storage, entries: Sequence[CheckpointEntry]) -> None:
             console.print(Text(printable(f"  {line}"), style="red"), soft_wrap=True)
 
 
-def _show_diff(place: Storage, names: Sequence[str], as_json: bool, everything: bool) -> None:
-    weights = [StoredWeights(_find_one(place, name)) for name in names]
+def _show_diff(storage: Storage, names: Sequence[str], as_json: bool, everything: bool) -> None:
+    weights = [StoredWeights(_find_one(storage, name)) for name in names]
     configuration = compare_stored(*(each.config_yaml for each in weights))
     changes = list(compare_tensors(*weights))
     if as_json:
@@ -256,13 +256,13 @@ def _rows(changes: Sequence[TensorChange]) -> Iterator[str]:
         yield f"  {line}"
 
 
-def _find_one(place: Storage, name: str) -> Storage:
+def _find_one(storage: Storage, name: str) -> Storage:
     if name.isdecimal():
-        steps = list_steps(place)
+        steps = list_steps(storage)
         if int(name) not in steps:
             raise setting_error("--diff", name, f"must be an existing step: {', '.join(map(str, steps))}")
-        return place / f"step_{int(name):08d}"
-    return place / name if name in place.names() else open_storage(name)
+        return storage / f"step_{int(name):08d}"
+    return storage / name if name in storage.names() else open_storage(name)
 
 
 def _size(num_bytes: int) -> str:

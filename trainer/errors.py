@@ -187,7 +187,7 @@ def _raise_on_signals() -> Iterator[None]:
 
     def end(number: int, frame: object) -> NoReturn:
         name = signal.Signals(number).name
-        prompt.hear(name)
+        prompt.on_signal(name)
         raise KeyboardInterrupt if number == signal.SIGINT else StopRequested(name)
 
     for number in caught:

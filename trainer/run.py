@@ -294,9 +294,9 @@ def run_trainer(config: RunConfig, own: type[Trainer] | None, act: Callable[[Tra
         trainer.close()
         return exit_code
     except UserError as error:
-        from trainer.distributed.world import part
+        from trainer.distributed.world import leave_store
 
-        part()
+        leave_store()
         return report(error, find_environment())
     except TrainingFailed as error:
         return report(error, find_environment(), EXIT_FAILED)

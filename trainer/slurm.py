@@ -180,10 +180,10 @@ def count_idle(lines: Sequence[str], job_id: str, step: int, min_steps: int) -> 
     lines: of attempts.log.  An attempt's steps are counted from its start to the start of the next attempt of any job;
     those of the latest attempt, to `step`.  An attempt of another job that shares the folder ends the row.
     """
-    begun = [(words[2], int(words[6])) for line in lines if (words := line.split())[7:8] == ["begins"]]
-    reached = [from_step for _, from_step in begun[1:]] + [step]
+    starts = [(words[2], int(words[6])) for line in lines if (words := line.split())[7:8] == ["begins"]]
+    reached = [from_step for _, from_step in starts[1:]] + [step]
     idle = 0
-    for (job, from_step), to_step in zip(begun, reached, strict=True):
+    for (job, from_step), to_step in zip(starts, reached, strict=True):
         idle = idle + 1 if job == job_id and to_step - from_step < min_steps else 0
     return idle
 

@@ -64,7 +64,7 @@ class StopRequested(BaseException):
 class PromptStop:
     """Takes a signal through the three stages.  Use it in the main thread; only one is active at a time.
 
-    numbers: the signals that have a Python handler, which must call `hear`.
+    numbers: the signals that have a Python handler, which must call `on_signal`.
     exit_code: returns the exit code of the third stage for the name of a signal.
     """
 
@@ -109,7 +109,7 @@ class PromptStop:
             os.write(self._writer, b"\0")  # wakes the thread
         os.close(self._writer)
 
-    def hear(self, name: str) -> bool:
+    def on_signal(self, name: str) -> bool:
         """Record a signal, in its handler.  Returns True if this call is the second stage and not a new signal."""
         if self.raises_at_once and not self._is_over.is_set():
             self.name = self.name or name

@@ -360,7 +360,7 @@ class Trainer:
         if self.lifecycle.is_running or not has_work:
             return
         self.lifecycle.check_may_begin()
-        self.world.agreed(self.folder.own)
+        self.world.agreed(self.folder.acquire)
         if self.config.run.selfcheck:
             check_start(self.world, self.model, self.mesh, self.ties, self.loader, self.exempt_from_selfcheck())
             check_context(self.world, self.model, self.loader, self.config)
@@ -396,7 +396,7 @@ class Trainer:
         used.  Raises UserError for an incompatible checkpoint, TrainingFailed if no checkpoint is intact.  Collective.
         """
         self.saver.finish()
-        self.world.agreed(self.folder.own)
+        self.world.agreed(self.folder.acquire)
         with self.resume.timed():
             found = self.resume.load(self.state, path, self.lifecycle.is_running)
             if found is not None:

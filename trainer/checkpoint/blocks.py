@@ -37,15 +37,15 @@ class BlockWriter:
     """Writes a file sequentially and computes its block checksums.
 
     A large write (the bytes of a tensor) starts a new block, so that tensors are aligned with blocks.  Small writes in
-    between are collected into one block.  `rest` is called after each large block with the seconds that the block took:
-    a background writer can pause there.
+    between are collected into one block.  `throttle` is called after each large block with the seconds that it took, so
+    that a background writer can pause.
     """
 
     LARGE = 4096
     """Writes of at least this many bytes start their own block; collected blocks stay smaller."""
 
-    def __init__(self, file: WritableFile, rest: Callable[[float], None] | None = None) -> None:
-        self._file, self._rest = file, rest
+    def __init__(self, file: WritableFile, throttle: Callable[[float], None] | None = None) -> None:
+        self._file, self._throttle = file, throttle
         self.blocks: list[tuple[int, int]] = []
         self._position = 0
         self._small_bytes, self._small_crc = 0, 0
@@ -76,8 +76,8 @@ class BlockWriter:
             crc = crc32(part, crc)
             self._file.write(part)
         self.blocks.append((len(block), crc))
-        if self._rest is not None:
-            self._rest(time.perf_counter() - started)
+        if self._throttle is not None:
+            self._throttle(time.perf_counter() - started)
 
     def tell(self) -> int:
         return self._position

@@ -232,11 +232,11 @@ def apply(
 ) -> None:
     """Load every part's state.  Call this only after everything has been read and verified."""
     plain, tensors = ({}, {}) if own is None else read_own(own)
-    unlike = {key: tensors[key] for key in document.get("unlike", []) if key in tensors}
+    differing = {key: tensors[key] for key in document.get("unlike", []) if key in tensors}
     with torch.no_grad():
         for name, part in state.parts.items():
             if name in document["parts"] and name not in left_out:
-                part.load_state_dict(join(document["parts"][name], {**targets, **unlike}))
+                part.load_state_dict(join(document["parts"][name], {**targets, **differing}))
         for name, part in state.per_rank_parts.items():
             if name in plain and name not in left_out:
                 part.load_state_dict(join(plain[name], tensors))

@@ -18,11 +18,11 @@ from trainer.metrics.console import readable_bytes
 class CheckpointCounts:
     """Number of checkpoints that a run will have on disk at the same time."""
 
-    kept: int
+    num_kept: int
     """After its last save."""
-    at_once: int
+    num_at_peak: int
     """At the peak, while a new checkpoint is written before the oldest is deleted."""
-    least: int
+    num_if_pruned_first: int
     """If the oldest is deleted before the next one is written, which happens only if the disk is full."""
 
 
@@ -36,9 +36,9 @@ def checkpoint_counts(section: CheckpointSection, steps_left: int, num_existing:
         if not isinstance(section.every, int):  # the number of saves is unknown
             everything = num_existing + 1
         return CheckpointCounts(everything, everything, everything)
-    kept = min(section.keep_last + permanent, everything)
-    at_once = min(section.keep_last + permanent + 1, everything)
-    return CheckpointCounts(kept, at_once, min(max(section.keep_last, 2) + permanent, everything))
+    num_kept = min(section.keep_last + permanent, everything)
+    num_at_peak = min(section.keep_last + permanent + 1, everything)
+    return CheckpointCounts(num_kept, num_at_peak, min(max(section.keep_last, 2) + permanent, everything))
 
 
 def disk_space_warning(storage: Storage, section: CheckpointSection, num_bytes: int, steps_left: int) -> str:
@@ -55,24 +55,24 @@ def disk_space_warning(storage: Storage, section: CheckpointSection, num_bytes: 
             num_bytes = read_manifest(storage / name_of(existing[-1])).num_bytes
     if free is None:
         return ""
-    demand = checkpoint_counts(section, steps_left, len(existing))
-    still = (demand.at_once - len(existing)) * num_bytes
+    counts = checkpoint_counts(section, steps_left, len(existing))
+    still = (counts.num_at_peak - len(existing)) * num_bytes
     if still <= free:
         return ""
-    number = demand.at_once
-    parts = f"{demand.kept} kept" + (", 1 being written" if number > demand.kept else "")
+    number = counts.num_at_peak
+    parts = f"{counts.num_kept} kept" + (", 1 being written" if number > counts.num_kept else "")
     need = f"{number} checkpoint{'s' * (number > 1)} of {readable_bytes(num_bytes)} ({parts})"
     there = f", {len(existing)} of them there already" if existing else ""
     lines = [
         f"warning: checkpoint.keep_last={section.keep_last}: {need} need {readable_bytes(number * num_bytes)}{there}, "
         f"but {storage} has {readable_bytes(free)} free"
     ]
-    if section.keep_last > 1 and (demand.least - len(existing)) * num_bytes <= free:
+    if section.keep_last > 1 and (counts.num_if_pruned_first - len(existing)) * num_bytes <= free:
         lines.append("the oldest one will be deleted before the next is written")
     else:
         lines.append("saves will fail once the disk is full")
     fixes = ["free some space there", "set checkpoint.dir to a folder on another disk"]
-    with_one = checkpoint_counts(replace(section, keep_last=1), steps_left, len(existing)).at_once
+    with_one = checkpoint_counts(replace(section, keep_last=1), steps_left, len(existing)).num_at_peak
     if with_one < number:
         fixes.append(f"set checkpoint.keep_last=1 (needs {readable_bytes(with_one * num_bytes)})")
     lines.append(f"to fix: {', or '.join(fixes)}")

@@ -118,12 +118,17 @@ class Snapshot:
     evaluation: Mapping[str, float] = field(default_factory=dict)
     due: Sequence[int] = ()
     """Earlier steps whose due saves this save replaces."""
-    unlike: list[str] = field(default_factory=list)
+    differing_keys: list[str] = field(default_factory=list)
     """Keys of plain tensors whose values each rank stores separately."""
 
     @property
     def document(self) -> str:
-        content = {"step": self.step, "parts": self.plain, "rank_parts": [*self.per_rank_plain], "unlike": self.unlike}
+        content = {
+            "step": self.step,
+            "parts": self.plain,
+            "rank_parts": [*self.per_rank_plain],
+            "unlike": self.differing_keys,
+        }
         return json.dumps(content, indent=1)
 
     @property
@@ -176,14 +181,14 @@ def checksum_of_tensors(tensors: Sequence[torch.Tensor]) -> int:
 
 def parts_differing_between_ranks(digests: list[dict[str, tuple[int, int]]]) -> list[str]:
     """Return the parts whose plain tensors differ between ranks.  Raises UserError if plain values differ."""
-    unlike = []
+    differing = []
     for name, (values, tensors) in digests[0].items():
         others = [rank for rank, own in enumerate(digests) if name not in own or own[name][0] != values]
         if others:
             raise UserError(differs_message(name, "values", others[0]))
         if any(own[name][1] != tensors for own in digests):
-            unlike.append(name)
-    return unlike
+            differing.append(name)
+    return differing
 
 
 def differs_message(name: str, what: str, rank: int) -> str:
@@ -210,5 +215,5 @@ def store_per_rank(state: Savable, snapshot: Snapshot, parts: list[str], channel
         part, within = state.parts[name], key.removeprefix(f"{name}.")
         if not isinstance(part, ComparablePart) or not part.may_differ(within):
             raise UserError(differs_message(name, f"values in {key}", others[0]))
-        snapshot.unlike.append(key)
+        snapshot.differing_keys.append(key)
         snapshot.per_rank_tensors[key] = copy_of(loose[key])

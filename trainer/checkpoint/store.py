@@ -224,9 +224,9 @@ class Checkpoints:
         if failed or snapshot is None:
             self._in_flight = _done(self._failed(state.step, failed, started))
             return
-        unlike = parts_differing_between_ranks([digests for *_, digests in everybody])
-        if unlike:
-            store_per_rank(state, snapshot, unlike, self.world)
+        differing_parts = parts_differing_between_ranks([digests for *_, digests in everybody])
+        if differing_parts:
+            store_per_rank(state, snapshot, differing_parts, self.world)
         if any(stale for _, _, stale, _ in everybody):
             self._layout_files, self._chunks_by_rank, self._sent_chunks = {}, {}, None
             try:
@@ -368,14 +368,14 @@ class Checkpoints:
         """Write this rank's files.  Returns a report for rank 0, or an error."""
         rank = self.world.rank
 
-        def rest(worked_s: float) -> None:
+        def throttle(worked_s: float) -> None:
             """Pause for as long as the write took, to leave memory bandwidth and caches to the current step."""
             if self.is_throttled:
                 time.sleep(worked_s)
 
         try:
             files = {}
-            written = write_tensors(folder, rank, self._plans.boxes, tensors, snapshot.weights, rest)
+            written = write_tensors(folder, rank, self._plans.boxes, tensors, snapshot.weights, throttle)
             if written is not None:
                 files[written.file] = (written.num_bytes, checksum_of(written.blocks))
                 listed = json.dumps(written.blocks, separators=(",", ":")).encode()

@@ -93,14 +93,14 @@ class Staging:
         """Return CPU copies of this rank's parts of the tensors in `boxes`.  Earlier copies are overwritten."""
         parts = {box.key: local(tensors[box.key]) for box in boxes}
         with torch.no_grad():
-            copies = _views(self._room_for(parts), parts)
+            copies = _views(self._buffer_for(parts), parts)
             for key, part in parts.items():
                 copies[key].copy_(part, non_blocking=True)
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
         return copies
 
-    def _room_for(self, parts: Tensors) -> np.ndarray[Any, Any]:
+    def _buffer_for(self, parts: Tensors) -> np.ndarray[Any, Any]:
         needed = sum(_padded(part) for part in parts.values())
         if needed > self._buffer.nbytes:
             self._unlock()
@@ -153,18 +153,18 @@ def write_tensors(
     boxes: Sequence[Box],
     tensors: Tensors,
     limits: Mapping[str, float],
-    rest: Callable[[float], None] | None = None,
+    throttle: Callable[[float], None] | None = None,
 ) -> WriteResult | None:
     """Write this rank's chunks into one file and flush it to disk; return None if it has no chunks.  No collective.
 
-    `tensors` are staged copies or the live tensors, which are then copied one by one during the write.  `rest` is
+    `tensors` are staged copies or the live tensors, which are then copied one by one during the write.  `throttle` is
     called after each block with the seconds that the block took.  Raises OSError, and ValueError for a weight that is
     not finite or reaches its magnitude limit.
     """
     if not boxes:
         return None
     name = f"__{rank}_0.distcp"
-    writer = BlockWriter(storage.create(name), rest)
+    writer = BlockWriter(storage.create(name), throttle)
     chunks = []
     scratch = np.empty(0, dtype=np.uint8)
     has_own_checksums = torch.serialization.get_crc32_options()
@@ -192,16 +192,16 @@ def _write_chunk(
     part: torch.Tensor,
     look: Callable[[memoryview], None] | None,
 ) -> Chunk:
-    watch = _DataWatch(writer, part, look)
+    locator = _DataLocator(writer, part, look)
     start = writer.tell()
-    torch.save(part, watch)  # type: ignore[arg-type]  # torch.save only calls write
-    if watch.error is not None:
-        raise watch.error
-    assert watch.data_start is not None or not part.nbytes, "torch.save writes a tensor's bytes in one piece"
-    return Chunk(box.offsets, box.sizes, name, start, writer.tell() - start, watch.data_start or start)
+    torch.save(part, locator)  # type: ignore[arg-type]  # torch.save only calls write
+    if locator.error is not None:
+        raise locator.error
+    assert locator.data_start is not None or not part.nbytes, "torch.save writes a tensor's bytes in one piece"
+    return Chunk(box.offsets, box.sizes, name, start, writer.tell() - start, locator.data_start or start)
 
 
-class _DataWatch:
+class _DataLocator:
     """Forwards the output of `torch.save`, and notes where the tensor's raw bytes begin."""
 
     def __init__(self, writer: BlockWriter, tensor: torch.Tensor, look: Callable[[memoryview], None] | None) -> None:
@@ -321,12 +321,12 @@ class _ChunkReader:
         row_bytes = int(np.prod(chunk.sizes[1:], dtype=np.int64)) * part.dtype.itemsize
         start = chunk.data_start + (part.offsets[0] * row_bytes if rows_only and part.offsets else 0)
         fits = rows_only and target.device.type == "cpu" and target.dtype == part.dtype and target.is_contiguous()
-        room = target if fits else torch.empty(part.sizes if rows_only else chunk.sizes, dtype=part.dtype)
-        jobs = [threads.submit(read) for read in self._file(chunk.file).parts(_bytes_of(room), start)]
+        buffer = target if fits else torch.empty(part.sizes if rows_only else chunk.sizes, dtype=part.dtype)
+        jobs = [threads.submit(read) for read in self._file(chunk.file).parts(_bytes_of(buffer), start)]
         if fits:
-            return _Reading(jobs, None, None, room.nbytes)
+            return _Reading(jobs, None, None, buffer.nbytes)
         box = () if rows_only else tuple(slice(o, o + n) for o, n in zip(part.offsets, part.sizes, strict=True))
-        return _Reading(jobs, room[box], target, room.nbytes)
+        return _Reading(jobs, buffer[box], target, buffer.nbytes)
 
     def _file(self, name: str) -> BlockReader:
         if name not in self._open:

@@ -124,22 +124,22 @@ class TimedStore:
         self._store, self._limit_s = store, limit_s
 
     def check(self, key: str) -> bool:
-        return self._within(lambda: self._store.check([key]))
+        return self._with_timeout(lambda: self._store.check([key]))
 
     def set(self, key: str, value: str) -> None:
-        self._within(lambda: self._store.set(key, value))
+        self._with_timeout(lambda: self._store.set(key, value))
 
     def get(self, key: str) -> str:
-        return self._within(lambda: self._store.get(key)).decode()
+        return self._with_timeout(lambda: self._store.get(key)).decode()
 
     def compare_set(self, key: str, expected: str, value: str) -> str:
         """Set the key if its value is `expected`; return its value afterwards."""
-        return self._within(lambda: self._store.compare_set(key, expected, value)).decode()
+        return self._with_timeout(lambda: self._store.compare_set(key, expected, value)).decode()
 
     def wait(self, key: str, timeout_s: float) -> None:
-        self._within(lambda: self._store.wait([key], timedelta(seconds=timeout_s)), timeout_s)
+        self._with_timeout(lambda: self._store.wait([key], timedelta(seconds=timeout_s)), timeout_s)
 
-    def _within(self, work: Callable[[], Any], more_s: float = 0.0) -> Any:
+    def _with_timeout(self, work: Callable[[], Any], more_s: float = 0.0) -> Any:
         results: list[Any] = []
         errors: list[RuntimeError] = []
 

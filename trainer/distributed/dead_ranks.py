@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Protocol
 
 _LOST = re.compile(r"(closed|reset) by peer|broken pipe|remote process exit|ncclRemoteError", re.IGNORECASE)
-_MOST = 4
+_MAX_NAMED = 4
 """Maximum number of dead ranks to name."""
 
 
-class End(Protocol):
+class WorkerExit(Protocol):
     """How a worker ended, as its launcher saw it."""
 
     pid: int
@@ -46,7 +46,7 @@ def describe_end(rank: int, pid: int, exit_code: int | None) -> str:
     return f"{who} was killed by {name}{why}"
 
 
-def find_killed(ends: Mapping[int, End]) -> str:
+def describe_killed(ends: Mapping[int, WorkerExit]) -> str:
     """Describe which ranks were killed by which signals, ignoring kills by the launcher; empty if none was."""
     first = min((end.timestamp for end in ends.values()), default=0)
     # Later deaths are the launcher's kills of ranks that did not exit.
@@ -55,8 +55,8 @@ def find_killed(ends: Mapping[int, End]) -> str:
     if not by_others and len(killed) < len(ends):
         return ""  # the launcher also ends the remaining ranks by SIGTERM
     named = sorted((by_others or killed).items())
-    words = [describe_end(rank, end.pid, end.exitcode) for rank, end in named[:_MOST]]
-    return "; ".join([*words, *([f"and {len(named) - _MOST} more"] if len(named) > _MOST else [])])
+    words = [describe_end(rank, end.pid, end.exitcode) for rank, end in named[:_MAX_NAMED]]
+    return "; ".join([*words, *([f"and {len(named) - _MAX_NAMED} more"] if len(named) > _MAX_NAMED else [])])
 
 
 def is_lost_connection(error: BaseException) -> bool:
@@ -80,7 +80,7 @@ def this_process() -> Process:
     return Process(" ".join(parts), os.getpid())
 
 
-def find_dead(ranks: Sequence[Process], patience_s: float) -> str:
+def describe_dead(ranks: Sequence[Process], patience_s: float) -> str:
     """Describe which ranks on this machine have died, and how, if that is still visible; empty if none has.
 
     Polls for `patience_s` seconds, because the connections of a dying process close before it is dead.
@@ -91,7 +91,7 @@ def find_dead(ranks: Sequence[Process], patience_s: float) -> str:
     while True:
         words = [found for rank, pid in neighbours.items() if (found := _death_of(rank, pid))]
         if words or time.monotonic() > until:
-            return "; ".join(words[:_MOST])
+            return "; ".join(words[:_MAX_NAMED])
         time.sleep(0.05)
 
 

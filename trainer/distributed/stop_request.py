@@ -53,11 +53,11 @@ class StopRequest:
         self._notice: Path | None = None
         self._deadline: float | None = None
         self._found: str | None = None
-        self.at_once = False
+        self.exits_on_sigterm = False
         """If True, a SIGTERM exits immediately: after another rank's failure, this one may hang in a collective."""
-        self.on_ask: Callable[[], None] | None = None
+        self.on_first_signal: Callable[[], None] | None = None
         """Called once, in the handler of the first signal, to acknowledge the request immediately."""
-        self.is_answered = False
+        self.is_acknowledged = False
         self.on_second_interrupt: Callable[[], None] | None = None
         """Called before a second Ctrl-C ends the process."""
         self._polled_at = 0.0
@@ -105,9 +105,9 @@ class StopRequest:
         return self._found
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.prompt is not None and self.prompt.hear(signal.Signals(number).name):
+        if self.prompt is not None and self.prompt.on_signal(signal.Signals(number).name):
             return
-        if number == signal.SIGTERM and self.at_once:
+        if number == signal.SIGTERM and self.exits_on_sigterm:
             os._exit(EXIT_FAILED)
         if number == signal.SIGINT and self._signal == "SIGINT":
             if self.on_second_interrupt is not None:
@@ -117,9 +117,9 @@ class StopRequest:
             with contextlib.suppress(OSError, ValueError):  # stderr may be gone
                 faulthandler.dump_traceback(all_threads=True)
         is_first, self._signal = self._signal is None, signal.Signals(number).name
-        if is_first and self.on_ask is not None:
-            self.is_answered = True
-            self.on_ask()
+        if is_first and self.on_first_signal is not None:
+            self.is_acknowledged = True
+            self.on_first_signal()
 
 
 STOPPING = "Stopping: finishing this step and saving. Press Ctrl-C again to quit immediately without saving."
@@ -131,7 +131,7 @@ STOPPING_EARLY = "Stopping. Press Ctrl-C again to quit immediately."
 GIVING_UP = "Stopping: the evaluation is abandoned. Press Ctrl-C again to quit immediately."
 
 
-def answer_at_once(text: str = "") -> None:
+def acknowledge_stop(text: str = "") -> None:
     """Print that the run is stopping.  Safe in a signal handler, where the interrupted code may hold any lock."""
     _write(2, f"{text or (STOPPING_EARLY if prompt_stop_signal() else STOPPING)}\n", _CLEAR_LINE)
 
@@ -204,7 +204,7 @@ def catch_signals_early() -> StopRequest:
 def announce_early(is_main: bool) -> None:
     """On rank 0, let the signal handler print an acknowledgement even before there is a Trainer."""
     if is_main and _installed:
-        _installed[0].on_ask = answer_at_once
+        _installed[0].on_first_signal = acknowledge_stop
 
 
 def causing_stop_request(error: BaseException) -> StopRequested | None:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.config import MeshShape, RunConfig
 from trainer.distributed.channel import Channel, TimedStore
-from trainer.distributed.dead_ranks import find_dead, is_lost_connection, this_process
+from trainer.distributed.dead_ranks import describe_dead, is_lost_connection, this_process
 from trainer.distributed.device import claim_gpu, find_device, use_deterministic_kernels
 from trainer.distributed.environment import (
     Environment,
@@ -89,13 +89,13 @@ class World(Channel):
         self._with_own_timeout: set[dist.ProcessGroup] = set()
         self.first_failure: str | None = None
         """The first failure, if it was on another rank; set by `announce_failure`."""
-        self.failures: list[FailureListener] = []
+        self.failure_listeners: list[FailureListener] = []
         self._processes = self.gather(this_process())
         self._watch = None
         if self._store is not None:
             messages = TimedStore(self._store, config.run.timeout_s)
             parent = os.getppid() if self.env.has_a_parent else None
-            self._watch = FailureWatch(self.rank, messages, parent, self.failures)
+            self._watch = FailureWatch(self.rank, messages, parent, self.failure_listeners)
             follow_parent(False)  # from here on the watch does this, and reports it
             _worlds.append(self)
 
@@ -204,7 +204,7 @@ class World(Channel):
             self._watch.stop(wait=False)
         is_about_another = isinstance(error, PeerFailed)
         message = str(error) if is_about_another else f"rank {self.rank}: {type(error).__name__}: {error}"
-        dead = find_dead(self._processes, _DEATH_S) if is_lost_connection(error) else ""
+        dead = describe_dead(self._processes, _DEATH_S) if is_lost_connection(error) else ""
         try:
             first = TimedStore(self._store, _ANSWER_S).compare_set(FAILURE, "", dead or message)
         except RuntimeError:  # the process that hosts the store is gone
@@ -229,7 +229,7 @@ class World(Channel):
             with contextlib.suppress(RuntimeError):
                 self.first_failure = TimedStore(self._store, _ANSWER_S).get(FAILURE)
 
-    def part(self) -> None:
+    def leave_store(self) -> None:
         """Stop using the store, before exiting because of a user error that all ranks know.
 
         Rank 0, whose process hosts the store, waits briefly for the other ranks: torch prints a page of C++ frames on
@@ -257,10 +257,10 @@ class World(Channel):
             dist.destroy_process_group()
 
 
-def part() -> None:
-    """Call `World.part` on the latest open world, if any.  Its Trainer may not have been created yet."""
+def leave_store() -> None:
+    """Call `World.leave_store` on the latest open world, if any.  Its Trainer may not have been created yet."""
     if _worlds:
-        _worlds.pop().part()
+        _worlds.pop().leave_store()
 
 
 _worlds: list[World] = []

@@ -24,8 +24,8 @@ def dry_run_config(config: RunConfig, env: Environment) -> Iterator[RunConfig]:
 
     A dry run resumes as the run itself would, without changing its checkpoints.
     """
-    told = os.environ.get(_FOLDER)
-    folder = Path(told or _name_of(config, env))
+    inherited = os.environ.get(_FOLDER)
+    folder = Path(inherited or _name_of(config, env))
     os.environ[_FOLDER] = str(folder)
     checkpoint_dir = config.checkpoint.dir or f"{config.run.dir}/checkpoints"
     resume = config.checkpoint.resume
@@ -39,7 +39,7 @@ def dry_run_config(config: RunConfig, env: Environment) -> Iterator[RunConfig]:
             log=replace(config.log, wandb="off", tensorboard=False),
         )
     finally:
-        if told is None:
+        if inherited is None:
             os.environ.pop(_FOLDER)
             if env.rank == 0:  # only rank 0 writes
                 shutil.rmtree(folder, ignore_errors=True)

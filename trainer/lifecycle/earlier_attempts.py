@@ -31,9 +31,9 @@ METRICS, STATUS = "metrics.jsonl", "status.json"
 class RecordedProgress:
     """The progress of earlier attempts according to their records."""
 
-    saved: int | None = None
+    newest_saved: int | None = None
     """The step of the newest checkpoint that was published or resumed from; None if there never was one."""
-    witness: str = ""
+    source_file: str = ""
     """The file that mentions that checkpoint."""
 
 
@@ -45,12 +45,12 @@ def read_recorded_progress(folder: Path) -> RecordedProgress:
             if record["kind"] == "start":  # newer checkpoints were gone by then, or are superseded
                 past = RecordedProgress(_step(record.get("resumed_step")), METRICS)
             else:
-                past = RecordedProgress(max(past.saved or 0, _step(record.get("step")) or 0), METRICS)
+                past = RecordedProgress(max(past.newest_saved or 0, _step(record.get("step")) or 0), METRICS)
     status = _read_status(folder)
     step = _step(status.get("step"))
     # If the run ended in order, or resumed at a step, that step was saved.  A custom loop ends as "closed" either way.
     is_saved = status.get("state") in ("finished", "stopped", "running") and status.get("reason") != "closed"
-    if past.saved is None and step and is_saved:
+    if past.newest_saved is None and step and is_saved:
         return RecordedProgress(step, STATUS)
     return past
 
@@ -74,11 +74,11 @@ class EarlierAttempts:
         self._folder, self._config = folder, folder.config
         self.checkpoint_dir = self._config.checkpoint.dir or str(folder.path / "checkpoints")
 
-    def check_place(self) -> None:
+    def check_checkpoint_dir(self) -> None:
         """Raise UserError if this folder is a copy of a run and would use the checkpoints of the original."""
         if not self._folder.is_main or not (origin := self._copied_from()):
             return
-        kept = stored_value(self._folder.before or "", "checkpoint.dir")
+        kept = stored_value(self._folder.previous_config or "", "checkpoint.dir")
         if is_same_location(str(masked(self.checkpoint_dir)), str(kept) if kept else f"{origin}/checkpoints"):
             rule = shared_checkpoints_rule(origin, self.checkpoint_dir, str(self._folder.path))
             raise setting_error("checkpoint.dir", self._config.checkpoint.dir, rule)
@@ -91,14 +91,14 @@ class EarlierAttempts:
         if not self._folder.is_main:
             return
         past = read_recorded_progress(self._folder.path)
-        if past.saved is None:
+        if past.newest_saved is None:
             return
         if found is None:
             raise UserError(self._nothing_found(past))
-        missing = name_of(past.saved)
-        if found.manifest.step < past.saved and missing not in found.damaged and not self._is_aside(missing):
+        missing = name_of(past.newest_saved)
+        if found.manifest.step < past.newest_saved and missing not in found.damaged and not self._is_aside(missing):
             warn(
-                f"{past.witness} mentions a checkpoint of step {past.saved}, but the newest in {self.checkpoint_dir} is "
+                f"{past.source_file} mentions a checkpoint of step {past.newest_saved}, but the newest in {self.checkpoint_dir} is "
                 f"from step {found.manifest.step}: resuming from there"
             )
 
@@ -112,20 +112,20 @@ class EarlierAttempts:
         """Return whether the checkpoint was written by another run that still exists."""
         return _is_another(stored_value(found.config_yaml, "run.dir"), self._folder.path)
 
-    def leave_identity(self) -> None:
+    def drop_wandb_identity(self) -> None:
         """If this folder is a copy, move aside the files that identify the original in Weights & Biases."""
         if self._folder.is_main and self._copied_from():
             self._folder.move_aside("wandb")
 
     def _copied_from(self) -> str | None:
         """Return the folder of the run that this one is a copy of, or None if it is not a copy."""
-        stored = stored_value(self._folder.before or "", "run.dir")
+        stored = stored_value(self._folder.previous_config or "", "run.dir")
         return str(stored) if _is_another(stored, self._folder.path) else None
 
     def _nothing_found(self, past: RecordedProgress) -> str:
         lines = [
             f"checkpoint.resume=auto: there is no checkpoint in {self.checkpoint_dir}, but this run had one",
-            f"{past.witness} in {self._folder.path} mentions one of step {past.saved}",
+            f"{past.source_file} in {self._folder.path} mentions one of step {past.newest_saved}",
             *self._seen_elsewhere(),
             "if the checkpoints are elsewhere, or on a disk that is not mounted: mount it, or set checkpoint.dir=WHERE",
             "to resume from a specific one: checkpoint.resume=PATH",
@@ -136,7 +136,7 @@ class EarlierAttempts:
 
     def _seen_elsewhere(self) -> Iterator[str]:
         run = self._folder.path
-        before = stored_value(self._folder.before or "", "checkpoint.dir")
+        before = stored_value(self._folder.previous_config or "", "checkpoint.dir")
         if before and not is_same_location(str(before), self.checkpoint_dir):
             yield f"the previous attempt stored them in checkpoint.dir={before}"
         for folder in (run / "checkpoints", run, *sorted(run.glob("previous_*"))):

@@ -51,7 +51,7 @@ class RunFolder:
         """`comment` is written above the configuration in `config.yaml`."""
         self.config, self.path, self.is_main = config, config.run_dir, is_main
         self._comment = comment
-        self._owners = [FolderLock(self.path, "run.dir")]
+        self._locks = [FolderLock(self.path, "run.dir")]
         self._is_owned = False
         self.loss: FolderLoss | None = None
         """The first folder of this run that was deleted, renamed or replaced.  On rank 0 only."""
@@ -61,8 +61,8 @@ class RunFolder:
         """The folder for checkpoints; None for one inside the run folder."""
         elsewhere = find_folder(config.checkpoint.dir) if config.checkpoint.dir else None
         if elsewhere is not None and self.path not in (elsewhere, *elsewhere.parents):
-            self._owners.append(FolderLock(elsewhere, "checkpoint.dir"))
-        for owner in self._owners:
+            self._locks.append(FolderLock(elsewhere, "checkpoint.dir"))
+        for owner in self._locks:
             owner.on_loss = self._note_loss
 
     @property
@@ -70,19 +70,19 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
-    def before(self) -> str | None:
+    def previous_config(self) -> str | None:
         """Content of `config.yaml`, which until `begin` is that of the previous attempt; None if there is none."""
         try:
             return (self.path / CONFIG).read_text()
         except (OSError, UnicodeDecodeError):
             return None
 
-    def own(self) -> None:
+    def acquire(self) -> None:
         """Acquire the folder for this run.  Raises UserError if a live run owns it, or it cannot be used."""
         if not self.is_main:
             return
         legal = {"run.dir": f"runs/{self.config.run.name}", "checkpoint.dir": None}
-        for owner in self._owners:
+        for owner in self._locks:
             with _usable(owner.setting, owner.folder, legal[owner.setting]):
                 owner.acquire()
         if not self._is_owned:
@@ -94,7 +94,7 @@ class RunFolder:
         """Release the folder for the next run.  Folders that were created and are still empty are removed."""
         self._is_owned = False
         if self.is_main:
-            for owner in reversed(self._owners):
+            for owner in reversed(self._locks):
                 owner.release()
 
     def look(self) -> FolderLoss | None:
@@ -102,7 +102,7 @@ class RunFolder:
 
         Always None except on rank 0.
         """
-        for owner in self._owners if self._is_owned else ():
+        for owner in self._locks if self._is_owned else ():
             if self.loss is None and (loss := owner.look()) is not None:
                 self._note_loss(loss)
         return self.loss
@@ -118,7 +118,7 @@ class RunFolder:
 
         On rank 0.  Raises OSError or UserError if that folder cannot be used.
         """
-        for number, owner in enumerate(self._owners):
+        for number, owner in enumerate(self._locks):
             loss = owner.look()
             if loss is None:
                 continue
@@ -126,11 +126,11 @@ class RunFolder:
                 owner.follow(loss.moved_to)
             else:
                 owner.release()
-                owner = self._owners[number] = FolderLock(_free_name(loss.folder), loss.setting)
+                owner = self._locks[number] = FolderLock(_free_name(loss.folder), loss.setting)
                 owner.acquire()
-            kept = find_folder(self.checkpoint_dir) if self.checkpoint_dir else None
-            if kept is not None and loss.folder.absolute() in (kept, *kept.parents):
-                self.checkpoint_dir = str(owner.folder / kept.relative_to(loss.folder.absolute()))
+            checkpoint_dir = find_folder(self.checkpoint_dir) if self.checkpoint_dir else None
+            if checkpoint_dir is not None and loss.folder.absolute() in (checkpoint_dir, *checkpoint_dir.parents):
+                self.checkpoint_dir = str(owner.folder / checkpoint_dir.relative_to(loss.folder.absolute()))
             if loss.setting == "run.dir":
                 self.path = owner.folder
                 if loss.moved_to is None:
@@ -148,9 +148,9 @@ class RunFolder:
         This happens once, when the run acquires its folder.  Saves create no parents, so that a folder that was deleted
         stays deleted.
         """
-        kept = find_folder(self.checkpoint_dir) if self.checkpoint_dir else None
-        if kept is not None and self.path.absolute() in kept.parents:
-            self._owners[0].make(kept.parent)
+        checkpoint_dir = find_folder(self.checkpoint_dir) if self.checkpoint_dir else None
+        if checkpoint_dir is not None and self.path.absolute() in checkpoint_dir.parents:
+            self._locks[0].make(checkpoint_dir.parent)
 
     @property
     def moved_settings(self) -> str:

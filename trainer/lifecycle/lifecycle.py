@@ -25,7 +25,7 @@ from trainer.distributed.stop_request import (
     GIVING_UP,
     NOTICE,
     STOPPING,
-    answer_at_once,
+    acknowledge_stop,
     causing_stop_request,
     find_stop_request,
     identity,
@@ -68,7 +68,7 @@ TRANSITIONS: Mapping[tuple[Phase, Event], Phase] = {
 class Lifecycle:
     """One run in this process: its phase, its folder, requests to stop, and how it ends.
 
-    It is a failure listener (`World.failures`) for failures of other ranks, and for hangs of this rank's main thread
+    It is a failure listener (`World.failure_listeners`) for failures of other ranks, and for hangs of this rank's main thread
     that the watchdog detects.
     """
 
@@ -95,19 +95,19 @@ class Lifecycle:
         self._loader, self._started = loader, started
         self._earlier_error = sys.exc_info()[1]  # an exception that is already being handled
         self.phase: Phase = "built"
-        self._has_told = False
+        self._has_run_end_command = False
         self.stopping = False
         """True on all ranks once any rank was asked to stop: the current step is the last."""
         self.stop = find_stop_request()
         if world.is_main:
-            self.stop.on_ask, self.stop.on_second_interrupt = answer_at_once, self._quit
+            self.stop.on_first_signal, self.stop.on_second_interrupt = acknowledge_stop, self._quit
         self._stale_notice = take_stale_notice(config.run_dir)
         if self.stop.prompt is not None:
             self.stop.prompt.before_exit = self._record_prompt_stop
         step_sync.register(self._is_asked_to_stop, self._begin_to_stop)
         step_sync.register(lambda: folder.loss is not None, self._stop_for_good)
         self.step_abandoner = StepAbandoner(step_sync, loader, eval_loader, self._is_asked_to_stop)
-        world.failures.append(self)
+        world.failure_listeners.append(self)
 
     @property
     def is_running(self) -> bool:
@@ -265,14 +265,14 @@ class Lifecycle:
                 self._metrics.say(f"not as planned: {miss}")
         self._metrics.write(Record(kind="end", **facts, **self._metrics.totals()))
         self._folder.write_status(state, exit_code, self._progress.step, reason)
-        self._tell_of_the_end(state, exit_code)
+        self._run_end_command(state, exit_code)
         self._metrics.close()
         self._release()
 
-    def _tell_of_the_end(self, state: str, exit_code: int) -> None:
+    def _run_end_command(self, state: str, exit_code: int) -> None:
         command, step = self._config.run.on_end, self._progress.step
-        if command and self._world.is_main and not self._has_told:
-            self._has_told = True  # the watchdog and the main thread may both detect the failure
+        if command and self._world.is_main and not self._has_run_end_command:
+            self._has_run_end_command = True  # the watchdog and the main thread may both detect the failure
             facts = {"RUN_DIR": self._folder.path, "STATE": state, "EXIT_CODE": exit_code, "STEP": step}
             if failure := run_end_command(command, facts):
                 self._metrics.say(failure, "yellow")
@@ -306,8 +306,8 @@ class Lifecycle:
         """Catch requests to stop inside the block, without writing to the run, however the block ends."""
         self._enter("end")
         if self._world.is_main:
-            self.stop.on_ask = partial(answer_at_once, GIVING_UP)
-        self.stop.is_answered = True  # the usual message, which promises a save, would be wrong here
+            self.stop.on_first_signal = partial(acknowledge_stop, GIVING_UP)
+        self.stop.is_acknowledged = True  # the usual message, which promises a save, would be wrong here
         self.stop.install()
         try:
             yield
@@ -357,7 +357,7 @@ class Lifecycle:
     def _begin_to_stop(self) -> None:
         if not self.stopping:
             self.stopping = True
-            if not self.stop.is_answered:
+            if not self.stop.is_acknowledged:
                 self._metrics.say(STOPPING, "yellow")
 
     def _stop_for_good(self) -> None:
@@ -388,7 +388,7 @@ class Lifecycle:
 
     def peer_failed(self) -> None:
         """After another rank's failure, let SIGTERM end this process, whose main thread may hang."""
-        self.stop.at_once = True
+        self.stop.exits_on_sigterm = True
 
     def before_exit(self, patience_s: float, reason: str, saves: bool = True) -> None:
         """Write `reason` to status.json before this process ends, and let the save in flight finish.

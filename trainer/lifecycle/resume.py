@@ -57,7 +57,7 @@ class Resume:
         Returns None for a fresh start.  Raises UserError for an incompatible checkpoint, with the first differences and
         a file of all of them, and TrainingFailed if no checkpoint is good.
         """
-        self._world.agreed(self.earlier_attempts.check_place)
+        self._world.agreed(self.earlier_attempts.check_checkpoint_dir)
         found = self._find(state, str(path) if path is not None else None, is_running)
         if found is None:
             return None
@@ -104,8 +104,8 @@ class Resume:
         except IncompatibleCheckpoint as error:
             if error.is_short or not self._world.is_main:
                 raise
-            told = "\n".join([str(error), "", "all of it:", *error.lines, ""])
-            raise UserError(error.message(_kept_outside(self._folder.path, told))) from error
+            text = "\n".join([str(error), "", "all of it:", *error.lines, ""])
+            raise UserError(error.message(_write_temporary(self._folder.path, text))) from error
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -178,10 +178,10 @@ class Resume:
             what = "earlier run" if record else f"checkpoints after step {step}"
             self._metrics.say(f"moved the {what} to {aside}")
         if not is_running:
-            self.earlier_attempts.leave_identity()
+            self.earlier_attempts.drop_wandb_identity()
 
 
-def _kept_outside(folder: Path, text: str) -> str:
+def _write_temporary(folder: Path, text: str) -> str:
     """Write text to the temporary file for the run in `folder`; return its path, or "" if it cannot be written."""
     number = hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
     path = os.path.join(gettempdir(), f"meshtrainer-{os.getuid()}-{number}.txt")

@@ -49,7 +49,7 @@ class RunSaveListener:
         self._accounts.settle()
 
     def prepare(self, state: Resumable) -> None:
-        self._world.agreed(self._folder.own)
+        self._world.agreed(self._folder.acquire)
         self._relocation.check()
         self._resume.confirm(state.step)
         self._accounts.settle()

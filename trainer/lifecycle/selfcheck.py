@@ -373,10 +373,10 @@ def _compare_replicas(name: str, ranks: Sequence[int], checksums: Sequence[int])
 
 
 def _compare_data(reports: Sequence[_Report], loader: object) -> Iterator[str]:
-    unlike = [rank for rank, report in enumerate(reports) if report.order != reports[0].order]
-    for rank in unlike:
+    mismatched = [rank for rank, report in enumerate(reports) if report.order != reports[0].order]
+    for rank in mismatched:
         yield f"rank {rank}: reads {_order(reports[rank].order)}; rank 0 reads {_order(reports[0].order)}"
-    if unlike or reports[0].order is None or not isinstance(loader, TrainLoader):
+    if mismatched or reports[0].order is None or not isinstance(loader, TrainLoader):
         return
     expected, first = loader.next_samples(of_all_ranks=True), 0
     num_sharing = 1 if loader.slices is None else loader.slices.count

@@ -82,15 +82,15 @@ def start_facts(
     num_parameters, num_trained = count_parameters(model), count_trained_parameters(model)
     is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     trained = "" if num_trained == num_parameters else f", {readable_count(num_trained)} of them trained"
-    weight_bytes, gradient_bytes, kept = training_bytes(model, config.optim, config.train.ema > 0)
-    held = weight_bytes * (1 + config.has_reference_model) + gradient_bytes + kept
+    weight_bytes, gradient_bytes, optimizer_bytes = training_bytes(model, config.optim, config.train.ema > 0)
+    held = weight_bytes * (1 + config.has_reference_model) + gradient_bytes + optimizer_bytes
     reference = ", a reference" if config.has_reference_model else ""
     talks = f", small messages by {world.interface}" if world.interface else ""
-    told = [config.model.name, *config.recipe.notes_on(config.model, model)]
+    description = [config.model.name, *config.recipe.notes_on(config.model, model)]
     resumed = "" if resumed_step is None else f"  (resumed at step {resumed_step})"
     return {
         "run": f"{config.run.name} in {config.run.dir}{resumed}",
-        "model": f"{', '.join(told)}, {readable_count(num_parameters)} parameters{trained}, "
+        "model": f"{', '.join(description)}, {readable_count(num_parameters)} parameters{trained}, "
         + (f"{num_units} FSDP units and the root" if is_sharded else "not sharded"),
         "weights": weights,
         "tokenizer": _tokenizer_facts(config, loader),
@@ -133,8 +133,12 @@ def _tokenizer_facts(config: RunConfig, loader: object) -> str:
     name, num_ids = loader.source.tokenizer, loader.source.vocab_size
     if name is None:
         return "none: the data are token ids"
-    room = config.vocab_size
-    ids = f"{num_ids:,} ids" if room is None or room == num_ids else f"{num_ids:,} of the model's {room:,} ids"
+    model_vocab = config.vocab_size
+    ids = (
+        f"{num_ids:,} ids"
+        if model_vocab is None or model_vocab == num_ids
+        else f"{num_ids:,} of the model's {model_vocab:,} ids"
+    )
     if name == tokenizer_of(data).name:
         return f"{data.tokenizer} ({ids})"
     return f"{name} ({ids}), as the token shards say; data.tokenizer={data.tokenizer} is not used for them"
@@ -190,15 +194,15 @@ def why_unevaluated(config: RunConfig, is_evaluated: bool) -> str:
 
 
 def disk_space_notes(
-    config: RunConfig, world: World, mesh: DeviceMesh, model: nn.Module, state: TrainState, place: Storage
+    config: RunConfig, world: World, mesh: DeviceMesh, model: nn.Module, state: TrainState, storage: Storage
 ) -> list[str]:
-    """Return a warning if future checkpoints do not fit on the disk of `place`; empty if they do."""
+    """Return a warning if future checkpoints do not fit on the disk of `storage`; empty if they do."""
     stored = state.parts["model"].state_dict()
     weights = sum(t.numel() * t.element_size() for t in stored.values() if isinstance(t, torch.Tensor))
-    _, _, kept = training_bytes(model, config.optim, config.train.ema > 0)
+    _, _, optimizer_bytes = training_bytes(model, config.optim, config.train.ema > 0)
     num_shards = world.size // mesh_sizes(mesh, config)[REPLICATE]
     steps_left = config.train.steps - state.step
-    lack = disk_space_warning(place, config.checkpoint, weights + kept * num_shards, steps_left)
+    lack = disk_space_warning(storage, config.checkpoint, weights + optimizer_bytes * num_shards, steps_left)
     return [lack] if lack else []
 
 

@@ -272,7 +272,7 @@ class Watchdog:
         self._leave(is_stuck)
 
     def _record(self, reason: str) -> None:
-        for listener in self._world.failures:
+        for listener in self._world.failure_listeners:
             listener.give_up(reason)
 
     def _leave(self, is_stuck: bool) -> NoReturn:
