@@ -62,8 +62,8 @@ class Encoder:
     def encode(self, sample: Sample, max_tokens: int | None = None) -> Encoded:
         """Encode a conversation or a completion.  Raises BadChat.
 
-        max_tokens: tokens from this index on may be left out of the mask, because they will be truncated.  Masking a turn
-            renders everything before it again, so that a conversation of 20,000 turns would take minutes otherwise.
+        max_tokens: tokens from this index on may be left out of the mask, because they will be truncated.  Masking a
+            turn renders everything before it again, so a conversation of 20,000 turns would take minutes otherwise.
         """
         return (
             self._encode_completion(sample) if isinstance(sample, Completion) else self._encode_chat(sample, max_tokens)
