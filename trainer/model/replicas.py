@@ -1,8 +1,8 @@
-"""Averages the gradients of a model that every rank holds whole, in buckets, while the backward pass still runs.
+"""Averages the gradients of an unsharded model over ranks, in buckets, while the backward pass runs.
 
-What DistributedDataParallel does for a module of its own, done here for parameters, so that the model keeps its class,
-its names and its forward pass.  Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel
-Training", arXiv:2006.15704; the sizes of buckets are DistributedDataParallel's.
+DistributedDataParallel does the same, but wraps the model in another module.  Here only hooks are added to parameters,
+so the model's class, names and forward pass do not change.  Source: Li et al. 2020, "PyTorch Distributed: Experiences
+on Accelerating Data Parallel Training", arXiv:2006.15704; bucket sizes are DistributedDataParallel's defaults.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from trainer.model.parameters import mark_replicated
 from trainer.model.units import ShardUnit, parameters_by_unit
 
 FIRST_BUCKET_BYTES = 2**20
-"""The first bucket is small: communication begins early in the backward pass."""
+"""The first bucket is small, so that communication starts early in the backward pass."""
 BUCKET_BYTES = 25 * 2**20
-"""Large enough that the latency of a message hardly counts."""
+"""Large enough that the latency of an all-reduce is negligible."""
 _ALIGNMENT = 64
-"""Bytes that each gradient begins at a multiple of, as vector instructions and GPU kernels want it."""
+"""Alignment of each gradient in the buffer, in bytes, for vector instructions and GPU kernels."""
 
 
 def cut_into_buckets(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
     """Return the indices of the gradients in each bucket, in order.
 
-    `sizes` has for each gradient its number of elements and the bytes of one.  A bucket is closed once it is full, so
-    that it may exceed its limit by one gradient; gradients with elements of different size never share one.
+    `sizes` holds each gradient's number of elements and bytes per element.  A bucket is closed once its limit is
+    reached, so the last gradient may exceed it.  Gradients with different element sizes never share a bucket.
     """
     buckets: list[list[int]] = []
-    room = 0
+    bytes_left = 0
     for index, (numel, element_size) in enumerate(sizes):
-        if room <= 0 or element_size != sizes[index - 1][1]:
+        if bytes_left <= 0 or element_size != sizes[index - 1][1]:
             buckets.append([])
-            room = BUCKET_BYTES if len(buckets) > 1 else FIRST_BUCKET_BYTES
+            bytes_left = BUCKET_BYTES if len(buckets) > 1 else FIRST_BUCKET_BYTES
         buckets[-1].append(index)
-        room -= numel * element_size
+        bytes_left -= numel * element_size
     return buckets
 
 
 def bucket_numel(numels: Iterable[int], element_size: int) -> int:
-    """Return the number of elements of a bucket's buffer: the gradients, padded, and a flag for each of them."""
+    """Return the number of elements in a bucket's buffer: the padded gradients, and one flag per gradient."""
     return sum(_padded(numel, element_size) + 1 for numel in numels)
 
 
@@ -56,36 +56,36 @@ def _padded(numel: int, element_size: int) -> int:
 
 
 class _Bucket:
-    """Gradients that are sent together."""
+    """Gradients that are averaged by a single all-reduce."""
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
         self.parameters, self._group = parameters, group
         self._share = 1 / group.size()
-        """What gradients are multiplied by before they are summed."""
-        self._places: list[tuple[int, torch.Size, tuple[int, ...]]] = []
-        """Where each gradient begins in the buffer, its size and its strides."""
+        """Factor applied to gradients before they are summed."""
+        self._slots: list[tuple[int, torch.Size, tuple[int, ...]]] = []
+        """Each gradient's offset in the buffer, size and strides."""
         start = 0
         for p in parameters:
-            self._places.append((start, p.size(), p.stride()))
+            self._slots.append((start, p.size(), p.stride()))
             start += _padded(p.numel(), p.element_size())
         self._numel = bucket_numel((p.numel() for p in parameters), parameters[0].element_size())
         self.num_awaited = 0
-        """Gradients that this backward pass has not produced yet."""
+        """Number of gradients that this backward pass has not produced yet."""
         self._work: dist.Work | None = None
         self._flags: torch.Tensor | None = None
         self._absent: list[nn.Parameter] = []
 
     @torch.no_grad()
     def send(self) -> None:
-        """Start the all-reduce.  From now on the gradients lie in the bucket's buffer.
+        """Start the all-reduce, and make the gradients views of the bucket's buffer.
 
-        A parameter without a gradient here may have one on another rank: it takes part with zeros, and a flag for each
-        parameter says whether any rank has one.
+        A parameter without a gradient here may have one on another rank, so it contributes zeros.  After the
+        all-reduce, a flag per parameter is nonzero if any rank has a gradient.
         """
         buffer = self.parameters[0].new_empty(self._numel)
         self._flags = buffer[-len(self.parameters) :].fill_(1)
         self._absent = []
-        views = [buffer.as_strided(size, stride, start) for start, size, stride in self._places]
+        views = [buffer.as_strided(size, stride, start) for start, size, stride in self._slots]
         for index, (p, view) in enumerate(zip(self.parameters, views, strict=True)):
             if p.grad is None:
                 self._absent.append(p)
@@ -99,9 +99,9 @@ class _Bucket:
 
     @torch.no_grad()
     def receive(self) -> None:
-        """Wait for the all-reduce; take the gradient from parameters that have none on any rank.
+        """Wait for the all-reduce, and reset the gradient to None for parameters that have none on any rank.
 
-        The host waits for the device only where this rank lacks a gradient.
+        Host sync only if this rank lacks a gradient.
         """
         assert self._work is not None
         assert self._flags is not None
@@ -115,21 +115,21 @@ class _Bucket:
 
 
 class Replicas:
-    """What keeps the replicas of a model alike: it averages their gradients over the ranks of `group`.
+    """Keeps the replicas of a model identical by averaging gradients over the ranks of `group`.
 
-    Every backward pass ends with averaged gradients, unless `enabled` is false: then they add up on this rank until the
-    next pass in which it is true.  Buckets are sent in the same order on every rank: that of the forward pass,
-    reversed, in which gradients usually become ready.
+    Every backward pass ends with averaged gradients, unless `enabled` is false: gradients then accumulate on this rank
+    until the next enabled pass.  All ranks send buckets in the same order: the reverse of the forward pass, in which
+    gradients usually become ready.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-        """`parameters`: those that are trained, in the order of the forward pass."""
+        """`parameters`: the trainable ones, in the order of the forward pass."""
         backward = [*reversed(parameters)]
         dtypes = [*dict.fromkeys(p.dtype for p in backward)]
         backward.sort(key=lambda p: dtypes.index(p.dtype))  # a bucket has one dtype; sorting keeps the order otherwise
         indices = cut_into_buckets([(p.numel(), p.element_size()) for p in backward])
         self.enabled = True
-        self._buckets = [_Bucket([backward[index] for index in own], group) for own in indices]
+        self._buckets = [_Bucket([backward[index] for index in bucket], group) for bucket in indices]
         self._num_sent = 0
         self._is_running = False
         for number, bucket in enumerate(self._buckets):
@@ -137,18 +137,18 @@ class Replicas:
                 parameter.register_post_accumulate_grad_hook(_hook(ref(self), number))
 
     def averages(self, parameter: torch.Tensor) -> bool:
-        """Return whether the gradient of `parameter` is averaged: it was trained when `replicate` was called."""
-        return any(parameter is own for bucket in self._buckets for own in bucket.parameters)
+        """Return whether the gradient of `parameter` is averaged: it was trainable when `replicate` was called."""
+        return any(parameter is averaged for bucket in self._buckets for averaged in bucket.parameters)
 
     def enable(self, enabled: bool) -> None:
-        """Average gradients in the next backward pass, or let them add up on this rank."""
+        """Set whether the next backward pass averages gradients or accumulates them on this rank."""
         self.enabled = enabled
         self._is_running = False  # a pass that raised an error has not finished
 
     def add(self, number: int) -> None:
-        """Count one more gradient of a bucket as ready; send the bucket once it is complete and the next in order.
+        """Record that one more gradient of a bucket is ready, and send buckets that are complete and next in order.
 
-        Raises RuntimeError for a second gradient of a parameter: the count would be wrong, and so would be the average.
+        Raises RuntimeError if a parameter gets a second gradient, since the count and the average would be wrong.
         """
         if not self.enabled:
             return
@@ -171,7 +171,7 @@ class Replicas:
         self._num_sent += 1
 
     def _finish(self) -> None:
-        """End a backward pass: send the buckets in which gradients are missing, and receive all."""
+        """End a backward pass: send the remaining buckets, which lack gradients, and receive all buckets."""
         while self._num_sent < len(self._buckets):
             self._send_next()
         for bucket in self._buckets:
@@ -182,8 +182,8 @@ class Replicas:
 def _hook(replicas: ref[Replicas], number: int) -> Callable[[torch.Tensor], None]:
     """Return the hook of a parameter in bucket `number`.
 
-    It holds a weak reference: the garbage collector does not see into a tensor's hooks, so that a cycle through them
-    would never be freed.
+    The hook holds a weak reference, since the garbage collector cannot see a tensor's hooks and would never free a
+    reference cycle through them.
     """
 
     def hook(parameter: torch.Tensor) -> None:
@@ -198,19 +198,19 @@ _replicas: WeakKeyDictionary[nn.Module, Replicas] = WeakKeyDictionary()
 
 
 def replicas_of(model: nn.Module) -> Replicas | None:
-    """Return what averages the gradients of a model that `replicate` was called on; None for any other."""
+    """Return the `Replicas` of a model that `replicate` was called on; None for any other model."""
     return _replicas.get(model)
 
 
 def replicate(model: nn.Module, units: Sequence[ShardUnit], mesh: DeviceMesh) -> None:
-    """Have the gradients of `model` averaged over the ranks of `mesh`, if `apply_sharding` has left it whole on each.
+    """Average the gradients of `model` over the ranks of `mesh`, if `apply_sharding` has left the model unsharded.
 
-    To be called once its parameters have values.  No collective.
+    Call this once the parameters have values.  No collectives.
     """
     if mesh.size() == 1 or any(isinstance(module, FSDPModule) for module in model.modules()):
         return
     for parameter in model.parameters():
         mark_replicated(parameter, mesh)
-    trained = [p for own in parameters_by_unit(model, units).values() for p in own if p.requires_grad]
+    trained = [p for group in parameters_by_unit(model, units).values() for p in group if p.requires_grad]
     (axis,) = (axis for axis in range(mesh.ndim) if mesh.size(axis) > 1)
     _replicas[model] = Replicas(trained, mesh.get_group(axis))

@@ -83,8 +83,8 @@ def target_modules(layers: Collection[str], weights: Collection[str]) -> list[st
     """
     modules = {name.rpartition(".")[0] for name in weights}
     last_parts = {layer.rpartition(".")[2] for layer in layers}
-    says_it = all(module in layers for module in modules if module.rpartition(".")[2] in last_parts)
-    return sorted(last_parts if says_it else layers)
+    is_unambiguous = all(module in layers for module in modules if module.rpartition(".")[2] in last_parts)
+    return sorted(last_parts if is_unambiguous else layers)
 
 
 def _as_int(number: float) -> float:

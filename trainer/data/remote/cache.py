@@ -96,8 +96,8 @@ class ShardCache:
     def fetch(self, item: RemoteFile, due: float = -1) -> FileVersion:
         """Return the cached version of a file, downloading it if needed.
 
-        A file that is due in `due` steps evicts none that are needed sooner; if there is then no space, raises NoRoom.
-        Raises Unreachable, and OSError for the cache folder itself.
+        A file that is due in `due` steps evicts only files that are needed later.  Raises CacheFull if that does not
+        free enough space, Unreachable, and OSError for the cache folder itself.
         """
         path = self._folder / item.name
         with self._fetching:
@@ -142,7 +142,7 @@ class ShardCache:
         return min((forecast.steps_until_needed(name) for forecast in list(self._forecasts)), default=math.inf)
 
     def _evict(self, size: int, due: float) -> None:
-        """Evict the files that are needed last until `size` more bytes fit.  Raises NoRoom."""
+        """Evict the files that are needed last until `size` more bytes fit.  Raises CacheFull."""
         if self._limit is None:
             return
         with os.fdopen(open_lock(self._folder / ".lock"), "w") as lock:
@@ -188,8 +188,9 @@ def _size_of(name: str) -> int:
 
 
 def _download(item: RemoteFile, path: Path) -> None:
-    """Download a file and flush it to disk.  Raises Broken if it is damaged, Changed if its version is not the expected
-    one.
+    """Download a file and flush it to disk.
+
+    Raises DamagedDownload if its size or checksum is wrong, FileChanged if the server has a different version of it.
     """
     checksum = item.checksum()
     version = download(item.url, path, with_version=item.version is not None)

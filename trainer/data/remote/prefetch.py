@@ -49,9 +49,9 @@ def prefetcher_for(
 
 
 class ShardPrefetcher:
-    """Prefetches the files of the coming steps.  The thread runs while samples are taken from `follow`.
+    """Prefetches the files of upcoming steps.  The thread runs while samples are taken from `follow`.
 
-    steps: the samples of each step, on all ranks.  rank_slice: the slice of them that is this rank's.  items_of: maps
+    steps: the samples of each step, for all ranks.  rank_slice: this rank's slice of a step's samples.  items_of: maps
     samples to their files, in order.
     """
 

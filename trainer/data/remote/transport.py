@@ -191,7 +191,7 @@ def _list_links(url: str) -> list[str]:
 
 
 def with_retries(url: str, tries: int, attempt: Callable[[], Result]) -> Result:
-    """Call `attempt`, with up to `tries` attempts, or FEW if the server is too slow.
+    """Call `attempt`, with up to `tries` attempts, or `FEW_TRIES` if the server is too slow.
 
     Raises Unreachable with the last error.  An OSError for a full disk is raised unchanged, since it is unrelated to
     the URL.
@@ -317,7 +317,10 @@ def _open_url(url: str, **headers: str) -> Iterator[http.client.HTTPResponse]:
 
 
 def _body(answer: http.client.HTTPResponse) -> Iterator[bytes]:
-    """Yield the body of a response.  Raises Broken if the connection ends early, SlowServer if it is too slow."""
+    """Yield the body of a response.
+
+    Raises DamagedDownload if the connection ends early, SlowServer if it is too slow.
+    """
     expected, count = answer.length, 0
     since, count_then = time.monotonic(), 0
     while block := answer.read1(_BLOCK):  # returns available data; `read` would wait for a full block
