@@ -25,7 +25,7 @@ from tests.test_data import write_shards, write_tokenizer
 from tests.test_prepare import run, write_jsonl
 from trainer.config import DataSection, load_config
 from trainer.data import paths
-from trainer.data.ingest import cutting, engines, streams, text, units, writing
+from trainer.data.ingest import engines, splitting, streams, text, units, writing
 from trainer.data.ingest.builder import build
 from trainer.data.ingest.folder import BuildFolder
 from trainer.data.ingest.inputs import find_inputs
@@ -496,10 +496,10 @@ def test_a_long_document_in_pieces_has_the_ids_of_the_whole(
 ) -> None:
     before, is_cut = pre_tokenizers()[name]
     tokenizer = tokenizer_with(tmp_path, before)
-    monkeypatch.setattr(cutting, "MAX_PIECE_BYTES", 200)
+    monkeypatch.setattr(splitting, "MAX_PIECE_BYTES", 200)
     rng = random.Random(0)
     words = [*("the", " cat", " ", "  ", "\n", "\n\n", "\r\n", "'ll", "1234", "...", "。", "中文", "\t", "é", "\xa0")]
-    cutter = cutting.DocumentSplitter(tokenizer)
+    cutter = splitting.DocumentSplitter(tokenizer)
     for _ in range(8):
         document = "".join(rng.choices(words, k=800)).encode()
         parts = [document[start : start + 90] for start in range(0, len(document), 90)]

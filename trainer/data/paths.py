@@ -286,7 +286,7 @@ def _open_remote(setting: str, data: DataSection, key: str) -> ShardSet:
             rule = "contains neither token shards (.bin files or a manifest.json) nor text"
             raise setting_error(key, setting, rule, fix=f"give files that end in {SUPPORTED_SUFFIXES}")
         try:
-            with text.kept():
+            with text.kept_until_built():
                 built = _tokenize_text(text.inputs(key), data, key, text.fetch)
         except OSError as error:
             raise storage_error(data.cache_dir, "text", text.folder, error) from error

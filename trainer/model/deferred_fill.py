@@ -38,10 +38,10 @@ _MEMORY_FUNCTIONS = (
 """Functions that read a tensor's memory without dispatching a torch operator."""
 
 
-def can_fill_partially(whole: torch.Tensor) -> bool:
+def can_fill_partially(full: torch.Tensor) -> bool:
     """Return whether part of this tensor can be drawn alone, and the tensor is large enough for it to pay off."""
-    is_large = whole.numel() >= MIN_ELEMENTS and whole.numel() % _GROUP_SIZE == 0
-    return is_large and whole.dtype == torch.float32 and whole.is_contiguous()
+    is_large = full.numel() >= MIN_ELEMENTS and full.numel() % _GROUP_SIZE == 0
+    return is_large and full.dtype == torch.float32 and full.is_contiguous()
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,10 @@ class DeferredFills:
     operation uses it.
     """
 
-    def __init__(self, wholes: Mapping[str, torch.Tensor]) -> None:
-        self._wholes = {whole.data_ptr(): whole.detach() for whole in wholes.values()}
-        self._addresses = {name: whole.data_ptr() for name, whole in wholes.items()}
-        self._pending: dict[int, DeferredFill | None] = dict.fromkeys(self._wholes)
+    def __init__(self, full_tensors: Mapping[str, torch.Tensor]) -> None:
+        self._full_tensors = {full.data_ptr(): full.detach() for full in full_tensors.values()}
+        self._addresses = {name: full.data_ptr() for name, full in full_tensors.items()}
+        self._pending: dict[int, DeferredFill | None] = dict.fromkeys(self._full_tensors)
         """Deferred draws by address.  None before the first draw: the tensor is then filled with NaN on first use."""
         self._num_words_to_skip = 0
 
@@ -113,14 +113,14 @@ class DeferredFills:
         if operator not in _RANDOM_FILLS or options.get("generator") is not None:
             return False
         address = arguments[0].data_ptr()
-        whole = self._wholes.get(address)
-        if whole is None or arguments[0].shape != whole.shape or not arguments[0].is_contiguous():
+        full = self._full_tensors.get(address)
+        if full is None or arguments[0].shape != full.shape or not arguments[0].is_contiguous():
             return False
         self.advance_generator()
         self._pending[address] = DeferredFill(
             _RANDOM_FILLS[operator], arguments[1:], torch.default_generator.get_state()
         )
-        self._num_words_to_skip = whole.numel()
+        self._num_words_to_skip = full.numel()
         return True
 
     def advance_generator(self) -> None:
@@ -133,15 +133,17 @@ class DeferredFills:
         for tensor in _tensors_in(values) if self._pending else ():
             if tensor.device.type == "cpu" and tensor.numel():
                 first, last = _memory_range(tensor)
-                for address in [a for a in self._pending if first < _memory_range(self._wholes[a])[1] and a < last]:
+                for address in [
+                    a for a in self._pending if first < _memory_range(self._full_tensors[a])[1] and a < last
+                ]:
                     self._fill_now(address)
 
     def _fill_now(self, address: int) -> None:
-        deferred, whole = self._pending.pop(address), self._wholes[address]
+        deferred, full = self._pending.pop(address), self._full_tensors[address]
         if deferred is None:
-            whole.fill_(torch.nan)
+            full.fill_(torch.nan)
         else:
-            whole.view(-1).copy_(deferred.part(0, whole.numel()))
+            full.view(-1).copy_(deferred.part(0, full.numel()))
 
 
 def _tensors_in(values: Any) -> Iterator[torch.Tensor]:

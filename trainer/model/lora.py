@@ -89,13 +89,13 @@ class AdaptedLinear(nn.Module):
             bias, given = self.base_layer.bias, x.flatten(0, -2)
             dropped = None if isinstance(self.lora_dropout[ADAPTER], nn.Identity) else self.lora_dropout[ADAPTER](given)
             weight = self.weight if isinstance(self.base_layer, nn.Linear) else self.weight.t()
-            whole = _AdaptedProduct.apply(given, dropped, weight, bias, down, up, self.scaling)  # type: ignore[no-untyped-call]
-            return whole.view(*x.shape[:-1], self.out_features)  # type: ignore[no-any-return]
-        own = self.base_layer(x)
+            output = _AdaptedProduct.apply(given, dropped, weight, bias, down, up, self.scaling)  # type: ignore[no-untyped-call]
+            return output.view(*x.shape[:-1], self.out_features)  # type: ignore[no-any-return]
+        base_output = self.base_layer(x)
         low = F.linear(self.lora_dropout[ADAPTER](x.to(down.dtype)), down)
         # A single addmm instead of a product, a scaling and a sum over (..., out).
-        whole = torch.addmm(own.flatten(0, -2).to(up.dtype), low.flatten(0, -2), up.t(), alpha=self.scaling)
-        return whole.view(own.shape).to(own.dtype)
+        output = torch.addmm(base_output.flatten(0, -2).to(up.dtype), low.flatten(0, -2), up.t(), alpha=self.scaling)
+        return output.view(base_output.shape).to(base_output.dtype)
 
     def _is_one_product(self, x: torch.Tensor, *factors: torch.Tensor) -> bool:
         """Return whether the fused product applies: no dtype conversion, no DTensor, and a plain frozen base layer."""

@@ -54,14 +54,14 @@ def materialize(
     unfilled: list[str] = []
     scratch, fill = _ScratchMemory(), _initializer(init, model)
     for module_name, module in model.named_modules():
-        own = [name for name in _direct_names(module_name, module) if name in on_meta]
-        fresh = {name for name in own if canonical.get(name, name) == name}
+        own_names = [name for name in _direct_names(module_name, module) if name in on_meta]
+        fresh = {name for name in own_names if canonical.get(name, name) == name}
         if is_loaded_later is not None:
             fresh -= _skip_loaded_later(module, module_name, fresh, is_loaded_later)
         if fresh:
             fills = _default_init if isinstance(module, LoraFactor) else fill
             unfilled += _fill(module, module_name, fresh, seed_of(seed, plain_name(module_name)), scratch, fills)
-            _move_buffers(module, [name.rpartition(".")[2] for name in own], device)
+            _move_buffers(module, [name.rpartition(".")[2] for name in own_names], device)
     if unfilled:
         raise UserError(
             f"uninitialized: {', '.join(unfilled)}: after a model is built on the meta device, each module that owns a "
@@ -117,10 +117,10 @@ def _skip_loaded_later(
 ) -> set[str]:
     """Fill the parameters in `fresh` that will be loaded later with NaN, and return their names."""
     prefix = f"{module_name}." if module_name else ""
-    own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    left = {name for name in own if prefix + name in fresh and is_loaded_later(prefix + name)}
+    own_parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    left = {name for name in own_parameters if prefix + name in fresh and is_loaded_later(prefix + name)}
     for name in left:
-        _poison(local(own[name].detach()))
+        _poison(local(own_parameters[name].detach()))
     return {prefix + name for name in left}
 
 
@@ -148,12 +148,12 @@ def _fill(
     prefix = f"{module_name}." if module_name else ""
     sharded = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     drawn = scratch.full_tensors({name: parameter for name, parameter in sharded.items() if prefix + name in fresh})
-    partial = {name: whole for name, whole in drawn.items() if _is_filled_partially(sharded[name], whole)}
+    partial = {name: full for name, full in drawn.items() if _is_filled_partially(sharded[name], full)}
     deferred_fills = DeferredFills(partial)
     for name, parameter in sharded.items():
         nowhere = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        whole = _poison(drawn[name]) if name in drawn.keys() - partial.keys() else partial.get(name, nowhere)
-        module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+        full = _poison(drawn[name]) if name in drawn.keys() - partial.keys() else partial.get(name, nowhere)
+        module.register_parameter(name, nn.Parameter(full, requires_grad=parameter.requires_grad))
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if prefix + name in fresh:
             _poison(buffer)
@@ -173,19 +173,19 @@ def _fill(
             unfilled.append(prefix + name)
     for name, parameter in sharded.items():
         if prefix + name in fresh:
-            whole = module.get_parameter(name).detach()
-            _copy_shard(parameter, whole, deferred_fills.get(name, whole))
+            full = module.get_parameter(name).detach()
+            _copy_shard(parameter, full, deferred_fills.get(name, full))
         module.register_parameter(name, parameter)
     return unfilled
 
 
-def _is_filled_partially(parameter: torch.Tensor, whole: torch.Tensor) -> bool:
+def _is_filled_partially(parameter: torch.Tensor, full: torch.Tensor) -> bool:
     """Return whether to draw only part of a large tensor: this rank keeps few rows, or several threads can share the
     work.
     """
     rows = local_rows(parameter)
-    is_less = rows is not None and (2 * (rows[1] - rows[0]) <= whole.shape[0] or torch.get_num_threads() > 1)
-    return is_less and can_fill_partially(whole)
+    is_less = rows is not None and (2 * (rows[1] - rows[0]) <= full.shape[0] or torch.get_num_threads() > 1)
+    return is_less and can_fill_partially(full)
 
 
 class _ScratchMemory:
@@ -220,21 +220,21 @@ def _direct_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from [*module.named_buffers(recurse=False, remove_duplicate=False)]
 
 
-def _copy_shard(parameter: torch.Tensor, whole: torch.Tensor, deferred: DeferredFill | None = None) -> None:
-    """Copy this rank's shard of `whole` into `parameter`, or draw it.  No communication: every rank has the full
+def _copy_shard(parameter: torch.Tensor, full: torch.Tensor, deferred: DeferredFill | None = None) -> None:
+    """Copy this rank's shard of `full` into `parameter`, or draw it.  No communication: every rank has the full
     tensor.
     """
     rows = local_rows(parameter)
     if rows is not None and deferred is not None:
-        columns, kept = math.prod(whole.shape[1:]), local(parameter.detach())
+        columns, kept = math.prod(full.shape[1:]), local(parameter.detach())
         kept.copy_(deferred.part(rows[0] * columns, rows[1] * columns).view(kept.shape))
-    elif rows is not None and whole.ndim:
-        local(parameter.detach()).copy_(whole[slice(*rows)])  # copies only these rows to the device
+    elif rows is not None and full.ndim:
+        local(parameter.detach()).copy_(full[slice(*rows)])  # copies only these rows to the device
     elif isinstance(parameter, DTensor):
-        part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        part = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
         local(parameter.detach()).copy_(local(part))
     else:
-        parameter.detach().copy_(whole)
+        parameter.detach().copy_(full)
 
 
 def _poison(tensor: torch.Tensor) -> torch.Tensor:

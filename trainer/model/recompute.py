@@ -124,13 +124,13 @@ def choose_saved_operators(
         }
         fake |= {name: torch.empty(buffer.shape, dtype=buffer.dtype) for name, buffer in model.named_buffers()}
         known = {storage_id(tensor.untyped_storage()) for tensor in fake.values()}
-        own = [vars(block).get("forward") for block in blocks]
+        forwards = [vars(block).get("forward") for block in blocks]
         try:
             for block in blocks:
                 block.forward = _recorded(block.forward, found[id(block)], known)  # type: ignore[method-assign]
             functional_call(model, fake, (torch.zeros(tokens_shape, dtype=torch.int64),))
         finally:
-            for block, forward in zip(blocks, own, strict=True):
+            for block, forward in zip(blocks, forwards, strict=True):
                 del block.forward
                 if forward is not None:
                     block.forward = forward  # type: ignore[method-assign]

@@ -105,11 +105,11 @@ class RoundingAdamW(torch.optim.Optimizer):
         numbers = _numbers(group, steps, found_inf, grad_scale)
         places = self._shard_positions(parameters, steps.device)
         origins = torch.cat([keys_of(places[:, 0], steps)[:, None], places[:, 1:]], dim=1)
-        for p, state, own, origin in zip(parameters, states, numbers.unbind(), origins.unbind(), strict=True):
+        for p, state, row, origin in zip(parameters, states, numbers.unbind(), origins.unbind(), strict=True):
             if not local(p).numel():
                 continue  # has a state all the same, since checkpoints compare those of ranks
             tensors = [_flat(tensor) for tensor in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
-            _update_by_pieces(tensors, own, origin, self._stochastic)
+            _update_by_pieces(tensors, row, origin, self._stochastic)
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self.state[parameter]
@@ -205,8 +205,8 @@ def _update_by_pieces(
         update, numbers, origin = _compiled_update(), numbers.clone(), origin.clone()
     for start in range(0, count, _PIECE_ELEMENTS[device]):
         piece = slice(start, min(count, start + _PIECE_ELEMENTS[device]))
-        here = torch.stack((origin[0], origin[1] + start)) if start else origin
-        update([tensor[piece] for tensor in tensors], numbers, here, stochastic)
+        piece_origin = torch.stack((origin[0], origin[1] + start)) if start else origin
+        update([tensor[piece] for tensor in tensors], numbers, piece_origin, stochastic)
 
 
 @cache

@@ -162,8 +162,12 @@ class MergedSource:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a tensor, or all of it."""
-        own = self._base.read(name, start, stop)
-        return (own + self._adapter_product(name)[start:stop]).to(own.dtype) if name in self._layers else own
+        base_weight = self._base.read(name, start, stop)
+        return (
+            (base_weight + self._adapter_product(name)[start:stop]).to(base_weight.dtype)
+            if name in self._layers
+            else base_weight
+        )
 
     def _adapter_product(self, name: str) -> torch.Tensor:
         if self._product[0] != name:

@@ -202,7 +202,7 @@ def _list_tensors(
 def _list_stored_tensors(stored: WeightSource, dtype: torch.dtype | None) -> list[ExportedTensor]:
     """Return the tensors to write from a source that already uses the exported names and shapes."""
     kept = stored.dtypes
-    changed = {name: dtype or own if own.is_floating_point else own for name, own in kept.items()}
+    changed = {name: dtype or d if d.is_floating_point else d for name, d in kept.items()}
     return [ExportedTensor(name, name, shape, changed[name]) for name, shape in stored.shapes.items()]
 
 
@@ -228,19 +228,21 @@ def _text_files(
     origin: Origin,
 ) -> dict[str, bytes]:
     """Return the files other than the weights, by name; those that came with the model are reused."""
-    own = origin.tokenizer or read_tokenizer(tokenizer)
+    tokenizer_files = origin.tokenizer or read_tokenizer(tokenizer)
     original = origin.files
     ends = _merge_eos_ids([] if end_id is None else [end_id], turn_ends)
     if not original:
         texts = {CONFIG: _config_json(recipe, model_config, tensors, ends)} | _add_tokenizer_config(
-            own, tokenizer, end_id
+            tokenizer_files, tokenizer, end_id
         )
         return texts if ends is None else texts | {GENERATION: json_bytes({"eos_token_id": ends})}
-    has_another = TOKENIZER in own and own[TOKENIZER] != original.get(TOKENIZER, own[TOKENIZER])
+    has_another = TOKENIZER in tokenizer_files and tokenizer_files[TOKENIZER] != original.get(
+        TOKENIZER, tokenizer_files[TOKENIZER]
+    )
     kept = {name: data for name, data in original.items() if not (has_another and is_tokenizer_file(name))}
     if TOKENIZER not in kept:
-        kept = _add_tokenizer_config(own, tokenizer, end_id) | kept
-    template = template_of(own)
+        kept = _add_tokenizer_config(tokenizer_files, tokenizer, end_id) | kept
+    template = template_of(tokenizer_files)
     if template not in (None, template_of(kept)):
         kept = with_template(kept, template)
     new = [*([end_id] if has_another and end_id is not None else []), *turn_ends]
@@ -407,8 +409,8 @@ def _marks(folder: Path) -> Iterator[Mapping[str, Any]]:
 def _is_export_file(name: str) -> bool:
     """Return whether an export may write a file of this name."""
     is_shard = fnmatch(name, "model-?????-of-?????.safetensors")
-    own = (WEIGHTS, INDEX, CONFIG, GENERATION, ADAPTER_WEIGHTS, ADAPTER_CONFIG)
-    return is_shard or name in own or is_tokenizer_file(name)
+    names = (WEIGHTS, INDEX, CONFIG, GENERATION, ADAPTER_WEIGHTS, ADAPTER_CONFIG)
+    return is_shard or name in names or is_tokenizer_file(name)
 
 
 @contextmanager

@@ -68,19 +68,19 @@ class StateDictFile:
 
     def __init__(self, path: Path, setting: str) -> None:
         self.description = str(path)
-        whole: Any
+        content: Any
         try:
             if path.suffix == ".safetensors":
-                whole = safetensors.torch.load_file(path)
+                content = safetensors.torch.load_file(path)
             else:
-                whole = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+                content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except (OSError, RuntimeError, pickle.UnpicklingError, safetensors.SafetensorError) as error:
             raise setting_error(setting, path, f"cannot be read as a state dict ({error})") from error
-        if isinstance(whole, dict) and isinstance(whole.get("model"), dict):
-            whole = whole["model"]
-        if not isinstance(whole, dict):
+        if isinstance(content, dict) and isinstance(content.get("model"), dict):
+            content = content["model"]
+        if not isinstance(content, dict):
             raise setting_error(setting, path, "has no state dict")
-        self._tensors = {self._without_prefixes(name): t for name, t in whole.items() if isinstance(t, torch.Tensor)}
+        self._tensors = {self._without_prefixes(name): t for name, t in content.items() if isinstance(t, torch.Tensor)}
 
     def _without_prefixes(self, name: str) -> str:
         for prefix in self._PREFIXES:
@@ -122,14 +122,14 @@ def open_weights(path: str | os.PathLike[str], config: RunConfig) -> WeightSourc
         return StateDictFile(Path(path), "train.init_from")
     source: WeightSource
     if _is_hugging_face(path):
-        told = declared_by_folder(os.fspath(path), config.recipe, "train.init_from")
+        declared = declared_by_folder(os.fspath(path), config.recipe, "train.init_from")
         source = SafetensorsFolder(Path(path), config.recipe, config.model, setting="train.init_from")
     else:
         stored = open_checkpoint(path)
-        told = declared_by_yaml(stored.config_yaml, config.recipe.name, f"{stored.storage}/config.yaml")
+        declared = declared_by_yaml(stored.config_yaml, config.recipe.name, f"{stored.storage}/config.yaml")
         source = with_merged_adapters(stored, config.recipe, config.model)
-    if told is not None:
-        told.check(config.model, config.checkpoint.allow_changes)
+    if declared is not None:
+        declared.check(config.model, config.checkpoint.allow_changes)
     return source
 
 
@@ -176,8 +176,8 @@ def _open_base(path: str, recipe: Recipe, model_config: Any) -> WeightSource:
     if Path(path).suffix in _STATE_DICT_SUFFIXES:
         return StateDictFile(Path(path), "base")
     if _is_hugging_face(path):
-        own = recipe.first_weights(replace(model_config, path=path)) if recipe.weights is not None else None
-        return own or SafetensorsFolder(Path(path), recipe, model_config, setting="base")
+        recipe_source = recipe.first_weights(replace(model_config, path=path)) if recipe.weights is not None else None
+        return recipe_source or SafetensorsFolder(Path(path), recipe, model_config, setting="base")
     return with_merged_adapters(open_checkpoint(path), recipe, model_config)
 
 
@@ -274,8 +274,8 @@ def load_initial_weights(model: nn.Module, origin: Origin, config: RunConfig, ch
         print_stderr(f"warning: {doubt}")
     if source is not None and not config.lora.rank:  # base weights under adapters are loaded already
         channel.agreed(lambda: fill(model, source, setting))
-    came = channel.agreed(lambda: _files_of(source, config) if channel.is_main else {})
-    origin.files = channel.broadcast(came)
+    files = channel.agreed(lambda: _files_of(source, config) if channel.is_main else {})
+    origin.files = channel.broadcast(files)
     store_tokenizer(origin, config, channel)
     if source is None:
         without = f"; {path} has none that are used" if path else ""
@@ -285,8 +285,8 @@ def load_initial_weights(model: nn.Module, origin: Origin, config: RunConfig, ch
 
 def store_tokenizer(origin: Origin, config: RunConfig, channel: Channel) -> None:
     """Store the files of the run's own tokenizer and chat template in `origin`, for exports.  Collective."""
-    own = config.data.tokenizer, config.data.chat_template
-    origin.tokenizer = channel.broadcast(channel.agreed(lambda: read_tokenizer(*own) if channel.is_main else {}))
+    settings = config.data.tokenizer, config.data.chat_template
+    origin.tokenizer = channel.broadcast(channel.agreed(lambda: read_tokenizer(*settings) if channel.is_main else {}))
 
 
 def _is_hugging_face(path: str | os.PathLike[str]) -> bool:

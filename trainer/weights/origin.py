@@ -174,15 +174,15 @@ def _read_tokenizer(setting: str) -> dict[str, bytes]:
         rule = "must be bytes, or the path of a Hugging Face tokenizer.json"
         raise setting_error("data.tokenizer", setting, rule, fix="give an existing file")
     if path.name == TOKENIZER:
-        return _read(path.parent, TOKENIZER_FILES, "data.tokenizer", own=TOKENIZER)
-    own = glob.escape(path.name)
-    (data,) = _read(path.parent, (own,), "data.tokenizer", own=own).values()
+        return _read(path.parent, TOKENIZER_FILES, "data.tokenizer", named_file=TOKENIZER)
+    named_file = glob.escape(path.name)
+    (data,) = _read(path.parent, (named_file,), "data.tokenizer", named_file=named_file).values()
     return {TOKENIZER: data}
 
 
-def _read(folder: Path, patterns: tuple[str, ...], setting: str, own: str = "") -> dict[str, bytes]:
-    """Return files of a folder, by name.  `own`: the pattern of the file that the user named, which may be a link."""
-    check_links(folder, setting, [pattern for pattern in patterns if pattern != own])
+def _read(folder: Path, patterns: tuple[str, ...], setting: str, named_file: str = "") -> dict[str, bytes]:
+    """Return files of a folder, by name.  `named_file`: the pattern of the file that the user named, which may be a link."""
+    check_links(folder, setting, [pattern for pattern in patterns if pattern != named_file])
     found = [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
     try:
         return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}

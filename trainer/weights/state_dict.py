@@ -45,8 +45,8 @@ def fill(
         rows = local_rows(weight)
         if rows is None:
             assert isinstance(weight, DTensor)
-            whole = source.read(stored)
-            parts = distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
+            full = source.read(stored)
+            parts = distribute_tensor(full, weight.device_mesh, weight.placements, src_data_rank=None)
             local(weight).copy_(local(parts))
         elif weight.ndim == 0:
             local(weight).copy_(source.read(stored))
@@ -143,7 +143,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     call it and briefly holds one full tensor.
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    whole: dict[str, torch.Tensor] = {}
+    full: dict[str, torch.Tensor] = {}
     gathered: dict[int, torch.Tensor] = {}
     for name, weight in named_weights(model).items():
         if id(weight) not in gathered:
@@ -153,5 +153,5 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
                 tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
             gathered[id(weight)] = tensor.to("cpu", copy=True) if is_first else tensor.new_empty(0)
         if is_first:
-            whole[name] = gathered[id(weight)]
-    return whole
+            full[name] = gathered[id(weight)]
+    return full

@@ -5,7 +5,7 @@
     text        reads documents from text and JSONL files
     records     reads documents from parquet and Arrow files
     engines     tokenizes documents, with a faster library if it gives the same ids
-    cutting     splits long documents without changing their ids
+    splitting   splits long documents without changing their ids
     writing     tokenizes one unit and writes its shards
     folder      manages the build folder: locks, records of finished units, the manifest
     builder     builds the units that remain

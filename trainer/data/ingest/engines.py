@@ -58,7 +58,7 @@ def find_reference(tokenizer: Tokenizer) -> Engine:
 
 
 def check_sample(engine: Engine, reference: Engine, texts: Sequence[bytes]) -> None:
-    """Compare an engine with the reference on the first bytes of a sample of `texts`.  Raises Differs."""
+    """Compare an engine with the reference on the first bytes of a sample of `texts`.  Raises IdsDiffer."""
     if engine is not reference and texts:
         _compare(engine, reference, [_prefix(text) for text in texts[:: -(-len(texts) // _NUM_SAMPLES)]])
 
@@ -199,7 +199,7 @@ _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s
 
 
 def _pattern(before: dict[str, Any] | None) -> str:
-    """Return the regular expression that a pre-tokenizer splits text with.  Raises Differs if it does anything else."""
+    """Return the regular expression that a pre-tokenizer splits text with.  Raises IdsDiffer for any other one."""
     steps = (before or {}).get("pretokenizers", [before])
     last = steps[-1] or {}
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or len(steps) > 2:

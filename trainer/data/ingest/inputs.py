@@ -132,8 +132,10 @@ def _match(setting: str, key: str) -> list[str]:
         raise setting_error(key, setting, "is read as one path, and there is no such file", fix=fix)
     parent = Path(pattern).parent
     names = sorted(path.name for path in parent.glob("[!.]*"))
-    there = [name for name in names if (parent / name).is_dir() or name.endswith(".bin") or kind_of(name) is not None]
-    meant = difflib.get_close_matches(Path(pattern).name, there, n=1, cutoff=0.7)
+    candidates = [
+        name for name in names if (parent / name).is_dir() or name.endswith(".bin") or kind_of(name) is not None
+    ]
+    meant = difflib.get_close_matches(Path(pattern).name, candidates, n=1, cutoff=0.7)
     rule = "no such file or folder, and no match for it as a glob"
     if meant:
         raise setting_error(key, setting, rule, meant=parent / meant[0])

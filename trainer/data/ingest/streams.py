@@ -18,7 +18,7 @@ READ_ERRORS = (OSError, EOFError, zlib.error)
 
 
 def open_stream(each: InputFile) -> BinaryIO:
-    """Open a file for reading, decompressed.  Opening or reading it may raise one of UNREADABLE."""
+    """Open a file for reading, decompressed.  Opening or reading it may raise one of `READ_ERRORS`."""
     if each.compression == "gz":
         return io.BufferedReader(gzip.open(each.path), BLOCK)
     if each.compression == "zst":

@@ -1,7 +1,7 @@
 """Reads documents from text files, one per file, and from JSONL files, one per line.
 
-Readers yield lists of UTF-8 documents.  A document too long to hold in memory is yielded as a `LongDocument`, which re-reads
-the file whenever its text is needed.
+Readers yield lists of UTF-8 documents.  A document too long to hold in memory is yielded as a `LongDocument`, which
+re-reads the file whenever its text is needed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class LongDocument(Protocol):
     def pieces(self) -> Iterator[bytes]:
         """Yield the text in pieces of a few kB to a few MB, each of them valid UTF-8.
 
-        Raises BadLine or UnicodeDecodeError if the text is invalid, and one of UNREADABLE if the file cannot be read.
+        Raises BadLine or UnicodeDecodeError if the text is invalid, and one of `READ_ERRORS` if the file cannot be
+        read.
         """
         ...
 

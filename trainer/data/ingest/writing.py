@@ -11,13 +11,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.ingest.cutting import DocumentSplitter
 from trainer.data.ingest.engines import Engine, check_sample, find_engine, find_reference
 from trainer.data.ingest.folder import BuildFolder, UnitRecord
 from trainer.data.ingest.inputs import InputFile
 from trainer.data.ingest.json_stream import BadLine
 from trainer.data.ingest.records import read_records
 from trainer.data.ingest.report import BadDocuments, SettingNames
+from trainer.data.ingest.splitting import DocumentSplitter
 from trainer.data.ingest.streams import READ_ERRORS
 from trainer.data.ingest.text import DocumentBatch, LongDocument, read_lines, read_texts
 from trainer.data.ingest.tokens import TokenChunk, read_tokens
@@ -33,8 +33,8 @@ CHECK_INTERVAL_BYTES = 1 << 26
 class BuildJob:
     """Everything that the shards depend on, and the names of the settings in messages.
 
-    bad: see `BadDocuments`. holdout: share of documents to hold out. shard_tokens: a unit starts a new shard at the first
-    document end past this many tokens; 0 for one shard per unit.
+    bad: see `BadDocuments`.  holdout: share of documents to hold out.  shard_tokens: a unit starts a new shard at the
+    first document end past this many tokens; 0 for one shard per unit.
     """
 
     inputs: tuple[InputFile, ...]
@@ -74,8 +74,8 @@ class UnitWriter:
     def write(self) -> Iterator[int]:
         """Write all documents; yields the number of input bytes after each batch.
 
-        Raises Differs if the engine's ids are wrong, and UserError if a document cannot be read and `data.bad` does not
-        allow it.
+        Raises IdsDiffer if the engine's ids are wrong, and UserError if a document cannot be read and `data.bad` does
+        not allow it.
         """
         for documents in self._read():
             if isinstance(documents, TokenChunk):
@@ -131,7 +131,7 @@ class UnitWriter:
 
     def _check_engine(self, texts: Sequence[bytes]) -> None:
         """Compare the engine with the reference, on the first texts and then every CHECKED_EVERY bytes.  Raises
-        Differs.
+        IdsDiffer.
         """
         if self._unchecked <= 0:
             check_sample(self._engine, self._job.reference, texts)

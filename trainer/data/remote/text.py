@@ -65,7 +65,7 @@ class RemoteText:
             raise Unreachable(f"{masked(item.url)} {rule}")
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def kept_until_built(self) -> Iterator[None]:
         """Keep the files inside the block.  They are removed afterwards, unless another process needs them.
 
         In a UserError about one of the files, its local path is replaced by its URL.
@@ -73,15 +73,15 @@ class RemoteText:
         names = " ".join(item.name for item in self.items)
         lock = self.folder / f".{hashlib.blake2b(names.encode(), digest_size=12).hexdigest()}.lock"
         descriptor = _lock_shared(lock)
-        here = [self.folder / item.name for item in self.items]
+        local_paths = [self.folder / item.name for item in self.items]
         files: list[Path] = []
         try:
             yield
-            files = here
+            files = local_paths
         except UserError as error:
-            files = here  # the error would recur with these files
+            files = local_paths  # the error would recur with these files
             text = str(error)
-            for item, path in zip(self.items, here, strict=True):
+            for item, path in zip(self.items, local_paths, strict=True):
                 text = text.replace(str(path), masked(item.url))
             raise UserError(text) from error
         finally:  # after any other failure the files stay, for the next start
@@ -174,7 +174,7 @@ def text_files(settings: Sequence[str], key: str) -> Iterator[tuple[list[InputFi
                     key, setting, "there is no text", fix=f"give files that end in {SUPPORTED_SUFFIXES}"
                 )
             inputs += text.inputs(key)
-            stack.enter_context(text.kept())
+            stack.enter_context(text.kept_until_built())
 
         def fetch() -> None:
             for setting, text in elsewhere.items():

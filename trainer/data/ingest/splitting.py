@@ -52,7 +52,7 @@ class DocumentSplitter:
         return len(text) > MAX_PIECE_BYTES
 
     def cut(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield a document in pieces of at most PIECE bytes, or longer ones if it has no boundary."""
+        """Yield a document in pieces of at most `MAX_PIECE_BYTES`, or longer ones if it has no boundary."""
         held, searched_to = b"", 0
         for piece in pieces:
             held += piece
@@ -69,7 +69,7 @@ class DocumentSplitter:
             yield held
 
     def _find_boundary(self, text: bytes, searched_to: int) -> int:
-        """Return the last boundary within PIECE bytes, else the first one after them, else 0.
+        """Return the last boundary within `MAX_PIECE_BYTES`, else the first one after that, else 0.
 
         `text` is known to have no boundary before `searched_to`.
         """
