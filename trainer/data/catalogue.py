@@ -1,8 +1,8 @@
-"""Caches the metadata of large sets of shards that have no manifest.
+"""Catalogues: cached manifests for large sets of shards without a manifest.
 
 If a thousand ranks each opened the metadata of thousands of shards, they would overload the file server.  So the
-metadata are collected once in a manifest in the cache, and each rank opens that one file.  The manifest's name is a
-hash of the shards' paths and of the inode, modification time and size of their metadata files.
+metadata are collected once in a catalogue, a manifest in the cache, and each rank opens that one file.  Its name
+contains a hash of the shards' paths and of the inode, modification time and size of their metadata files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainer.data.shards import Shard, ShardError
 from trainer.data.source import sample_content
 
 MIN_SHARDS = 64
-"""The smallest number of shards whose metadata are cached."""
+"""The smallest number of shards for which a catalogue is written."""
 
 
 def open_shard_files(paths: Sequence[str], cache_dir: str | None) -> tuple[list[Shard], str]:
