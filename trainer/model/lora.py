@@ -213,7 +213,7 @@ def _no_layer(
     alias: Callable[[str], str | None],
 ) -> UserError:
     if target.replace("_", "-") == ALL_LINEAR:
-        return setting_error("lora.targets", list(wanted), "stands alone, or not at all", meant=ALL_LINEAR)
+        return setting_error("lora.targets", list(wanted), "must be the only target", meant=ALL_LINEAR)
     names = [name for name, _ in model.named_modules() if name]
     others = [name for name in names if any(_matches_target(each, target) for each in (name, alias(name) or ""))]
     every = [each for names in names_of.values() for each in names]
