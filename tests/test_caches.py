@@ -294,7 +294,7 @@ def manifest_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cac
 
 def large_shards_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     """With checksums of their pages, which are compared when a page is read."""
-    monkeypatch.setattr(shards, "VERIFIED_AT_START", 0)
+    monkeypatch.setattr(shards, "MAX_BYTES_VERIFIED_AT_START", 0)
     monkeypatch.setattr(shards, "_MAX_BYTES_WITHOUT_CRC", 64)
     monkeypatch.setattr(shards, "_PAGE_BYTES", 32)
     return shards_of_the_user(tmp_path, monkeypatch)
@@ -302,7 +302,7 @@ def large_shards_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def large_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     """Damaged pages are refused once, and the next start builds them again."""
-    monkeypatch.setattr(shards, "VERIFIED_AT_START", 0)
+    monkeypatch.setattr(shards, "MAX_BYTES_VERIFIED_AT_START", 0)
     monkeypatch.setattr(shards, "_MAX_BYTES_WITHOUT_CRC", 64)
     monkeypatch.setattr(shards, "_PAGE_BYTES", 32)
     data = of_text(tmp_path)

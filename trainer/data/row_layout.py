@@ -37,7 +37,7 @@ _BLOCK = 2**16
 
 
 @dataclass(frozen=True)
-class Totals:
+class PieceTotals:
     """Sums over all pieces: the number of targets, and the squares of the numbers of targets."""
 
     targets: int = 0
@@ -46,13 +46,13 @@ class Totals:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Row layout: the pieces of each row."""
+    """The pieces of each row."""
 
     pieces: NDArray[Any]
     """The pieces of all rows, in row order."""
     ends: NDArray[np.int64]
     """The end of each row's pieces in `pieces`."""
-    totals: Totals
+    totals: PieceTotals
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -129,9 +129,9 @@ def _make_rows(documents: NDArray[np.int64], seq_len: int, packs: bool) -> _Bloc
     return pieces[order[piece_numbers]], sizes
 
 
-def _totals_of(pieces: NDArray[Any]) -> Totals:
+def _totals_of(pieces: NDArray[Any]) -> PieceTotals:
     counts = pieces["count"].astype(np.int64)
-    return Totals(int(counts.sum()), int(counts @ counts))
+    return PieceTotals(int(counts.sum()), int(counts @ counts))
 
 
 def _in_memory(blocks: Sequence[_Block]) -> RowLayout:
@@ -151,14 +151,14 @@ def _write(folder: Path, blocks: Iterator[_Block]) -> None:
             end += len(pieces)
             totals = _totals_of(pieces)
             targets, squares = targets + totals.targets, squares + totals.squares
-    facts = {"totals": asdict(Totals(targets, squares)), "pieces": pieces_crc, "ends": ends_crc}
+    facts = {"totals": asdict(PieceTotals(targets, squares)), "pieces": pieces_crc, "ends": ends_crc}
     (folder / "totals.json").write_text(json.dumps(with_checksum(facts)))
 
 
 def _memory_mapped(folder: Path) -> RowLayout:
     """Memory-map the layout that `_write` has written.  Raises ValueError if it is corrupt."""
     facts = checked(json.loads((folder / "totals.json").read_bytes()))
-    totals = Totals(**facts["totals"])
+    totals = PieceTotals(**facts["totals"])
     pieces, ends = (_read_array(folder / name, dtype, facts[name]) for name, dtype in _FILES.items())
     return RowLayout(pieces, ends, totals)
 

@@ -28,7 +28,7 @@ from trainer.stopping import add_partial, drop_partial
 SUFFIXES = (".bin", ".idx", ".crc", ".json")
 """The files of a shard, metadata last.  Only large shards have a .crc: see `_PAGE_BYTES`."""
 
-VERIFIED_AT_START = 1 << 30
+MAX_BYTES_VERIFIED_AT_START = 1 << 30
 """Total bytes of shards up to which all checksums are verified when the data are opened, which takes half a second.  In
 larger data, each page is verified when it is read."""
 
@@ -448,7 +448,7 @@ def verify_at_start(shards: Sequence[Shard]) -> None:
 
     Raises ShardError if a shard is corrupt.
     """
-    if sum(shard.info.num_tokens * shard.dtype.itemsize for shard in shards) <= VERIFIED_AT_START:
+    if sum(shard.info.num_tokens * shard.dtype.itemsize for shard in shards) <= MAX_BYTES_VERIFIED_AT_START:
         for shard in shards:
             shard.verify()
 
