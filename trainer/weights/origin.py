@@ -181,7 +181,10 @@ def _read_tokenizer(setting: str) -> dict[str, bytes]:
 
 
 def _read(folder: Path, patterns: tuple[str, ...], setting: str, named_file: str = "") -> dict[str, bytes]:
-    """Return files of a folder, by name.  `named_file`: the pattern of the file that the user named, which may be a link."""
+    """Return files of a folder, by name.
+
+    `named_file`: the pattern of the file that the user named, which may be a link.
+    """
     check_links(folder, setting, [pattern for pattern in patterns if pattern != named_file])
     found = [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
     try:

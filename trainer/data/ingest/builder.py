@@ -89,14 +89,14 @@ class _ProcessedBytes:
     """Counts the bytes of input processed: units recorded by any process, plus the unit being built here."""
 
     def __init__(self, folder: BuildFolder, units: Sequence[BuildUnit]) -> None:
-        self._folder, self._units, self.current_unit = folder, units, 0
+        self._folder, self._units, self.current_unit_bytes = folder, units, 0
         self._known: set[int] = set()
 
     def num_bytes(self) -> int:
         for number in range(len(self._units)):
             if number not in self._known and self._folder.is_done(number):
                 self._known.add(number)
-        return self.current_unit + sum(self._units[number].size for number in self._known)
+        return self.current_unit_bytes + sum(self._units[number].size for number in self._known)
 
 
 def _build_all(
@@ -113,7 +113,7 @@ def _build_all(
                     try:
                         _build_unit(job, unit, number, folder, done)
                     finally:
-                        done.current_unit = 0
+                        done.current_unit_bytes = 0
                         folder.unlock(number)
                 elif waits:
                     time.sleep(pause)
@@ -133,12 +133,12 @@ def _build_unit(job: BuildJob, unit: BuildUnit, number: int, folder: BuildFolder
         writer = UnitWriter(job, unit, number, folder, engine)
         try:
             for num_bytes in writer.write():
-                done.current_unit += num_bytes
+                done.current_unit_bytes += num_bytes
                 stop_if_asked()
             folder.write(number, writer.publish())
             return
         except IdsDiffer:
-            done.current_unit = 0
+            done.current_unit_bytes = 0
         finally:
             writer.discard()
 
