@@ -28,7 +28,7 @@ class OneRank:
 
     def __init__(self, said: list[str]) -> None:
         self._said = said
-        self.failures: list[Any] = []
+        self.failure_listeners: list[Any] = []
         self.env = SimpleNamespace(num_nodes=1)
 
     def sum(self, values: list[float]) -> list[float]:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from trainer.stopping import PromptStop, StopRequested, leave_at_once, stopped
+from trainer.stopping import PromptStop, StopRequested, leave_at_once, stopped, unwrapping
 from trainer.tables import fit_to_width
 
 EXIT_FINISHED = 0
@@ -113,7 +113,7 @@ def run_command(work: Callable[[], int]) -> int:
     """Run a command and return its exit code; print expected errors as one message, without a traceback."""
     redact_everything()
     try:
-        with _raise_on_signals():
+        with unwrapping(), _raise_on_signals():
             code = work()
         sys.stdout.flush()
         return code

@@ -60,7 +60,7 @@ from trainer.lifecycle.dry_run import dry_run_config
 from trainer.lifecycle.launch import spawn
 from trainer.metrics.clock import uptime
 from trainer.recipe import add_working_folder_to_path
-from trainer.stopping import StopRequested, interruptible, stopped
+from trainer.stopping import StopRequested, interruptible, stopped, unwrapping
 from trainer.tables import fit_to_width
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ def main(argv: Sequence[str] | None = None, trainer: type[Trainer] | None = None
     trainer: your own Trainer class, in place of the recipe's.
     """
     try:
-        return _main(argv, trainer)
+        with unwrapping():
+            return _main(argv, trainer)
     except StopRequested as request:
         return report_stop(request, find_environment())
 
@@ -276,7 +277,7 @@ def ignore_termination() -> None:
 def run_trainer(config: RunConfig, own: type[Trainer] | None, act: Callable[[Trainer], int]) -> int:
     """Build a Trainer on this rank, call `act` with it, and return the exit code.  `own`: the user's Trainer class."""
     try:
-        with without_garbage_collection(), interruptible():
+        with unwrapping(), without_garbage_collection(), interruptible():
             from trainer.plan.forecast import is_out_of_memory
             from trainer.trainer import Trainer
 
@@ -287,12 +288,13 @@ def run_trainer(config: RunConfig, own: type[Trainer] | None, act: Callable[[Tra
     if find_environment().rank != 0:
         warnings.simplefilter("ignore")  # rank 0 shows the warnings
     try:
-        with without_garbage_collection():
-            trainer = (own or config.trainer_class(Trainer))(config)
-        exit_code = act(trainer)
-        ignore_termination()
-        trainer.close()
-        return exit_code
+        with unwrapping():
+            with without_garbage_collection():
+                trainer = (own or config.trainer_class(Trainer))(config)
+            exit_code = act(trainer)
+            ignore_termination()
+            trainer.close()
+            return exit_code
     except UserError as error:
         from trainer.distributed.world import leave_store
 

@@ -61,6 +61,24 @@ class StopRequested(BaseException):
         self.name, self.kept = name, kept
 
 
+@contextlib.contextmanager
+def unwrapping() -> Iterator[None]:
+    """Raise the stop request behind an error that replaced it.
+
+    A signal may arrive anywhere, and some code wraps whatever is raised inside it: until Python 3.12, for example, the
+    interpreter turned an exception in `__set_name__` into a RuntimeError.
+    """
+    try:
+        yield
+    except Exception as error:
+        behind: BaseException | None = error
+        while behind is not None and not isinstance(behind, StopRequested):
+            behind = behind.__cause__ or behind.__context__
+        if behind is None:
+            raise
+        raise StopRequested(behind.name, behind.kept) from error
+
+
 class PromptStop:
     """Takes a signal through the three stages.  Use it in the main thread; only one is active at a time.
 

@@ -127,7 +127,8 @@ def check_format(storage: Storage, version: object) -> None:
     else:
         advice = (
             "its index is a pickle without a checksum, which is not read here.  To train from its weights:\n"
-            f"  python -m torch.distributed.checkpoint.format_utils dcp_to_torch {shlex.quote(str(storage))} weights.pt\n"
+            "  python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
+            f"{shlex.quote(str(storage))} weights.pt\n"
             "  and train.init_from=weights.pt"
         )
     raise UserError(

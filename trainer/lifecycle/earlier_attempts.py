@@ -98,8 +98,8 @@ class EarlierAttempts:
         missing = name_of(past.newest_saved)
         if found.manifest.step < past.newest_saved and missing not in found.damaged and not self._is_aside(missing):
             warn(
-                f"{past.source_file} mentions a checkpoint of step {past.newest_saved}, but the newest in {self.checkpoint_dir} is "
-                f"from step {found.manifest.step}: resuming from there"
+                f"{past.source_file} mentions a checkpoint of step {past.newest_saved}, but the newest in "
+                f"{self.checkpoint_dir} is from step {found.manifest.step}: resuming from there"
             )
 
     def _is_aside(self, name: str) -> bool:

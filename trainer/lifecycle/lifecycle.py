@@ -68,8 +68,8 @@ TRANSITIONS: Mapping[tuple[Phase, Event], Phase] = {
 class Lifecycle:
     """One run in this process: its phase, its folder, requests to stop, and how it ends.
 
-    It is a failure listener (`World.failure_listeners`) for failures of other ranks, and for hangs of this rank's main thread
-    that the watchdog detects.
+    It is a failure listener (`World.failure_listeners`) for failures of other ranks, and for hangs of this rank's main
+    thread that the watchdog detects.
     """
 
     def __init__(
