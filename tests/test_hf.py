@@ -21,7 +21,7 @@ from trainer.config import MeshShape
 from trainer.export import command_line as export
 from trainer.generate import TextGenerator
 from trainer.model.materialize import materialize
-from trainer.model.sample import GREEDY, write
+from trainer.model.sample import GREEDY, generate_tokens
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan
 from trainer.recipe import find_recipe
@@ -280,7 +280,7 @@ def test_generate_is_the_librarys(folders: Any, tokens: torch.Tensor) -> None:
     expected = there.generate(tokens[:1], **how)
     assert torch.equal(model.generate(tokens[:1], **how), expected)
     reader = TextGenerator(model, torch.device("cpu"), "bytes", "model", {}).read()
-    assert [*write(reader, tokens[0].tolist(), 8, GREEDY, torch.Generator())] == expected[0, -8:].tolist()
+    assert [*generate_tokens(reader, tokens[0].tolist(), 8, GREEDY, torch.Generator())] == expected[0, -8:].tolist()
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import trainer.plan.probe
 from tests.test_plan import run_plan
 from trainer import UserError, load_config
 from trainer.config import MeshShape
-from trainer.model.recompute import Place
+from trainer.model.recompute import OperatorId
 from trainer.plan.fusion import Operator, fuse
 from trainer.plan.kernels import Work
 from trainer.plan.machine import find_machine
@@ -32,7 +32,7 @@ LLAMA3_8B = ["dim=4096", "num_layers=32", "num_heads=32", "num_kv_heads=8", "ffn
 LLAMA3_70B = ["dim=8192", "num_layers=80", "num_heads=64", "num_kv_heads=8", "ffn_dim=28672", "vocab_size=128256"]
 LLAMA2_13B = ["dim=5120", "num_layers=40", "num_heads=40", "num_kv_heads=40", "ffn_dim=13824", "vocab_size=32000"]
 LLAMA2_70B = [*LLAMA3_70B[:-1], "vocab_size=32000"]
-EVERY_SECOND: frozenset[Place] = frozenset({*(("matmul", number) for number in (0, 2, 4, 6)), ("attention", 0)})
+EVERY_SECOND: frozenset[OperatorId] = frozenset({*(("matmul", number) for number in (0, 2, 4, 6)), ("attention", 0)})
 """What torchtitan's selective recomputation keeps of a block: every second product, beginning with the first."""
 SELECTIVE = "budget:1"
 """Stands for it, in `plan_of`."""
@@ -93,7 +93,7 @@ def plan_of(row: Row, device: str) -> Plan:
     config = planned(load_config("llama3_8b", overrides))
     found = trainer.plan.probe.saved_by_budget
 
-    def kept(model: object, blocks: Sequence[object], *others: object) -> list[frozenset[Place]]:
+    def kept(model: object, blocks: Sequence[object], *others: object) -> list[frozenset[OperatorId]]:
         return [EVERY_SECOND] * len(blocks) if row.recompute == SELECTIVE else found(model, blocks, *others)  # type: ignore[arg-type]
 
     with mock.patch.object(trainer.plan.probe, "kept_by_budget", kept):

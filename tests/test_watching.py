@@ -22,7 +22,7 @@ from trainer.metrics.console import ConsoleSink
 from trainer.metrics.record import Record
 from trainer.metrics.screen import PlainScreen
 from trainer.metrics.terminal import Terminal
-from trainer.model.sample import CachedDecoder, Sampling, write
+from trainer.model.sample import CachedDecoder, Sampling, generate_tokens
 
 PROMPTS = ["def ", "class A:\n    "]
 SAMPLED = [f"log.prompts={json.dumps(PROMPTS)}", "log.prompt_tokens=5", "eval.every=2", "eval.steps=1", "train.steps=3"]
@@ -37,7 +37,7 @@ def continued(run: Path, prompt: str, ema: bool) -> str:
     model, tokenizer = load_weights(run, ema=ema), find_tokenizer("bytes")
     read, generator = CachedDecoder(model, torch.device("cpu")), torch.Generator().manual_seed(0)
     given = [*tokenizer.start_ids, *tokenizer.encode(prompt).tolist()]
-    written = write(read, given, 5, Sampling(), generator, {tokenizer.end_id})
+    written = generate_tokens(read, given, 5, Sampling(), generator, {tokenizer.end_id})
     return tokenizer.decode([token for token in written if token != tokenizer.end_id])
 
 
