@@ -175,7 +175,7 @@ def checkpointing_choices(config: RunConfig) -> list[int | str]:
 
 
 def _check_no_unit_inside(blocks: Sequence[nn.Module], units: Sequence[ShardUnit], setting: int | str) -> None:
-    """Raise UserError if a unit lies inside a block.
+    """Raise UserError if a unit is inside a block.
 
     Selective checkpointing replays a block operator by operator, but a unit inside it is gathered only once.
     """

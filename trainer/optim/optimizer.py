@@ -20,7 +20,7 @@ from trainer.optim.adamw import FusedAdamW, RoundingAdamW
 
 
 class StepListener(Protocol):
-    """Is called after every optimizer step."""
+    """A callback that runs after every optimizer step."""
 
     def after_step(self, is_finite: torch.Tensor | None) -> None:
         """Handle a step, which was skipped if the scalar `is_finite` is false.  Must not wait for the device."""
@@ -36,7 +36,7 @@ class Optimizer:
 
     @classmethod
     def of(cls, built: Optimizer | torch.optim.Optimizer) -> Optimizer:
-        """Wrap what `build_optimizer` returned in an `Optimizer`, unless it is one."""
+        """Wrap the result of `build_optimizer`, unless it is already an `Optimizer`."""
         return built if isinstance(built, Optimizer) else cls(built)
 
     @property
@@ -80,8 +80,8 @@ class Optimizer:
                 step_on_device(part, is_finite, scale if scales else None)
             else:
                 part.step()
-        for follower in self.step_listeners:
-            follower.after_step(is_finite)
+        for listener in self.step_listeners:
+            listener.after_step(is_finite)
 
     def zero_grad(self) -> None:
         for part in self.parts:

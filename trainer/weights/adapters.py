@@ -1,7 +1,7 @@
 """Weight sources for models with adapters (LoRA): renamed, joined with their base, or merged into it.
 
 The checkpoint of a LoRA run holds only the adapters, and names the base by its path and a checksum.  The base is read
-from its original place, and the checksum verifies that it is the one that was trained on.
+from its original path, and the checksum verifies that its weights are those that were trained on.
 """
 
 from __future__ import annotations

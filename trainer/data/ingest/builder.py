@@ -28,7 +28,7 @@ from trainer.errors import UserError, setting_error
 from trainer.stopping import StopRequested, stop_if_asked
 
 _MANIFEST_LOCK = 2**40
-"""The byte of the lock file that is locked while the manifest is written; it lies beyond all units."""
+"""The byte of the lock file that is locked while the manifest is written; it is past the bytes of all units."""
 
 _POLL_S, _MAX_POLL_S = 0.002, 0.05
 """Polling interval for a unit that another process is building, and its maximum, in seconds.
@@ -193,10 +193,10 @@ def default_num_procs() -> int:
 
 
 class _Workers:
-    """Forked worker processes that build units too."""
+    """Forked worker processes that also build units."""
 
     def __init__(self) -> None:
-        self._ends: list[Connection] = []
+        self._receivers: list[Connection] = []
 
     def start(self, job: BuildJob, path: Path, units: Sequence[BuildUnit]) -> multiprocessing.process.BaseProcess:
         """Fork a worker, which inherits the tokenizer.
@@ -206,19 +206,19 @@ class _Workers:
         slower.
         """
         context = multiprocessing.get_context("fork")
-        end, its = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(job, path, units, its, os.getpid()), daemon=True)
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_work, args=(job, path, units, sender, os.getpid()), daemon=True)
         process.start()
-        its.close()
-        self._ends.append(end)
+        sender.close()
+        self._receivers.append(receiver)
         return process
 
     def raise_errors(self, waits_for_all: bool = False) -> None:
         """Raise the error that a worker reported.  A killed worker reports none, and its unit is unlocked."""
-        for end in [end for end in self._ends if waits_for_all or end.poll()]:
-            self._ends.remove(end)
-            with closing(end), suppress(EOFError):
-                error = end.recv()
+        for receiver in [receiver for receiver in self._receivers if waits_for_all or receiver.poll()]:
+            self._receivers.remove(receiver)
+            with closing(receiver), suppress(EOFError):
+                error = receiver.recv()
                 if error is not None:
                     raise error
 
@@ -239,7 +239,7 @@ def _run_workers(
             process.join()
 
 
-def _work(job: BuildJob, path: Path, units: Sequence[BuildUnit], end: Connection, parent: int) -> None:
+def _work(job: BuildJob, path: Path, units: Sequence[BuildUnit], sender: Connection, parent: int) -> None:
     """Build units in a worker, and send the parent the error, or None."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     follow_parent(True, {LAUNCHER: str(parent)})
@@ -249,4 +249,4 @@ def _work(job: BuildJob, path: Path, units: Sequence[BuildUnit], end: Connection
             _build_all(job, units, folder, _ProcessedBytes(folder, units), _Workers())
     except (UserError, OSError) as raised:
         error = raised
-    end.send(error)
+    sender.send(error)

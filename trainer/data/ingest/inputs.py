@@ -91,8 +91,8 @@ _LINE = '{"text": "..."}'
 def find_inputs(settings: Iterable[str], key: str) -> list[InputFile]:
     """Return the files that paths, folders and globs name, without duplicates, in the order of `settings`.
 
-    A folder stands for all files in it, at any depth, in sorted order; a folder saved by `datasets`, for the records of
-    its `train` split.  Raises UserError, naming the setting `key`.
+    A folder means all files in it, at any depth, in sorted order; a folder saved by `datasets` means the records of its
+    `train` split.  Raises UserError, naming the setting `key`.
     """
     found: dict[str, InputFile] = {}
     for setting in settings:

@@ -21,7 +21,7 @@ from trainer.data.ingest.streams import BLOCK, READ_ERRORS, complete_utf8_length
 from trainer.errors import nearest
 
 MAX_IN_MEMORY_BYTES = 1 << 22
-"""Maximum bytes of a line or text file that is held in memory as a whole."""
+"""Maximum bytes of a line or text file that is held in memory at once."""
 
 
 class LongDocument(Protocol):
