@@ -40,6 +40,12 @@ STUCK = {
             except BaseException:
                 pass
     """,
+    "wrapping": """
+        try:
+            while True: time.sleep(0.01)
+        except BaseException as error:
+            raise RuntimeError("something failed") from error
+    """,
     "in C": "hashlib.pbkdf2_hmac('sha512', b'', b'', 2**31 - 1)",
 }
 """Work that asks nobody whether it is to stop."""

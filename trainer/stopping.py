@@ -61,22 +61,28 @@ class StopRequested(BaseException):
         self.name, self.kept = name, kept
 
 
-@contextlib.contextmanager
-def unwrapping() -> Iterator[None]:
-    """Raise the stop request behind an error that replaced it.
+def request_behind(error: BaseException) -> StopRequested | KeyboardInterrupt | None:
+    """Return the stop request that an error has replaced, or None.
 
     A signal may arrive anywhere, and some code wraps whatever is raised inside it: until Python 3.12, for example, the
     interpreter turned an exception in `__set_name__` into a RuntimeError.
     """
+    behind: BaseException | None = error
+    while behind is not None and not isinstance(behind, (StopRequested, KeyboardInterrupt)):
+        behind = behind.__cause__ or behind.__context__
+    return behind
+
+
+@contextlib.contextmanager
+def unwrapping() -> Iterator[None]:
+    """Raise the stop request behind an error in place of the error."""
     try:
         yield
     except Exception as error:
-        behind: BaseException | None = error
-        while behind is not None and not isinstance(behind, StopRequested):
-            behind = behind.__cause__ or behind.__context__
-        if behind is None:
+        request = request_behind(error)
+        if request is None:
             raise
-        raise StopRequested(behind.name, behind.kept) from error
+        raise request from None
 
 
 class PromptStop:
