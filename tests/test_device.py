@@ -122,11 +122,11 @@ def test_memory_that_cannot_be_page_locked(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr("trainer.checkpoint.tensors.torch.zeros", lambda *_, device: None)
     staging = Staging(torch.device("cuda"))
-    assert staging._room_for({"w": torch.ones(100)}).nbytes >= 400
+    assert staging._buffer_for({"w": torch.ones(100)}).nbytes >= 400
     assert "cannot be page-locked (out of memory)" in capsys.readouterr().err
     cudart.cudaHostRegister = lambda *_: 0
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
-    assert staging._room_for({"w": torch.ones(200)}).nbytes >= 800
+    assert staging._buffer_for({"w": torch.ones(200)}).nbytes >= 800
     assert not locked
     staging._unlock()
     assert len(locked) == 1
