@@ -183,7 +183,7 @@ def _train_with_trainer(side: str, job: dict[str, Any], watch: Watch, folder: Pa
 
     overrides = overrides_of(side, [*job["overrides"], f"run.dir={folder / 'run'}"])
     measured = Measured(load_config(job["recipe"], overrides))
-    with mock.patch.object(measured.saver, "save_at_the_end"):  # the other side's first steps would share the disk
+    with mock.patch.object(measured.saver, "save_final"):  # the other side's first steps would share the disk
         measured.fit()
     losses = [float(record.loss) for record in records]
     measured.close()

@@ -20,7 +20,7 @@ from tests.ranks import run_ranks, run_tiny
 from tests.test_data import Numbered, make_loader, without_checksums, write_shards
 from tests.tiny import fit, tiny_config
 from trainer import Trainer, UserError
-from trainer.checkpoint.compatibility import advice_on
+from trainer.checkpoint.compatibility import advice_for
 from trainer.config import DataSection, compare_configs, load_config
 from trainer.data import source_factory
 from trainer.data.loader import TrainLoader
@@ -125,7 +125,7 @@ def test_what_is_to_be_allowed_is_named_once() -> None:
     """A key is not listed if its entire section is."""
     unfit = [f"data, source {name}: 1 sample{REFUSAL}" for name in ("web", "code")]
     unfit.append("data.phases: phase 2 (allow it: checkpoint.allow_changes=[data.phases])")
-    found = advice_on(["data.path: a in the checkpoint, b now", "run.seed: 1 in the checkpoint, 2 now"], unfit)
+    found = advice_for(["data.path: a in the checkpoint, b now", "run.seed: 1 in the checkpoint, 2 now"], unfit)
     assert found.endswith("or allow it: 'checkpoint.allow_changes=[run.seed,data]'"), found
 
 

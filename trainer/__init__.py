@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.stopping import leave_on_signals
+from trainer.stopping import exit_on_signals
 
 if sys.argv[:1] == ["-m"] and (_found := re.search(r"\0-m\0trainer\.(\w+)", "\0".join(sys.orig_argv))):
     # `python -m trainer.run`: handle signals right away, before the slow imports.
-    leave_on_signals(_found[1])
+    exit_on_signals(_found[1])
 
 from trainer.distributed.environment import without_garbage_collection
 

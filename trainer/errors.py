@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from trainer.stopping import PromptStop, StopRequested, leave_at_once, stopped, unwrapping
+from trainer.stopping import PromptStop, StopRequested, exit_immediately, stopped, unwrapping
 from trainer.tables import fit_to_width
 
 EXIT_FINISHED = 0
@@ -182,7 +182,7 @@ def _raise_on_signals() -> Iterator[None]:
     }
     is_main = threading.current_thread() is threading.main_thread()
     found = {number: signal.getsignal(number) for number in defaults} if is_main else {}
-    caught = {number: before for number, before in found.items() if before in (defaults[number], leave_at_once)}
+    caught = {number: before for number, before in found.items() if before in (defaults[number], exit_immediately)}
     prompt = PromptStop(caught, code_of_signal)
 
     def end(number: int, frame: object) -> NoReturn:

@@ -28,7 +28,7 @@ _HOOK_S = 1.0
 """Time limit of `before_exit` in the third stage, since it may hang on a disk."""
 
 
-def leave_on_signals(command: str) -> None:
+def exit_on_signals(command: str) -> None:
     """Let signals end this process immediately while it imports modules, when there is nothing to clean up.
 
     command: the name of the command, such as `run` or `export`, which replaces the handlers when it begins.
@@ -36,14 +36,14 @@ def leave_on_signals(command: str) -> None:
     _command[:] = [command]
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-            signal.signal(number, leave_at_once)
+            signal.signal(number, exit_immediately)
 
 
 _command: list[str] = []
 
 
-def leave_at_once(number: int, frame: object) -> NoReturn:
-    """Exit this process.  This is the handler that `leave_on_signals` installs."""
+def exit_immediately(number: int, frame: object) -> NoReturn:
+    """Exit this process.  This is the handler that `exit_on_signals` installs."""
     if os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(OSError):
             os.write(2, f"{stopped(signal.Signals(number).name)}\n".encode())

@@ -421,7 +421,7 @@ class Trainer:
             self.evaluations.run(self.evaluate)
         self.saver.finish()
         if self.state.step > 0 or not self.stopping:
-            self.saver.save_at_the_end(self.state)
+            self.saver.save_final(self.state)
         if not self.stopping:
             self.skips.check_end(self.state.step)
             with self.average.swapped_in():

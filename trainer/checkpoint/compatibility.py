@@ -24,7 +24,7 @@ from trainer.checkpoint.storage import Storage
 from trainer.distributed.world import World
 from trainer.errors import UserError, nearest, setting_error
 
-_OFFER = re.compile(r"allow it: checkpoint\.allow_changes=\[([^\]]+)\]")
+_ALLOW_HINT = re.compile(r"allow it: checkpoint\.allow_changes=\[([^\]]+)\]")
 
 
 _NUM_LINES, _NUM_CHARACTERS = 4, 300
@@ -41,10 +41,12 @@ class IncompatibleCheckpoint(UserError):
         """different: one line per differing setting.  unfit: other differences, by part of the state."""
         of_parts = [line for lines in unfit.values() for line in lines]
         self.lines = [*different, *of_parts]
-        is_fresh = any(line.startswith("optim.name:") for line in different)  # explains its state
-        advised = [line for name, lines in unfit.items() if name != "optimizer" or not is_fresh for line in lines]
-        parts = [name for name, lines in unfit.items() if any(not _OFFER.search(line) for line in lines)]
-        self._place, self._advice = storage, advice_on(different, advised, parts)
+        has_new_optimizer = any(line.startswith("optim.name:") for line in different)  # explains its state
+        advised = [
+            line for name, lines in unfit.items() if name != "optimizer" or not has_new_optimizer for line in lines
+        ]
+        parts = [name for name, lines in unfit.items() if any(not _ALLOW_HINT.search(line) for line in lines)]
+        self._place, self._advice = storage, advice_for(different, advised, parts)
         most = _NUM_LINES if len(self.lines) <= _NUM_LINES else _NUM_LINES - 1  # one line says how many more
         first = [lines[0] for lines in unfit.values()]
         self._shown = [*different, *first, *(line for line in of_parts if line not in first)][:most]
@@ -164,12 +166,14 @@ def find_differences(
     return lines, left_out
 
 
-def advice_on(different: list[str], unfit: list[str], parts: Sequence[str] = ()) -> str:
+def advice_for(different: list[str], unfit: list[str], parts: Sequence[str] = ()) -> str:
     """Return advice on a checkpoint that was refused.
 
     parts: parts of the state with differences that do not say how to allow them.
     """
-    keys = [line.partition(":")[0] for line in different] + [part for line in unfit for part in _OFFER.findall(line)]
+    keys = [line.partition(":")[0] for line in different] + [
+        part for line in unfit for part in _ALLOW_HINT.findall(line)
+    ]
     if len(keys) < len(different) + len(unfit):
         names = [f"state.{name}" for name in parts if name != "optimizer" or "model" not in parts]  # model implies it
         whole = ["model" if key == "model.name" else key for key in keys]  # covers all its settings

@@ -88,7 +88,7 @@ def costs_of(config: RunConfig, num_nodes: int, shard_bytes: float, found: Exper
     """
     found = found or Experience()
     rate = (found.failures + 1) / (found.node_s + 3600 * config.checkpoint.node_mtbf_h)
-    total_s = guessed_s(shard_bytes)
+    total_s = estimated_save_s(shard_bytes)
     blocked_s = shard_bytes / _BLOCKED_BYTES_A_SECOND if config.checkpoint.mode == "async" else total_s
     restart_s = found.restart_s or config.run.step_limit_s + _START_S
     if found.saves:
@@ -97,7 +97,7 @@ def costs_of(config: RunConfig, num_nodes: int, shard_bytes: float, found: Exper
     return Costs(blocked_s, total_s, restart_s, 1 / (rate * num_nodes))
 
 
-def guessed_s(shard_bytes: float) -> float:
+def estimated_save_s(shard_bytes: float) -> float:
     """Return the assumed duration, in seconds, of a save in which each rank writes `shard_bytes`."""
     return shard_bytes / _BYTES_A_SECOND
 

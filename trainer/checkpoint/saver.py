@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from trainer.checkpoint.error_messages import DISK_FULL_ADVICE
-from trainer.checkpoint.interval import guessed_s
+from trainer.checkpoint.interval import estimated_save_s
 from trainer.checkpoint.manifest import name_of
 from trainer.checkpoint.retention import find_best
 from trainer.checkpoint.save_policy import SavePolicy, build_save_policy
@@ -23,7 +23,7 @@ from trainer.metrics.goodput import Experience
 
 _FINAL_PAUSES_S = (0.0, 1.0, 3.0)
 """Pause before each attempt of the final save."""
-_PAUSES_FOR_ROOM_S = (5.0, 10.0, 20.0, 25.0)
+_DISK_FULL_PAUSES_S = (5.0, 10.0, 20.0, 25.0)
 """Pauses before further attempts if the disk is full."""
 
 
@@ -203,18 +203,18 @@ class Saver:
         """Wait for the save in flight, if any, report it and return its result."""
         return self._collect() if self._checkpoints.in_flight else None
 
-    def save_at_the_end(self, state: Resumable) -> None:
+    def save_final(self, state: Resumable) -> None:
         """Make the final save: wait for the save in flight, then save with a few retries.
 
         If the disk is full, keep retrying for about a minute, in case somebody frees some space.
         """
         self.finish()
         error = ""
-        for number, pause_s in enumerate((*_FINAL_PAUSES_S, *_PAUSES_FOR_ROOM_S)):
+        for number, pause_s in enumerate((*_FINAL_PAUSES_S, *_DISK_FULL_PAUSES_S)):
             if self._is_saved(state) or (number >= len(_FINAL_PAUSES_S) and DISK_FULL_ADVICE not in error):
                 break
             if number == len(_FINAL_PAUSES_S):
-                left_s = sum(_PAUSES_FOR_ROOM_S)
+                left_s = sum(_DISK_FULL_PAUSES_S)
                 self._listener.warn(f"the final save waits up to {left_s:.0f} s for room on the disk: {error}")
             time.sleep(pause_s)
             self._start(state, background=False)
@@ -247,7 +247,7 @@ class Saver:
     @property
     def expected_s(self) -> float:
         """Expected duration of a save in seconds: the longest so far, or an estimate before the first."""
-        return self.longest_s or guessed_s(self._expected_bytes)
+        return self.longest_s or estimated_save_s(self._expected_bytes)
 
     def wait(self, timeout_s: float) -> None:
         """Give the save in flight time to end before this rank exits.  Not collective."""

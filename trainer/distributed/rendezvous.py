@@ -40,7 +40,7 @@ def join_store(timeout: timedelta) -> tuple[Store, int, int]:
     while meeting.is_alive():  # in a thread, so that signals are handled meanwhile
         meeting.join(0.2)
         if was_asked_early():
-            _leave_before_the_start(say_so=True)
+            _exit_before_start(should_announce=True)
     if errors:
         raise errors[0]
     return found[0]
@@ -74,7 +74,7 @@ def agree_to_start(store: Store, rank: int, size: int, timeout_s: float, problem
             pause_s = min(2 * pause_s, 0.05)
     if store.get("meeting/word").decode() == _STOP:
         _let_all_read(store, rank, size)
-        _leave_before_the_start(say_so=rank == 0)
+        _exit_before_start(should_announce=rank == 0)
     if store.check([_PROBLEM]):
         found = store.get(_PROBLEM).decode()
         _let_all_read(store, rank, size)
@@ -89,7 +89,7 @@ def _let_all_read(store: Store, rank: int, size: int) -> None:
         time.sleep(0.02)
 
 
-def _leave_before_the_start(say_so: bool) -> NoReturn:
-    if say_so:
+def _exit_before_start(should_announce: bool) -> NoReturn:
+    if should_announce:
         print_stderr("stopped before all ranks had joined")
     os._exit(EXIT_STOPPED)

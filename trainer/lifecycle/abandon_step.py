@@ -19,7 +19,7 @@ PATIENCE_S = 5.0
 """Time to wait for data after a request to stop, which is enough for most steps."""
 
 
-class _Left(Exception):
+class _StepAbandoned(Exception):
     """Raised on all ranks after one of them has given up waiting for its data."""
 
 
@@ -47,7 +47,7 @@ class StepAbandoner:
             except WaitAbandoned:
                 self._has_given_up = True
                 self._step_sync.all_reduce()
-        except _Left:
+        except _StepAbandoned:
             assert isinstance(self._loader, TrainLoader), "all ranks have the same loader"
             self._loader.rewind_step()
 
@@ -59,4 +59,4 @@ class StepAbandoner:
         return now - self._waits_since > PATIENCE_S
 
     def _leave(self) -> None:
-        raise _Left
+        raise _StepAbandoned

@@ -19,10 +19,10 @@ from trainer.loss import IGNORE, find_loss
 from trainer.model.gradients import evaluation_mode
 from trainer.sequence import current_slices, sliced
 
-_TOKENS = 32
+_MAX_SLICE_TOKENS = 32
 """Largest number of tokens per slice in the test input."""
 
-_CLOSE = {"float32": 1e-6, "bfloat16": 2e-3}
+_TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-3}
 """Relative tolerance of the loss, for a different order of summation.  It must be tight: freshly initialized weights
 hardly attend to anything, so that even restarting positions in each slice changes their loss by at most 2e-6."""
 
@@ -36,7 +36,7 @@ def check_context(world: World, model: nn.Module, loader: object, config: RunCon
     slices = current_slices()
     if slices is None or not isinstance(loader, TrainLoader):
         return
-    slices = replace(slices, seq_len=min(slices.seq_len, _TOKENS * slices.count))
+    slices = replace(slices, seq_len=min(slices.seq_len, _MAX_SLICE_TOKENS * slices.count))
     whole_batch, own_batch = world.agreed(lambda: _batches(loader, slices))
     loss_of = find_loss(model)
     # Eager, because compiling for these sizes would not help the run, which has other sizes.
@@ -45,7 +45,7 @@ def check_context(world: World, model: nn.Module, loader: object, config: RunCon
             expected = float(loss_of(_on(whole_batch, world)))
         with sliced(slices):
             found = float(loss_of(_on(own_batch, world)))
-    tolerance = _CLOSE[config.fsdp.param_dtype]
+    tolerance = _TOLERANCE[config.fsdp.param_dtype]
     for rank, (one, other) in enumerate(world.gather((expected, found))):
         if not abs(one - other) <= tolerance * abs(one):
             rule = (

@@ -193,7 +193,7 @@ class Lifecycle:
         if saves and step:
             if not had_moved:  # the last save was in the lost folder
                 self._saver.forget()
-            self._saver.save_at_the_end(self._progress)
+            self._saver.save_final(self._progress)
             saved = f"the state of step {step} is in {self._saver.storage}"
         raise self._relocation.final_error(saved)
 

@@ -44,7 +44,7 @@ from trainer.model.replicas import replicas_of
 DATA = "data"
 """Entry of `Trainer.exempt_from_selfcheck` that skips the check of the samples."""
 
-_OF_A_RANK = ("run.threads", "data.cache_dir", "data.num_workers")
+_PER_RANK_KEYS = ("run.threads", "data.cache_dir", "data.num_workers")
 """Keys that may differ between ranks, since they do not affect results."""
 
 _MAX_LINES = 10
@@ -101,7 +101,7 @@ def check_shape(world: World, config: RunConfig) -> MeshShape:
 def _facts(config: RunConfig, owner: type) -> Iterator[tuple[str, str]]:
     for section, values in config.to_dict().items():
         for name, value in values.items():
-            if f"{section}.{name}" not in _OF_A_RANK:
+            if f"{section}.{name}" not in _PER_RANK_KEYS:
                 yield f"{section}.{name}", json.dumps(value)
     yield "python", platform.python_version()
     yield "torch", torch.__version__

@@ -42,7 +42,7 @@ from trainer.metrics.observer import PhaseObserver
 
 _POLL_S, _ASK_EVERY = 0.5, 4
 _ANSWER_S, _VERDICT_S, _GRACE_S, _SAVE_GRACE_S = 6.0, 15.0, 3.0, 60.0
-_STOOD_STILL_S = 5.0
+_SUSPENDED_S = 5.0
 _MAX_FRAMES = 12
 _TIMED_OUT = "a collective has timed out"
 _IN_BACKGROUND = "a save in the background"
@@ -64,7 +64,7 @@ class Watchdog:
         """Number of completed reports; each report uses separate keys in the store."""
         self._armed: tuple[float, str, float] | None = None
         """Current limit: when it expires, its setting and its value."""
-        self._num_updates = 0
+        self._num_steps = 0
         self._saving_since: float | None = None
         self._watched = 0
         self._stopped, self._done = threading.Event(), threading.Event()
@@ -84,7 +84,7 @@ class Watchdog:
         """Begin a step, in the phase `data`."""
         self.step, self.num_phases_entered = step, 0
         self.enter("data")
-        is_first = self._num_updates == 0
+        is_first = self._num_steps == 0
         limit = self._limits.first_step_limit_s if is_first else self._limits.step_limit_s
         self._arm("run.first_step_timeout_s" if is_first else "run.step_timeout_s", limit)
 
@@ -92,8 +92,8 @@ class Watchdog:
         """End a step.  After the first step, collectives get the ordinary timeout."""
         self._armed = None
         self.enter("between steps")
-        self._num_updates += 1
-        if self._num_updates == 1:
+        self._num_steps += 1
+        if self._num_steps == 1:
             self._world.set_timeout(self._limits.timeout_s)
 
     @contextmanager
@@ -167,10 +167,10 @@ class Watchdog:
     def _watch(self) -> None:
         polled, num_polls, stopped = time.monotonic(), 0, self._stopped
         while not stopped.wait(_POLL_S):
-            stood_still_s = time.monotonic() - polled
+            suspended_s = time.monotonic() - polled
             polled, num_polls = time.monotonic(), num_polls + 1
-            if stood_still_s > _STOOD_STILL_S:  # the process was suspended, for example by Slurm
-                self._extend_limits(stood_still_s)
+            if suspended_s > _SUSPENDED_S:  # the process was suspended, for example by Slurm
+                self._extend_limits(suspended_s)
             why = self._timed_out or self._overdue()
             if why or (num_polls % _ASK_EVERY == 0 and self._is_asked()):
                 self._report(why)
