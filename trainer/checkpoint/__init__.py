@@ -11,6 +11,7 @@ The modules, from the lowest layer up:
     writers         which rank writes a box that several ranks hold
     dcp             the uses of torch.distributed.checkpoint
     tensors         writing and reading sharded tensors
+    small_files     writes small files and reads them back
     manifest        lists the files of a checkpoint and verifies them
     snapshot        the state at one moment, grouped by how it is stored
     retention       which checkpoints to keep
@@ -19,6 +20,8 @@ The modules, from the lowest layer up:
     store           saves, publishes and prunes the checkpoints of a run
     interval        the save interval that loses the least time
     save_policy     the steps after which a save is due
+    disk_space      warns if a run's checkpoints will not fit on the disk
+    error_messages  merges the errors of all ranks into one message
     saver           the save in flight, and retries after failures
     stored_weights  reads weights from a checkpoint, in one process
 
