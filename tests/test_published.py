@@ -96,7 +96,7 @@ def plan_of(row: Row, device: str) -> Plan:
     def kept(model: object, blocks: Sequence[object], *others: object) -> list[frozenset[OperatorId]]:
         return [EVERY_SECOND] * len(blocks) if row.recompute == SELECTIVE else found(model, blocks, *others)  # type: ignore[arg-type]
 
-    with mock.patch.object(trainer.plan.probe, "kept_by_budget", kept):
+    with mock.patch.object(trainer.plan.probe, "saved_by_budget", kept):
         return make_plan(config, MeshShape(1, row.num_gpus), find_machine(device))
 
 
