@@ -15,6 +15,7 @@ import pytest
 
 from tests.forked import REPOSITORY
 from tests.ranks import Ran, run_command, tiny_overrides
+from tests.test_faults import last_step
 from tests.test_stopping import wait_until_it_catches
 
 STEPS = 400
@@ -27,10 +28,14 @@ def start(folder: Path, arguments: list[str], env: Mapping[str, str]) -> subproc
     return subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | env, **output)  # type: ignore[call-overload]
 
 
-def preempt(process: subprocess.Popen[str], folder: Path, how: signal.Signals | str, after_s: float) -> None:
-    """Ask the run to stop, some time after it could first be asked."""
+def preempt(
+    process: subprocess.Popen[str], folder: Path, how: signal.Signals | str, after_s: float, before_step: int
+) -> None:
+    """Request a stop after a while, or once the run comes to `before_step`, so that it does not end first."""
     wait_until_it_catches(process.pid, signal.SIGTERM)
-    time.sleep(after_s)
+    deadline = time.monotonic() + after_s
+    while time.monotonic() < deadline and last_step(folder) < before_step:
+        time.sleep(0.05)
     if isinstance(how, signal.Signals):
         process.send_signal(how)
         return
@@ -62,7 +67,8 @@ def test_twenty_preemptions(more: list[str], tmp_path: Path) -> None:
     longest_s = 12.0 if "train.compile=true" in more else 5.0
     for number in range(20):
         process = start(folder, arguments, {"MESHTRAINER_TEST_REST_S": "0.1"})
-        preempt(process, folder, REQUESTS[number % 4], draw.uniform(0.0, longest_s))
+        before_step = STEPS * (number + 1) // 21
+        preempt(process, folder, REQUESTS[number % 4], draw.uniform(0.0, longest_s), before_step)
         output, _ = process.communicate(timeout=60)
         codes.append(process.returncode)
         assert process.returncode == 75, output

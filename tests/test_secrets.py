@@ -21,6 +21,8 @@ import pytest
 from rich.console import Console
 
 from tests.fake_s3 import FakeS3
+from tests.forked import popen
+from tests.ranks import tiny_overrides
 from tests.test_data import write_shards
 from tests.tiny import fit, lines, tiny_config
 from trainer import Trainer, UserError, checkpoints, export, load_config, run
@@ -545,3 +547,92 @@ fail()
     assert done.stderr.count("ValueError: the key *** of ***") == 3, done.stderr
     assert SECRET not in done.stderr
     assert "env-S3KRET-key" not in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Twenty secrets at once
+
+IN_THE_ENVIRONMENT = ["WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "DB_PASSWORD"]
+
+
+class Open(SimpleHTTPRequestHandler):
+    """A web server that lets everyone in."""
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.slow
+def test_twenty_secrets_in_twenty_places_are_stored_and_printed_nowhere(tmp_path: Path) -> None:
+    """A run that trains, those that are refused, and the commands that read the run's folder."""
+    secrets = [f"s{number:02}{uuid.uuid4().hex}" for number in range(20)]
+    unused = iter(secrets)
+    web, folder = tmp_path / "web", tmp_path / "runs"
+    web.mkdir()
+    (web / "a.jsonl").write_text(LINES)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Open, directory=str(web)))
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    host = f"127.0.0.1:{server.server_address[1]}"
+    url = f"http://{host}/a.jsonl"
+    sources = [
+        f"{url}?token={next(unused)}",
+        f"http://me:{next(unused)}@{host}/a.jsonl",
+        f"{url}?sig={next(unused)}",
+        f"{url}?X-Amz-Signature={next(unused)}&X-Amz-Security-Token={next(unused)}",
+        f"{url}?api_key={next(unused)}",
+    ]
+    token = next(unused)
+    path = ", ".join(f"s{number}: '{source}'" for number, source in enumerate(sources))
+    evaluated = ", ".join(f"s{number}: '{url}?access_token={token}'" for number in range(5))
+    run = folder / "run"
+    data = ["data.source=tokens", "data.tokenizer=bytes", "model.vocab_size=257", f"data.cache_dir={folder / 'cache'}"]
+    common = ["recipe=llama_small", *tiny_overrides(*data, "train.steps=2", "data.seq_len=32")]
+    trained = [
+        *common,
+        f"run.dir={run}",
+        f"data.path={{{path}}}",
+        f"data.eval_path={{{evaluated}}}",
+        "eval.every=1",
+        f"run.on_end=curl -s -H 'Authorization: Bearer {next(unused)}' http://127.0.0.1:9/ended; true",
+    ]
+    environment = {name: next(unused) for name in IN_THE_ENVIRONMENT}
+    environment |= {"HTTPS_PROXY": f"http://me:{next(unused)}@127.0.0.1:9", "NO_PROXY": "127.0.0.1"}
+    refused = [
+        f"checkpoint.resume=https://me:{next(unused)}@127.0.0.1:9/none",
+        f"train.init_from=http://127.0.0.1:9/model?token={next(unused)}",
+        f"data.path=http://127.0.0.1:9/x.bin?password={next(unused)}",
+        f"data.tokenizer=http://127.0.0.1:9/tokenizer?sig={next(unused)}",
+        f"checkpoint.dir=nosuchscheme://key:{next(unused)}@bucket/ck",
+        f"optim.api_key={next(unused)}",
+    ]
+    assert next(unused, None) is None
+
+    said = []
+
+    def command(module: str, *arguments: str, expected: int) -> None:
+        process = popen([sys.executable, "-m", f"trainer.{module}", *arguments], env=os.environ | environment)
+        stdout, stderr = process.communicate(timeout=120)
+        said.append(stdout + stderr)
+        assert process.returncode == expected, f"{module} {arguments}: {stdout}{stderr}"
+        assert "Traceback" not in stdout + stderr
+
+    try:
+        command("run", *trained, "--print-config", expected=0)
+        command("run", *trained, "--dry-run", expected=0)
+        command("run", *trained, expected=0)
+        command("run", *[each.replace("train.steps=2", "train.steps=3") for each in trained], expected=0)
+        command("plan", *trained, expected=0)
+        command("report", str(run), expected=0)
+        command("checkpoints", str(run), expected=0)
+        command(
+            "evaluate", str(run), *(each for each in trained if "_path=" in each or "data.path=" in each), expected=0
+        )
+        command("export", str(run), str(folder / "exported"), expected=0)
+        for number, setting in enumerate(refused):
+            command("run", *common, f"run.dir={folder / str(number)}", setting, expected=2)
+    finally:
+        server.shutdown()
+        server.server_close()
+    for number, secret in enumerate(secrets):
+        assert not [text for text in said if secret in text], f"secret {number} is printed"
+        assert without(secret, folder), f"secret {number} is stored"
