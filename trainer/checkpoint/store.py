@@ -464,10 +464,12 @@ class Checkpoints:
         if not self.world.is_main:
             return ""
         earlier, self._warning = self._warning, ""
+        unpublished: list[str] = []
         try:
-            unpublished = [self.storage.unpublish(name) for name in self._retention.obsolete()]
+            for name in self._retention.obsolete():
+                unpublished.append(self.storage.unpublish(name))
         except Exception as error:
-            return f"cannot delete old checkpoints: {describe(error)}"
+            earlier = f"cannot delete old checkpoints: {describe(error)}"
         if unpublished:
             self._deleting = self._thread.submit(
                 self._in_stage, f"deleting in {self.storage}", lambda: self._delete(unpublished)

@@ -148,21 +148,21 @@ class MergedSource:
         self, base: WeightSource, adapters: WeightSource, scaling: float, transposed: Collection[str] = ()
     ) -> None:
         self.description, self.adapters = adapters.description, adapters
-        self._base, self._scaling, self._transposed = base, scaling, frozenset(transposed)
+        self._base_weights, self._scaling, self._transposed = base, scaling, frozenset(transposed)
         self._layers = {f"{layer}.weight": layer for layer in adapted_layers(adapters.shapes)}
         self._product: tuple[str, torch.Tensor] = ("", torch.empty(0))
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._base.shapes
+        return self._base_weights.shapes
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        return self._base.dtypes
+        return self._base_weights.dtypes
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a tensor, or all of it."""
-        base_weight = self._base.read(name, start, stop)
+        base_weight = self._base_weights.read(name, start, stop)
         return (
             (base_weight + self._adapter_product(name)[start:stop]).to(base_weight.dtype)
             if name in self._layers

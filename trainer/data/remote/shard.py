@@ -46,7 +46,7 @@ class RemoteShard(Shard):
 
     def __init__(self, url: str, info: ShardInfo, location: CacheLocation, version: str) -> None:
         self._url, self.name, self.info = url, without_credentials(url), info
-        self.location, self._version = location, version
+        self.location, self._file_version = location, version
 
     @functools.cached_property
     def tokens(self) -> RemoteFile:
@@ -75,7 +75,7 @@ class RemoteShard(Shard):
 
     def _item(self, suffix: str, size: int, digits: slice) -> RemoteFile:
         url = with_suffix(self._url, ".bin", suffix)
-        what = f"{without_credentials(url)} {self._version}"
+        what = f"{without_credentials(url)} {self._file_version}"
         name = hashlib.blake2b(what.encode(), digest_size=12).hexdigest()
         return RemoteFile(f"{name}-{size}{suffix}", url, size, lambda: self._checksum(digits))
 
