@@ -1,7 +1,8 @@
-"""Accounts: what each step achieved and cost, written as one record per step.
+"""Times each training step, counts good and skipped steps, and writes one record per logged step.
 
-On a GPU the numbers of a step are read, and its line is written, once the next step is queued: the host never waits for
-the device while that has nothing else to do.  So a step is counted, and its time taken, when its numbers arrive.
+On a GPU, the loss and gradient norm of a step are read, and its line is written, only after the next step has been
+queued, so the host never waits for an otherwise idle device.  A step is therefore counted and timed when its numbers
+arrive on the host.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from trainer.metrics.tally import Amount, Fields, Tally
 
 
 class Update:
-    """The outcome of one optimizer step, the same on all ranks.
+    """The outcome of one optimizer step, identical on all ranks.
 
-    Its numbers may still be on their way from the device when the step returns: reading one waits for it.
-    `num_targets` counts the targets of the global batch that are not ignored.
+    The loss and gradient norm may still be in flight from the device when the step returns; reading either waits for
+    the transfer.  `num_targets` is the number of targets in the global batch that are not ignored.
     """
 
     def __init__(self, loss: float | torch.Tensor, grad_norm: float | torch.Tensor, num_targets: int) -> None:
@@ -43,10 +44,10 @@ class Update:
         self._numbers = HostScalars(loss, grad_norm)
 
     def ended_at(self, before: Update | None, before_at: float) -> float | None:
-        """Return when the device had finished the step, by `time.perf_counter`; waits for it.  None if that was before
-        it returned.
+        """Return the `time.perf_counter` time at which the device finished the step, or None if it finished before the
+        step returned.  Waits for the device.
 
-        before, before_at: the step before, and when that had ended.
+        before, before_at: the previous step and the time at which it ended.
         """
         return self._numbers.arrived_at(None if before is None else before._numbers, before_at)
 
@@ -62,13 +63,13 @@ class Update:
 
     @property
     def skipped(self) -> bool:
-        """True if loss or gradient was not finite, and the weights were left alone."""
+        """True if the loss or the gradient norm was not finite, so the weights were left unchanged."""
         return not all(map(math.isfinite, self._numbers.read()))
 
 
 @dataclass
 class _Queued:
-    """A step that the device may still be at."""
+    """A step that the device may still be running."""
 
     update: Update
     step: int
@@ -76,12 +77,12 @@ class _Queued:
     data_s: float
     is_profiled: bool
     closed_at: float = 0.0
-    """When the host was done with it."""
+    """Time at which the host finished the step."""
     seconds: float = 0.0
     means: Means | None = None
-    """Over the steps since the last line, with this one; known once it has been measured."""
+    """Means over the steps since the last line, including this one; set once this step has been measured."""
     line: Record | None = None
-    """What is to be written once it has been counted."""
+    """The record to write once the step has been counted, or None if no line is due."""
 
 
 class Progress(Protocol):
@@ -92,7 +93,7 @@ class Progress(Protocol):
 
 
 class Accounts:
-    """Times each step, counts the good ones, and writes their records.  All ranks keep the same accounts."""
+    """Times each step, counts good and skipped steps, and writes their records.  Runs identically on all ranks."""
 
     def __init__(
         self,
@@ -106,34 +107,36 @@ class Accounts:
         loader: object,
         on_time: Callable[[float, bool], None],
     ) -> None:
-        """`on_time` is told how long each step took, once that is known, and whether a profiler slowed it down."""
+        """`on_time(seconds, is_profiled)` is called once the duration of a step is known; `is_profiled` is True if a
+        profiler slowed the step down.
+        """
         self._config, self._world, self._metrics = config, world, metrics
         self._skips, self._phases, self._observers, self._loader = skips, phases, observers, loader
         self._on_time = on_time
         self.horizon = horizon
         self.reads_late = world.device.type != "cpu"
-        """True if the numbers of a step are read, and its line is written, once the next one is queued; the same on all
-        ranks."""
+        """True if the numbers of a step are read, and its line written, only after the next step has been queued.  The
+        same on all ranks."""
         self.productive_s = 0.0
-        """Seconds of the steps that counted."""
+        """Total seconds of all steps that were not skipped."""
         self.step_s = 0.0
-        """Seconds of the last step; 0 before the second, since the first one compiles and allocates."""
+        """Seconds of the last step.  0 until the second step, because the first one compiles and allocates."""
         self.evaluated_step: int | None = None
-        """Step of the last evaluation."""
+        """The step of the last evaluation."""
         self.is_saved_after: Callable[[int], bool] = lambda step: False
-        """Whether a save follows a step."""
+        """Returns whether a save follows the given step."""
         self._latest: Update | None = None
         self._ended: tuple[Update | None, float] = None, 0.0
-        """The last step that has been measured, and when it had ended."""
+        """The last measured step and the time at which it ended."""
         self.pending: _Queued | None = None
-        """The step that has not been counted yet."""
+        """The step that has not been counted yet, if any."""
         self._logged, self._logged_aside = Tally(world, TRAIN_FIELDS), Tally(world, EVAL_FIELDS)
         self.restart()
 
     def restart(self) -> None:
-        """Begin to measure anew: a loop begins."""
+        """Reset the measurements at the start of a training loop."""
         if self.pending is not None:
-            self._measured(self.pending)  # of the loop before
+            self._measured(self.pending)  # left over from the previous loop
         self._meter, self._num_steps = Meter(), 0
         self._memory_gib = peak_memory_gib(self._world.device)
         self._started = self._data_s = 0.0
@@ -142,7 +145,7 @@ class Accounts:
 
     @contextmanager
     def step(self, progress: Progress) -> Iterator[None]:
-        """Account for one step: take its micro-batches with `take`, and close it with `record`, inside the block."""
+        """Measure one step.  Inside the block, get the micro-batches from `take` and finish the step with `record`."""
         step = progress.step + 1
         for observer in self._observers:
             observer.begin_step(step)
@@ -152,7 +155,7 @@ class Accounts:
             observer.end_step(step)
 
     def take(self, batches: Iterator[Any], number: int, step: int) -> list[Any]:
-        """Return the micro-batches of `step`.  Raises TrainingFailed if the loader has ended."""
+        """Return the micro-batches of `step`.  Raises TrainingFailed if the loader is exhausted."""
         taken = list(islice(batches, number))
         if len(taken) < number:
             raise TrainingFailed(f"step {step}: the loader from build_loader ended; it must be endless")
@@ -163,13 +166,13 @@ class Accounts:
     def record(
         self, update: Update, progress: Progress, lr: float, flops_per_token: Callable[[], float], is_last: bool
     ) -> Record:
-        """Close the step that `progress` has just completed; return its record, written if a line is due: now, or where
-        numbers are read late with those of the step.
+        """Finish the step that `progress` has just completed and return its record.
 
-        `flops_per_token` walks over all modules of the model, so it is only called when `mfu` is read.
+        If a line is due, the record is also written: immediately, or, if `reads_late`, once the step's numbers have
+        been read.  `flops_per_token` walks all modules of the model, so it is called only when `mfu` is read.
 
-        Collective where a line is due: one small CPU all-reduce, and what `Tally.take` says.  Raises TrainingFailed, on
-        all ranks alike, after too many skipped steps in a row.
+        Collective if a line is due: one small CPU all-reduce, plus those of `Tally.take`.  Raises TrainingFailed on all
+        ranks after too many consecutive skipped steps.
         """
         step = progress.step
         is_needed = step == 1 or self.horizon.may_end_at(step) or is_last
@@ -179,23 +182,24 @@ class Accounts:
         queued = self.pending = _Queued(update, step, self._started, self._data_s, is_profiled)
         self._latest = update
         logged: Fields = {}
-        if is_line:  # said while the device is at work
+        if is_line:  # communicate while the device is busy
             mine = (peak_memory_gib(self._world.device), *self._logged.news())
             self._memory_gib, *news = self._world.max(mine)
             logged = self._logged.take(news)
         record = self._train_record(queued, progress, lr, flops_per_token, logged)
         queued.line, queued.closed_at = record if is_line else None, time.perf_counter()
         self._metrics.progress(step)
-        # Evaluation and saving are timed by themselves: this step must not be part of that, and its line comes before.
+        # Evaluation and saving are timed separately: settle this step first so that their times do not include it and
+        # its line is written before theirs.
         if is_needed or not self.reads_late or self._config.eval.due(step) or self.is_saved_after(step):
             self.settle()
         return record
 
     def _measured(self, queued: _Queued) -> Means:
-        """Take a step into the means, once, and return them; waits for the device.
+        """Add a step to the running means, at most once, and return the means.  Waits for the device.
 
-        A step lasts from when it began, or the one before had ended if that was later, until the device has finished
-        it: what the host does meanwhile takes time only where it keeps the device from working.
+        A step lasts from its start, or from the end of the previous step if that is later, until the device has
+        finished it.  Host work therefore adds to the step time only if it keeps the device from working.
         """
         if queued.means is None:
             update = queued.update
@@ -211,9 +215,9 @@ class Accounts:
         return queued.means
 
     def settle(self) -> None:
-        """Read the numbers of the pending step, count it as good or skipped, and write its line; waits for the device.
+        """Read the numbers of the pending step, count it as good or skipped, and write its line.  Waits for the device.
 
-        Raises TrainingFailed, on all ranks alike, after too many skipped steps in a row.
+        Raises TrainingFailed on all ranks after too many consecutive skipped steps.
         """
         if self.pending is None:
             return
@@ -229,41 +233,41 @@ class Accounts:
 
     @property
     def grad_norm(self) -> float:
-        """The gradient norm of the last step before clipping; reading it waits for the device."""
+        """Gradient norm of the last step before clipping.  Waits for the device."""
         return math.nan if self._latest is None else self._latest.grad_norm
 
     @property
     def in_streak(self) -> bool:
-        """True if the last steps were skipped."""
+        """True if the most recent step was skipped."""
         return self._skips.in_a_row > 0
 
     @property
     def good_until(self) -> int | None:
-        """The last step that counted, once there have been too many skipped ones since."""
+        """The last good step if too many steps have been skipped since, otherwise None."""
         return self._skips.failed_since
 
     def check_end(self, step: int) -> None:
-        """Raise TrainingFailed if the run ends at `step` in steps that were skipped."""
+        """Raise TrainingFailed if the run ends at `step` and its last steps were skipped."""
         self._skips.check_end(step)
 
     def discard(self) -> None:
-        """Forget the pending step, and what was logged for the next line: an earlier checkpoint was loaded."""
+        """Drop the pending step and the fields logged for the next line, after an earlier checkpoint was loaded."""
         if self.pending is not None:
-            self._measured(self.pending)  # whose record may still be read
+            self._measured(self.pending)  # its record may still be read
             self.pending = None
         self._logged.clear()
 
     # -- records -------------------------------------------------------------------------------------------------
 
     def log(self, name: str, value: Amount, over: Amount | None) -> None:
-        """Add to a field of the next `train` line; inside `evaluation`, of the next `eval` line."""
+        """Add to a field of the next `train` line or, inside `evaluation`, of the next `eval` line."""
         self._logged.add(name, value, over)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Keep what is logged inside the block for the record of the evaluation."""
+        """Collect the fields logged inside the block for the evaluation record."""
         self._logged, self._logged_aside = self._logged_aside, self._logged
-        self._logged.clear()  # of an evaluation that was abandoned
+        self._logged.clear()  # drop leftovers of an evaluation that was aborted
         try:
             yield
         finally:
@@ -300,10 +304,11 @@ class Accounts:
         return {**self._loader.epochs} if isinstance(self._loader, TrainLoader) else {}
 
     def evaluated(self, step: int, total: torch.Tensor, count: float, eval_loader: object, started: float) -> Record:
-        """Return the record of an evaluation, and write it; to be called inside `evaluation`.
+        """Write the record of an evaluation and return it.  Must be called inside `evaluation`.
 
-        total, count: this rank's sum of losses, and what to divide it by.  started: when it began, by `perf_counter`.
-        Collective: one small CPU all-reduce, and what `Tally.take` says.
+        total, count: this rank's sum of losses and the count to divide it by.
+        started: start of the evaluation, by `time.perf_counter`.
+        Collective: one small CPU all-reduce, plus those of `Tally.take`.
         """
         self.evaluated_step = step
         loss_sum, count_of_all, *news = self._world.sum([float(total), count, *self._logged.news()])
@@ -315,7 +320,10 @@ class Accounts:
         return self._metrics.write(Record(kind="eval", step=step, loss=loss, **shown, eval_s=eval_s, **logged))
 
     def _mfu(self, flops_per_token: Callable[[], float], step_s: float) -> float | None:
-        """Return model FLOPs over the devices' peak (Chowdhery et al. 2022, arXiv:2204.02311, appendix B)."""
+        """Return the model FLOPs utilization, or None if the device's peak is unknown.
+
+        Model FLOPs per second over the peak of all devices (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+        """
         peak = peak_flops(self._world.device)
         if peak is None:
             return None

@@ -1,10 +1,10 @@
-"""Breakdown of the time of profiled steps, from spans: kernels, operators, collectives, phases.
+"""Breaks down the time of profiled steps by kind of work: kernels, exposed communication, data loading, host.
 
-At each moment of a step one thing counts, the first of `KINDS` that is under way.  So communication counts where no
-kernel hides it, waiting for data where the device has nothing to do, and the host has what is left.  On a CPU, where
-operators are the kernels, an operator's time is its own, without that of operators inside it.
+Every moment of a step is attributed to a single kind, the first of `KINDS` that is active.  Communication is therefore
+counted only while no kernel hides it, and waiting for data only while the device is idle; the host gets the rest.  On a
+CPU, operators take the place of kernels, and an operator's time excludes the operators nested inside it.
 
-`Timeline` takes the events of a trace as Kineto writes it; the rest knows nothing of profilers.
+`Timeline` parses the events of a Kineto trace; the rest of the module is independent of the profiler.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 KINDS = ("matmul", "attention", "other_kernels", "exposed_communication", "data", "host")
-"""What the time of a step can go into; of several at the same moment, the first counts."""
+"""The kinds of work that step time is attributed to.  If several are active at once, the first one counts."""
 
 MATMUL, ATTENTION, OTHER, COMMUNICATION, DATA, HOST = KINDS
 
 STEP = "ProfilerStep#"
-"""What the range of a step is called, its number behind: other readers of traces look for this name, too."""
+"""Prefix of the range of a step, followed by the step number.  Other trace viewers look for this name as well."""
 
 PHASE = "phase"
-"""Category of the events that say which phase of the step the rank is in."""
+"""Category of the events that mark which phase of the step the rank is in."""
 
 
 class Span(NamedTuple):
-    """Something that went on for a while: a kernel on a stream, an operator on a thread, a collective in flight."""
+    """An interval of activity: a kernel on a stream, an operator on a thread, or a collective in flight."""
 
     name: str
     kind: str
     start_us: float
     duration_us: float
     lane: Any = None
-    """Its stream or thread."""
+    """The stream or thread that the span ran on."""
     launched_us: float | None = None
-    """When the host launched it; None where that is its start."""
+    """When the host launched it; None means at its start."""
 
     @property
     def end_us(self) -> float:
@@ -47,9 +47,9 @@ class Span(NamedTuple):
 
 
 def find_shares(spans: Iterable[Span], updates: Iterable[Span]) -> dict[str, float]:
-    """Return the share of each of `KINDS` in the time of the steps; together they are 1.
+    """Return the fraction of the step time spent in each of `KINDS`.  The fractions sum to 1.
 
-    Spans may overlap, on one lane or on several; what lies outside the steps does not count.
+    Spans may overlap, on one lane or across lanes; time outside the steps is ignored.
     """
     lasting = [(span, KINDS.index(span.kind)) for span in spans] + [(update, len(KINDS)) for update in updates]
     edges = sorted(
@@ -66,10 +66,10 @@ def find_shares(spans: Iterable[Span], updates: Iterable[Span]) -> dict[str, flo
 
 
 def cut_to_own_time(spans: Iterable[Span]) -> list[Span]:
-    """Return spans of one lane that lie within each other as pieces side by side: each moment is the innermost one's.
+    """Flatten the nested spans of one lane into disjoint ones, attributing each moment to the innermost span.
 
-    What lies within attention, communication or data is part of it, whatever it is: there are attentions made of
-    matrix products.
+    Anything nested inside attention, communication or data counts as that kind: some attention implementations are
+    built from matrix products.
     """
     pieces: list[Span] = []
     stack: list[Span] = []
@@ -99,9 +99,10 @@ def cut_to_own_time(spans: Iterable[Span]) -> list[Span]:
 
 
 def extend_to_device(updates: Iterable[Span], kernels: Sequence[Span]) -> list[Span]:
-    """Return the steps as the device sees them, which may be behind the host: each until its last kernel has ended.
+    """Return the steps as the device sees them, since it may lag behind the host.
 
-    Each begins where the one before has ended, or later, with the host.
+    Each step is extended until its last kernel has ended.  It begins when the host begins it, or when the previous step
+    has ended if that is later.
     """
     found: list[Span] = []
     for update in sorted(updates, key=lambda update: update.start_us):
@@ -117,11 +118,11 @@ def _launched_us(span: Span) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What an event is, by its name
+# Classification of events by name
 
 _ATTENTION = re.compile(r"scaled_dot_product|flash|fmha|sdpa|attention|attn", re.IGNORECASE)
 _FUSED_BY_INDUCTOR = re.compile(r"triton_(poi|red|per|for)_")
-"""Elementwise work and reductions; the rest of the name lists what was fused, or only lies beside it."""
+"""Elementwise work and reductions.  The rest of the name lists fused or merely neighboring operators."""
 _MATMUL_KERNEL = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|wgmma|splitk|matmul|(?<![a-z])(add|b|sc)?mm(?![a-z])")
 _MATMUL_OPERATOR = re.compile(
     r"::_?(mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|addr|int_mm|scaled_mm|grouped_mm|scaled_grouped_mm"
@@ -131,21 +132,21 @@ _MATMUL_OPERATOR = re.compile(
 
 @cache
 def kind_of_kernel(name: str) -> str:
-    """Return what a CUDA kernel (a copy, a fill) is, by its name: NCCL's, cuBLAS's, CUTLASS's, cuDNN's, Triton's."""
+    """Classify a CUDA kernel, copy or fill by its name.  Knows the names of NCCL, cuBLAS, CUTLASS, cuDNN and Triton."""
     if re.search("nccl|nvshmem", name, re.IGNORECASE):
         return COMMUNICATION
     if _FUSED_BY_INDUCTOR.match(name):
         return OTHER
-    if _ATTENTION.search(name):  # before matrix products: some attention kernels are CUTLASS's
+    if _ATTENTION.search(name):  # checked before matmul: some attention kernels are CUTLASS kernels
         return ATTENTION
     return MATMUL if _MATMUL_KERNEL.search(name.lower()) else OTHER
 
 
 @cache
 def kind_of_operator(name: str) -> str:
-    """Return what the training thread does in an operator or range on the CPU.
+    """Classify an operator or range on the CPU training thread by its name.
 
-    Operators have a namespace (aten::mm); what has none, autograd's nodes and ranges, is the host that calls them.
+    Operators have a namespace (aten::mm).  Names without one (autograd nodes, ranges) are host time around operators.
     """
     if name.startswith(("c10d::", "_c10d_functional::", "gloo:")):
         return COMMUNICATION
@@ -159,13 +160,14 @@ def kind_of_operator(name: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# A trace
+# Trace parsing
 
 
 def find_events(text: str) -> tuple[int, Iterator[dict[str, Any]]]:
-    """Return where in the text of a trace its events begin, and the events, read one at a time: there may be millions.
+    """Return the offset at which the events begin in the text of a trace, and an iterator over the events.
 
-    Raises ValueError, the iterator too, if the text is not valid JSON, or has no events.
+    The events are parsed lazily because there may be millions.  Both the function and the iterator raise ValueError if
+    the text is not valid JSON or has no events.
     """
     found = re.search(r'"traceEvents":\s*\[', text)
     if found is None:
@@ -188,21 +190,24 @@ _LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 @dataclass
 class Timeline:
-    """The steps in a trace: where each began and ended on the training thread, and what went on."""
+    """The profiled steps of a trace and the activity recorded in it.
+
+    Steps begin and end as seen on the training thread.
+    """
 
     updates: list[Span] = field(default_factory=list)
-    """Named by their numbers, of kind `host`, on the training thread's lane."""
+    """The steps, named by number, of kind `host`, on the training thread's lane."""
     phases: list[Span] = field(default_factory=list)
     kernels: list[Span] = field(default_factory=list)
-    """Of the device."""
+    """Kernels, copies and fills on the device."""
     collectives: list[Span] = field(default_factory=list)
-    """Of gloo, in flight on threads of its own."""
+    """Gloo collectives, in flight on Gloo's threads."""
     operators: list[Span] = field(default_factory=list)
-    """Of the training thread, within each other."""
+    """Operators on the training thread, possibly nested."""
 
     @classmethod
     def of(cls, events: Iterable[Mapping[str, Any]]) -> Timeline:
-        """Return the timeline of a trace's events, in Chrome's format with Kineto's categories."""
+        """Build the timeline from trace events in Chrome's trace format with Kineto's categories."""
         own, on_host = cls(), list[tuple[Span, Mapping[str, Any]]]()
         launches: dict[int, float] = {}
         kernels: list[tuple[Span, int | None]] = []
@@ -230,10 +235,11 @@ class Timeline:
         return own
 
     def shares(self) -> dict[str, float]:
-        """Return the share of each of `KINDS` in the time of the steps; together they are 1.
+        """Return the fraction of the step time spent in each of `KINDS`.  The fractions sum to 1.
 
-        With kernels of a device: by what runs there, the host's phases and gloo where nothing does.  Without: by the
-        training thread's own time in each operator; where it is in none while gloo works, it waits for that.
+        If the trace has device kernels, time is attributed to them first, and to data phases and Gloo while the device
+        is idle.  Otherwise it is attributed to the training thread's self time in each operator; time outside any
+        operator while Gloo is active counts as waiting for communication.
         """
         data = [phase for phase in self.phases if phase.kind == DATA]
         if self.kernels:
@@ -242,10 +248,11 @@ class Timeline:
 
 
 def _with_attention_backward(found: Sequence[tuple[Span, Mapping[str, Any]]]) -> list[Span]:
-    """Return the operators with the backward of what lies within an attention as attention, too.
+    """Return the operators, with those in the backward pass of attention also marked as attention.
 
-    Autograd numbers its nodes.  An operator carries the number of the next node, so of those with one number the last
-    to begin is the one that has made the node; and what runs in the backward carries its node's.
+    Autograd numbers its nodes.  A forward operator carries the number of the next node to be created, so among
+    operators with the same number the last one to begin created that node.  A backward operator carries the number of
+    the node it belongs to.
     """
     within_us, is_of_attention = 0.0, dict[Any, bool]()
     for span, arguments in sorted(found, key=lambda item: item[0].start_us):

@@ -1,4 +1,4 @@
-"""The loss of each source of a mixture, beside the mean over all of them."""
+"""Logs the loss of each source of a data mixture, in addition to the mean over all sources."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ Log = Callable[[str, Amount, Amount | None], None]
 
 
 def loss_by_source(loss: Loss, loaders: Sequence[object], log: Log) -> Loss:
-    """Return `loss`, or, where the data of a loader have several sources, one that also logs each one's mean as
-    `loss_<source>`.
+    """Return `loss`, wrapped to also log each source's mean as `loss_<source>` if a loader reads a mixture of sources.
 
-    The losses of the rows are those that the cross-entropies of `trainer.loss` sum up; of a model that computes its
-    loss in another way nothing is known, and the fields are null.
+    The per-row losses are recorded by the cross-entropy functions of `trainer.loss`.  If a model computes its loss in
+    another way, they are unknown and the fields are null.
     """
     opened = [loader.source for loader in loaders if isinstance(loader, (TrainLoader, EvalLoader))]
     mixed = next((source for source in opened if isinstance(source, MixedSource)), None)
