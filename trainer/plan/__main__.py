@@ -54,7 +54,7 @@ _USAGE = "usage: python -m trainer.plan recipe=NAME [section.key=value ...] [ran
 
 @dataclass
 class _Asked:
-    """Options of the command line beside the run's own keys."""
+    """Command-line options of the planner, in addition to the run's configuration keys."""
 
     recipe: str | None = None
     device: str = "auto"
@@ -68,7 +68,7 @@ class _Asked:
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for.  Returns the exit code."""
+    """Run the planner for a command line; return the exit code."""
     add_working_folder_to_path()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--help" in arguments or "-h" in arguments:
@@ -123,7 +123,7 @@ def _show(plan: Plan, choice: Choice | None, asked: _Asked) -> None:
 
 
 def _num_ranks(config: RunConfig, machine: Machine) -> int:
-    """Return the ranks that the mesh itself says, or those of one node, as far as the batch can be shared by them."""
+    """Return the number of ranks set by the mesh, or up to one node's ranks that divide the global batch evenly."""
     per_node = machine.rates.ranks_per_node
     replicate, shard = config.mesh.replicate, per_node if config.mesh.shard == "node" else config.mesh.shard
     if not isinstance(shard, int) or replicate == 0 or shard == 0:

@@ -1,6 +1,6 @@
-"""Calibration: the rates of this machine, measured once and kept in the user's cache for every plan.
+"""Measures the rates of this machine and stores them in the user's cache, where every later plan finds them.
 
-One process measures a device; under torchrun or srun, all ranks together measure the links between them as well.
+A single process measures one device.  Under torchrun or srun, the ranks also measure the links between them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from trainer.errors import setting_error
 from trainer.plan.machine import write_calibration
 
 _BUDGET_S = 0.6
-"""Seconds that one figure is measured for."""
+"""Approximate time spent on each measurement."""
 
 
 def calibrate(config: RunConfig, device: str | None = None) -> dict[str, Any]:
-    """Measure matrix products at the shapes of `config`'s model, attention, memory and issue rates; keep them.
+    """Measure this machine's rates, write them to the calibration cache and return them.
 
-    Returns what was measured, in FLOP/s, bytes/s and seconds.  Raises UserError for a device that is not here.
+    Measures matrix products at the shapes of `config`'s model, attention, memory bandwidth and issue rates, in FLOP/s,
+    bytes/s and seconds.  Collective in a distributed run.  Raises UserError if this machine has no such `device`.
     """
     world = World(config) if find_environment().is_distributed else None
     found = world.device if world else torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -61,7 +62,7 @@ def calibrate(config: RunConfig, device: str | None = None) -> dict[str, Any]:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the median seconds of one call, the device's work included."""
+    """Return the median time of one call in seconds, including its work on the device."""
 
     def once(times: int) -> float:
         _synchronize(device)
@@ -82,7 +83,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _width(config: RunConfig, device: torch.device) -> int:
-    """Return the model's width, as far as this device can multiply it within the time of one figure."""
+    """Return the model's width, capped at 1024 on a CPU so that a measurement stays within its time budget."""
     width = getattr(config.model, "dim", None) or getattr(config.model, "width", None) or 1024
     return int(width) if device.type == "cuda" else min(int(width), 1024)
 
@@ -96,7 +97,7 @@ def _matmul(config: RunConfig, device: torch.device, dtype: torch.dtype) -> floa
 
 
 def _attention(config: RunConfig, device: torch.device, dtype: torch.dtype) -> float:
-    """Return FLOP/s of causal attention, forward and backward, half of the scores counted."""
+    """Return the FLOP/s of causal attention, forward and backward, counting half of the scores."""
     length = min(config.data.seq_len, 8192 if device.type == "cuda" else 512)
     heads, size = (16, 128) if device.type == "cuda" else (4, 64)
     q, k, v = (torch.randn(1, heads, length, size, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
@@ -108,14 +109,14 @@ def _attention(config: RunConfig, device: torch.device, dtype: torch.dtype) -> f
 
 
 def _memory(device: torch.device) -> float:
-    """Return bytes read and written a second by an addition."""
+    """Return the bytes read and written per second by an elementwise addition."""
     numel = (256 if device.type == "cuda" else 16) * 2**20
     a, b = (torch.ones(numel, device=device) for _ in range(2))
     return 3 * 4 * numel / _seconds(lambda: torch.add(a, b, out=b), device)
 
 
 def _optimizer(device: torch.device) -> float:
-    """Return bytes read and written a second by fused AdamW: it reads four tensors and writes three."""
+    """Return the bytes read and written per second by fused AdamW, which reads four tensors and writes three."""
     numel = (128 if device.type == "cuda" else 8) * 2**20
     weight = torch.nn.Parameter(torch.ones(numel, device=device))
     weight.grad = torch.ones_like(weight)
@@ -124,9 +125,9 @@ def _optimizer(device: torch.device) -> float:
 
 
 def _links(world: World) -> dict[str, float]:
-    """Return bytes a second into a rank and the latency of a collective, within a node and between nodes.
+    """Measure the bandwidth into a rank and the latency of a collective, within a node and between nodes.
 
-    From all-gathers of two sizes over the axes of a mesh with one row a node.  Collective.
+    Times all-gathers of two sizes along both axes of a mesh with one row per node.  Collective.
     """
     local_size = world.env.local_world_size
     mesh = world.mesh_of(MeshShape(world.size // local_size, local_size))
@@ -142,7 +143,7 @@ def _links(world: World) -> dict[str, float]:
 
 
 def _gathering_s(group: dist.ProcessGroup, num_ranks: int, num_bytes: int, world: World) -> float:
-    """Return the seconds of an all-gather that makes so many bytes, by the slowest rank."""
+    """Return the time in seconds, on the slowest rank, of an all-gather whose output has `num_bytes` bytes."""
     whole = torch.empty(num_bytes // num_ranks * num_ranks, dtype=torch.uint8, device=world.device)
     part = torch.empty(num_bytes // num_ranks, dtype=torch.uint8, device=world.device)
     times = []

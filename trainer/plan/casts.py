@@ -1,7 +1,8 @@
-"""Products in float8: what a layer casts before each, and what it multiplies then.
+"""Models float8 matrix products: the casts before each product, and the product itself.
 
-Knows how torchao's layers work, without torchao: each product casts its two factors, scaled by the tensor, whose
-largest element must be known first, or by the row, where one kernel does both.
+Reproduces what torchao's float8 layers do, without importing torchao.  Each product casts both of its factors.  With
+tensorwise scaling, the largest element of the tensor must be found first; with rowwise scaling, one kernel finds the
+scales and casts.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from trainer.plan.kernels import Work
 
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 _MULTIPLE = 16
-"""Both sizes of a layer that is replaced are multiples of it."""
+"""A layer is converted to float8 only if both of its dimensions are multiples of this."""
 
 
 class Casts:
-    """Casts around the products of blocks; with `setting` none there are none."""
+    """Adds the float8 casts to the matrix products inside blocks; a no-op if `setting` is `none`."""
 
     def __init__(self, setting: str, are_fused: bool) -> None:
         self._setting, self._are_fused = setting, are_fused
@@ -28,13 +29,14 @@ class Casts:
         self._cast: dict[int, int] = {}
 
     def clear(self) -> None:
-        """Forget what has been cast already: another pass begins."""
+        """Forget which tensors have been cast; called at the start of each segment."""
         self._cast.clear()
 
     def around(self, func: Any, args: Sequence[Any], operator: Operator, serials: Sequence[int]) -> Iterator[Operator]:
-        """Yield the operators that run for `operator`, a call of `func` inside a block: itself, if it is no product.
+        """Yield the operators that run in place of `operator`, a call of `func` inside a block.
 
-        serials: those of the storages of the tensors in `args`, in order.
+        Yields `operator` unchanged if it is not a matrix product that is converted to float8.  `serials` are the serial
+        numbers of the storages of the tensors in `args`, in order.
         """
         factors = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
         if self._setting == "none" or func not in _PRODUCTS or any(n % _MULTIPLE for f in factors for n in f.shape):
@@ -42,7 +44,7 @@ class Casts:
             return
         reads: dict[int, int] = {}
         for factor, serial in zip(factors, serials[-2:], strict=True):
-            if serial not in self._cast or self._setting == "rowwise":  # by row: another direction each time
+            if serial not in self._cast or self._setting == "rowwise":  # each use has other rows
                 yield from self._cast_of(serial, factor.numel())
             reads[self._cast[serial]] = factor.numel()
         num_bytes = sum(reads.values()) + sum(operator.writes.values())
@@ -63,6 +65,6 @@ class Casts:
         return Operator(Work("memory", 0, num_bytes, 1), reads, writes, is_fused)
 
     def _serial(self) -> int:
-        """Return a serial number for a storage that only a kernel knows."""
+        """Return a serial number for a storage that exists only in this model of the kernels."""
         self._num_made += 1
         return 10**15 + self._num_made

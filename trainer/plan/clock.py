@@ -1,7 +1,7 @@
-"""The time of a step: kernels on one stream, collectives on three others, each waiting where FSDP2 lets it wait.
+"""Estimates the time of a step: kernels on one stream, collectives on three others, with FSDP2's waits between them.
 
-The host is taken to be ahead of the device; what it needs at least is reported beside it.  Reference for the streams:
-torch.distributed.fsdp, FSDPCommContext and the notes there; for collectives: Patarasuk and Yuan 2009, "Bandwidth
+The host is assumed to run ahead of the device; the least time it needs is reported separately.  For the streams, see
+FSDPCommContext in torch.distributed.fsdp and the notes there; for collectives, Patarasuk and Yuan 2009, "Bandwidth
 optimal all-reduce algorithms for clusters of workstations".
 """
 
@@ -18,48 +18,48 @@ from trainer.plan.trace import Segment, Trace
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of a machine: FLOP/s by the bytes of an element, bytes/s, seconds.  Measured, or shares of a sheet."""
+    """Rates of a machine, measured or estimated from its data sheet: FLOP/s by element size, bytes/s and seconds."""
 
     matmul: dict[int, float]
     attention: dict[int, float]
     memory: float
-    """Bytes read and written a second by what only moves numbers."""
+    """Bytes read and written per second by memory-bound kernels."""
     optimizer: float
-    """The same for the fused optimizer."""
+    """Bytes read and written per second by the fused optimizer."""
     kernel_s: float
-    """Least time from one kernel to the next on the device."""
+    """Shortest time between the starts of two kernels on the device."""
     host_s: float
     """Host time to issue one operator."""
     link: float
-    """Bytes a second into one rank from the others of its node."""
+    """Bytes per second into one rank from the other ranks of its node."""
     network: float
-    """Bytes a second into one rank from other nodes."""
+    """Bytes per second into one rank from other nodes."""
     link_latency_s: float
     network_latency_s: float
     ranks_per_node: int
     taken_by_collectives: float = 0.0
-    """Share of a device that a collective keeps kernels from while it runs."""
+    """Share of the device that is unavailable to kernels while a collective runs."""
 
     def kernel(self, work: Work) -> float:
-        """Return the seconds of one kernel: as the roofline has it (Williams et al. 2009)."""
+        """Return the time of one kernel in seconds, by the roofline model (Williams et al. 2009)."""
         rates = {"matmul": self.matmul, "attention": self.attention}.get(work.kind)
         compute_s = 0.0
         if rates:
             size = min(work.element_size, 4)
-            compute_s = work.flops / rates.get(size, rates[2])  # without products in float8, as in bfloat16
+            compute_s = work.flops / rates.get(size, rates[2])  # without a float8 rate, use the bfloat16 rate
         return max(compute_s, work.num_bytes / self.memory, self.kernel_s)
 
     def collective(self, operation: str, layout: Layout, axis: Axis, num_ranks: int, num_bytes: int) -> float:
-        """Return the seconds of one collective over `num_ranks` ranks of an axis of the mesh.
+        """Return the time in seconds of one collective over `num_ranks` ranks along an axis of the mesh.
 
-        Ranks are numbered along `shard` first.  What crosses nodes goes through each rank's own card; a ring moves
-        (n - 1) / n of the bytes through each rank, an all-reduce twice that.
+        Ranks are numbered along `shard` first.  Traffic between nodes goes through each rank's own network card.  A
+        ring moves (n - 1) / n of the bytes through each rank; an all-reduce moves twice that.
         """
         stride = layout.shard if axis == "replicate" else 1
         within = max(1, min(num_ranks, self.ranks_per_node // stride))
         num_nodes = -(-num_ranks // within)
         rounds = 2 if operation == "all_reduce" else 1
-        cards = 1 if operation == "all_to_all" else within  # what a rank sends to others is its own
+        cards = 1 if operation == "all_to_all" else within  # each rank sends different data, so other cards cannot help
         inside_s = num_bytes * (within - 1) / within / self.link if within > 1 else 0.0
         outside_s = num_bytes * (num_nodes - 1) / num_nodes / (cards * self.network) if num_nodes > 1 else 0.0
         latency_s = self.link_latency_s * math.log2(max(2, within)) + self.network_latency_s * math.log2(num_nodes)
@@ -68,24 +68,24 @@ class Rates:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The seconds of one step, and where they go."""
+    """The time of one step in seconds, broken down by cause."""
 
     total_s: float
     compute_s: float
-    """Kernels of forward and backward, slowed down by collectives that run beside them."""
+    """Forward and backward kernels, including the slowdown by collectives that run at the same time."""
     optimizer_s: float
     copy_s: float
-    """Copies into and out of the collectives' buffers."""
+    """Copies into and out of the buffers of collectives."""
     communication_s: float
-    """Collectives, hidden or not."""
+    """All collectives, whether or not they overlap with kernels."""
     exposed_s: float
-    """The part of it for which the kernels had to wait."""
+    """The part of `communication_s` for which kernels had to wait."""
     host_s: float
-    """What the host needs to issue it all: the step can be no shorter."""
+    """Host time to issue all operators: a lower bound on the step time."""
 
 
 class _Clock:
-    """Times of the streams.  What is said of `repeats` micro-batches is added up when each of them ends."""
+    """Watcher that tracks the time on each stream; a micro-batch that represents `repeats` counts that many times."""
 
     def __init__(self, layout: Layout, rates: Rates) -> None:
         self._layout, self._rates = layout, rates
@@ -107,12 +107,12 @@ class _Clock:
         seconds, sent_s, num_kernels = self._kernels[segment.work]
         self._now += seconds + sent_s
         self.compute_s += self._repeats * seconds
-        self.exposed_s += self._repeats * sent_s  # kernels wait for what is sent in their midst
+        self.exposed_s += self._repeats * sent_s  # kernels wait for the collectives between them
         self._communicates(sent_s)
         self.host_s += self._repeats * num_kernels * self._rates.host_s
 
     def _times_of(self, segment: Segment) -> tuple[float, float, int]:
-        """Return the seconds of a segment's kernels, those of the collectives between them, and how many all are."""
+        """Return the seconds of a segment's kernels, those of the collectives between them, and the number of both."""
         kernels_s = sent_s = 0.0
         layout = self._layout
         for work, count in segment.work:
@@ -141,7 +141,7 @@ class _Clock:
 
     def reduce(self, unit: int, scattered: int, reduced: int) -> None:
         layout, rates = self._layout, self._rates
-        if self._last_scatter is not None:  # its buffer is given back first
+        if self._last_scatter is not None:  # wait until its buffer is released
             self._wait_until(self._last_scatter)
         self._copy(scattered)
         self._scatters_free = max(self._scatters_free, self._now)
@@ -178,13 +178,14 @@ class _Clock:
 
 
 def time_of(trace: Trace, layout: Layout, num_micro_batches: int, rates: Rates) -> StepTime:
-    """Return the time of one step."""
+    """Estimate the time of one step of `num_micro_batches` micro-batches."""
     clock = _Clock(layout, rates)
     Step(trace, layout, num_micro_batches, clock).run()
     parameters = [p for unit in trace.units for p in unit.parameters if p.is_trained]
     shards = [(p, p.numel / layout.shard) for p in parameters]
-    # Their norm reads gradients; the step reads weight and gradient, writes the weight, and torch's the gradient as it
-    # clips it, and does both with each moment; an average reads the weight, and does both with itself.
+    # Per trained element: the gradient norm reads the gradient.  The optimizer reads the weight and the gradient,
+    # writes both (torch's fused step writes the clipped gradient), and reads and writes each moment.  A weight average
+    # reads the weight, and reads and writes the average.
     average = layout.averages / rates.memory
     optimizer_s = sum(
         2 * numel * p.element_size / rates.memory

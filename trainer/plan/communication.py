@@ -1,6 +1,7 @@
-"""Communication of a step: collectives by kind, axis and size, as FSDP2 issues them.
+"""Counts the collectives that FSDP2 issues in one step, by operation, mesh axis and size.
 
-Sizes are of the whole tensor: what an all-gather makes, what a reduce-scatter takes, what an all-reduce works on.
+Sizes are those of the full tensor: the output of an all-gather, the input of a reduce-scatter, the buffer of an
+all-reduce.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from trainer.plan.trace import Segment, Trace
 
 
 class Collective(NamedTuple):
-    """One kind of collective: the operation, the axis of the mesh, the ranks that take part, bytes."""
+    """One kind of collective: the operation, the mesh axis, the number of participating ranks, and the bytes."""
 
     operation: Operation
     axis: Axis
@@ -22,7 +23,7 @@ class Collective(NamedTuple):
 
 
 class _CollectiveCounter:
-    """Counts the collectives of a step."""
+    """Watcher that counts the collectives of a step."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -60,11 +61,11 @@ _NORM_BYTES, _LOSS_BYTES, _MESSAGE_BYTES = 4, 8, 8 * 8
 
 
 def collectives_of(trace: Trace, layout: Layout, num_micro_batches: int) -> Counter[Collective]:
-    """Return how often a step issues each kind of collective.
+    """Return the number of times that a step issues each kind of collective.
 
-    With FSDP's go three small all-reduces of the training step: the message in which the ranks agree (through host
-    memory), the squared norm of the gradients over the shard axis, and the loss over all ranks.  What Muon sends to
-    have whole matrices is not counted.
+    Besides FSDP's collectives, this counts the training step's three small all-reduces: the message in which the ranks
+    agree (through host memory), the squared gradient norm over the shard axis, and the loss over all ranks.  The
+    collectives with which Muon gathers full matrices are not counted.
     """
     watcher = _CollectiveCounter(layout)
     Step(trace, layout, num_micro_batches, watcher).run()

@@ -1,4 +1,4 @@
-"""A device described by the user: a data sheet with some values replaced.
+"""Parses a device that the user describes: a known data sheet with some values replaced.
 
 device={like: h100, power_w: 500, memory_gib: 96, memory_tb_s: 2.4}
 """
@@ -14,15 +14,17 @@ from trainer.errors import UserError, choice_error, nearest, setting_error
 from trainer.metrics.devices import DEVICES, Device, find_device
 
 _STATIC_POWER = 0.2
-"""Share of a device's power that memory and leakage take, whatever it computes.  Below its limit a chip lowers its
-clock, and with it the power of what computes; that this is in proportion is an approximation.  Its size was fitted to
-one published figure, torchtitan's Llama 3 8B on 8 H100 at 500 W, compiled.  For what a limit does to clocks see Ujeniya
-et al. 2026, arXiv:2604.11391."""
+"""Share of a device's power that goes to memory and leakage, regardless of the compute load.
+
+Under a power limit a chip lowers its clock, and with it the power of its compute units.  Treating compute as
+proportional to the remaining power is an approximation.  The value was fitted to one published figure: torchtitan's
+Llama 3 8B on 8 H100 at 500 W, compiled.  For the effect of power limits on clocks, see Ujeniya et al. 2026,
+arXiv:2604.11391."""
 
 
 @dataclass(frozen=True)
 class Described:
-    """A data sheet, and the share of its compute that the power limit leaves."""
+    """A data sheet, and the share of its compute that is available under the power limit."""
 
     sheet: Device
     compute_share: float = 1.0
@@ -34,7 +36,7 @@ def is_description(text: str) -> bool:
 
 
 def read_description(text: str) -> Described:
-    """Return the device that a mapping describes.  Raises UserError for what is none."""
+    """Parse a mapping that describes a device.  Raises UserError if `text` is not a valid description."""
     given = parse_value("device", text)
     if not isinstance(given, Mapping) or not isinstance(given.get("like"), str):
         rule = "must be the name of a device, or a mapping that says which one it is like"

@@ -1,9 +1,9 @@
-"""`auto`: the fastest choice of resharding, activation checkpointing and micro-batch that fits a memory.
+"""Resolves `auto`: finds the fastest resharding, activation checkpointing and micro-batch size that fit in memory.
 
-Searched over the planner's model, not by trial launches: one candidate takes milliseconds.  A unit that is not
-resharded after the forward pass saves a gather and costs its memory until its backward pass; those at the end of the
-forward pass hold it for the shortest time, so the search keeps the last k of them, finds the largest k that fits by
-bisection, and then improves unit by unit.
+The search evaluates candidates with the planner's model instead of trial launches; one candidate takes milliseconds.
+A unit that is not resharded after the forward pass saves one all-gather but occupies memory until its backward pass.
+The last units of the forward pass occupy it for the shortest time, so the search leaves the last k units unsharded,
+finds the largest k that fits by bisection, and then tunes the units one by one.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from trainer.plan.machine import Machine
 from trainer.plan.plan import Plan, make_plan
 from trainer.plan.probe import Probe
 
-_GAIN = 0.005
-"""Share of the step's time that is not worth any memory: of choices that near the fastest, the smallest is taken."""
-_LEAST = 1e-6
+_TIME_TOLERANCE = 0.005
+"""Among choices within this fraction of the fastest, the search takes the one that needs the least memory."""
+_MIN_IMPROVEMENT = 1e-6
+"""A change to a single unit is accepted only if it shortens the step by at least this fraction."""
 _MAX_UNITS = 16
-"""Units up to which single ones are changed; in deeper models one of many makes no difference."""
+"""Units are tuned one by one up to this many; in deeper models a single unit makes no difference."""
 
 
 class NothingFits(UserError):
-    """No choice for what is `auto` fits; `plan` is the one that needs least."""
+    """No combination of the `auto` settings fits; `plan` is the candidate that needs the least memory."""
 
     def __init__(self, message: str, plan: Plan) -> None:
         super().__init__(message)
@@ -36,7 +37,7 @@ class NothingFits(UserError):
 
 @dataclass(frozen=True)
 class Choice:
-    """The settings that `auto` resolved to, and the runners-up."""
+    """The plan with the resolved `auto` settings, the runners-up, and the number of candidates evaluated."""
 
     plan: Plan
     runners_up: tuple[Plan, ...]
@@ -48,7 +49,7 @@ class Choice:
 
 
 def chosen_settings(config: RunConfig) -> dict[str, object]:
-    """Return what `auto` can settle, as it stands in `config`, by key."""
+    """Return the settings that `auto` can choose, by key, with their values in `config`."""
     return {
         "fsdp.reshard_after_forward": config.fsdp.reshard_after_forward,
         "train.activation_checkpoint": config.train.activation_checkpoint,
@@ -58,14 +59,14 @@ def chosen_settings(config: RunConfig) -> dict[str, object]:
 
 
 def asks_for_auto(config: RunConfig) -> bool:
-    """Return whether anything is left to the planner."""
+    """Return whether any setting is `auto`."""
     return AUTO in chosen_settings(config).values()
 
 
 def settle(config: RunConfig, mesh: MeshShape, machine: Machine) -> Choice:
-    """Return the fastest choice for what is `auto` in `config` that fits `machine`.
+    """Return the fastest choice of the `auto` settings in `config` that fits `machine`.
 
-    Raises NothingFits, with what would fit, if nothing does.
+    Raises NothingFits if no choice fits; its message lists changes to other settings that would.
     """
     if config.mesh.context != AUTO:
         return _Search(config, mesh, machine).best()
@@ -73,9 +74,9 @@ def settle(config: RunConfig, mesh: MeshShape, machine: Machine) -> Choice:
 
 
 def _with_context(config: RunConfig, mesh: MeshShape, machine: Machine) -> Choice:
-    """Return the choice with the fewest ranks to a sequence that is as fast as any, or nearly.
+    """Return the choice with the fewest ranks per sequence among those within the time tolerance of the fastest.
 
-    Sizes that divide a node go first; those across nodes are tried where none of these fits.
+    Context sizes that divide a node are tried first; sizes that span nodes are tried only if none of those fits.
     """
     per_node = machine.rates.ranks_per_node
     choices = context_choices(config, mesh, per_node)
@@ -92,12 +93,14 @@ def _with_context(config: RunConfig, mesh: MeshShape, machine: Machine) -> Choic
     if not found:
         raise min(failed, key=lambda error: error.plan.memory.peak.total)
     fastest_s = min(choice.plan.time.total_s for choice in found)
-    best = next(choice for choice in found if choice.plan.time.total_s <= (1 + _GAIN) * fastest_s)
+    best = next(choice for choice in found if choice.plan.time.total_s <= (1 + _TIME_TOLERANCE) * fastest_s)
     others = sorted((choice.plan for choice in found if choice is not best), key=lambda plan: plan.time.total_s)
     return Choice(best.plan, (*best.runners_up, *others)[:4], sum(choice.num_candidates for choice in found))
 
 
 class _Search:
+    """Search over the `auto` settings of one configuration, with `mesh.context` already fixed."""
+
     def __init__(self, config: RunConfig, mesh: MeshShape, machine: Machine) -> None:
         self.config, self.mesh, self.machine = config, mesh, machine
         self.num_candidates = 0
@@ -107,7 +110,7 @@ class _Search:
         fitting: list[Plan] = []
         smallest: Plan | None = None
         for micro in self._micro_batches:
-            for kind in self._checkpointing:  # from what needs least: where that does not fit, nothing does
+            for kind in self._checkpointing:  # least memory first: if that kind does not fit, no later kind does
                 plans = list(self._with_resharding(micro, kind))
                 smallest = min([*plans, *([smallest] if smallest else [])], key=lambda plan: plan.memory.peak.total)
                 found = [plan for plan in plans if plan.fits]
@@ -119,7 +122,7 @@ class _Search:
             raise NothingFits(self._nothing_fits(smallest), smallest)
         fitting += self._improved(min(fitting, key=lambda plan: plan.time.total_s))
         fastest_s = min(plan.time.total_s for plan in fitting)
-        near = [plan for plan in fitting if plan.time.total_s <= (1 + _GAIN) * fastest_s]
+        near = [plan for plan in fitting if plan.time.total_s <= (1 + _TIME_TOLERANCE) * fastest_s]
         best = min(near, key=lambda plan: plan.memory.peak.total)
         others = sorted(fitting, key=lambda plan: plan.time.total_s)
         return Choice(self._simplified(best), tuple(_distinct(best, others)), self.num_candidates)
@@ -162,13 +165,13 @@ class _Search:
 
     @cached_property
     def _entries(self) -> list[int | str]:
-        """Return what a unit may do after the forward pass, other than staying: reshard fully, or to n ranks."""
+        """The alternatives to `never` for one unit after the forward pass: reshard fully, or to n ranks."""
         shard, node = self.mesh.shard, self.machine.rates.ranks_per_node
         sizes = {n for n in (2, 4, 8, 16, node) if n < shard and shard % n == 0}
         return ["always", *sorted(sizes, reverse=True)]
 
     def _keeping_last(self, plain: Plan, entry: int | str) -> Iterator[Plan]:
-        """Yield the plan that keeps as many of the last units unsharded as fit."""
+        """Yield the plan that leaves the largest possible number of trailing units unsharded."""
         num_units = plain.trace.root
         train = plain.config.train
 
@@ -189,7 +192,7 @@ class _Search:
             yield found
 
     def _improved(self, plan: Plan) -> list[Plan]:
-        """Return the plans that come of changing single units, one after another, for as long as that is faster."""
+        """Change one unit at a time while that makes the step faster; return the successive plans."""
         if self.config.fsdp.reshard_after_forward != AUTO or plan.trace.root > _MAX_UNITS:
             return []
         train, found = plan.config.train, [plan]
@@ -203,13 +206,13 @@ class _Search:
                         continue
                     changed = [*reshard[:unit], entry, *reshard[unit + 1 :]]
                     other = self._plan(int(train.micro_batch_size), train.activation_checkpoint, changed)
-                    if other.fits and other.time.total_s < (1 - _LEAST) * found[-1].time.total_s:
+                    if other.fits and other.time.total_s < (1 - _MIN_IMPROVEMENT) * found[-1].time.total_s:
                         found.append(other)
                         improves = True
         return found[1:]
 
     def _simplified(self, plan: Plan) -> Plan:
-        """Return the plan with a word or a number for a list of equal entries."""
+        """Return the plan with a list of equal entries replaced by a single value."""
         entries, train = _as_list(plan), plan.config.train
         if len(set(entries)) > 1:
             return plan
@@ -229,9 +232,9 @@ class _Search:
 
 
 def remedies(plan: Plan, limit: int = 2) -> list[str]:
-    """Return the cheapest changes with which `plan` would fit, each in words.
+    """Return descriptions of the cheapest changes that would make `plan` fit.
 
-    Of settings before more ranks, and of these last what rounds weights or moments.
+    Changes of settings come before more ranks, and among them those that round weights or moments come last.
     """
     found = []
     for change, config, mesh in _changes(plan):
@@ -252,7 +255,7 @@ def remedies(plan: Plan, limit: int = 2) -> list[str]:
 
 
 def _traced(config: RunConfig) -> tuple[object, ...]:
-    """Return what a trace depends on: dtypes, and the slices of sequences."""
+    """Return the settings that a trace depends on: the dtypes and the context-parallel size."""
     return config.fsdp.param_dtype, config.train.weights_dtype, config.optim.state_dtype, config.context
 
 
@@ -307,7 +310,7 @@ def _as_list(plan: Plan) -> list[int | str]:
 
 
 def _distinct(best: Plan, others: list[Plan], limit: int = 4) -> Iterator[Plan]:
-    """Yield the next best that differ in more than how many units are kept."""
+    """Yield the next best plans that differ in more than the number of units left unsharded."""
     seen = {_family(best)}
     for plan in others:
         if _family(plan) not in seen and len(seen) <= limit:
@@ -325,7 +328,7 @@ def _describe(plan: Plan) -> str:
 
 
 def short(value: object) -> str:
-    """Return a setting as it is written, equal entries of a list counted: [always x 30, never x 4]."""
+    """Format a setting, with equal consecutive list entries counted: [always x 30, never x 4]."""
     if not isinstance(value, list):
         return str(value)
     runs: list[list[object]] = []
