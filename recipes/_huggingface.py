@@ -12,7 +12,7 @@ def rope_of(content: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
     """Return the entries of the rotary embedding, including `rope_type` and `rope_theta`.
 
     If old and new spellings disagree, the result is what transformers would use.  Raises UserError for a type that is
-    not in `kinds`, for embeddings that differ between layers, and for those that rotate only part of a head.
+    not in `kinds`, for rotary embeddings that differ between layers, and for those that rotate only part of each head.
     """
     key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
     rope = content.get(key) or {}

@@ -1,4 +1,4 @@
-"""Layers shared by the recipes: torch's layers, initialised with a given standard deviation, and RoPE."""
+"""Layers shared by the recipes: torch layers with a given standard deviation of the initial weights, and RoPE."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.loss import linear_cross_entropy
 
 
 class Linear(nn.Linear):
-    """A linear map with weights from N(0, std) and no bias unless asked; the bias starts at zero."""
+    """A linear map with weights drawn from N(0, std), and an optional bias initialised to zero."""
 
     def __init__(self, in_features: int, out_features: int, std: float, bias: bool = False) -> None:
         self.std = std
@@ -73,7 +73,7 @@ class FeedForward(nn.Module):
 class Rope(nn.Module):
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) with pairs half a head apart.
 
-    Each attention layer computes the angles itself, in fp32: as inputs of a block, FSDP would cast them to param_dtype.
+    Each attention layer computes the angles itself, in fp32: as inputs of a block, they would be cast to param_dtype by FSDP.
     """
 
     inv_freq: torch.Tensor

@@ -94,7 +94,7 @@ def _pair_mask(batch: Batch) -> torch.Tensor:
 
 @contextmanager
 def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode, without dropout, inside the block."""
+    """Put the model in evaluation mode, which disables dropout, inside the block."""
     was_training = model.training
     model.eval()
     try:

@@ -1,6 +1,6 @@
 """GPT-2: learned positions, tied embeddings, LayerNorm and GELU.
 
-Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", and the published code.
+Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", and the code published with it.
 """
 
 from __future__ import annotations

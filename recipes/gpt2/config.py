@@ -1,4 +1,4 @@
-"""The fields of a GPT-2 model, and the rules that they obey."""
+"""The configuration of a GPT-2 model, and its validation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class GPT2Config:
 
 
 def check(config: GPT2Config) -> None:
-    """Check the rules between fields.  Raises UserError."""
+    """Validate combinations of fields.  Raises UserError."""
     if config.dim % config.num_heads:
         legal = [n for n in range(1, config.dim + 1) if config.dim % n == 0]
         best = min(legal, key=lambda n: abs(n - config.num_heads))

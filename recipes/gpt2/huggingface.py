@@ -1,4 +1,4 @@
-"""Maps GPT-2 to Hugging Face, which stores its matrices as (in, out)."""
+"""The mapping between GPT-2 and its Hugging Face counterpart, which stores matrices as (in, out)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Any causal language model of transformers, as the library itself builds it from a folder.
+"""Any causal language model of transformers, built by the library itself from a local model folder.
 
-The library is imported when a model is built, and never for another recipe.  Only folders: nothing is fetched.
+transformers is imported only when such a model is built, never for other recipes.  Nothing is downloaded.
 Source: https://huggingface.co/docs/transformers.
 """
 
@@ -21,12 +21,12 @@ _PACKAGE = "trainer.recipes.hf"
 
 
 def _later(module: str, name: str) -> Callable[..., Any]:
-    """Return a function whose module, which needs the library, is imported when it is called."""
+    """Return a function that imports `module`, which needs transformers, when it is called."""
     return lambda *args: getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)(*args)
 
 
 def init(module: nn.Module, name: str, model: nn.Module) -> None:
-    """Fill what one module owns itself as the library does."""
+    """Initialise the parameters and buffers that `module` itself owns, as transformers does."""
     _later("hooks", "init")(module, name, model)
 
 

@@ -1,4 +1,7 @@
-"""The folder that a model is from, and what its config.json says.  Imports neither torch nor transformers."""
+"""The configuration of a model of transformers: its folder and its config.json.
+
+This module imports neither torch nor transformers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from trainer.recipe import declare
 
 @dataclass(frozen=True)
 class HfConfig:
-    """A model of transformers, in a folder."""
+    """The fields of a model that transformers builds from a folder."""
 
     path: str = declare("", "folder of a Hugging Face model (config.json, safetensors and related files)", free=True)
     attention: Literal["sdpa", "eager", "flex", "flash_attention_2", "flash_attention_3"] | None = declare(
@@ -35,17 +38,17 @@ class HfConfig:
 
     @property
     def vocab_size(self) -> int | None:
-        """Size of the vocabulary, or None where config.json leaves it to the library."""
+        """Size of the vocabulary, or None if config.json leaves it to the library."""
         return self._entry("vocab_size")
 
     @property
     def dim(self) -> int | None:
-        """Width of the residual stream, or None where config.json does not say."""
+        """Width of the residual stream, or None if config.json does not specify it."""
         return self._entry("n_embd", "hidden_size", "d_model")
 
     @property
     def max_seq_len(self) -> int | None:
-        """Longest sequence that the positions are made for, or None where config.json does not say."""
+        """Longest sequence that the position embeddings support, or None if config.json does not specify it."""
         return self._entry("n_positions", "max_position_embeddings")
 
     def _entry(self, *names: str) -> Any:
@@ -54,15 +57,16 @@ class HfConfig:
 
 
 def model_type(config: HfConfig) -> str:
-    """Return what transformers calls the kind of model."""
+    """Return the `model_type` of transformers, for example "llama"."""
     return str(config.config.get("model_type"))
 
 
 def resolve(config: HfConfig) -> HfConfig:
-    """Return the configuration with what the folder says.
+    """Return the configuration completed with the contents of the folder's config.json.
 
-    One that a run has written says it itself, and stays what it is when the folder has gone.  Raises UserError without
-    a folder, or for one that is not the one that the configuration was read from.
+    A configuration that a run has written already contains these entries, and is returned unchanged if the folder no
+    longer exists.  Raises UserError if no folder is given, or if the folder's entries differ from those in the
+    configuration.
     """
     folder = Path(config.path).expanduser().absolute()
     if not config.path or not (folder / CONFIG).is_file():
@@ -72,7 +76,8 @@ def resolve(config: HfConfig) -> HfConfig:
             rule = "model.name=hf needs the folder of a Hugging Face model"
             raise setting_error("model.path", None, rule, example="models/Qwen3-8B")
     content = read_config(folder, "model.path")
-    check_readable({key: value for key, value in content.items() if key != "auto_map"})  # the library's own code is run
+    # `auto_map` names code in the folder, which is never run: transformers builds the model from its own code.
+    check_readable({key: value for key, value in content.items() if key != "auto_map"})
     if config.config and config.config != content:
         differ = [key for key in {**content, **config.config} if content.get(key) != config.config.get(key)]
         rule = f"{folder / CONFIG} has other entries than model.config: {', '.join(differ)}"
@@ -84,7 +89,7 @@ def resolve(config: HfConfig) -> HfConfig:
 
 
 def check(config: HfConfig) -> None:
-    """Raise UserError without transformers, and for a configuration that was not read from a folder."""
+    """Raise UserError if transformers 5 or later is missing, or if the configuration was not read from a folder."""
     if not config.config:
         rule = "nothing is known of the model: load_config reads it from the folder"
         raise setting_error("model.path", config.path or None, rule, example="models/Qwen3-8B")

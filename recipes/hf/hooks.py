@@ -1,4 +1,4 @@
-"""Facts of the model that the trainer asks for: units, first weights, work, and what there is to say at the start."""
+"""The recipe's hooks: FSDP units, initialisation of weights, FLOPs, and notes for the start block."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from transformers import initialization
 
 
 def units(model: Any) -> list[nn.Module | tuple[nn.Module, nn.Module]]:
-    """Return what FSDP gathers together: the embedding, with the head if they share weights, the blocks, the head.
+    """Return the FSDP units: the embedding (with the head if they share weights), each block, and the head.
 
-    Blocks are what the library itself never splits, or else the elements of its longest list of modules.
+    Blocks are the modules that transformers lists in `_no_split_modules`; if there are none, the elements of the longest
+    `nn.ModuleList`.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     blocks = [module for _, module in _outermost(model, set(model._no_split_modules or ()))]
@@ -32,7 +33,7 @@ def units(model: Any) -> list[nn.Module | tuple[nn.Module, nn.Module]]:
 
 
 def _outermost(model: nn.Module, kinds: set[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules whose class is named so, but for those inside another, in the order of the model."""
+    """Yield the outermost modules whose class name is in `kinds`, in the order of the model."""
     inside = ""
     for name, module in model.named_modules():
         if type(module).__name__.removeprefix("FSDP") in kinds and not (inside and name.startswith(inside)):
@@ -41,11 +42,12 @@ def _outermost(model: nn.Module, kinds: set[str]) -> Iterator[tuple[str, nn.Modu
 
 
 def init(module: nn.Module, name: str, model: Any) -> None:
-    """Fill what `module` owns itself as the library does, all else of the model left as it is.
+    """Initialise the parameters that `module` directly owns as transformers does; leave the rest of the model unchanged.
 
-    The library fills a module after those inside it, some of whose weights it draws once more: GPT-2's projections
-    back into the residual stream.  So those that `module` is in are asked too, from the inside out.  A module that is
-    neither the library's nor torch's, such as a part of an adapter, fills itself.
+    The library initialises a module after its children, and redraws some of their weights: GPT-2's projections back
+    into the residual stream, for example.  `_init_weights` is therefore also called for each ancestor of `module`, from
+    the inside out.  A module that is neither the library's nor torch's, such as an adapter, is initialised by its own
+    `reset_parameters`.
     """
     if not any(kind.__module__.startswith(("transformers.", "torch.nn.modules.")) for kind in _kinds(module)):
         module.reset_parameters()  # type: ignore[operator]
@@ -53,7 +55,7 @@ def init(module: nn.Module, name: str, model: Any) -> None:
     own = {id(parameter) for parameter in module.parameters(recurse=False)}
     for parameter in model.parameters():
         if id(parameter) not in own:
-            parameter._is_hf_initialized = True  # the library's own mark of what it is to leave alone
+            parameter._is_hf_initialized = True  # the library's own flag: do not initialise this parameter
     parts = name.split(".") if name else []
     path = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
     with initialization.guard_torch_init_functions():
@@ -65,7 +67,7 @@ def init(module: nn.Module, name: str, model: Any) -> None:
 
 @contextmanager
 def _padding_of_the_library(module: nn.Module) -> Iterator[None]:
-    """Give an embedding its padding token back inside the block: the library makes that row of a new model zero."""
+    """Restore `padding_idx` of an embedding inside the block, because the library zeroes that row of a new model."""
     row = getattr(module, "padding_row", None)
     if row is None:
         yield
@@ -82,7 +84,7 @@ def _kinds(module: nn.Module) -> list[type]:
 
 
 def notes(config: HfConfig, model: Any) -> list[str]:
-    """Return what the start block says of the model: its class, what its loss is, what is left out."""
+    """Return what the start block says about the model: its class, how its loss is computed, and what is left out."""
     found = [f"{architecture(config)} of transformers {transformers.__version__}"]
     if config.fresh:
         found.append("fresh weights")
@@ -94,9 +96,10 @@ def notes(config: HfConfig, model: Any) -> list[str]:
 
 
 def flops(config: HfConfig, seq_len: int) -> float:
-    """Return model FLOPs of forward and backward for one token: 6 a weight in a matrix, causal attention once.
+    """Return model FLOPs per token of forward and backward: 6 per matrix weight, plus causal attention.
 
-    Of experts those that a token goes to count.  Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
+    Of a mixture of experts, only the experts that process the token count.
+    Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
     matrices, widths = _work(json.dumps(config.config, sort_keys=True))
     scores = sum(2 * width * _mean_keys(seq_len, window) for width, window in widths)
@@ -104,7 +107,7 @@ def flops(config: HfConfig, seq_len: int) -> float:
 
 
 def _mean_keys(seq_len: int, window: int | None) -> float:
-    """Return how many keys a query sees on average: those before it, at most `window`."""
+    """Return the mean number of keys that a query attends to: those before it, at most `window`."""
     if window is None or window >= seq_len:
         return seq_len / 2
     return window - window**2 / (2 * seq_len)
@@ -112,7 +115,7 @@ def _mean_keys(seq_len: int, window: int | None) -> float:
 
 @functools.lru_cache(maxsize=8)
 def _work(content: str) -> tuple[float, list[tuple[int, int | None]]]:
-    """Return the weights in matrices for a token, and of each layer with attention its width and its window."""
+    """Return the number of matrix weights used per token, and the width and window of each attention layer."""
     config = HfConfig(config=json.loads(content))
     with torch.device("meta"):
         model = build(config)
@@ -120,7 +123,7 @@ def _work(content: str) -> tuple[float, list[tuple[int, int | None]]]:
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     matrices = 0.0
     for parameter in model.parameters():
-        if parameter.ndim == 3:  # one matrix for each expert
+        if parameter.ndim == 3:  # a stack of matrices, one per expert
             matrices += parameter.numel() * min(1.0, getattr(text, "num_experts_per_tok", 1) / parameter.shape[0])
         elif parameter.ndim == 2 and (parameter is not table or parameter is head):
             matrices += parameter.numel()

@@ -1,7 +1,7 @@
-"""The network: the library's own class, which also takes `tokens` and `targets` and sums its own loss.
+"""The network: a transformers model that also accepts `tokens` and `targets`, and returns the summed loss.
 
-Modules, parameters and their names stay the library's; so do its output and `generate`, for what calls it as it calls
-its own models.
+Modules, parameters and their names are those of transformers ("the library").  Called the library's way, without
+`tokens`, the model returns the library's output, and `generate` works as usual.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from trainer.model.parameters import num_writes, storage_id
 from trainer.sequence import Documents
 
 _ATTENTION = {"flex": "flex_attention"}
-"""Names of ours for kernels, where they are other than the library's."""
+"""Our names of attention kernels that differ from the library's."""
 
 
 def build(config: HfConfig) -> transformers.PreTrainedModel:
-    """Return the model that config.json describes, with weights of float32, on the current default device.
+    """Return the model that config.json describes, with float32 weights, on the current default device.
 
-    Raises UserError for one that the library has no causal language model for, or attention that it cannot compute.
+    Raises UserError if the library has no causal language model of this type or cannot build it, or if the model does
+    not support the requested attention implementation.
     """
     attention = _ATTENTION.get(config.attention or "", config.attention)
     settings = settings_of(config)
@@ -36,7 +37,7 @@ def build(config: HfConfig) -> transformers.PreTrainedModel:
         model = transformers.AutoModelForCausalLM.from_config(
             settings, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
         )
-    except Exception as error:  # whatever the library, or a layer of torch's, makes of sizes that do not go together
+    except Exception as error:  # inconsistent sizes: any error, from the library or from a torch layer
         if config.attention is None or not isinstance(error, (ImportError, ValueError)):
             rule = f"transformers cannot build it ({_first_line(error)})"
             raise setting_error("model.path", config.path, rule) from error
@@ -51,11 +52,11 @@ def build(config: HfConfig) -> transformers.PreTrainedModel:
 
 
 def _train_padding_too(model: transformers.PreTrainedModel) -> None:
-    """Let the row of the padding token be trained wherever that token occurs.
+    """Train the embedding of the padding token wherever the token occurs.
 
-    The library drops this row's gradient, since it expects the token in padding alone.  Our padding has no targets, and
-    with many chat models the same token ends each turn, which must be learned: our own models learn it, too.  What
-    `_init_weights` does to the row of a new model is left to the library (see `hooks.init`).
+    The library drops the gradient of this row, because it expects the token only in padding.  Here padding has no
+    targets, and in many chat models the same token ends each turn, so it must be trained; the native models do this as well.
+    `hooks.init` restores `padding_idx` for the library's `_init_weights`, which zeroes the row of a new model.
     """
     table = model.get_input_embeddings()
     for module in model.modules():
@@ -65,14 +66,14 @@ def _train_padding_too(model: transformers.PreTrainedModel) -> None:
 
 
 def architecture(config: HfConfig) -> str:
-    """Return the name of the library's class."""
+    """Return the class name of the library's model."""
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.config["model_type"])
     named = config.config.get("architectures") or [None]
     return str(named[0] if known is None else known)
 
 
 def settings_of(config: HfConfig) -> transformers.PreTrainedConfig:
-    """Return the library's own configuration.  Raises UserError for a model that it does not know."""
+    """Return the library's configuration object.  Raises UserError for an unknown `model_type` or an invalid entry."""
     kind = config.config["model_type"]
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         best = nearest(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -81,7 +82,7 @@ def settings_of(config: HfConfig) -> transformers.PreTrainedConfig:
         raise setting_error("model.path", config.path, rule)
     try:
         return transformers.CONFIG_MAPPING[kind].from_dict(dict(config.config))
-    except Exception as error:  # whatever the library makes of an entry that it cannot use
+    except Exception as error:  # the library raises errors of any type for an invalid entry
         raise setting_error("model.path", config.path, f"config.json: {_first_line(error)}") from error
 
 
@@ -94,7 +95,7 @@ def _first_line(error: Exception) -> str:
 
 
 class Head(nn.Linear):
-    """The projection onto the vocabulary; with targets, the summed loss without ever holding all logits."""
+    """The projection onto the vocabulary; with targets, returns the summed loss without materialising all logits."""
 
     def forward(self, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor | None = None) -> torch.Tensor:
         if targets_BT is None:
@@ -104,7 +105,7 @@ class Head(nn.Linear):
 
 @functools.cache
 def _trained(library: Any) -> Any:
-    """Return the library's class with a forward pass that takes `tokens` too, under the library's own name."""
+    """Return a subclass of the library's class whose forward pass also accepts `tokens`, with the same class name."""
 
     def forward(
         self: Any,
@@ -117,9 +118,11 @@ def _trained(library: Any) -> Any:
     ) -> Any:
         """Return logits (B, T, V) of `tokens` (B, T), or with `targets` (B, T) their summed loss.
 
-        documents (B, T) and borders: see `trainer.sequence`.  The library is told of documents by positions that begin
-        anew in each, and keeps attention within them.  positions (B, T): those of the tokens, where there are no
-        documents.  Called without `tokens`, it is the library's own.
+        documents (B, T), borders: see `trainer.sequence`.  Positions restart at zero in each document, from which the
+            library infers that attention must not cross documents.
+        positions (B, T): the positions of the tokens; ignored if `documents` is given.
+
+        Without `tokens`, calls the library's own forward pass.
         """
         if tokens is None:
             return library.forward(self, **theirs)
@@ -133,7 +136,7 @@ def _trained(library: Any) -> Any:
         logits = library.forward(self, **inputs).logits
         return logits if targets is None else cross_entropy(logits, targets)
 
-    # `generate` asks what it may pass.
+    # `generate` inspects the signature to find out which arguments it may pass.
     own = [p for p in inspect.signature(forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
     theirs = [*inspect.signature(library.forward).parameters.values()][1:]
     named = [p.replace(kind=p.KEYWORD_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in theirs]
@@ -145,10 +148,11 @@ def _trained(library: Any) -> Any:
 
 @torch.no_grad()
 def _head_makes_the_logits(model: Any) -> bool:
-    """Return whether the logits are the head's own output for what the model below it hands on, and nothing else.
+    """Return whether the logits are exactly the head's output for the last hidden state of the base model.
 
-    Then `linear_cross_entropy` of both is the loss.  Found by running the library's forward pass, on the meta device
-    and without the layers below the head: what is scaled, capped, cut or written into in between is another tensor.
+    If so, `linear_cross_entropy` of hidden state and head weight is the loss.  The check runs the library's forward
+    pass on the meta device with the base model replaced by a stub: if the library scales, caps, slices or modifies the
+    hidden state or the logits, the tensors before and after are not the same.
     """
     head, base = model.get_output_embeddings(), model.base_model
     if type(head) is not nn.Linear or head.bias is not None or base is model:
@@ -162,13 +166,13 @@ def _head_makes_the_logits(model: Any) -> bool:
         return _Outputs(last_hidden_state=hidden)
 
     def watch(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        seen.append((output, _place(output), _place(inputs[0])))  # kept, so that its memory is not used again
+        seen.append((output, _place(output), _place(inputs[0])))  # a reference, so that the storage is not reused
 
     tokens, hook = torch.zeros(1, 2, dtype=torch.int64, device="meta"), head.register_forward_hook(watch)
     base.forward = below
     try:
         logits = model(input_ids=tokens, use_cache=False).logits
-    except Exception:  # one that needs more of the layers below than what they hand on
+    except Exception:  # the model needs more of its base model than the hidden state
         return False
     finally:
         hook.remove()
@@ -178,7 +182,7 @@ def _head_makes_the_logits(model: Any) -> bool:
 
 
 class _Outputs:
-    """Output of the layers below the head: the last hidden state, and None for whatever else is asked for."""
+    """Output of the stub base model: the last hidden state, and None for every other attribute."""
 
     def __init__(self, last_hidden_state: torch.Tensor) -> None:
         self.last_hidden_state = last_hidden_state
@@ -191,6 +195,6 @@ class _Outputs:
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what two names of the same values have in common, and what changes when they are written into."""
+    """Return a value that is equal for two views of the same elements, and that changes after an in-place write."""
     storage = storage_id(tensor.untyped_storage())
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), num_writes(tensor)

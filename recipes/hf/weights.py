@@ -1,8 +1,9 @@
-"""Weights as the library's files have them: its own renamings and conversions, a tensor at a time, both ways.
+"""Conversion between the checkpoint files of transformers and its models, one tensor at a time, in both directions.
 
-Files of a mixture of experts have a matrix for each expert and projection, the model has one tensor for all of them;
-other files have older names.  The library's table says which conversions a model needs.  It loads and saves whole
-models by it; here it is asked for one tensor, or for those rows of it that a rank keeps.
+Files of a mixture of experts have a matrix for each expert and projection, while the model has one tensor for all of
+them; other files use older names.  The conversion table of transformers lists the renamings and conversions that a
+model needs.  transformers applies the table to complete models; this module applies it to one tensor, or to the rows
+of a tensor that a rank stores.
 Source: transformers, core_model_loading.py and conversion_mapping.py.
 """
 
@@ -38,22 +39,22 @@ from trainer.weights.huggingface import SafetensorsFolder
 from trainer.weights.state_dict import find_weights
 
 _LEFT_OUT = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""Buffers that old files hold and models compute: the library passes over them in any model."""
+"""Buffers in old files that models now compute themselves; the library ignores them for every model."""
 
 
 def first_weights(config: HfConfig) -> WeightSource | None:
-    """Return the weights in the model's folder, which is opened when they are asked for; None if they are drawn."""
+    """Return the weights in the model's folder, which is opened on first use, or None for random weights."""
     return None if config.fresh else TransformersFolder(config)
 
 
 def as_stored(config: HfConfig, source: WeightSource) -> WeightSource:
-    """Return the tensors that the library's files of the model hold, made of those of `source` under the model's names.
+    """Return the tensors as the library's files of this model store them, computed from those of `source`.
 
-    Raises UserError if `source` is not of this model.
+    `source` has the model's names.  Raises UserError if `source` does not match the model.
     """
     with torch.device("meta"):
         model = build(config)
-    # Without what only older files need, and without prefixes that files may have or not.
+    # Skip the conversions that only older files need, and prefixes that are optional in files.
     table = get_model_conversion_mapping(model, add_legacy=False)
     back = [entry.reverse_transform() for entry in reversed(table) if not isinstance(entry, PrefixChange)]
     renamings = [entry for entry in back if isinstance(entry, WeightRenaming)]
@@ -69,7 +70,7 @@ def as_stored(config: HfConfig, source: WeightSource) -> WeightSource:
 
 
 class TransformersFolder:
-    """The weights in a folder, under the model's names: a `WeightSource` that is opened when it is first asked."""
+    """The weights in a folder, under the model's names: a `WeightSource` that opens its files on first use."""
 
     def __init__(self, config: HfConfig) -> None:
         self.description = config.path
@@ -77,12 +78,12 @@ class TransformersFolder:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of each tensor, as the model has it."""
+        """The shape of each tensor in the model."""
         return self._made.shapes
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """The dtype of each tensor, as it is stored."""
+        """The dtype of each tensor in the files."""
         return self._made.dtypes
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
@@ -113,7 +114,7 @@ class TransformersFolder:
 
 @dataclass
 class _Conversion:
-    """One application of a converter: the tensors that go into it, by the converter's patterns."""
+    """One application of a converter: its input tensors, grouped by the converter's patterns."""
 
     target: str
     converter: WeightConverter
@@ -121,7 +122,7 @@ class _Conversion:
 
     @property
     def keeps_rows(self) -> bool:
-        """True if row n of the result is made of the n-th input alone, as an expert is."""
+        """True if row n of the result depends only on the n-th input, as with stacked experts."""
         first, *others = self.converter.operations
         if not isinstance(first, MergeModulelist) or first.dim != 0:
             return False
@@ -129,10 +130,10 @@ class _Conversion:
 
 
 class _Made:
-    """Tensors that are those of another source renamed, or converted: a `WeightSource`."""
+    """A `WeightSource` whose tensors are those of another source, renamed or converted."""
 
     def __init__(self, model: Any, source: WeightSource, renamings: Sequence[WeightRenaming] = ()) -> None:
-        """`renamings` are applied to what conversions make."""
+        """`renamings` are applied to the names of the conversions' results."""
         self.description = source.description
         self._model, self._source, self._renamings = model, source, renamings
         self._shapes, self._dtypes = source.shapes, source.dtypes
@@ -141,18 +142,18 @@ class _Made:
         self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
 
     def rename(self, name: str, new: str) -> None:
-        """Have the tensor `name` of the source under another name."""
+        """Provide the source's tensor `name` under the name `new`."""
         self._renamed[new] = name
 
     def convert(self, name: str, target: str, pattern: str, converters: Sequence[WeightConverter]) -> None:
-        """Have the tensor `name` of the source go into a conversion, which makes `target`, maybe among others."""
+        """Add the source's tensor `name` to the inputs of the conversion that produces `target`."""
         converter = next(each for each in converters if pattern in each.source_patterns)
         conversion = self._conversions.setdefault(target, _Conversion(target, converter))
         conversion.inputs.setdefault(pattern, []).append(name)
 
     @cached_property
     def _results(self) -> dict[str, tuple[_Conversion, tuple[int, ...]]]:
-        """Each converted tensor's conversion and shape, found without values."""
+        """The conversion and the shape of each converted tensor, computed on the meta device."""
         found: dict[str, tuple[_Conversion, tuple[int, ...]]] = {}
         for conversion in self._conversions.values():
             try:
@@ -179,8 +180,8 @@ class _Made:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a tensor, or all of it.
 
-        Of what a conversion makes whole, all is kept until another one is asked for: its rows, and what else it makes,
-        are asked for one after another.
+        If a conversion needs all of its inputs at once, all of its results stay in memory until another conversion is
+        read, because callers read the rows and the results of one conversion consecutively.
         """
         if name in self._renamed:
             return self._source.read(self._renamed[name], start, stop)

@@ -1,4 +1,4 @@
-"""The fields of a Llama model, and the rules that they obey."""
+"""The configuration of a Llama model, and its validation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LlamaConfig:
 
 
 def check(config: LlamaConfig) -> None:
-    """Check the rules between fields.  Raises UserError."""
+    """Validate combinations of fields.  Raises UserError."""
     if config.dim % config.num_heads or config.dim // config.num_heads % 2:
         legal = [n for n in range(1, config.dim + 1) if config.dim % n == 0 and config.dim // n % 2 == 0]
         best = min(legal, key=lambda n: abs(n - config.num_heads)) if legal else None

@@ -1,4 +1,7 @@
-"""Maps Llama to Hugging Face.  Both rotate pairs half a head apart, so no weights need to be permuted."""
+"""The mapping between Llama and its Hugging Face counterpart.
+
+Both apply RoPE to pairs half a head apart, so no weights need to be permuted.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ SCALING = {
 def config(config: LlamaConfig) -> dict[str, Any]:
     """Return the entries of config.json.
 
-    transformers 5 reads `rope_parameters`, 4 reads `rope_theta` and `rope_scaling`; each accepts or ignores the other.
+    transformers 5 reads `rope_parameters`, 4 reads `rope_theta` and `rope_scaling`; each accepts or ignores the other's entries.
     """
     scaling = {"rope_type": "llama3"} | {theirs: getattr(config, ours) for ours, theirs in SCALING.items()}
     is_scaled = config.rope_factor != 1.0
@@ -70,7 +73,7 @@ def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises UserError for a frequency scaling other than Llama 3.1's, or a head size that is not width / heads.
     """
-    # The defaults of transformers: config.json of the first Llamas has few entries.
+    # Defaults of transformers, because config.json of the first Llama models has few entries.
     absent = {
         "num_key_value_heads": content["num_attention_heads"],
         "max_position_embeddings": 2048,

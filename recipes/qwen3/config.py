@@ -1,4 +1,4 @@
-"""The fields of a Qwen3 model, and the rules that they obey."""
+"""The configuration of a Qwen3 model, and its validation."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Qwen3Config:
 
 
 def check(config: Qwen3Config) -> None:
-    """Check the rules between fields.  Raises UserError."""
+    """Validate combinations of fields.  Raises UserError."""
     check_heads(config)
 
 
 def check_heads(config: Any) -> None:
-    """Check the sizes of the attention heads.  Raises UserError."""
+    """Validate the number and size of the attention heads.  Raises UserError."""
     if config.head_dim % 2:
         raise setting_error("model.head_dim", config.head_dim, "must be even (RoPE turns pairs)", config.head_dim + 1)
     if config.num_heads % config.num_kv_heads:

@@ -1,4 +1,7 @@
-"""Maps Qwen3 to Hugging Face.  Both rotate pairs half a head apart, so no weights need to be permuted."""
+"""The mapping between Qwen3 and its Hugging Face counterpart.
+
+Both apply RoPE to pairs half a head apart, so no weights need to be permuted.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,7 @@ def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
 def rope_entries(theta: float) -> dict[str, Any]:
     """Return the entries of config.json for the rotary embedding.
 
-    transformers 5 reads `rope_parameters`, 4 reads `rope_theta`; each accepts or ignores the other.
+    transformers 5 reads `rope_parameters`, 4 reads `rope_theta`; each accepts or ignores the other's entry.
     """
     parameters = {"rope_type": "default", "rope_theta": theta}
     return {"rope_theta": theta, "rope_scaling": None, "rope_parameters": parameters}

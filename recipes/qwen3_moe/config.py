@@ -1,4 +1,4 @@
-"""The fields of a Qwen3 mixture-of-experts model, and the rules that they obey."""
+"""The configuration of a Qwen3 mixture-of-experts model, and its validation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Qwen3MoeConfig:
 
 
 def check(config: Qwen3MoeConfig) -> None:
-    """Check the rules between fields.  Raises UserError."""
+    """Validate combinations of fields.  Raises UserError."""
     check_heads(config)
     if config.num_chosen > config.num_experts:
         rule = f"must be at most model.num_experts={config.num_experts}"

@@ -1,4 +1,7 @@
-"""Maps Qwen3 mixture-of-experts models to Hugging Face, which stores each expert's matrices separately."""
+"""The mapping between Qwen3 mixture-of-experts models and their Hugging Face counterparts.
+
+Hugging Face files store the matrices of each expert separately.
+"""
 
 from __future__ import annotations
 

@@ -23,12 +23,12 @@ from trainer.sequence import Documents
 
 
 class Load(NamedTuple):
-    """Load of each expert in a layer, (E,), over the tokens that count."""
+    """The load of each expert in a layer, (E,), over tokens that have targets."""
 
     choices: torch.Tensor
-    """How many tokens chose the expert."""
+    """Number of tokens routed to the expert."""
     probs: torch.Tensor
-    """The sum of the router's probabilities for the expert."""
+    """Sum of the router's probabilities for the expert."""
 
 
 class Experts(nn.Module):
@@ -72,7 +72,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config)
 
     def forward(self, x_BTD: torch.Tensor, counts_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
-        """Return the output, and the load over the tokens that `counts_BT` marks, or None without `counts_BT`."""
+        """Return the output, and the load over the tokens that `counts_BT` marks (None if `counts_BT` is None)."""
         x_SD = x_BTD.flatten(0, 1)
         probs_SE = self.router(x_SD).softmax(-1, dtype=torch.float32)
         weights_SA, chosen_SA = probs_SE.topk(self.num_chosen)
@@ -89,7 +89,7 @@ def load_of(probs_SE: torch.Tensor, chosen_SA: torch.Tensor, counts_S: torch.Ten
 
 
 def choices_of(chosen_SA: torch.Tensor, num_experts: int, counts_S: torch.Tensor | None = None) -> torch.Tensor:
-    """Return how many tokens chose each expert, (E,): all tokens, or those that `counts_S` marks."""
+    """Return the number of tokens routed to each expert, (E,), among all tokens or those that `counts_S` marks."""
     ones_SA = torch.ones_like(chosen_SA) if counts_S is None else counts_S.unsqueeze(1).expand_as(chosen_SA).long()
     zeros_E = torch.zeros(num_experts, dtype=torch.int64, device=chosen_SA.device)
     return zeros_E.scatter_add(0, chosen_SA.flatten(), ones_SA.flatten())
