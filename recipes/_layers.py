@@ -73,7 +73,7 @@ class FeedForward(nn.Module):
 class Rope(nn.Module):
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) with pairs half a head apart.
 
-    Each attention layer computes the angles itself, in fp32: as inputs of a block, they would be cast to param_dtype by FSDP.
+    Each attention layer computes the angles itself, in fp32, because FSDP casts the inputs of a block to param_dtype.
     """
 
     inv_freq: torch.Tensor

@@ -19,8 +19,8 @@ from transformers import initialization
 def units(model: Any) -> list[nn.Module | tuple[nn.Module, nn.Module]]:
     """Return the FSDP units: the embedding (with the head if they share weights), each block, and the head.
 
-    Blocks are the modules that transformers lists in `_no_split_modules`; if there are none, the elements of the longest
-    `nn.ModuleList`.
+    Blocks are the modules that transformers lists in `_no_split_modules`; if there are none, the elements of the
+    longest `nn.ModuleList`.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     blocks = [module for _, module in _outermost(model, set(model._no_split_modules or ()))]
@@ -42,7 +42,7 @@ def _outermost(model: nn.Module, kinds: set[str]) -> Iterator[tuple[str, nn.Modu
 
 
 def init(module: nn.Module, name: str, model: Any) -> None:
-    """Initialise the parameters that `module` directly owns as transformers does; leave the rest of the model unchanged.
+    """Initialise the parameters that `module` directly owns, as transformers does, and leave all others unchanged.
 
     The library initialises a module after its children, and redraws some of their weights: GPT-2's projections back
     into the residual stream, for example.  `_init_weights` is therefore also called for each ancestor of `module`, from

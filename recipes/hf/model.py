@@ -55,7 +55,7 @@ def _train_padding_too(model: transformers.PreTrainedModel) -> None:
     """Train the embedding of the padding token wherever the token occurs.
 
     The library drops the gradient of this row, because it expects the token only in padding.  Here padding has no
-    targets, and in many chat models the same token ends each turn, so it must be trained; the native models do this as well.
+    targets, and in many chat models the same token ends each turn, so it must be trained, as in the native models.
     `hooks.init` restores `padding_idx` for the library's `_init_weights`, which zeroes the row of a new model.
     """
     table = model.get_input_embeddings()

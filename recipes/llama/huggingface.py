@@ -55,7 +55,8 @@ SCALING = {
 def config(config: LlamaConfig) -> dict[str, Any]:
     """Return the entries of config.json.
 
-    transformers 5 reads `rope_parameters`, 4 reads `rope_theta` and `rope_scaling`; each accepts or ignores the other's entries.
+    transformers 5 reads `rope_parameters`, 4 reads `rope_theta` and `rope_scaling`; each accepts or ignores the entries
+    of the other.
     """
     scaling = {"rope_type": "llama3"} | {theirs: getattr(config, ours) for ours, theirs in SCALING.items()}
     is_scaled = config.rope_factor != 1.0
