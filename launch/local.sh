@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# One node, all its GPUs (or as many processes as you say): change NPROC, the recipe and what follows it.
+# One node with all of its GPUs, or with NPROC processes: change NPROC, the recipe and the overrides.
 #
 #     launch/local.sh recipe=llama3_8b 'data.path=shards/*.bin'
 set -euo pipefail
 NPROC=${NPROC:-$({ nvidia-smi --list-gpus 2>/dev/null || :; } | wc -l)}
 [ "$NPROC" -gt 0 ] || NPROC=2 # no GPU: two processes on the CPU
 
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600} # time for a save, by default 30 s
-# A signal that torchrun does not handle kills it and orphans the ranks: SIGUSR1 is not among its own.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600} # time for a save; torchrun's default is 30 s
+# A signal that torchrun does not handle (by default SIGUSR1 is one) kills it and orphans the ranks.
 exec torchrun --standalone --nproc-per-node "$NPROC" \
   --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 -m trainer.run "$@"

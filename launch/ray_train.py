@@ -1,10 +1,10 @@
-"""Ray Train runs a recipe unchanged: change the workers, whether they have GPUs, and how often it may start again.
+"""Run any recipe unchanged on Ray Train: change the number of workers, GPU use, and the maximum number of failures.
 
     python launch/ray_train.py --workers 8 --gpu --max-failures 3 recipe=llama3_8b run.dir=/shared/runs/mine
 
-Ray opens the process group, the trainer joins it.  After a failure the run goes on from its newest checkpoint in
-run.dir, on another number of workers too; all nodes must see that folder.  Touch the file `notice` in it, and the run
-stops in order, after saving.  Needs `pip install 'meshtrainer[ray]'`.
+Ray creates the process group, and the trainer uses it.  After a failure, the run resumes from its newest checkpoint in
+run.dir, even with a different number of workers; all nodes must be able to access that folder.  To stop the run after a
+save, create a file named `notice` in the folder.  Requires `pip install 'meshtrainer[ray]'`.
 """
 
 import argparse
@@ -16,8 +16,8 @@ import ray.train.torch
 
 
 def train(job):
-    """Train as one of the workers, and tell Ray how it goes; every worker reports equally often."""
-    os.chdir(job["folder"])  # Ray gives its workers another one
+    """Train as one of the workers, and report to Ray; all workers report equally often, as Ray requires."""
+    os.chdir(job["folder"])  # Ray starts workers in a different folder
     sys.path.insert(0, job["folder"])
     from trainer import Trainer, load_config
 
@@ -33,7 +33,7 @@ def train(job):
     code = trainer.fit()
     newest = ray.train.Checkpoint(os.path.join(config.run_dir, "checkpoints", f"step_{trainer.state.step:08d}"))
     is_main = ray.train.get_context().get_world_rank() == 0
-    # Ray keeps a copy of it under --storage; it takes no checkpoint that lies elsewhere.
+    # Ray copies the checkpoint to --storage; it does not accept a reference to one stored elsewhere.
     ray.train.report({"step": trainer.state.step, "exit_code": code}, checkpoint=newest if is_main else None)
     trainer.close()
 
@@ -54,4 +54,4 @@ if __name__ == "__main__":
         scaling_config=ray.train.ScalingConfig(num_workers=options.workers, use_gpu=options.gpu),
         run_config=ray.train.RunConfig(storage_path=options.storage, failure_config=failures),
     ).fit()
-    sys.exit(result.metrics["exit_code"])  # 75: stopped on request, run it again
+    sys.exit(result.metrics["exit_code"])  # 75: stopped on request; start it again to resume
