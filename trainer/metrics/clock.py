@@ -1,7 +1,8 @@
-"""The clock of a run: seconds since 1970, undisturbed by corrections of the machine's clock.
+"""Clock of a run: seconds since the Unix epoch, unaffected by adjustments of the system clock.
 
-An attempt asks that clock once.  From then on it counts by one that only goes forward, and says when the machine was
-started, so that the next attempt on it knows how much later it is, whatever the clock was set to meanwhile.
+An attempt reads the system clock once and measures time with a monotonic clock from then on.  It also records the boot
+time, so that the next attempt on the same machine can compute the elapsed time even if the system clock was changed in
+between.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from pathlib import Path
 
 
 def uptime() -> float:
-    """Return the seconds since this machine was started, those asleep included; never less than before."""
+    """Return the seconds since this machine booted, including time in suspend.  Monotonic."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 def find_boot() -> str:
-    """Return what tells this start of the machine from all others, empty where nothing does."""
+    """Return an identifier of the current boot, or an empty string if the system provides none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -29,12 +30,12 @@ class Clock:
     def __init__(self) -> None:
         self.boot = find_boot()
         self.booted = time.time() - uptime()
-        """When the machine was started, by its clock as it is now."""
+        """Boot time in seconds since the epoch, according to the system clock when this object was created."""
 
     def now(self) -> float:
-        """Return the time, in seconds since 1970."""
+        """Return the current time in seconds since the epoch."""
         return self.at(uptime())
 
     def at(self, uptime_s: float) -> float:
-        """Return what time it was when the machine had been up for so long."""
+        """Return the time at which the machine had been up for `uptime_s` seconds."""
         return self.booted + uptime_s

@@ -1,4 +1,4 @@
-"""Console output: a block at the start, a line per interval, a status bar on a terminal, the end."""
+"""Console output: a summary at the start, one line per logging interval, and a status bar on a terminal."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from trainer.metrics.record import Record, logged_names
 from trainer.metrics.screen import Screen
 
 _SMOOTHING = 0.7
-"""Share of the earlier lines in the mean that the time left is estimated from."""
+"""Weight of earlier lines in the moving average of the step time, which the remaining time is estimated from."""
 
 _DOING = {"evaluate": "evaluating", "save": "saving", "profile": "profiling"}
-"""What the status bar calls the phases outside of a step."""
+"""Labels of the phases outside a step, as shown in the status bar."""
 
 
 class ConsoleSink:
-    """Prints records for a person on a screen."""
+    """Prints records in readable form to a screen."""
 
     def __init__(self, num_steps: int, screen: Screen, on_close: Callable[[], None] | None = None) -> None:
         self.num_steps = num_steps
         self._screen, self._on_close = screen, on_close
         self._last: tuple[float, int] | None = None
-        self._step_s = math.nan  # a moving mean over the lines
+        self._step_s = math.nan  # moving average over the lines
         self._step, self._doing = 0, ""
         self.first_step = ""
-        """What the first step does, in a word, if it is more than a step."""
+        """Status bar label for the first step, such as `compiling`; empty for an ordinary step."""
 
     def start(self, facts: Mapping[str, str]) -> None:
-        """Print the start block."""
+        """Print the summary at the start of the run."""
         self._screen.show_facts({printable(name): printable(value) for name, value in facts.items()})
 
     def write(self, record: Record) -> None:
@@ -54,7 +54,7 @@ class ConsoleSink:
             self._print(f"profiled steps {record.first_step} to {record.step}, {_shares(record)}", "magenta")
 
     def say(self, text: str, style: str = "") -> None:
-        """Print a line that is no record."""
+        """Print a line of text that does not belong to a record."""
         self._print(text, style)
 
     def close(self) -> None:
@@ -87,9 +87,9 @@ class ConsoleSink:
         self._print_with_logged(fields, record)
 
     def _print_with_logged(self, fields: Sequence[tuple[int, str]], record: Record, style: str = "") -> None:
-        """Print a line of fields, and everything that `Trainer.log` added to the record.
+        """Print a line of fields followed by all fields that `Trainer.log` added to the record.
 
-        On a terminal where it does not fit on the same line, that takes further lines: none of it is left out.
+        Logged fields that do not fit on a terminal line are wrapped onto further lines; none is omitted.
         """
         logged = [f"{name} {_figure(record[name])}" for name in logged_names(record)]
         width = self._screen.width
@@ -108,7 +108,7 @@ class ConsoleSink:
             self._print(line, style)
 
     def progress(self, step: int) -> None:
-        """Move the status bar; called every step, drawn a few times a second."""
+        """Update the status bar.  Called every step, redrawn at most five times per second."""
         now, self._step, self.first_step = time.perf_counter(), step, ""
         if self._last is not None and now - self._last[0] < 0.2 and step < self.num_steps:
             return
@@ -116,7 +116,7 @@ class ConsoleSink:
         self._draw()
 
     def enter_phase(self, phase: str) -> None:
-        """Show in the status bar what is being done, where that is not a step."""
+        """Show in the status bar which phase outside a step is running."""
         doing = _DOING.get(phase, self.first_step)
         if doing != self._doing:
             self._doing = doing
@@ -129,9 +129,10 @@ class ConsoleSink:
 
 
 def fitted(fields: Sequence[tuple[int, str]], width: int | None) -> str:
-    """Return the fields in one line of at most `width` characters: those with the highest numbers are left out first.
+    """Join the fields into one line of at most `width` characters, dropping those with the highest numbers first.
 
-    Those with number 0 always stay, if need be without padding; a width of None holds everything.
+    Fields with number 0 are never dropped; if they alone are too long, their padding is removed.  If `width` is None,
+    nothing is dropped.
     """
     kept = list(fields)
     while width is not None and len("  ".join(text for _, text in kept)) > width:
@@ -143,7 +144,7 @@ def fitted(fields: Sequence[tuple[int, str]], width: int | None) -> str:
 
 
 def _extremes(record: Record) -> list[tuple[int, str]]:
-    """Return, as fields of a line, what the norms of the gradients are between, and where."""
+    """Return the smallest and largest gradient norms and their units as the fields of a line."""
     norms = [(norm, name) for name, norm in record.grad_norm.items() if norm is not None]
     if not norms:
         return [(0, "not finite")]
@@ -152,7 +153,7 @@ def _extremes(record: Record) -> list[tuple[int, str]]:
 
 
 def _shares(record: Record) -> str:
-    """Return what the time of a step went into, as the profile has found."""
+    """Format the time breakdown of a profile record."""
     update = f"{record.update_s:.3g} s per step under the profiler"
     if record.host is None:
         return f"{update}; {record.trace}"
@@ -161,7 +162,7 @@ def _shares(record: Record) -> str:
 
 
 def _figure(value: Any) -> str:
-    """Return a figure of the user's own in few characters; a mean over nothing is a dash."""
+    """Format a user-logged value compactly; a mean over nothing (None) is shown as a dash."""
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, (int, float)) else str(value)
@@ -172,7 +173,7 @@ def _number(value: float, form: str) -> str:
 
 
 def readable_duration(seconds: float) -> str:
-    """Return a duration such as 2h05m, 3m20s, 12s."""
+    """Format a duration, such as 2h05m, 3m20s or 12s."""
     total = max(0, round(seconds))
     hours, minutes, rest = total // 3600, total // 60 % 60, total % 60
     if hours:
@@ -181,7 +182,7 @@ def readable_duration(seconds: float) -> str:
 
 
 def readable_count(count: float) -> str:
-    """Return a count with three digits or so and a unit: 1.24 B, 43.1 k."""
+    """Format a count with three significant digits and a unit, such as 1.24 B or 43.1 k."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= 0.9995 * size:
             return f"{count / size:.3g} {unit}"
@@ -189,7 +190,7 @@ def readable_count(count: float) -> str:
 
 
 def readable_bytes(count: float) -> str:
-    """Return a size in binary units: 1.5 GiB."""
+    """Format a size in binary units, such as 1.50 GiB."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.2f} {unit}"

@@ -1,6 +1,6 @@
-"""Data sheets of the usual accelerators.  Imports no torch.
+"""Data sheet specifications of common accelerators.  Does not import torch.
 
-A sheet says what the chip could do at most; what a kernel reaches of it is the planner's business.
+The numbers are theoretical peaks.  The planner estimates what fraction of them kernels achieve.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ _H100, _MI300X = "nvidia.com/en-us/data-center/h100", "amd.com/en/products/accel
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator: rates in FLOP/s and bytes/s, dense, without sparsity."""
+    """Specifications of one accelerator.  Compute rates are dense (without sparsity), in FLOP/s; bandwidths in bytes/s."""
 
     name: str
-    """What users call it."""
+    """Short name used in the configuration."""
     known_as: str
-    """A part of the name that the driver gives it."""
+    """Substring of the device name reported by the driver."""
     bf16_flops: float
     fp32_flops: float
-    """Of fp32 matrix products as torch does them by default, without TF32."""
+    """Peak of fp32 matrix products without TF32, which is torch's default."""
     fp8_flops: float | None
-    """None where it has no such products."""
+    """None if the device has no fp8 matrix products."""
     memory_gib: float
-    """As the driver shows it, which is less than what it is sold as."""
+    """Memory size reported by the driver, which is less than the marketed size."""
     memory_bandwidth: float
     link_bandwidth: float
-    """To the other devices of a node, in one direction."""
+    """Bandwidth to the other devices of a node, in one direction."""
     power_w: float
-    """What it may take, as it is sold."""
+    """Maximum power according to the data sheet."""
     source: str
 
     def flops(self, element_size: int) -> float:
-        """Return the peak for matrices of elements of that many bytes."""
+        """Return the peak for matrix products with elements of `element_size` bytes."""
         return self.bf16_flops if element_size <= 2 else self.fp32_flops
 
 
@@ -51,7 +51,7 @@ DEVICES = (
 
 
 def find_device(name: str) -> Device | None:
-    """Return the device that users or the driver call `name`, the longest match first; None if it is not known."""
+    """Return the device with this short name or driver name, preferring the longest match, or None if unknown."""
     by_length = sorted(DEVICES, key=lambda device: -len(device.known_as))
     called = [device for device in DEVICES if device.name == name.lower()]
     known = [device for device in by_length if re.search(rf"\b{device.known_as}\b", name, re.IGNORECASE)]

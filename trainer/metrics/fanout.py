@@ -1,4 +1,4 @@
-"""Sends each record to every sink."""
+"""Creates the sinks of a run and sends each record to all of them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from trainer.metrics.screen import PlainScreen, find_screen
 from trainer.metrics.sinks import JsonLines, SampleFile, Sink, TensorBoard, WandB, warn
 
 LOG = "console.log"
-"""The file in the run's folder that keeps the text of the console."""
+"""Copy of the console output in the run folder."""
 SAMPLES = "samples.txt"
-"""The file that keeps what was made of `log.prompts`."""
+"""File in the run folder for the samples generated from `log.prompts`."""
 
 
 class Metrics:
-    """The sinks of a run.  On every rank but the first there are none, and all calls do nothing."""
+    """The sinks of a run.  Only rank 0 has sinks; on other ranks, calls write nothing."""
 
     def __init__(self, config: RunConfig, is_main: bool) -> None:
         self._config = config
         self.clock = Clock()
         self.console: ConsoleSink | None = None
-        """None on all ranks but the first."""
+        """The console, or None on ranks other than 0."""
         if is_main:
             outlet = cast(TextIO, Outlet(sys.stdout))
             self.console = ConsoleSink(config.train.steps, find_screen(outlet), outlet.close)
@@ -41,12 +41,13 @@ class Metrics:
         self._sinks: list[Sink] = []
         self._ledger = Ledger()
         self.before: dict[str, Any] = {}
-        """What the start record says of the attempts before (how many steps are lost, where the time went) and of how
-        this one tells the time."""
+        """Fields of the start record about earlier attempts (lost steps, where the time went) and about the clock of
+        this attempt."""
         self.latest: dict[str, Record] = {}
-        """The last record of each kind; empty on all ranks but the first."""
+        """The last record of each kind.  Empty on ranks other than 0."""
         self.wandb_id: str | None = None
-        """The run's id in Weights & Biases, once there is one: the same on all ranks and in every attempt."""
+        """ID of the run in Weights & Biases, or None before one exists.  It is saved in checkpoints so that every
+        attempt continues the same W&B run."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"wandb_id": self.wandb_id}
@@ -55,7 +56,7 @@ class Metrics:
         self.wandb_id = state["wandb_id"]
 
     def open(self, path: Path, resumed_step: int) -> None:
-        """Open the sinks, the file at `path` among them, for a run that goes on after `resumed_step`."""
+        """Open all sinks, including the metrics file at `path`, for a run that continues after `resumed_step`."""
         if self.console is None:
             return
         file = JsonLines(path, resumed_step)
@@ -77,21 +78,24 @@ class Metrics:
             self._sinks.append(sink)
 
     def show_phases(self, phases: Phases, compiles: bool) -> None:
-        """Have the console show the phases of this rank; `compiles` says that the first step does."""
+        """Show the phases of this rank on the console.  `compiles` is True if the first step compiles the model."""
         if self.console is not None:
             self.console.first_step = "compiling" if compiles else ""
             phases.observers.append(self.console)
 
     def go_back(self, step: int) -> None:
-        """Drop what stands in the file of the steps past `step`: they are made anew.  Other sinks show them twice."""
+        """Drop the lines past `step` from the metrics file, because those steps will be repeated.
+
+        The other sinks show the repeated steps twice.
+        """
         for sink in self._sinks:
             if isinstance(sink, JsonLines):
                 sink.go_back(step)
 
     def move_to(self, folder: Path) -> None:
-        """Continue the files in another folder: the one that they were in was renamed or deleted.
+        """Continue the files in another folder, because their folder was renamed or deleted.
 
-        What they held goes along.  Event files of TensorBoard, and W&B's own files, do not.
+        Their contents are preserved.  TensorBoard event files and W&B's local files are not moved.
         """
         for sink in self._sinks:
             if isinstance(sink, (JsonLines, SampleFile)):
@@ -100,7 +104,10 @@ class Metrics:
             self._log_file.move_to(folder / LOG)
 
     def write(self, record: Record) -> Record:
-        """Hand the record to all sinks, with the `time` (seconds since 1970); returns it without."""
+        """Send the record to all sinks, with a `time` field added (seconds since the epoch).
+
+        Returns the record without that field.
+        """
         if self._sinks:
             stamped = self.latest[record.kind] = Record(**record, time=self.clock.now())
             self._ledger.add(stamped)
@@ -109,11 +116,11 @@ class Metrics:
         return record
 
     def experience(self) -> Experience:
-        """Return what the run has seen of saves and failures, over all its attempts; nothing on other ranks."""
+        """Return the history of saves and failures over all attempts.  Empty on ranks other than 0."""
         return self._ledger.experience()
 
     def totals(self) -> dict[str, Any]:
-        """Return where the time of the run went, over all its attempts: the additional fields of an end record."""
+        """Return the breakdown of wall time over all attempts, which is added to the end record."""
         self._ledger.add(Record(time=self.clock.now()))
         return self._ledger.total().fields()
 

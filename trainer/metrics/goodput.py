@@ -1,8 +1,8 @@
-"""Goodput: the share of a run's wall time spent in steps that count, over all attempts, and where the rest went.
+"""Goodput: the fraction of a run's wall time spent in productive steps, over all attempts, and where the rest went.
 
-Knows records and nothing else: what is said here follows from `metrics.jsonl`, whether an attempt wrote its end or was
-killed.  A killed attempt is known up to its last line: steps past it are neither seen nor counted as lost, and their
-time is part of the gap before the next attempt.
+Everything is computed from the records in `metrics.jsonl`, whether an attempt wrote an end record or was killed.  A
+killed attempt is known only up to its last line: later steps are not counted as lost, and their time is part of the gap
+before the next attempt.
 """
 
 from __future__ import annotations
@@ -17,40 +17,42 @@ from typing import Any
 
 @dataclass
 class Goodput:
-    """The wall time of a run by its parts.  Time that no part names (logging, the last save's wait) is `other_s`."""
+    """The wall time of a run, broken down.  Time not covered by any part (logging, waiting for the last save) is
+    `other_s`.
+    """
 
     wall_s: float = 0.0
-    """From the start of the first process to the last record, without the time after an attempt that had finished."""
+    """Time from the start of the first process to the last record, excluding gaps after a finished attempt."""
     update_s: float = 0.0
-    """In steps whose result is part of the run."""
+    """Time in steps that contributed to the run's result."""
     lost_s: float = 0.0
-    """In steps that were done again after a crash, or skipped because they were not finite."""
+    """Time in steps that were repeated after a crash, or skipped because they were not finite."""
     start_s: float = 0.0
-    """From the start of a process to its first step, loading excluded."""
+    """Time from the start of a process to its first step, excluding loading."""
     load_s: float = 0.0
-    """Restoring from checkpoints, or reading initial weights."""
+    """Time spent restoring checkpoints or reading initial weights."""
     save_s: float = 0.0
-    """Training stood still for a save."""
+    """Time for which saves blocked training."""
     eval_s: float = 0.0
     between_s: float = 0.0
-    """From the last record of an attempt to the start of the next process: waiting, and what was not on record."""
+    """Time from the last record of an attempt to the start of the next process, including any unrecorded work."""
     num_attempts: int = 0
     lost_steps: int = 0
-    """Steps done again after a crash: from the checkpoint to the last step on record."""
+    """Steps repeated after a crash: from the checkpoint to the last recorded step."""
     failures: int = 0
-    """Attempts that ended unasked, after a step at least, and were followed by another."""
+    """Number of attempts that failed or were killed after at least one step and were followed by another attempt."""
     has_failed: bool = False
-    """Whether the last attempt has ended so, or would if it ended now."""
+    """True if the last attempt counts as such a failure, or would if it ended now."""
     down_s: float = 0.0
-    """From the ends of those attempts until the next ones began their first step."""
+    """Time from the end of each failed attempt until the next attempt began its first step."""
     node_s: float = 0.0
-    """Time of all attempts, times their nodes."""
+    """Node-seconds: the time of each attempt times its number of nodes, summed over attempts."""
     until: float = 0.0
-    """When the last record was written, in seconds since 1970."""
+    """Time of the last record, in seconds since the epoch."""
     boot: str = ""
-    """Which start of which machine the last attempt ran in, if that is known."""
+    """Boot identifier of the machine that ran the last attempt, or empty if unknown."""
     booted: float = 0.0
-    """When that was, by the clock of the attempt."""
+    """Time of that boot, by the clock of the attempt."""
 
     @property
     def other_s(self) -> float:
@@ -58,7 +60,7 @@ class Goodput:
 
     @property
     def share(self) -> float | None:
-        """The share of wall time in steps that count; None for a file without time stamps."""
+        """Fraction of wall time spent in productive steps, or None if the file has no timestamps."""
         return min(1.0, self.update_s / self.wall_s) if self.wall_s > 0 else None
 
     @property
@@ -66,45 +68,45 @@ class Goodput:
         return max(0, self.num_attempts - 1)
 
     def parts(self) -> dict[str, float]:
-        """Return the seconds of every part that has a name."""
+        """Return the seconds of every part except `other_s`."""
         return {name: getattr(self, name) for name in PARTS}
 
     def fields(self) -> dict[str, Any]:
-        """Return what an end record says of the whole run."""
+        """Return the fields of an end record that summarize all attempts."""
         counts = {"restarts": self.restarts, "lost_steps": self.lost_steps}
         return {"goodput_total": self.share, **counts, "wall_s": self.wall_s, **self.parts(), "other_s": self.other_s}
 
 
 @dataclass(frozen=True)
 class Experience:
-    """The saves and failures that a run has seen."""
+    """History of a run's saves and failures."""
 
     saves: Sequence[tuple[float, float]] = ()
-    """Of the newest: how long training stood still, and how long they took."""
+    """Blocked seconds and total seconds of each of the most recent saves."""
     longest_save_s: float = 0.0
     failures: int = 0
     node_s: float = 0.0
     restart_s: float = 0.0
-    """Mean of what a restart took; 0 where there was none."""
+    """Mean seconds of a restart after a failure, or 0 if there was none."""
 
 
 PARTS = ("update_s", "lost_s", "start_s", "load_s", "save_s", "eval_s", "between_s")
 _NUM_SAVES = 5
-"""What saves cost changes with the ranks and the storage: the newest count."""
+"""Number of most recent saves to remember: the cost of a save changes with the number of ranks and the storage."""
 _NUMBERS = frozenset(field.name for field in dataclasses.fields(Goodput)) - {"boot"}
 
 
 class Ledger:
-    """Keeps account of a run, record by record, in the order of the file.
+    """Computes the goodput of a run from its records, in file order.
 
-    A resume drops lines from the file.  So each start record carries, as `before`, the account of all that was before
-    it, made while those lines were still there; it takes the place of what the remaining lines add up to.
+    Resuming drops lines from the file.  Each start record therefore carries, as `before`, the totals of all earlier
+    attempts, computed before those lines were dropped.  They replace the totals of the remaining lines.
     """
 
     def __init__(self, resumed_step: int | None = None) -> None:
-        """Give `resumed_step` to learn what is lost if the next attempt goes on from there."""
+        """`resumed_step`: if given, count the steps past it as lost, since the next attempt resumes from there."""
         self.reached = 0
-        """The last step on record of the attempt in hand."""
+        """The last recorded step of the current attempt."""
         self._saves: deque[tuple[float, float]] = deque(maxlen=_NUM_SAVES)
         self._longest_save_s = 0.0
         self._total = Goodput()
@@ -114,10 +116,10 @@ class Ledger:
         self._num_nodes = 0
         self._began_at_step = 0
         self._reason = ""
-        """How the attempt in hand ended; empty without an end record."""
+        """How the current attempt ended, or empty if it has no end record."""
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Take one record into account; fields that are missing or null count as nothing."""
+        """Add one record.  Missing or null fields count as zero."""
         kind, time, total = record.get("kind"), _number(record, "time"), self._total
         if kind == "start":
             self._start(record, time)
@@ -126,7 +128,7 @@ class Ledger:
             passed_s = max(0.0, time - total.until) if total.until else 0.0
             total.wall_s += passed_s
             total.node_s += passed_s * self._num_nodes
-            total.until = time  # earlier than before where the clock was set back: what follows counts all the same
+            total.until = time  # may move backward if the clock was set back, so that later intervals still count
         if kind == "train":
             self._train(record)
         elif kind == "eval":
@@ -170,9 +172,9 @@ class Ledger:
         self._reason = ""
 
     def _train(self, record: Mapping[str, Any]) -> None:
-        """Count the steps since the line before; `step_s` is their mean."""
+        """Count the steps since the previous `train` line; `step_s` is their mean duration."""
         step, step_s = int(_number(record, "step")), _number(record, "step_s")
-        start = self._counted_to  # not `reached`: a checkpoint's line may stand between two of training
+        start = self._counted_to  # not `reached`: a checkpoint line may come between two train lines
         num_updates = max(0, step - start)
         self._counted_to = max(start, step)
         skipped = int(_number(record, "skipped"))
@@ -186,11 +188,11 @@ class Ledger:
 
     @property
     def lost_steps(self) -> int:
-        """The steps of the last attempt past the one to go on from."""
+        """Number of steps of the last attempt past the step to resume from."""
         return 0 if self._resumed_step is None else max(0, self.reached - self._resumed_step)
 
     def total(self) -> Goodput:
-        """Return the account so far."""
+        """Return the goodput so far."""
         undone_s = min(self._undone_s, self._total.update_s)
         return dataclasses.replace(
             self._total,
@@ -202,17 +204,20 @@ class Ledger:
 
     @property
     def _has_failed(self) -> bool:
-        """True if this attempt has ended unasked after its first step; one that ends before it is no broken node."""
+        """True if this attempt failed, or has no end record, after at least one step.
+
+        An attempt that ends before its first step does not indicate a broken node.
+        """
         return self._reason in ("", "failed") and self.reached > self._began_at_step
 
     def experience(self) -> Experience:
-        """Return what the run has seen so far of saves and failures."""
+        """Return the history of saves and failures so far."""
         total = self._total
         restart_s = total.down_s / total.failures if total.failures else 0.0
         return Experience(tuple(self._saves), self._longest_save_s, total.failures, total.node_s, restart_s)
 
     def remember(self, earlier: Ledger) -> None:
-        """Take over what the saves of earlier attempts were like: start records do not carry it."""
+        """Copy the save durations of earlier attempts, which start records do not carry."""
         self._saves.extend(earlier._saves)
         self._longest_save_s = max(self._longest_save_s, earlier._longest_save_s)
 
@@ -220,7 +225,7 @@ class Ledger:
 def _between_s(before: Goodput, start: Mapping[str, Any], started: float) -> float:
     """Return the seconds from the last record of an attempt to the start of the next process.
 
-    On the same machine, not started anew meanwhile, it does not matter how its clock was set in between.
+    If both ran on the same machine without a reboot in between, changes of the system clock are corrected for.
     """
     is_same = before.boot != "" and before.boot == start.get("boot")
     was_set_s = _number(start, "booted") - before.booted if is_same else 0.0
@@ -228,7 +233,7 @@ def _between_s(before: Goodput, start: Mapping[str, Any], started: float) -> flo
 
 
 def find_goodput(records: Iterable[Mapping[str, Any]]) -> Goodput:
-    """Return where the time of a run went, from its records in the order of the file."""
+    """Return the breakdown of a run's wall time, given its records in file order."""
     ledger = Ledger()
     for record in records:
         ledger.add(record)

@@ -1,6 +1,6 @@
-"""Horizon: where a run ends, and which of its evaluations was the best.
+"""Decides when a run ends, and tracks its best evaluation.
 
-It ends at `train.steps`, or sooner, when as many evaluations as `eval.patience` says have passed without a new best.
+A run ends at `train.steps`, or earlier, once `eval.patience` consecutive evaluations have not improved on the best one.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from trainer.config import RunConfig
 
 
 class Horizon:
-    """The end of a run as far as it is known.  All ranks keep the same."""
+    """Decides at which step a run ends.  The state is identical on all ranks."""
 
     may_be_absent = True
-    """In checkpoints of before there was one."""
+    """Older checkpoints do not contain this state."""
 
     def __init__(self, config: RunConfig) -> None:
         self.num_steps, self._eval = config.train.steps, config.eval
         self.best: tuple[float, int] | None = None
-        """Loss and step of the best evaluation, whether its checkpoint is there or not."""
+        """Value of `eval.metric` and step of the best evaluation, whether or not its checkpoint still exists."""
         self.num_worse = 0
-        """Evaluations since that one."""
+        """Number of evaluations since the best one."""
         self._latest: int | None = None
 
     def trained(self, record: Mapping[str, Any]) -> None:
-        """Take the line of a step into account."""
+        """Process the `train` record of a step."""
 
     def conclude(self, folder: Path) -> list[str]:
-        """Return what there is to say at the end of the run in `folder`, beside what every run has.  On rank 0."""
+        """Return additional lines to print at the end of the run in `folder`.  Called on rank 0."""
         return []
 
     def evaluated(self, record: Mapping[str, Any], step: int) -> None:
-        """Take the evaluation of a step into account, once.
+        """Process the evaluation of a step, at most once per step.
 
-        What is not finite, or has no target, is not better than anything.
+        A value that is missing or not finite never counts as an improvement.
         """
         if step == self._latest:
             return
@@ -53,22 +53,26 @@ class Horizon:
         return 0 < self._eval.patience <= self.num_worse
 
     def is_reached(self, step: int) -> bool:
-        """Return whether the run ends with step `step`, which is completed, and evaluated where that is due."""
+        """Return whether the run ends at `step`.  Call after the step and its evaluation, if due, are complete."""
         return step >= self.num_steps or self.has_lost_patience
 
     def may_end_at(self, step: int) -> bool:
-        """Return whether the run may end with step `step`, for all that is known before its evaluation."""
+        """Return whether the run may end at `step`, judging by what is known before its evaluation."""
         return step == self.num_steps or (self._eval.patience > 0 and self._eval.due(step))
 
     def reason(self, step: int) -> str:
-        """Return why the run ends at `step`."""
+        """Return the reason for which the run ends at `step`."""
         if step >= self.num_steps or not self.has_lost_patience:
             return "train.steps reached"
         best = f", which is {self.best[0]:.4f} at step {self.best[1]}" if self.best else ""
         return f"eval.patience={self._eval.patience}: {self.num_worse} evaluations without a new best{best}"
 
     def loaded(self, is_own: bool) -> None:
-        """A checkpoint was loaded: of another run, whose best ones are not here, the evaluations do not count."""
+        """Handle a loaded checkpoint.
+
+        If it belongs to another run (`is_own` is False), reset the best evaluation: that run's checkpoints are not in
+        this run's folder.
+        """
         if not is_own:
             self.best, self.num_worse, self._latest = None, 0, None
 
@@ -77,7 +81,7 @@ class Horizon:
         return {"metric": self._eval.metric, "best": best, "num_worse": self.num_worse, "latest": self._latest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there, or from nothing where another field told the best: numbers of two are not compared."""
+        """Restore the best evaluation.  It is reset if `eval.metric` has changed: the values are not comparable."""
         is_comparable = state["metric"] == self._eval.metric
         self.best = next(((loss, step) for loss, step in state["best"]), None) if is_comparable else None
         self.num_worse = state["num_worse"] if is_comparable else 0

@@ -1,4 +1,4 @@
-"""The learning-rate range test: the rate rises from step to step, and where the loss falls fastest is a good one.
+"""Learning-rate range test: raises the learning rate every step and suggests the rate at which the loss falls fastest.
 
 Source: Smith 2017, "Cyclical Learning Rates for Training Neural Networks", arXiv:1506.01186, section 3.3.
 """
@@ -16,32 +16,32 @@ from trainer.files import write_atomically
 from trainer.metrics.horizon import Horizon
 
 FILE = "lr_range.json"
-"""The file in the run's folder with what was found."""
+"""File in the run folder with the results of the test."""
 _HALF_WINDOW = 3
-"""Steps to either side that a loss is averaged with: one batch's is noise."""
+"""Number of steps on either side over which the loss is averaged, since the loss of a single batch is noisy."""
 _DIVERGED = 4.0
-"""The loss has diverged once it is so many times its lowest."""
+"""The loss counts as diverged once it exceeds its minimum by this factor."""
 
 
 def find_horizon(config: RunConfig) -> Horizon:
-    """Return where the run ends: of a range test, where its loss diverges."""
+    """Return the horizon of a run: a `RangeTest` if `schedule.name` is `range`, otherwise a plain `Horizon`."""
     return RangeTest(config) if config.schedule.name == "range" else Horizon(config)
 
 
 class RangeTest(Horizon):
-    """The horizon of a range test: it ends at `train.steps`, or as soon as the loss diverges."""
+    """The horizon of a range test, which ends at `train.steps` or as soon as the loss diverges."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.points: list[tuple[float, float]] = []
-        """The learning rate and the loss of each step."""
+        """Learning rate and loss of each step."""
 
     def trained(self, record: Mapping[str, Any]) -> None:
         self.points.append((record["lr"], record["loss"]))
 
     @property
     def has_diverged(self) -> bool:
-        """True once a loss is not finite, or several times the lowest."""
+        """True if the last loss is not finite or exceeds `_DIVERGED` times the lowest."""
         if not self.points:
             return False
         loss, lowest = self.points[-1][1], min(loss for _, loss in self.points)
@@ -78,8 +78,10 @@ class RangeTest(Horizon):
 
 
 def suggested_lr(points: Sequence[tuple[float, float]]) -> float | None:
-    """Return the learning rate at which the loss fell fastest, by its logarithm, before it was lowest; None if it did
-    not fall.  `points`: (learning rate, loss), the rates rising.
+    """Return the learning rate at which the loss fell fastest, or None if it did not fall.
+
+    The slope is taken with respect to the logarithm of the learning rate, up to the minimum of the smoothed loss.
+    `points` are pairs (learning rate, loss) in order of rising learning rate.
     """
     good = [(lr, loss) for lr, loss in points if math.isfinite(loss) and lr > 0]
     if len(good) < 3:

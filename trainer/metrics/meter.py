@@ -1,4 +1,4 @@
-"""Meters the time of a step and its rate."""
+"""Measures step time, throughput and peak memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.metrics.devices import find_device
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the device's peak in bf16 FLOP/s, or None where it is not known (CPUs, other GPUs)."""
+    """Return the device's peak bf16 FLOP/s, or None if it is unknown (CPUs, unlisted GPUs)."""
     if device.type != "cuda":
         return None
     sheet = find_device(torch.cuda.get_device_name(device))
@@ -22,19 +22,22 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the most memory that this process has held: on the GPU, or resident in host memory without one."""
+    """Return the peak memory of this process: allocated on the GPU or, without a GPU, resident in host memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return _peak_resident() / 2**30
 
 
 def resident_gib() -> float:
-    """Return the host memory that this process holds now; where the system does not say, the most it has held."""
+    """Return the resident host memory of this process, or its peak if the system does not report the current value."""
     return (_read_status("VmRSS") or _peak_resident()) / 2**30
 
 
 def _peak_resident() -> int:
-    """Return bytes.  What getrusage says may be what another program held: the one that has started this one."""
+    """Return the peak resident memory in bytes.
+
+    Prefers /proc: the value from getrusage may stem from the parent program that started this one.
+    """
     if (most := _read_status("VmHWM")) is not None:
         return most
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -42,7 +45,7 @@ def _peak_resident() -> int:
 
 
 def _read_status(name: str) -> int | None:
-    """Return bytes from a line of Linux's /proc/self/status."""
+    """Return the value of a line of Linux's /proc/self/status in bytes, or None if it is unavailable."""
     with suppress(OSError), open("/proc/self/status") as status:
         for line in status:
             if line.startswith(f"{name}:"):
@@ -52,14 +55,14 @@ def _read_status(name: str) -> int | None:
 
 @dataclass
 class Means:
-    """Means over some steps."""
+    """Means over a number of steps."""
 
     step_s: float
     data_s: float
     tokens_per_s: float
     """Target tokens per second."""
     loss: float
-    """Over those steps that were not skipped; not a number if there is none."""
+    """Mean loss over the steps that were not skipped, or NaN if there are none."""
 
 
 @dataclass
@@ -77,25 +80,28 @@ class _Totals:
 
 
 class Meter:
-    """Means over the steps since the last line; of time and rate over those without a profiler, if there is any."""
+    """Accumulates means over the steps since the last line.
+
+    Times and throughput exclude profiled steps, unless all steps were profiled.
+    """
 
     def __init__(self) -> None:
         self._steps, self._profiled = _Totals(), _Totals()
         self._loss_sum, self._num_losses = 0.0, 0
 
     def count(self, seconds: float, data_s: float, num_tokens: int, is_profiled: bool = False) -> None:
-        """Count a step: how long it took, how long it waited for data, and its target tokens."""
+        """Add a step: its duration, the time it waited for data, and its number of target tokens."""
         (self._profiled if is_profiled else self._steps).add(seconds, data_s, num_tokens)
 
     def count_loss(self, loss: float, is_skipped: bool) -> None:
-        """Take the loss of a step into the mean, unless it was skipped."""
+        """Add the loss of a step to the mean, unless the step was skipped."""
         if not is_skipped:
             self._loss_sum += loss
             self._num_losses += 1
 
     @property
     def has_steps(self) -> bool:
-        """True if a step without a profiler has been counted."""
+        """True if at least one step that was not profiled has been counted."""
         return self._steps.number > 0
 
     def read(self) -> Means:

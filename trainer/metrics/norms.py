@@ -1,6 +1,6 @@
-"""Norms by layer: of the gradients and of the weights of each unit, in the steps that `log.norms_every` asks for.
+"""Logs the gradient norm and the weight norm of each unit (layer) every `log.norms_every` steps.
 
-In all other steps nothing is computed, and in none does the host wait for the device before the step has ended.
+Other steps compute nothing.  The host never waits for the device before the end of a step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainer.model.units import ShardUnit, parameters_by_unit
 
 
 class UnitNorms:
-    """Follows the optimizer, and observes the steps."""
+    """Computes and logs the norms of each unit.  Runs after the optimizer step and observes training steps."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class UnitNorms:
         metrics: Metrics,
         grad_norm: Callable[[], float],
     ) -> None:
-        """`grad_norm()` returns the global norm before clipping of the step that has ended."""
+        """`grad_norm()` returns the global gradient norm before clipping of the step that has just ended."""
         self._log, self._mesh, self._metrics = log, mesh, metrics
         self._parameters = parameters_by_unit(model, units)
         self._grad_norm = grad_norm
@@ -44,13 +44,15 @@ class UnitNorms:
         self._is_due = self._log.norms_every > 0 and step % self._log.norms_every == 0
 
     def after_step(self, is_finite: torch.Tensor | None = None) -> None:
-        """Have the norms computed, in a step where they are due.  One all-reduce over the `shard` axis then."""
+        """Start computing the norms if they are due in this step.  Collective in that case: one all-reduce over the
+        `shard` axis.
+        """
         if self._is_due:
             self._found = HostScalars(*self._squares())
 
     @torch.no_grad()
     def _squares(self) -> list[torch.Tensor]:
-        """Return the squared norms over all ranks, of each unit's gradients and then of each one's weights."""
+        """Return the squared norms over all ranks: first of each unit's gradients, then of each unit's weights."""
         device = torch.device(self._mesh.device_type)
         units = self._parameters.values()
         gradients = [_square([p.grad for p in own if p.grad is not None], device) for own in units]
@@ -60,13 +62,13 @@ class UnitNorms:
         return list(squares.unbind())
 
     def end_step(self, step: int) -> None:
-        """Write the record of a step where they were due: waits for the device then."""
+        """Write the norms record if norms were due in this step.  Waits for the device in that case."""
         if self._found is None:
             return
         norms, self._found = [math.sqrt(square) for square in self._found.read()], None
         gradients, weights = norms[: len(self._parameters)], norms[len(self._parameters) :]
         clipped = math.sqrt(sum(norm**2 for norm in gradients))
-        scale = self._grad_norm() / clipped if clipped else 1.0  # clipping scales all of them alike
+        scale = self._grad_norm() / clipped if clipped else 1.0  # clipping scales all gradients by the same factor
         self._metrics.write(
             Record(
                 kind="norms",
@@ -82,7 +84,7 @@ class UnitNorms:
 
 
 def _square(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the sum of squares over this rank's shards: a scalar on `device`, in float32 or wider."""
+    """Return the sum of squares over this rank's shards as a scalar on `device`, in float32."""
     if not tensors:
         return torch.zeros((), device=device)
     norms = [torch.linalg.vector_norm(local(tensor.detach()), dtype=torch.float32) for tensor in tensors]

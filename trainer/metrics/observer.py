@@ -1,4 +1,4 @@
-"""Observers of training: told when a step begins and ends, and which phase this rank enters."""
+"""Observer protocols, which are notified when a step begins or ends and when this rank enters a phase."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Protocol
 
 
 class StepObserver(Protocol):
-    """Told of each step: the watchdog, the profiler, the checkpoint writer."""
+    """Notified of each step.  Implemented by the watchdog, the profiler and the checkpoint writer, among others."""
 
     def begin_step(self, step: int) -> None:
-        """Step `step` begins, with its data."""
+        """Called when `step` begins, before its data is loaded."""
 
     def end_step(self, step: int) -> None:
-        """Step `step` has been queued; a GPU may still be at it."""
+        """Called when `step` has been queued; a GPU may still be running it."""
 
 
 class PhaseObserver(Protocol):
-    """Told of each phase."""
+    """Notified of each phase."""
 
     def enter_phase(self, phase: str) -> None:
-        """This rank enters `phase`.  Called on whatever thread notices it."""
+        """Called when this rank enters `phase`, possibly from any thread."""
 
 
 class Phases(Protocol):
-    """Knows which phase this rank is in: the watchdog."""
+    """Tracks the current phase of this rank.  Implemented by the watchdog."""
 
     observers: list[PhaseObserver]
 
@@ -32,4 +32,4 @@ class Phases(Protocol):
         """Enter a phase of the step."""
 
     def during(self, phase: str) -> AbstractContextManager[None]:
-        """Be in a phase outside the step inside the block."""
+        """Return a context manager that enters a phase outside the step for the duration of its block."""

@@ -1,7 +1,7 @@
-"""Output that can neither stop nor delay a run: standard output, and the file that records it.
+"""Output streams that can neither stop nor block a run: standard output and its copy in a log file.
 
-Its reader may go (`| head`, a terminal that is closed) or stop reading (a viewer, a suspended `tee`): the first is an
-error at the next line, the second a write that never returns.  Training waits for neither.
+The reader of a pipe or terminal may exit (`| head`, a closed terminal), which makes the next write fail, or stop
+reading (a pager, a suspended `tee`), which makes a write block forever.  Neither affects training.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from trainer.files import content_of
 
 
 class Outlet(io.TextIOBase):
-    """A stream in front of another: what goes to a pipe or a terminal is written by a thread.
+    """A wrapper around a text stream that never blocks: if the stream is a pipe or a terminal, a thread writes to it.
 
-    Text is dropped, without a word, while the reader is `_MAX_WAITING` pieces behind and where it has not read to the
-    end when the run closes.  Once it has gone, all is, and one warning on stderr says so.
+    Text is dropped silently while the reader is `_MAX_WAITING` writes behind, and if the reader has not caught up
+    `CLOSE_S` seconds after `close`.  After the reader has exited, all text is dropped, with a single warning on stderr.
     """
 
     CLOSE_S = 2.0
-    """How long `close` waits for a reader that does not read."""
+    """Seconds that `close` waits for a reader that has stopped reading."""
     _MAX_WAITING = 10_000
 
     def __init__(self, stream: TextIO) -> None:
@@ -64,7 +64,7 @@ class Outlet(io.TextIOBase):
         return len(text)
 
     def close(self) -> None:
-        """Write what waits, for `CLOSE_S` at most.  What comes later is written directly, if the reader still reads."""
+        """Flush the queued text, waiting at most `CLOSE_S`.  Later text is written directly if the reader kept up."""
         if self._waiting is None or self._thread is None:
             return
         waiting, self._waiting = self._waiting, None
@@ -81,18 +81,18 @@ class Outlet(io.TextIOBase):
     def _put(self, text: str) -> None:
         if self._has_gone:
             return
-        text = text.encode(self.encoding, "replace").decode(self.encoding)  # it may know ASCII alone
+        text = text.encode(self.encoding, "replace").decode(self.encoding)  # the encoding may be ASCII
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError) as error:  # ValueError: this process has closed it
+        except (OSError, ValueError) as error:  # ValueError: this process closed the stream
             self._has_gone = True
             discard_stream(self._stream)
             print_stderr(f"warning: standard output was closed ({error}); the run continues without it")
 
 
 class KeptText(io.TextIOBase):
-    """A log file that is appended to.  Storage that refuses costs those lines alone: the run goes on."""
+    """An append-only log file.  Lines that cannot be written are dropped, and the run continues."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -106,7 +106,7 @@ class KeptText(io.TextIOBase):
         return len(text)
 
     def move_to(self, path: Path) -> None:
-        """Continue in another file.  Unless it is the same one, renamed, what was written goes along."""
+        """Continue in another file.  The text so far is copied, unless `path` is the same file, renamed."""
         before, self._path = b"", path
         with contextlib.suppress(OSError):
             if self._fd is not None and not (path.exists() and os.path.samestat(path.stat(), os.fstat(self._fd))):
@@ -123,7 +123,7 @@ class KeptText(io.TextIOBase):
 
 
 def _may_block(stream: TextIO) -> bool:
-    """True if a write may wait for a reader: not to a file, nor to a substitute for a stream."""
+    """Return whether a write to the stream may block, which is not the case for regular files and in-memory streams."""
     try:
         return not stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
     except (OSError, ValueError):
