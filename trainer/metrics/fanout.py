@@ -46,8 +46,8 @@ class Metrics:
         self.latest: dict[str, Record] = {}
         """The last record of each kind.  Empty on ranks other than 0."""
         self.wandb_id: str | None = None
-        """ID of the run in Weights & Biases, or None before one exists.  It is saved in checkpoints so that every
-        attempt continues the same W&B run."""
+        """ID of the run in Weights & Biases, or None before one exists.  The same on all ranks, and saved in
+        checkpoints so that every attempt continues the same W&B run."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"wandb_id": self.wandb_id}

@@ -1,7 +1,8 @@
-"""Profiles: a trace of some steps that Perfetto opens, on CUDA a snapshot of memory, and what the time went into.
+"""Profiles selected steps: writes a trace, on CUDA also a memory snapshot, and a record of where the time went.
 
-The files are for https://ui.perfetto.dev and https://pytorch.org/memory_viz.  To what torch's profiler records, a trace
-adds a range for each step, and a row with its phases, which may begin on one thread and end on another.
+Open traces in https://ui.perfetto.dev and memory snapshots in https://pytorch.org/memory_viz.  In addition to what
+torch's profiler records, a trace contains a range for each step and a row with the phases of the step, which may begin
+on one thread and end on another.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from trainer.metrics.record import Record
 from trainer.metrics.sinks import warn
 
 _MAX_ALLOCATIONS = 100_000
-"""Allocations and frees that a snapshot holds, the newest: as torchtitan's."""
+"""Number of most recent allocations and frees in a memory snapshot; torchtitan uses the same number."""
 _ROW = 2**31 - 1
-"""The row of the phases in the trace: a thread that there is not."""
+"""Row of the phases in the trace: the id of a nonexistent thread."""
 
 
 class Profile:
-    """Profiles the steps of `log.profile_steps` on rank 0 and those of `log.profile_ranks`, between enter and exit.
+    """Context manager that profiles the steps of `log.profile_steps` on rank 0 and on the ranks in `log.profile_ranks`.
 
-    In all other steps, and on other ranks, it does nothing.  It calls no collective: while a profile is written, the
-    other ranks wait in their next one.  Files are named by their steps and rank, and are whole or not there; one that
-    cannot be written is no reason to stop training.  However training ends, what was recorded is written, but for the
-    trace after an error on CUDA: the device may never be through with what it was given.
+    It does nothing in other steps and on other ranks.  It calls no collectives: while a profile is being written, the
+    other ranks wait in their next collective.  Files are named by steps and rank and are written atomically; failing to
+    write one does not stop training.  When training ends early, the steps recorded so far are written.  The exception
+    is the trace after an error on CUDA, because the device may never finish its queued work.
     """
 
     def __init__(self, config: RunConfig, rank: int, device: torch.device, metrics: Metrics, phases: Phases) -> None:
@@ -46,7 +47,7 @@ class Profile:
         self._recording: _Recording | None = None
 
     def advice(self, step: int) -> str:
-        """Return what is to be said to a run that goes on after `step`: what of a profile it will not get."""
+        """Return a note about parts of the profile that a run continuing after `step` will not get, or an empty string."""
         if self._config.log.profile_steps is None:
             return ""
         asked = f"log.profile_steps=[{self._first},{self._last}]"
@@ -63,8 +64,8 @@ class Profile:
         self._finish(has_failed=error is not None and error is not GeneratorExit)
 
     def begin_step(self, step: int) -> None:
-        """Begin to record the step if it is one to profile."""
-        if not self._config.log.profiles(step):  # gone back to a checkpoint before, perhaps
+        """Start recording if `step` is to be profiled."""
+        if not self._config.log.profiles(step):  # the run may have rolled back to an earlier checkpoint
             self._finish()
         elif self._recording is None and self._takes_part:
             self._start()
@@ -72,7 +73,7 @@ class Profile:
             self._recording.begin(step)
 
     def end_step(self, step: int) -> None:
-        """End the recording of the step; after the last one the profile is written."""
+        """End the range of the step.  After the last profiled step, write the profile."""
         if self._recording is not None:
             self._recording.end()
         if step == self._last:
@@ -87,10 +88,10 @@ class Profile:
             return
         with self._phases.during("profile"):
             if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)  # what was launched before is no part of the profile
+                torch.cuda.synchronize(self._device)  # keep earlier kernels out of the profile
             try:
                 self._recording = _Recording(self._device)
-            except RuntimeError as error:  # CUPTI may be missing, or taken by another tool
+            except RuntimeError as error:  # CUPTI may be missing or in use by another tool
                 warn(f"log.profile_steps: the profiler cannot start: {error}")
                 self._takes_part = False
                 return
@@ -102,7 +103,7 @@ class Profile:
         recording, self._recording = self._recording, None
         self._phases.observers.remove(recording)
         if threading.get_ident() != recording.thread:
-            return  # a generator that was left lying about: the profiler belongs to the thread that started it
+            return  # an abandoned generator closed on another thread: only the starting thread can stop the profiler
         with self._phases.during("profile"):
             try:
                 record = recording.write(self._config.run_dir / "profile", self._rank, has_failed)
@@ -114,13 +115,13 @@ class Profile:
 
 
 class _Recording:
-    """One run of the profiler, on this thread, and on CUDA the memory's history.  Begins when it is made."""
+    """One profiler session on the current thread, with the memory history on CUDA.  Starts when constructed."""
 
     def __init__(self, device: torch.device) -> None:
         self.thread = threading.get_ident()
         self._device, self._on_cuda = device, device.type == "cuda"
         self._begun: dict[int, float] = {}
-        """When each step began, in microseconds of this process's clock."""
+        """Start time of each step, in microseconds of this process's clock."""
         self._num_ended = 0
         self._range: torch.profiler.record_function | None = None
         self._phases: list[tuple[float, str]] = []
@@ -128,12 +129,12 @@ class _Recording:
         if self._on_cuda:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
-        self._profiler.start()  # which may fail: what goes on until it is turned off comes after it
+        self._profiler.start()  # may fail, so memory recording, which must be turned off again, is started after it
         if self._on_cuda:
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MAX_ALLOCATIONS, clear_history=True)
 
     def enter_phase(self, phase: str) -> None:
-        """Note the phase, and when it began; from any thread."""
+        """Record the start of a phase.  May be called from any thread."""
         self._phases.append((_now_us(), phase))
 
     def begin(self, step: int) -> None:
@@ -151,21 +152,22 @@ class _Recording:
             self._range = None
 
     def write(self, folder: Path, rank: int, has_failed: bool) -> Record | None:
-        """End the recording and write its files; returns the record, or None if no step was through.
+        """Stop recording and write the files.  Returns the profile record, or None if no step was completed.
 
-        Raises OSError, RuntimeError or ValueError if a file cannot be made; none is left half written.
+        On CUDA with `has_failed`, no trace is written and None is returned.  Raises OSError, RuntimeError or ValueError
+        if a file cannot be written; no partial file is left behind.
         """
         steps = list(self._begun)
         name = f"{steps[0]}-{steps[-1]}_rank{rank}"
         trace, memory = folder / f"trace_{name}.json.gz", folder / f"memory_{name}.pickle"
         waits = not (self._on_cuda and has_failed)
         try:
-            if waits:  # first of all: a profiler that goes on is in the way of whatever follows
+            if waits:  # stop the profiler first: if it kept running, it would disturb everything that follows
                 self._end_range()
                 self.enter_phase("end")
                 self._profiler.stop()
             folder.mkdir(parents=True, exist_ok=True)
-            for partial in folder.glob(f".*_rank{rank}.*"):  # of an attempt that was killed
+            for partial in folder.glob(f".*_rank{rank}.*"):  # left over from a killed attempt
                 partial.unlink(missing_ok=True)
             if self._on_cuda:
                 with replacing(memory) as partial:
@@ -191,7 +193,7 @@ class _Recording:
         return Record(kind="profile", **span, **shares, **files)
 
     def _write_trace(self, path: Path) -> Timeline:
-        """Write the profiler's trace with the row of the phases, compressed; returns what it says."""
+        """Write the compressed trace, including the row of phases, and return its parsed timeline."""
         with replacing(path) as partial:
             raw = partial.with_suffix(".json")
             try:
@@ -210,9 +212,10 @@ class _Recording:
         return timeline
 
     def _row_of_phases(self, timeline: Timeline) -> list[dict[str, Any]]:
-        """Return the events of the phases, their times in the trace's clock: that of the steps' ranges.
+        """Return the trace events of the phases, with times converted to the clock of the trace.
 
-        A step's range begins a moment before this process's clock is read, the first one a long moment.
+        The offset between the clocks is derived from the step ranges.  Each range begins slightly before this process's
+        clock is read, and the first one noticeably earlier, so the largest difference is the most accurate.
         """
         updates = timeline.updates
         shift_us = max(update.start_us - self._begun[int(update.name)] for update in updates) if updates else 0.0

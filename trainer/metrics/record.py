@@ -1,4 +1,4 @@
-"""A record, the fields of one line of metrics; and reading lines back."""
+"""Metrics records (the fields of one line of `metrics.jsonl`), and functions that read them back."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ TRAIN_FIELDS = (
     *("kind", "step", "loss", "epoch", "time", "mean_loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s"),
     *("data_s", "mfu", "peak_memory_gib", "skipped", "profiled"),
 )
-"""The fields that every `train` record may have; `Trainer.log` adds others."""
+"""The standard fields of a `train` record.  `Trainer.log` adds others."""
 EVAL_FIELDS = ("kind", "step", "loss", "epoch", "time", "bits_per_byte", "eval_s")
-"""The same of an `eval` record."""
+"""The standard fields of an `eval` record."""
 
 
 def logged_names(names: Iterable[str]) -> list[str]:
-    """Return which fields of `train` or `eval` records come from `Trainer.log`, in their order.
+    """Return the fields of `train` or `eval` records that come from `Trainer.log`, in the order of `names`.
 
-    `loss_<source>` and `epoch_<source>` do not count: a source is known by its epoch, which `Trainer.log` never writes
-    for it.
+    The per-source fields `loss_<source>` and `epoch_<source>` are excluded.  A source is recognized by its
+    `epoch_<source>` field, which never comes from `Trainer.log`.
     """
     names = list(names)
     sources = {name.removeprefix("epoch_") for name in names if name.startswith("epoch_")}
@@ -29,10 +29,10 @@ def logged_names(names: Iterable[str]) -> list[str]:
 
 
 class Record(Mapping[str, Any]):
-    """One line of metrics.  Its fields are keys and attributes alike: `record["loss"]`, `record.loss`.
+    """One line of metrics.  Fields can be accessed as keys or as attributes: `record["loss"]` or `record.loss`.
 
-    A field may be given as a function without arguments, which is called when the field is first read: what is not read
-    is not waited for.
+    A field may be given as a function without arguments, which is called when the field is first read.  This avoids
+    waiting for the device for fields that are never read.
     """
 
     def __init__(self, **fields: Any) -> None:
@@ -45,7 +45,7 @@ class Record(Mapping[str, Any]):
         return value
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copying and pickling ask for theirs before there are fields
+        if name.startswith("__"):  # copy and pickle look up special methods before `_fields` exists
             raise AttributeError(name)
         try:
             return self[name]
@@ -53,7 +53,7 @@ class Record(Mapping[str, Any]):
             raise AttributeError(f"a record of kind {self._fields.get('kind')!r} has no field {name!r}") from None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle has: all fields read."""
+        """Return the state to copy or pickle, with all lazy fields evaluated."""
         return {"_fields": dict(self)}
 
     def __iter__(self) -> Iterator[str]:
@@ -67,14 +67,14 @@ class Record(Mapping[str, Any]):
 
 
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the lines that hold a record, as they stand and read."""
+    """Yield each line that holds a record, as (raw text, parsed record)."""
     for line, record in read_lines(path):
         if record is not None:
             yield line, record
 
 
 def read_kinds(path: Path, *kinds: str) -> Iterator[dict[str, Any]]:
-    """Yield the records of these kinds alone; other lines, most of a file, are not parsed."""
+    """Yield only the records of these kinds.  Most other lines are skipped without parsing them."""
     with open(path, errors="replace") as file:
         for line in file:
             if any(f'"{kind}"' in line for kind in kinds):
@@ -84,14 +84,17 @@ def read_kinds(path: Path, *kinds: str) -> Iterator[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Yield every line as it stands and read; None for what is no record: half a line, of a killed process."""
+    """Yield every line as (raw text, parsed record).
+
+    The record is None if the line does not hold one, such as a partial line of a killed process.
+    """
     with open(path, errors="replace") as file:
         for line in file:
             yield line if line.endswith("\n") else line + "\n", _parse(line)
 
 
 def last_step(path: Path) -> int:
-    """Return the last step that any line of a file speaks of; 0 if there is none, or no file."""
+    """Return the highest step in a metrics file, or 0 if no line has a step or there is no such file."""
     if not path.is_file():
         return 0
     steps = (record.get("step") for _, record in read_lines(path) if record is not None)

@@ -1,4 +1,4 @@
-"""Screens that a console writes to: plain lines for a file or a pipe, or a terminal."""
+"""Screens that the console writes to: a terminal, or plain lines for a file or pipe."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ _INDENT = 14
 
 
 class Screen(Protocol):
-    """Shows a run to a person.  All text that it gets is safe to show."""
+    """Displays console output.  Callers must sanitize all text, so that it contains no control characters."""
 
     @property
     def width(self) -> int | None:
-        """Columns that a line may have; None where lines may be of any length."""
+        """Maximum length of a line in columns, or None if unlimited."""
         ...
 
     def show_facts(self, facts: Mapping[str, str]) -> None:
-        """Show the start block."""
+        """Show the summary at the start of the run."""
 
     def show_line(self, text: str, style: str) -> None:
-        """Show a line; `style` is a colour or `bold`, where there are such things."""
+        """Show a line.  `style` is a color, `bold` or empty; screens without styles ignore it."""
 
     def show_progress(self, step: int, num_steps: int, note: str) -> None:
-        """Move the status bar, if there is one."""
+        """Update the status bar, if there is one."""
 
     def close(self) -> None:
-        """Show no status bar any longer."""
+        """Remove the status bar, if there is one."""
 
 
 class PlainScreen:
-    """Plain lines, of any length, without a status bar: for log files and pipes."""
+    """Writes plain lines of any length, without a status bar, to log files and pipes."""
 
     width: int | None = None
 
@@ -47,16 +47,16 @@ class PlainScreen:
         self._stream.flush()
 
     def show_progress(self, step: int, num_steps: int, note: str) -> None:
-        """There is no status bar."""
+        """No-op: there is no status bar."""
 
     def close(self) -> None:
-        """Nothing is left on the screen."""
+        """No-op: there is nothing to remove."""
 
 
 def find_screen(stream: TextIO) -> Screen:
-    """Return a screen for the stream: a terminal's where it is one, or the environment says to treat it as one."""
+    """Return a `Terminal` if the stream is one, or if the environment asks to treat it as one, else a `PlainScreen`."""
     if not (stream.isatty() or os.environ.get("FORCE_COLOR") or os.environ.get("TTY_COMPATIBLE") == "1"):
         return PlainScreen(stream)
-    from trainer.metrics.terminal import Terminal  # rich, which a run in a log file does not need in memory
+    from trainer.metrics.terminal import Terminal  # imports rich, which other runs need not load
 
     return Terminal.on(stream)

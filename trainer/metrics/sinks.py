@@ -1,4 +1,7 @@
-"""Sinks for records: a file, Weights & Biases, TensorBoard.  The console has a room of its own."""
+"""Sinks for metrics records: `metrics.jsonl`, `samples.txt`, TensorBoard and Weights & Biases.
+
+The console sink is in `console.py`.
+"""
 
 from __future__ import annotations
 
@@ -25,27 +28,31 @@ from trainer.metrics.record import Record, read_lines
 
 
 class Sink(Protocol):
-    """Takes every record of a run; `close` is called once, at its end."""
+    """Receives every record of a run.
+
+    `write` must neither raise nor block, because training calls it directly.  `close` is called once, at the end of the
+    run.
+    """
 
     def write(self, record: Record) -> None: ...
     def close(self) -> None: ...
 
 
 class JsonLines:
-    """`metrics.jsonl`: one JSON object a line, appended and flushed.
+    """`metrics.jsonl`: one JSON object per line, appended and written immediately.
 
-    A resumed run first drops the lines past its checkpoint that it is going to write again (`_MADE_ANEW`).  They go to
-    the end of `metrics_superseded.jsonl`; then the file is written anew and renamed, so that a crash leaves the old or
-    the new one.  `lost_steps` and `before` keep account of what is dropped.
+    A resumed run first drops the lines past its checkpoint that it will write again (the kinds in `_MADE_ANEW`).
+    Dropped lines are appended to `metrics_superseded.jsonl`, and the rest is rewritten atomically, so a crash leaves
+    either the old or the new file.  `lost_steps` and `before` hold the totals of the file before lines were dropped.
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         self._path = path
         self._unwritten = b""
         self._missed_at: float | None = None
-        """When the file was first found to be deleted or replaced."""
+        """Time at which the file was first found to be deleted or replaced, or None if it is in place."""
         self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        """The folder of the file, by descriptor, so that a rename does not matter and a replacement is not touched."""
+        """Descriptor of the file's folder, which stays valid if the folder is renamed or replaced."""
         self._file = self._open_past(resumed_step)
 
     def _open_past(self, step: int) -> io.FileIO:
@@ -65,7 +72,7 @@ class JsonLines:
         return open(self._path, "a+b", buffering=0)
 
     def go_back(self, step: int) -> None:
-        """Drop the lines past `step`, in mid-run.  Raises OSError if they cannot be; then all is as it was."""
+        """Drop the lines past `step` during a run.  Raises OSError if that fails, leaving the file unchanged."""
         kept, dropped = b"", b""
         for line in self._unwritten.splitlines(keepends=True):
             if _stays(json.loads(line), step):
@@ -82,7 +89,7 @@ class JsonLines:
             append_and_sync(self._path.with_name(SUPERSEDED), lines)
 
     def write(self, record: Record) -> None:
-        """Append the record.  A disk that is full, or away, is no reason to stop training: it is tried again."""
+        """Append the record.  If the disk is full or unavailable, keep the line in memory and retry later."""
         had_failed = bool(self._unwritten)
         self._unwritten += json.dumps(_finite(record)).encode() + b"\n"
         try:
@@ -97,10 +104,11 @@ class JsonLines:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def _put_back(self, after_s: float) -> None:
-        """If somebody deleted the file, write it again: its content can still be read.  If it was replaced, continue in
-        the one that is there.
+        """Recover from the file having been deleted or replaced.
 
-        Only `after_s` seconds after it was missed first: whoever is deleting the whole folder would find it not empty.
+        A deleted file is written again, since its content can still be read through the open descriptor.  If it was
+        replaced, continue in the new file.  Wait until `after_s` seconds after the file was first found missing:
+        otherwise a command that is deleting the entire folder would fail because the folder is not empty.
         """
         own = os.fstat(self._file.fileno())
         try:
@@ -115,12 +123,12 @@ class JsonLines:
             return
         try:
             self._continue_in_folder(with_content=there is None)
-        except FileNotFoundError:  # the folder itself was deleted: its owner says so, and calls `move_to`
+        except FileNotFoundError:  # the folder itself was deleted: its owner reports that and calls `move_to`
             return
         warn(f"{self._path} was {'deleted: it was written again' if there is None else 'replaced: it is continued'}")
 
     def move_to(self, folder: Path) -> None:
-        """Continue the file in another folder.  Unless it is there already, what it held goes along."""
+        """Continue the file in another folder, copying its content unless the file already exists there."""
         before, self._path = self._folder, folder / self._path.name
         self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         os.close(before)
@@ -128,7 +136,7 @@ class JsonLines:
         self._flush()
 
     def _continue_in_folder(self, with_content: bool) -> None:
-        """Open the file of this name in the folder; `with_content`: what the file held until now is written to it."""
+        """Open the file of the same name in the folder.  `with_content`: also queue the previous content for writing."""
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         descriptor = os.open(self._path.name, flags, 0o666, dir_fd=self._folder)
         before, self._file = self._file, io.FileIO(descriptor, "a+b")
@@ -147,10 +155,10 @@ class JsonLines:
 
 
 _DELETED_FOR_S = 1.0
-"""How long a file of metrics is missing before it is written again."""
+"""Seconds after which a missing metrics file is written again."""
 
 SUPERSEDED = "metrics_superseded.jsonl"
-"""What a resume has taken out of the metrics, because it was going to be written again: nothing is lost."""
+"""File for the lines that a resume removed from the metrics because the run was going to write them again."""
 
 _MADE_ANEW = ("train", "eval", "profile", "sample", "norms")
 
@@ -160,13 +168,13 @@ def _stays(record: Mapping[str, Any], resumed_step: int) -> bool:
 
 
 def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record with null for numbers that JSON cannot hold, and without secrets in its texts."""
+    """Return the record with None in place of non-finite numbers, which JSON lacks, and with secrets redacted."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     return {k: redact(v) if isinstance(v, str) and k != "kind" else v for k, v in finite.items()}
 
 
 class SampleFile:
-    """`samples.txt`: what the model has made of the prompts, for people; appended, over all attempts."""
+    """`samples.txt`: the samples generated from the prompts, in readable form, appended over all attempts."""
 
     def __init__(self, path: Path) -> None:
         self._name, self._text = path.name, KeptText(path)
@@ -183,7 +191,7 @@ class SampleFile:
 
 
 class TensorBoard:
-    """Event files in `run.dir/tensorboard`; a resumed run purges what is past its checkpoint."""
+    """Writes event files to `run.dir/tensorboard`.  A resumed run purges events past its checkpoint."""
 
     def __init__(self, folder: Path, resumed_step: int) -> None:
         try:
@@ -210,10 +218,11 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases, kept at arm's length: all of it runs in a thread that training never waits for.
+    """Logs to Weights & Biases in a separate thread that training never waits for.
 
-    Unreachable at the start, its client blocks for 101 s; lost in mid-run, `finish` had not returned after 130 s
-    (wandb 0.31).  Here records are dropped with one warning, and the end of the run waits `FINISH_S` at most.
+    If the server is unreachable at the start, the client blocks for 101 s; if the connection is lost during the run,
+    `finish` had not returned after 130 s (wandb 0.31).  In both cases this sink drops records with a single warning,
+    and the end of the run waits at most `FINISH_S`.
     """
 
     FINISH_S = 10.0
@@ -232,7 +241,7 @@ class WandB:
         self._thread.start()
 
     def write(self, record: Record) -> None:
-        with contextlib.suppress(queue.Full):  # its thread is stuck or gone, and has said so
+        with contextlib.suppress(queue.Full):  # the thread is stuck or has exited with a warning
             self._records.put_nowait(record)
 
     def close(self) -> None:
@@ -247,16 +256,17 @@ class WandB:
             ending.join(self._TEARDOWN_S)
 
     def _kill_service(self) -> None:
-        """Kill the process that the client has started: left alone, it goes on trying for most of a minute after ours.
+        """Kill the service process that the client started, which would otherwise outlive this process by up to a
+        minute while it retries.
 
-        The client has no other way to end it now.  What it was given lies in the run's folder, for `wandb sync`.
+        The client offers no other way to stop it at this point.  The data remains in the run folder for `wandb sync`.
         """
         for service in _services() - self._others:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(service, signal.SIGKILL)
 
     def _tear_down(self) -> None:
-        """Take back the client's hook, which waits for its service when the interpreter ends."""
+        """Remove the client's exit hook, which would wait for the service at interpreter exit."""
         import wandb
 
         with contextlib.suppress(Exception):
@@ -269,7 +279,7 @@ class WandB:
                 if record.kind in _DRAWN:
                     run.log({f"{record.kind}/{k}": v for k, v in _numbers(record).items()} | {"step": record.step})
             run.finish()
-        except Exception as error:  # whatever goes wrong there, training goes on
+        except Exception as error:  # a failure of W&B must not stop training
             if not self._is_given_up:
                 self._warn(f"Weights & Biases failed; continuing without it: {type(error).__name__}: {error}")
 
@@ -281,7 +291,9 @@ class WandB:
             finish_timeout=self.FINISH_S,
             console="off",
             silent=True,
-            x_disable_meta=any(masked_argument(word) != word for word in sys.argv),  # the command line is part of it
+            x_disable_meta=any(
+                masked_argument(word) != word for word in sys.argv
+            ),  # metadata includes the command line
         )
         run = wandb.init(
             project=self._config.log.wandb_project,
@@ -299,7 +311,7 @@ class WandB:
 
 
 def _services() -> set[int]:
-    """Return the processes of the client's service that this process has started."""
+    """Return the process IDs of the W&B service processes that this process started."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -310,21 +322,21 @@ def _services() -> set[int]:
 
 
 def _remembered_id(folder: Path, restored: str | None) -> str:
-    """Return the run's id in W&B, made once and kept in the folder, so that a resumed run stays one line."""
+    """Return the W&B run ID, which is created once and stored in the folder so that a resumed run continues its curves."""
     path = folder / "id"
     known = path.read_text() if path.exists() else ""
-    if not known:  # or a disk was full
+    if not known:  # no file, or an empty one because the disk was full
         known = restored or os.urandom(4).hex()
         write_atomically(path, known)
     return known
 
 
 _DRAWN = ("train", "eval", "norms")
-"""The kinds of records that are numbers over steps."""
+"""Record kinds that are plotted over steps."""
 
 
 def _numbers(record: Record) -> dict[str, float]:
-    """Return the numbers of a record, those by layer as `grad_norm/<layer>`."""
+    """Return the numeric fields of a record, with per-layer fields flattened to `grad_norm/<layer>`."""
     flat: dict[str, Any] = {}
     for name, value in record.items():
         flat |= {f"{name}/{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
@@ -336,5 +348,5 @@ def _numbers(record: Record) -> dict[str, float]:
 
 
 def warn(message: str) -> None:
-    """Say something on stderr that does not stop the run."""
+    """Print a warning to stderr."""
     print_stderr(f"warning: {message}")

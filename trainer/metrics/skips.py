@@ -1,4 +1,4 @@
-"""Counts steps that were skipped because loss or gradient was not finite."""
+"""Counts skipped steps and stops the run after too many consecutive ones."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from trainer.errors import TrainingFailed
 
 
 class SkipCounter:
-    """Counts steps that were skipped because loss or gradient was not finite."""
+    """Counts steps that were skipped because the loss or gradient norm was not finite."""
 
     def __init__(self, max_in_a_row: int, may_end_skipped: bool = False) -> None:
-        """`may_end_skipped`: whether a run may end in a streak, as a test of too high a learning rate does."""
+        """`may_end_skipped`: whether the last steps of a run may be skipped, as in a learning-rate range test."""
         self.max_in_a_row, self._may_end_skipped = max_in_a_row, may_end_skipped
         self.total = 0
         self.in_a_row = 0
         self.failed_since: int | None = None
-        """The last step that counted, once there have been too many since."""
+        """The last good step if too many steps have been skipped since, otherwise None."""
 
     def count(self, loss: float, grad_norm: float, step: int) -> None:
-        """Count a step, skipped if either value is not finite; they are the same on every rank.
+        """Count a step, which was skipped if either value is not finite.  The values are the same on all ranks.
 
-        Raises TrainingFailed after too many in a row.
+        Raises TrainingFailed after too many consecutive skipped steps.
         """
         if np.isfinite(grad_norm) and np.isfinite(loss):
             self.in_a_row = 0
@@ -37,7 +37,7 @@ class SkipCounter:
             )
 
     def check_end(self, step: int) -> None:
-        """Raise TrainingFailed if a run that ends with step `step` ends in a streak of skipped ones."""
+        """Raise TrainingFailed if the last steps of a run that ends at `step` were skipped."""
         if self.in_a_row and not self._may_end_skipped:
             last = "the last step was" if self.in_a_row == 1 else f"the last {self.in_a_row} steps were"
             raise TrainingFailed(

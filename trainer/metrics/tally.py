@@ -1,4 +1,4 @@
-"""Tally: fields of a user's own for the next line, summed over its steps and over all ranks."""
+"""Accumulates user-logged fields, summed over the steps of a log line and over all ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trainer.distributed.world import World
 from trainer.errors import UserError
 
 Amount: TypeAlias = float | torch.Tensor
-"""A number, or a tensor of one element on any device."""
+"""A number, or a one-element tensor on any device."""
 
 Fields: TypeAlias = dict[str, float | Callable[[], float | None]]
-"""Fields of a record, some of which are known once they are read."""
+"""Fields of a record, some of which are computed when first read."""
 
 _NUM_SUMS = 3
 
@@ -24,20 +24,20 @@ _NUM_SUMS = 3
 class Tally:
     """Sums of named amounts, kept on the device until a line is due.
 
-    Ranks need not know the same names: what one of them brings for the first time is told to the others when the next
-    line is due, so that steps and lines for which nothing is logged send no message.
+    Ranks need not log the same names: names that are new on any rank are exchanged when the next line is due.  Steps
+    never communicate, and lines without logged fields need no extra collective.
     """
 
     def __init__(self, world: World, taken: Collection[str]) -> None:
-        """`taken`: fields that the record has anyway, whose names none of these may have."""
+        """`taken`: names of the standard fields of the record, which logged fields must not use."""
         self._world, self._taken = world, taken
         self._names: list[str] = []  # known to all ranks, in the same order
         self._sums: dict[str, list[Amount]] = {}
 
     def add(self, name: str, value: Amount, over: Amount | None) -> None:
-        """Add to the sum of `name`, and if it is a mean to what that is divided by.  Waits for no device.
+        """Add `value` to the sum of `name` and, if the field is a mean, `over` to its divisor.  No host sync.
 
-        Raises UserError for a name that a field of the record has.
+        Raises UserError if `name` is a standard field of the record.
         """
         if name in self._taken:
             raise UserError(f"log: {name!r} is a field that every record of this kind has; choose another name")
@@ -46,20 +46,23 @@ class Tally:
             sums[number] = sums[number] + (amount.detach().double() if isinstance(amount, torch.Tensor) else amount)
 
     def clear(self) -> None:
-        """Forget what has been added since the last line."""
+        """Discard everything added since the last line."""
         self._sums = {}
 
     def news(self) -> list[bool]:
-        """Return what ranks tell each other before `take`: whether this one has a name that others may not know, and
-        for each that all know whether it has added to it.
+        """Return the flags to reduce over all ranks before calling `take`.
+
+        The first flag is True if this rank has a name that other ranks may not know.  The others say, for each name
+        known to all ranks, whether this rank has added to it.
         """
         return [not self._sums.keys() <= set(self._names), *(name in self._sums for name in self._names)]
 
     def take(self, news: Sequence[float]) -> Fields:
-        """Return the fields over all ranks, and begin anew.  A mean over nothing is None.
+        """Return the fields summed over all ranks, and reset the sums.  A mean over nothing is None.
 
-        Reading a field waits for the device; this does not.  `news`, the same on all ranks: 0 where no rank said yes.
-        Collective: one all-gather if a rank has a name that is new, and one all-reduce on the device if there is any.
+        Reading a field waits for the device; this call does not.  `news` holds the flags of all ranks, reduced by sum
+        or max: an entry is 0 if it is False on all ranks.
+        Collective: one all-gather if any rank has a new name, and one all-reduce on the device if there are any fields.
         """
         added = {name for name, is_added in zip(self._names, news[1:], strict=True) if is_added}
         if news[0]:

@@ -1,4 +1,4 @@
-"""The screen of a run on a terminal, drawn by rich: a panel at the start, colours, a status bar."""
+"""Terminal screen, drawn with rich: a summary panel at the start, colored lines and a status bar."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rich.text import Text
 
 _REFRESHES_PER_S = 4
 _BAR, _LEAST_BAR, _BESIDE_BAR = 40, 8, 32
-"""Columns of the status bar, at most and at least, and of what stands beside it."""
+"""Maximum and minimum width of the status bar, and the width reserved for the text next to it, in columns."""
 
 
 class Terminal:
-    """A screen on a terminal."""
+    """A `Screen` that draws to a terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -26,7 +26,7 @@ class Terminal:
 
     @classmethod
     def on(cls, stream: TextIO) -> Terminal:
-        """Return a screen on the terminal behind `stream`."""
+        """Return a screen that draws to `stream`."""
         return cls(Console(file=stream, highlight=False, soft_wrap=True))
 
     @property
