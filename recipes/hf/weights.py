@@ -3,7 +3,7 @@
 Files of a mixture of experts have a matrix for each expert and projection, while the model has one tensor for all of
 them; other files use older names.  The conversion table of transformers lists the renamings and conversions that a
 model needs.  transformers applies the table to complete models; this module applies it to one tensor, or to the rows
-of a tensor that a rank stores.
+of a tensor that a rank needs.
 Source: transformers, core_model_loading.py and conversion_mapping.py.
 """
 
@@ -48,9 +48,9 @@ def first_weights(config: HfConfig) -> WeightSource | None:
 
 
 def as_stored(config: HfConfig, source: WeightSource) -> WeightSource:
-    """Return the tensors as the library's files of this model store them, computed from those of `source`.
+    """Return the tensors in the format of the library's files for this model, computed from those of `source`.
 
-    `source` has the model's names.  Raises UserError if `source` does not match the model.
+    `source` uses the model's names.  Raises UserError if `source` does not match the model.
     """
     with torch.device("meta"):
         model = build(config)
