@@ -13,7 +13,7 @@ _H100, _MI300X = "nvidia.com/en-us/data-center/h100", "amd.com/en/products/accel
 
 @dataclass(frozen=True)
 class Device:
-    """Specifications of one accelerator.  Compute rates are dense (without sparsity), in FLOP/s; bandwidths in bytes/s."""
+    """Specifications of one accelerator: dense compute rates (without sparsity) in FLOP/s, bandwidths in bytes/s."""
 
     name: str
     """Short name used in the configuration."""

@@ -30,8 +30,8 @@ from trainer.metrics.record import Record, read_lines
 class Sink(Protocol):
     """Receives every record of a run.
 
-    `write` must neither raise nor block, because training calls it directly.  `close` is called once, at the end of the
-    run.
+    Training calls `write` directly, so it must not raise, nor wait for a server or the reader of a pipe.  `close` is
+    called once, at the end of the run.
     """
 
     def write(self, record: Record) -> None: ...
@@ -291,9 +291,7 @@ class WandB:
             finish_timeout=self.FINISH_S,
             console="off",
             silent=True,
-            x_disable_meta=any(
-                masked_argument(word) != word for word in sys.argv
-            ),  # metadata includes the command line
+            x_disable_meta=any(masked_argument(word) != word for word in sys.argv),  # it has the command line
         )
         run = wandb.init(
             project=self._config.log.wandb_project,

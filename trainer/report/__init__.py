@@ -1,6 +1,7 @@
-"""The report of a run: one page and one picture, from the files in the run folder.
+"""Reports: one HTML page and one PNG per run, generated from the files in the run folder.
 
-Reads files and nothing else: no torch, no process group, a run in progress or a dead one alike.  `story` reads,
-`series` thins out what the page's script (`charts.js`) draws, `page` writes HTML, `charts` the picture (the one door of
-matplotlib), `live` keeps pages up to date, `__main__` is the command line.
+Reports only read files.  They need no torch and no process group, and work for running, finished and killed runs.
+`story` reads a run folder, `series` downsamples the data for the page's script (`charts.js`), `page` writes the HTML,
+`charts` draws the PNG (the only module that imports matplotlib), `live` keeps pages up to date, and `__main__` is the
+command line.
 """

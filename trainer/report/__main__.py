@@ -25,7 +25,7 @@ from trainer.report.story import read_run
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for.  Returns the exit code."""
+    """Run the report command and return its exit code."""
     parser = CommandParser(prog="python -m trainer.report", description=__doc__)
     parser.add_argument("run_dirs", nargs="+", metavar="run_dir", help="a run folder; several are compared")
     parser.add_argument("--out", help="path of the page; the picture is saved beside it (default: run.dir/report.html)")
@@ -56,7 +56,10 @@ def _answer(chosen: argparse.Namespace) -> int:
 
 
 def write_report(folders: Sequence[Path], out: Path | None = None) -> tuple[Path, Path]:
-    """Write the page and the picture; returns their paths.  Raises UserError for what cannot be read or written."""
+    """Write the page and the PNG, and return their paths.
+
+    Raises UserError if a run cannot be read or a file cannot be written.
+    """
     page = out or (folders[0] / "report.html" if len(folders) == 1 else Path("comparison.html"))
     if page.suffix not in (".html", ".htm"):
         raise setting_error("--out", page, "must end in .html", page.with_suffix(".html"))
@@ -76,10 +79,10 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> tuple[Path
 
 
 def _write(contents: Mapping[Path, bytes]) -> None:
-    """Write all files, then rename them into place; if one cannot be written, none is replaced.
+    """Write all files to temporary paths, then rename them into place.  If any write fails, no file is replaced.
 
-    A browser that reloads the page meanwhile sees the old one or the new one.  If a rename fails, files
-    renamed before it stay replaced.
+    A browser that reloads the page during this sees either the old page or the new one.  If a rename fails, files that
+    were renamed before it stay replaced.
     """
     with contextlib.ExitStack() as stack:
         for path, content in contents.items():

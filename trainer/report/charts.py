@@ -1,6 +1,7 @@
-"""The picture of a report: the charts of its page as one PNG.
+"""Draws the charts of a report as one PNG.
 
-The one door of matplotlib.  A series of any length is drawn as one column a pixel: mean, and a band from least to most.
+This is the only module that imports matplotlib.  A long series is reduced to about one column per pixel, drawn as the
+mean and a band from minimum to maximum.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from trainer.metrics.console import readable_count, readable_duration
 from trainer.report.story import Column, Run
 
 NUM_COLUMNS = 400
-"""Columns of a chart: about one a pixel.  Up to twice as many values are drawn as they are."""
+"""Number of columns in a chart, about one per pixel.  A series of up to twice as many values is drawn unreduced."""
 
 COLOURS = {
     "ink": "#1b1f24",
@@ -35,10 +36,10 @@ COLOURS = {
     "olive": "#8c8a00",
     "black": "#3d4650",
 }
-"""By name, as in the page's style sheet.  The hues are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which
-the colour-blind can tell apart."""
+"""Colors by name, the same as in the page's style sheet.  The hues are from the colorblind-safe palette of Okabe and
+Ito (https://jfly.uni-koeln.de/color/)."""
 SERIES = ("blue", "red", "green", "pink", "orange", "sky", "olive", "black")
-"""Colours of the runs that are compared."""
+"""Colors of the compared runs, in order."""
 PARTS = {
     "update_s": ("steps that count", "blue"),
     "lost_s": ("steps lost or skipped", "red"),
@@ -49,12 +50,12 @@ PARTS = {
     "between_s": ("between attempts", "muted"),
     "other_s": ("other", "grid"),
 }
-"""Parts of the wall time: what they are called, and their colours."""
+"""Label and color of each part of the wall time."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """A series, one value a column: x, and mean, least and most of what falls into it."""
+    """A series reduced to columns: for each column its x, and the mean, minimum and maximum of its values."""
 
     x: Column
     mean: Column
@@ -67,9 +68,9 @@ class Columns:
 
 
 def columns(x: Column, y: Column, num_columns: int = NUM_COLUMNS) -> Columns:
-    """Return the series in at most `num_columns` columns of equal width.
+    """Reduce a series to at most `num_columns` columns of equal width.
 
-    Of few values (up to twice the columns) each stays as it is, those that are not finite as gaps.
+    A short series (up to twice as many values) is returned unchanged; non-finite values then appear as gaps.
     """
     if x.size <= 2 * num_columns:
         return Columns(x, y, y, y)
@@ -85,7 +86,7 @@ def columns(x: Column, y: Column, num_columns: int = NUM_COLUMNS) -> Columns:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# One panel each
+# Panels
 
 
 def _draw_loss(axes: Any, runs: Sequence[Run]) -> None:
@@ -148,11 +149,11 @@ PANELS: dict[str, Callable[[Any, Sequence[Run]], None]] = {
     "seconds per step": _draw_step_s,
     "peak memory per rank, GiB": _draw_memory,
 }
-"""What is drawn, by title."""
+"""The drawing function of each panel, by title."""
 
 
 def _draw_logged(name: str, axes: Any, runs: Sequence[Run]) -> None:
-    """Draw a figure of `Trainer.log`: training as a line, evaluations as dots."""
+    """Draw a field logged with `Trainer.log`: training as a line, evaluations as dots."""
     for run, colour in _coloured(runs):
         if name in run.train:
             _draw_line(axes, run.train["step"], run.train[name], colour, "training")
@@ -177,7 +178,7 @@ def _draw_line(axes: Any, x: Column, y: Column, colour: str, label: str = "") ->
 
 
 def _mark_not_finite(axes: Any, run: Run, column: str, colour: str) -> None:
-    """Mark along the upper edge where a value was no number."""
+    """Mark steps with a non-finite value along the upper edge."""
     found = run.train["step"][~np.isfinite(run.train[column])]
     steps = columns(found, found).x[:NUM_COLUMNS]
     if steps.size:
@@ -186,7 +187,7 @@ def _mark_not_finite(axes: Any, run: Run, column: str, colour: str) -> None:
 
 
 def _is_wide(values: Sequence[Column], ratio: float) -> bool:
-    """Return whether values span so much, and are all positive, that a logarithmic scale helps."""
+    """Return whether a logarithmic scale helps: all values are positive and span more than a factor of `ratio`."""
     finite = np.concatenate([column[np.isfinite(column)] for column in values])
     return bool(finite.size and finite.min() > 0 and finite.max() / finite.min() > ratio)
 
@@ -204,7 +205,7 @@ def _scale(axes: Any, is_log: bool) -> None:
 
 
 def _limit(axes: Any, values: Sequence[Column], form: Callable[[float], str]) -> None:
-    """Begin at zero, and let a few values leave the chart at the top, rather than press all others to the ground."""
+    """Start the y axis at zero, and clip a few outliers at the top so that they do not flatten all other values."""
     finite = np.concatenate([column[np.isfinite(column)] for column in values])
     axes.set_ylim(bottom=0)
     if not finite.size or finite.max() <= 0:
@@ -222,7 +223,7 @@ def _limit(axes: Any, values: Sequence[Column], form: Callable[[float], str]) ->
 
 
 def _legend(axes: Any, runs: Sequence[Run]) -> None:
-    """Say what is what, beside the title, if there is more than one thing.  In a comparison colours mean runs."""
+    """Add a legend next to the title if a panel has several labels.  It is gray in a comparison, where colors mean runs."""
     handles, labels = axes.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
     if len(unique) < 2:
@@ -236,7 +237,7 @@ def _legend(axes: Any, runs: Sequence[Run]) -> None:
 
 
 def _mark_attempts(axes: Any, run: Run) -> None:
-    """Mark restarts and the steps that they lost as well as, along the lower edge, checkpoints."""
+    """Mark restarts, the steps lost to them and, along the lower edge, checkpoints."""
     for before, attempt in zip(run.attempts, run.restarts, strict=False):
         if before.lost_steps:
             stretch = (attempt.resumed_step, attempt.resumed_step + before.lost_steps)
@@ -274,7 +275,7 @@ def _panel(axes: Any, title: str, draw: Callable[[Any, Sequence[Run]], None], ru
 
 
 def _short(value: float) -> str:
-    """Return a number as an axis shows it."""
+    """Format a number as an axis label."""
     if value and abs(value) < 1e-3:
         return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-")
     return readable_count(value) if abs(value) >= 1e4 else f"{round(value, 6):g}"
@@ -285,12 +286,12 @@ def _seconds(value: float) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Whole pictures
+# Figures
 
 
 @contextmanager
 def _house_style() -> Iterator[None]:
-    """Set what all charts share.  Text is never read as mathematics: a run may be called `$`."""
+    """Apply the style shared by all charts.  Math parsing is off because a run name may contain `$`."""
     import matplotlib
 
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
@@ -319,12 +320,12 @@ def _house_style() -> Iterator[None]:
         **spines,
     }
     with matplotlib.rc_context(style), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a name in a script that the font lacks
+        warnings.simplefilter("ignore")  # a run name may have characters that the font lacks
         yield
 
 
 def draw_png(runs: Sequence[Run], title: str, facts: str) -> bytes:
-    """Return all panels as one picture, with a bar of where the time went below if it is one run."""
+    """Return all panels as one PNG.  For a single run, a bar below them shows how the wall time was spent."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -341,7 +342,7 @@ def draw_png(runs: Sequence[Run], title: str, facts: str) -> bytes:
         every_axes = middle.subplots(num_rows, 2).flat
         for axes, (name, draw) in zip(every_axes, panels.items(), strict=False):
             _panel(axes, name, draw, runs)
-        for axes in every_axes[len(panels) :]:  # an odd number leaves one over
+        for axes in every_axes[len(panels) :]:  # an odd number of panels leaves one unused
             axes.set_axis_off()
         if len(runs) == 1:
             _draw_parts(bottom, runs[0])

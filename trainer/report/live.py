@@ -1,4 +1,4 @@
-"""Pages that stay up to date: written again as their runs go on, or made for each request of a browser."""
+"""Live report pages, either rewritten while runs are in progress or generated for browser requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KINDS = {".gz": "application/gzip", ".pickle": "application/octet-stream"}
 
 
 def watch(folders: Sequence[Path], write: Callable[[], object], pause: Callable[[float], None] = time.sleep) -> None:
-    """Write the page, and again whenever there is more to show, until none of its runs goes on."""
+    """Write the page, then rewrite it whenever the runs have new data, until no run is in progress."""
     shown = None
     while True:
         now, goes_on = version(folders), any(read_run(folder).state == "running" for folder in folders)
@@ -33,7 +33,7 @@ def watch(folders: Sequence[Path], write: Callable[[], object], pause: Callable[
 
 
 def version(folders: Sequence[Path]) -> list[tuple[int, int]]:
-    """Return what changes whenever a run has something new to show."""
+    """Return a value that changes whenever a run has new data to show (file times and sizes)."""
     found = []
     for path in (folder / name for folder in folders for name in ("metrics.jsonl", "status.json")):
         try:
@@ -45,7 +45,7 @@ def version(folders: Sequence[Path]) -> list[tuple[int, int]]:
 
 
 class Pages:
-    """The pages of some runs, made when they are asked for and kept until a run has more to show."""
+    """Generates the page of some runs on request, and caches it until a run has new data or `REFRESH_S` has passed."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = list(folders)
@@ -62,19 +62,19 @@ class Pages:
         return self._page
 
     def file(self, path: str) -> Path | None:
-        """Return the profile that a path of a request names, of one run; None for everything else."""
+        """Return the profile file that a request path names, or None for any other path or if there are several runs."""
         parts = path.strip("/").split("/")
         if len(self._folders) != 1 or len(parts) != 2 or parts[0] != "profile":
             return None
         folder = self._folders[0] / "profile"
-        is_inside = link_outside(self._folders[0], "profile") is None  # a link may lead anywhere on this machine
+        is_inside = link_outside(self._folders[0], "profile") is None  # a symlink may point anywhere
         names = [each.name for each in folder.glob("*") if each.is_file()] if is_inside else []
         inside = {name: folder / name for name in names if link_outside(folder, name) is None}
         return inside.get(parts[1])
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Serves the page of some runs to browsers on this machine alone; those elsewhere come through ssh."""
+    """Serves the page of some runs.  Listens on localhost only; other machines connect through an ssh tunnel."""
 
     daemon_threads = True
 
@@ -96,13 +96,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         host = (self.headers.get("Host") or "").rpartition(":")[0] or self.headers.get("Host")
-        if host not in (ADDRESS, "localhost"):  # another site's page, under a name that leads here
+        if host not in (ADDRESS, "localhost"):  # DNS rebinding by another site
             return self.send_error(HTTPStatus.FORBIDDEN)
         path = unquote(urlsplit(self.path).path)
         try:
             if path == "/":
                 return self._answer(self.server.pages.page(), "text/html; charset=utf-8")
-            if path == "/favicon.ico":  # browsers ask, and complain where there is nothing
+            if path == "/favicon.ico":  # requested by browsers, which log an error on 404
                 return self._answer(b"", "image/x-icon")
             if (file := self.server.pages.file(path)) is not None:
                 return self._answer(file.read_bytes(), _KINDS.get(file.suffix, "application/octet-stream"))
@@ -119,11 +119,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: a page that refreshes itself would fill the terminal."""
+        """Log nothing, because a page that refreshes itself would flood the terminal."""
 
 
 def serve(folders: Sequence[Path], port: int, tell: Callable[[str], object]) -> None:
-    """Serve the page until Ctrl-C.  Raises UserError for a port that is taken, and for what is no run."""
+    """Serve the page until Ctrl-C.  Raises UserError if the port is taken or a folder does not hold a run."""
     for folder in folders:
         read_run(folder)
     with Server(folders, port) as server:

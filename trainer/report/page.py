@@ -1,6 +1,6 @@
-"""The page of a report: one self-contained HTML file.
+"""Generates the report page, a single self-contained HTML file.
 
-Whatever comes from a run (its name, reason, configuration) passes through `html.escape`.
+All text that comes from a run (its name, reason, configuration) is passed through `html.escape`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from trainer.report.series import NUM_POINTS, data_of
 from trainer.report.story import Run
 
 NONE = "&ndash;"
-"""Stands where there is no value."""
+"""Placeholder for a missing value."""
 REFRESH_S = 5.0
-"""How often a page reloads itself while its run goes on."""
+"""Seconds between reloads of a page while its run is in progress."""
 
 STYLE = (resources.files("trainer.report") / "page.css").read_text(encoding="utf-8")
 SCRIPT = (resources.files("trainer.report") / "charts.js").read_text(encoding="utf-8")
 
 
 def write_page(run: Run, beside: Path | None = None, is_served: bool = False) -> str:
-    """Return the page of one run.  beside: the folder that it is for, from which its links lead; None for no links.
+    """Return the page of one run.
 
-    A page that is served has links to traces alone: a browser elsewhere can do nothing with a checkpoint's folder.
+    beside: the folder that will hold the page, which links are relative to; None for no links.
+    is_served: link only to traces, because a browser on another machine cannot open a checkpoint folder.
     """
     name, state = escape(run.name), escape(run.state)
     parts = [
@@ -55,7 +56,7 @@ def write_page(run: Run, beside: Path | None = None, is_served: bool = False) ->
 
 
 def write_comparison(runs: Sequence[Run]) -> str:
-    """Return the page that compares runs: what differs between them, and their curves in the same charts."""
+    """Return the page that compares runs: a summary table, the settings that differ, and all curves in shared charts."""
     names = names_of(runs)
     rows = [[_name(number, name), *_summary(run)] for number, (name, run) in enumerate(zip(names, runs, strict=True))]
     heads = ("run", "state", "model", "parameters", "steps", "target tokens", "loss", "eval loss", "target tokens/s")
@@ -71,7 +72,7 @@ def write_comparison(runs: Sequence[Run]) -> str:
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
-    """Return a name for each run that no other has: its own, or its folder's where two are called the same."""
+    """Return a unique name for each run: its name or, if several runs share that name, its folder."""
     own = [run.name for run in runs]
     names = [name if own.count(name) == 1 else str(run.folder) for name, run in zip(own, runs, strict=True)]
     return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, start=1)]
@@ -91,7 +92,7 @@ def _html(title: str, parts: Iterable[str], runs: Sequence[Run], names: Sequence
 
 
 def facts_of(run: Run) -> str:
-    """Return the line below the title: model, parameters, mesh, device, torch."""
+    """Return the line below the title: model, number of parameters, mesh, device and torch version."""
     facts = run.attempts[-1].facts if run.attempts else {}
     found = [run.model]
     if facts.get("parameters"):
@@ -129,7 +130,7 @@ def _tiles(run: Run) -> str:
 
 
 def _time(run: Run) -> str:
-    """Return the bar of where the time went."""
+    """Return the bar that shows how the wall time was spent."""
     goodput = run.goodput
     if goodput.share is None:
         return ""
@@ -165,7 +166,7 @@ def _charts(runs: Sequence[Run]) -> str:
 
 
 def _differences(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """Return the table of the settings that are not the same in all runs, beside their names and folders."""
+    """Return a table of the settings that differ between the runs, except for their names and folders."""
     settings = [dict(_flat(run.values)) for run in runs]
     keys = dict.fromkeys(key for values in settings for key in values)
     differing = [
@@ -181,11 +182,11 @@ def _differences(runs: Sequence[Run], names: Sequence[str]) -> str:
 
 
 _LONG_SETTING = 120
-"""Characters of a setting that a table shows; the whole `config.json` of a model has thousands."""
+"""Maximum number of characters of a setting shown in a table: a model's full `config.json` has thousands."""
 
 
 def _collapsed(text: str) -> str:
-    """Return the cell for a setting's value: what is long shows its beginning, and opens on a click."""
+    """Return the table cell for a setting's value.  A long value is truncated, and expands on a click."""
     if len(text) <= _LONG_SETTING:
         return escape(text)
     return f"<details><summary>{escape(text[:_LONG_SETTING])}&hellip;</summary>{escape(text)}</details>"
@@ -206,7 +207,7 @@ _NUM_SAMPLES = 20
 
 
 def _samples(run: Run) -> str:
-    """Return what the model has written in training, the newest first."""
+    """Return the samples that the model generated during training, newest first."""
     if not run.samples:
         return ""
     shown = [
@@ -218,7 +219,7 @@ def _samples(run: Run) -> str:
 
 
 def _files(run: Run, beside: Path | None, is_served: bool) -> str:
-    """Return the checkpoints and traces that are there, with links from the folder of the page."""
+    """Return the list of existing checkpoints and traces, with links relative to the page's folder."""
     checkpoints = sorted((run.folder / "checkpoints").glob("step_*"))
     traces = [path for name in dict.fromkeys(run.traces) if (path := run.folder / "profile" / name).is_file()]
     found = [*checkpoints, *traces]
@@ -235,7 +236,7 @@ def _files(run: Run, beside: Path | None, is_served: bool) -> str:
 
 
 def _key(run: Run) -> str:
-    """Return what the marks in the charts mean, of those that are there."""
+    """Return a legend of the marks that appear in the charts."""
     marks = []
     if run.saved.size:
         marks.append('<i style="height: 11px; border-left: 2px solid var(--green)"></i>checkpoint')
@@ -250,7 +251,7 @@ def _key(run: Run) -> str:
 
 
 def _sources(run: Run) -> str:
-    """Return what the run has come to on each source of its data, where there are several."""
+    """Return a table of the losses and epochs of each data source, if the run has several sources."""
     if not run.sources:
         return ""
     rows = [
@@ -263,7 +264,7 @@ def _sources(run: Run) -> str:
 
 
 def _logged(run: Run) -> str:
-    """Return the last values of what the run recorded with `Trainer.log`."""
+    """Return a table of the last values that the run recorded with `Trainer.log`."""
     if not run.logged:
         return ""
     rows = [[escape(name), _figure(run.last(name)), _figure(run.last(name, "eval"))] for name in run.logged]
@@ -301,7 +302,7 @@ def _attempts(run: Run) -> str:
 
 
 def _saving(run: Run) -> str:
-    """Return what its saves and failures lead to."""
+    """Return a table of save and failure costs, with the recommended save interval."""
     rows = [[escape(topic), escape(text)] for topic, text in saving_of(run).items()]
     if not rows:
         return ""
@@ -315,7 +316,7 @@ def _configuration(run: Run, title: str = "Configuration") -> str:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], num_text: int) -> str:
-    """Return a table of cells that are HTML already; the first `num_text` columns are text, the others numbers."""
+    """Return an HTML table.  Cells must already be HTML; the first `num_text` columns are text, the others numbers."""
     sides = [' class="text"' if number < num_text else "" for number in range(len(heads))]
     head = "".join(f"<th{side}>{text}</th>" for side, text in zip(sides, heads, strict=True))
     body = "".join(

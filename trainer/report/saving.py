@@ -1,4 +1,4 @@
-"""A run's prospects with its saves: the share of its time put to use, and what to shorten."""
+"""Estimates how saves and failures affect a run's goodput, and which cost to reduce."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from trainer.report.story import Run
 
 
 def saving_of(run: Run) -> dict[str, str]:
-    """Return in words what the run's own record of saves and failures leads to, by topic.
+    """Describe the costs of saves and failures, based on the run's history, as text by topic.
 
-    Empty for a run that has saved nothing yet, that saves at its end alone, or whose record does not tell its nodes.
+    Returns an empty mapping if the run has saved nothing yet, saves only at its end, or did not record its number of
+    nodes.
     """
     num_nodes = _number(run.attempts[-1].facts.get("nodes")) if run.attempts else None
     every = run.checkpoint.get("every")

@@ -1,6 +1,7 @@
-"""The series of a report, as the page's script draws them: few enough points to load at once, of a run of any length.
+"""Prepares the series that the page's script draws, downsampled so that a run of any length loads quickly.
 
-A point of a long series stands for several lines: their mean, and for what is drawn with a band the least and the most.
+A point of a long series represents several lines of metrics: their mean and, for columns drawn with a band, their
+minimum and maximum.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from numpy.typing import NDArray
 from trainer.report.story import Column, Run
 
 NUM_POINTS = 1000
-"""Points of one series; up to twice as many lines are drawn as they are."""
+"""Number of points in a series.  Up to twice as many lines of metrics are drawn without downsampling."""
 _BANDS = ("loss", "grad_norm")
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a panel: the column of `of` (`train` or `evals`) that it shows, and what it is called."""
+    """A line in a panel: the column to show, its label, and the table that has the column (`train` or `evals`)."""
 
     column: str
     label: str = ""
@@ -33,14 +34,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart of the page.  With `from_zero` its axis begins at zero."""
+    """A chart of the page.  If `from_zero`, its y axis starts at zero."""
 
     title: str
     lines: tuple[Line, ...]
     unit: str = ""
     from_zero: bool = False
     is_noisy: bool = True
-    """Whether it is smoothed where a reader asks for it."""
+    """Whether the page's smoothing control applies to the panel."""
 
 
 PANELS = (
@@ -54,8 +55,10 @@ PANELS = (
 
 
 def panels_of(runs: Sequence[Run]) -> list[Panel]:
-    """Return the charts of a page: the standard ones, one for each figure of `Trainer.log` and, of a single run whose
-    data has several sources, the loss by source.
+    """Return the panels of a page.
+
+    These are the standard panels, one panel per field logged with `Trainer.log` and, for a single run with several data
+    sources, the loss by source.
     """
     logged = dict.fromkeys(name for run in runs for name in run.logged)
     own = [Panel(name, (Line(name, "training"), Line(name, "evaluation", "evals"))) for name in logged]
@@ -65,7 +68,10 @@ def panels_of(runs: Sequence[Run]) -> list[Panel]:
 
 
 def data_of(runs: Sequence[Run], names: Sequence[str], refresh_s: float) -> str:
-    """Return what the script draws, as JSON that may stand in a page.  refresh_s: 0 for a page that stays as it is."""
+    """Return the data for the page's script, as JSON that is safe to embed in HTML.
+
+    refresh_s: seconds between reloads of the page, or 0 for a static page.
+    """
     content = {
         "panels": [asdict(panel) for panel in panels_of(runs)],
         "runs": [_series_of(run, name) for run, name in zip(runs, names, strict=True)],
@@ -105,10 +111,10 @@ def _with_hours(run: Run, table: Mapping[str, Column]) -> dict[str, Column]:
 
 
 def thinned(table: Mapping[str, Column], num_points: int = NUM_POINTS) -> dict[str, Column]:
-    """Return the columns of a table with at most `num_points` rows: means over equal numbers of lines.
+    """Downsample a table to `num_points` rows, each the mean over an equal number of lines.
 
-    Columns that are drawn with a band have two more, `<name>_low` and `<name>_high`.  What is not finite is left out of
-    a mean, and NaN where there is nothing else.
+    A table of up to twice as many rows is returned unchanged.  For columns drawn with a band, `<name>_low` and
+    `<name>_high` are added.  Means ignore non-finite values, and are NaN if there are no others.
     """
     size = table["step"].size
     if size <= 2 * num_points:
@@ -123,7 +129,7 @@ def thinned(table: Mapping[str, Column], num_points: int = NUM_POINTS) -> dict[s
         if name in _BANDS:
             found[f"{name}_low"] = _extreme(np.minimum, np.where(finite, column, np.inf), starts)
             found[f"{name}_high"] = _extreme(np.maximum, np.where(finite, column, -np.inf), starts)
-    for name in ("step", "tokens", "hours"):  # where a point is: at the last of its lines
+    for name in ("step", "tokens", "hours"):  # a point is placed at the last of its lines
         if name in table:
             found[name] = table[name][np.append(starts[1:], size) - 1]
     return found

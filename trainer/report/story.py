@@ -1,6 +1,6 @@
-"""The story of a run from its folder: its attempts, its curves, how it stands.
+"""Reads a run folder: its attempts, metrics and current state.
 
-Trusts nothing to be complete: the run may be going on, or have been killed in the middle of a line.
+No file is assumed to be complete: the run may be in progress, or may have been killed while writing a line.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _STANDARD = frozenset((*TRAIN_FIELDS, *EVAL_FIELDS))
 
 @dataclass
 class Attempt:
-    """One life of the run: from a start record to an end record, or to where nothing more was heard."""
+    """One attempt at the run: from a start record to an end record, or to its last record if it has no end record."""
 
     facts: Mapping[str, Any]
     """The start record."""
     reached: int = 0
     lost_steps: int = 0
-    """Steps that the next attempt had to do again."""
+    """Number of steps that the next attempt had to repeat."""
     ended: str = ""
-    """`finished`, `stopped`, `failed`; `killed` without an end record; `running`."""
+    """`finished`, `stopped`, `failed`, `running`, or `killed` if there is no end record."""
     wall_s: float = 0.0
     update_s: float = 0.0
 
@@ -57,34 +57,34 @@ class Attempt:
 
 @dataclass
 class Run:
-    """All that the report says of one run."""
+    """Everything that the report shows about one run."""
 
     folder: Path
     name: str
     model: str
     num_steps: int | None
-    """`train.steps`, where `config.yaml` tells it."""
+    """`train.steps`, or None if `config.yaml` does not set it."""
     config_yaml: str
     state: str
-    """As in `status.json`; `killed` where that says `running` but the process is gone."""
+    """The state in `status.json`, or `killed` if that says `running` but the process is gone."""
     reason: str
     train: dict[str, Column]
-    """Columns of the `train` lines, in the order of steps; NaN for null."""
+    """Columns of the `train` records in step order, with NaN for null."""
     evals: dict[str, Column]
     saved: Column
     """Steps of the checkpoints."""
     goodput: Goodput
     checkpoint: Mapping[str, Any]
-    """The section of that name in `config.yaml`, as far as it can be read."""
+    """The `checkpoint` section of `config.yaml`, or an empty mapping if it cannot be read."""
     experience: Experience
-    """What it has seen of saves and failures."""
+    """History of the run's saves and failures."""
     num_skipped: int = 0
     values: Mapping[str, Any] = field(default_factory=dict)
-    """What `config.yaml` holds, by section, as far as it can be read."""
+    """Contents of `config.yaml` by section, or an empty mapping if it cannot be read."""
     traces: list[str] = field(default_factory=list)
-    """Names of the profiles in `profile/`."""
+    """File names of the traces in `profile/`."""
     samples: list[Mapping[str, Any]] = field(default_factory=list)
-    """Records of what the model has written: `step`, `prompt`, `text`."""
+    """The `sample` records, with `step`, `prompt` and `text`."""
     attempts: list[Attempt] = field(default_factory=list)
 
     @property
@@ -97,28 +97,28 @@ class Run:
 
     @property
     def sources(self) -> list[str]:
-        """The sources of the data, where there are several."""
+        """Names of the data sources, or an empty list if the data is not a mixture."""
         return [name.removeprefix("epoch_") for name in self.train if name.startswith("epoch_")]
 
     @property
     def logged(self) -> list[str]:
-        """What the run recorded with `Trainer.log`, in training or in evaluations."""
+        """Names of the fields logged with `Trainer.log`, in training or in evaluations."""
         return logged_names(dict.fromkeys((*self.train, *self.evals)))
 
     def last(self, column: str, of: str = "train") -> float | None:
-        """Return the last finite value of a column, None if there is none."""
+        """Return the last finite value of a column, or None if there is none."""
         values = (self.train if of == "train" else self.evals).get(column)
         finite = np.empty(0) if values is None else values[np.isfinite(values)]
         return float(finite[-1]) if finite.size else None
 
     def median(self, column: str) -> float | None:
-        """Return the median of a column's finite values, None if there are none."""
+        """Return the median of a column's finite values, or None if there are none."""
         finite = self.train[column][np.isfinite(self.train[column])]
         return float(np.median(finite)) if finite.size else None
 
 
 class _Reading:
-    """Takes in the records of `metrics.jsonl` in their order."""
+    """Collects the records of `metrics.jsonl`, in file order."""
 
     def __init__(self) -> None:
         self.train, self.evals = _Table(TRAIN), _Table(EVAL)
@@ -149,7 +149,7 @@ class _Reading:
 
 
 def read_run(folder: Path) -> Run:
-    """Return what the folder tells.  Raises UserError if it holds no record of a run."""
+    """Read a run from its folder.  Raises UserError if the folder has no metrics records."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise _no_run(folder, "has no metrics.jsonl, so it is not a run")
@@ -188,7 +188,10 @@ def read_run(folder: Path) -> Run:
 
 
 def _close_attempt(attempts: Sequence[Attempt], ledger: Ledger, start: Mapping[str, Any] | None) -> None:
-    """Write down how far the last attempt came.  The start record after it knows what the file no longer holds."""
+    """Fill in the last step, the times and the lost steps of the last attempt.
+
+    The start record of the next attempt, if any, has totals that include lines since dropped from the file.
+    """
     if not attempts:
         return
     attempt, total, reached = attempts[-1], ledger.total(), ledger.reached
@@ -216,9 +219,9 @@ def _state(folder: Path, attempts: Sequence[Attempt]) -> tuple[str, str]:
 
 
 def _read_config(path: Path) -> tuple[str, Mapping[str, Any]]:
-    """Return the text of `config.yaml` and its values, as far as they can be read."""
+    """Return the text of `config.yaml` and its parsed values, which are empty if the file cannot be read or parsed."""
     try:
-        text = redact(path.read_text(errors="replace"))  # of runs that still kept them
+        text = redact(path.read_text(errors="replace"))  # older runs stored secrets
     except OSError:
         return "", {}
     try:
@@ -233,10 +236,10 @@ def _find(values: Mapping[str, Any], section: str, key: str) -> Any:
 
 
 class _Table:
-    """Columns that grow by one record at a time.
+    """A table to which records are appended one at a time.
 
-    Columns beyond `names` (figures of one source, and those of `Trainer.log`) begin with the first record that has
-    them.
+    Columns other than `names` (per-source fields and those of `Trainer.log`) are added when a record first has them,
+    and are NaN in earlier rows.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -260,22 +263,22 @@ _NUMBERS = ("started", "time", "load_s", "resumed_step", "lost_steps", "paramete
 
 
 def _cleaned(start: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a start record without fields that ought to be numbers and are none."""
+    """Return a start record without the numeric fields whose values are not valid numbers."""
     return {k: v for k, v in start.items() if k not in _NUMBERS or _number(start, k) or v == 0}
 
 
 _MOST = {"started": 1e11, "time": 1e11}
-"""Seconds since 1970 that a calendar has room for."""
+"""Upper bounds for plausible times, in seconds since the epoch; larger values overflow calendar functions."""
 
 
 def _number(record: Mapping[str, Any], name: str) -> float:
-    """Return a field that ought to be a number; 0 for anything else."""
+    """Return the value of a numeric field, or 0 if it is not a valid non-negative number."""
     value = _value(record.get(name))
     return value if 0 <= value < _MOST.get(name, 1e18) else 0.0
 
 
 def _columns(values: Mapping[str, array[float]]) -> dict[str, Column]:
-    """Return the columns in the order of steps; lines without a step are left out."""
+    """Return the columns sorted by step, without the rows that have no step."""
     columns = {name: np.asarray(column, dtype=np.float64) for name, column in values.items()}
     order = np.argsort(columns["step"], kind="stable")
     order = order[np.isfinite(columns["step"][order])]
