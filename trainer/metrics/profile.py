@@ -47,7 +47,7 @@ class Profile:
         self._recording: _Recording | None = None
 
     def advice(self, step: int) -> str:
-        """Return a note about parts of the profile that a run continuing after `step` will not get, or an empty string."""
+        """Return a note on what a run that continues after `step` will miss of the profile, or an empty string."""
         if self._config.log.profile_steps is None:
             return ""
         asked = f"log.profile_steps=[{self._first},{self._last}]"
@@ -103,7 +103,7 @@ class Profile:
         recording, self._recording = self._recording, None
         self._phases.observers.remove(recording)
         if threading.get_ident() != recording.thread:
-            return  # an abandoned generator closed on another thread: only the starting thread can stop the profiler
+            return  # a generator was finalized on another thread, which cannot stop the profiler
         with self._phases.during("profile"):
             try:
                 record = recording.write(self._config.run_dir / "profile", self._rank, has_failed)

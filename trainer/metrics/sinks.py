@@ -136,7 +136,7 @@ class JsonLines:
         self._flush()
 
     def _continue_in_folder(self, with_content: bool) -> None:
-        """Open the file of the same name in the folder.  `with_content`: also queue the previous content for writing."""
+        """Open the file of the same name in the folder.  `with_content`: queue the previous content for writing."""
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         descriptor = os.open(self._path.name, flags, 0o666, dir_fd=self._folder)
         before, self._file = self._file, io.FileIO(descriptor, "a+b")
@@ -291,7 +291,7 @@ class WandB:
             finish_timeout=self.FINISH_S,
             console="off",
             silent=True,
-            x_disable_meta=any(masked_argument(word) != word for word in sys.argv),  # it has the command line
+            x_disable_meta=any(masked_argument(word) != word for word in sys.argv),  # it includes the command line
         )
         run = wandb.init(
             project=self._config.log.wandb_project,
@@ -320,7 +320,7 @@ def _services() -> set[int]:
 
 
 def _remembered_id(folder: Path, restored: str | None) -> str:
-    """Return the W&B run ID, which is created once and stored in the folder so that a resumed run continues its curves."""
+    """Return the W&B run ID, created once and stored in the folder so that a resumed run continues its curves."""
     path = folder / "id"
     known = path.read_text() if path.exists() else ""
     if not known:  # no file, or an empty one because the disk was full

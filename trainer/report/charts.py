@@ -1,7 +1,7 @@
 """Draws the charts of a report as one PNG.
 
-This is the only module that imports matplotlib.  A long series is reduced to about one column per pixel, drawn as the
-mean and a band from minimum to maximum.
+This is the only module of the package that imports matplotlib.  A long series is reduced to about one column per pixel,
+drawn as the mean and a band from minimum to maximum.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def _limit(axes: Any, values: Sequence[Column], form: Callable[[float], str]) ->
 
 
 def _legend(axes: Any, runs: Sequence[Run]) -> None:
-    """Add a legend next to the title if a panel has several labels.  It is gray in a comparison, where colors mean runs."""
+    """Add a legend next to the title if there are several labels; gray in a comparison, where colors denote runs."""
     handles, labels = axes.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
     if len(unique) < 2:

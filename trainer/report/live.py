@@ -62,7 +62,7 @@ class Pages:
         return self._page
 
     def file(self, path: str) -> Path | None:
-        """Return the profile file that a request path names, or None for any other path or if there are several runs."""
+        """Return the profile file that a request path names, or None if there is none or there are several runs."""
         parts = path.strip("/").split("/")
         if len(self._folders) != 1 or len(parts) != 2 or parts[0] != "profile":
             return None
@@ -96,7 +96,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         host = (self.headers.get("Host") or "").rpartition(":")[0] or self.headers.get("Host")
-        if host not in (ADDRESS, "localhost"):  # DNS rebinding by another site
+        if host not in (ADDRESS, "localhost"):  # reject DNS rebinding by other sites
             return self.send_error(HTTPStatus.FORBIDDEN)
         path = unquote(urlsplit(self.path).path)
         try:

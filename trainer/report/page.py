@@ -56,7 +56,7 @@ def write_page(run: Run, beside: Path | None = None, is_served: bool = False) ->
 
 
 def write_comparison(runs: Sequence[Run]) -> str:
-    """Return the page that compares runs: a summary table, the settings that differ, and all curves in shared charts."""
+    """Return the page that compares runs: a summary table, the settings that differ, and charts of all runs."""
     names = names_of(runs)
     rows = [[_name(number, name), *_summary(run)] for number, (name, run) in enumerate(zip(names, runs, strict=True))]
     heads = ("run", "state", "model", "parameters", "steps", "target tokens", "loss", "eval loss", "target tokens/s")
