@@ -1,1 +1,1 @@
-"""Benchmarks: what the claims about speed and memory rest on."""
+"""Benchmarks that support the project's claims about speed and memory."""

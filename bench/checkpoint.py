@@ -1,10 +1,11 @@
-"""What a checkpoint costs: the pause of training, a whole save and a load, against the speed of the machine itself.
+"""Measures the cost of checkpoints (training pause, complete save, load) against the raw speed of the machine.
 
     python -m bench.checkpoint [--ranks 2] [--rounds 5] [--dim 1024] [--layers 16]
 
-Each figure and what it is compared with are measured in turn, in one run, on the same bytes: a save's pause with every
-rank copying its own bytes into a buffer that it has used before; a save from start to end with `dd conv=fsync`; a load
-with reading the files, both with the page cache dropped (which needs root; otherwise the load rows are left out).
+Each figure and its baseline are measured alternately, in one run, on the same bytes.  The baseline of the training
+pause is every rank copying its own bytes into a buffer that was used before; of a complete save, `dd conv=fsync`; of a
+load, reading the files.  The page cache is dropped before each load and each read, which requires root; without root,
+loads are not measured.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def own_tensors(trainer: Trainer) -> list[torch.Tensor]:
 
 
 def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Run on every rank; returns its figures."""
+    """Measure copies, saves and loads; runs on every rank and returns that rank's figures."""
     dist.init_process_group("gloo")
     with torch.no_grad():
         trainer = Trainer(load_config("llama_small", overrides(options, folder)))
@@ -109,7 +110,7 @@ def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
             trainer.world.barrier()
             started = time.perf_counter()
             if kind == "load":
-                trainer.lifecycle.phase = "built"  # as a run that begins does
+                trainer.lifecycle.phase = "built"  # the phase in which a new run loads
                 trainer.load_checkpoint(path)
             else:
                 read_file(path, trainer.world.rank)
@@ -121,7 +122,7 @@ def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def measure_steps(options: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Run on one rank with one thread; returns the times of steps while nothing is written, and while a save is."""
+    """Time steps while no checkpoint is being written, and while one is; runs on one rank with one thread."""
     trainer = Trainer(load_config("llama_small", overrides({**options, "ranks": 1}, folder)))
     steps = trainer.steps()
     next(steps)
@@ -175,11 +176,11 @@ KINDS = {
     "save": ("dd", "a whole save, checksums included", "`dd conv=fsync` of the same bytes"),
     "load": ("read", "a load, checksums included, cold", "reading the files, cold"),
 }
-"""What is measured, what it is compared with, and both in words."""
+"""By measurement: the key of its baseline, and descriptions of the measurement and the baseline."""
 
 
 def compare(options: dict[str, Any]) -> None:
-    """Run on all ranks and on one; print a JSON line for each pair and for all, and the table at the end."""
+    """Run all measurements; print a JSON line per pair and a summary line, then the table."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as folder:
         ranks = run_ranks(options["ranks"], measure, options, folder)
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as folder:
@@ -205,7 +206,7 @@ def compare(options: dict[str, Any]) -> None:
         found = [summary[name] for name in (f"{key}_s", f"{base}_s", f"{key}_over_{base}")]
         lines.append([words, against, *found, " ".join(f"{a / b:.2f}" for a, b in pairs)])
     summary["step_quiet_s"] = statistics.median(steps["quiet"])
-    # None where every save was through before the next step had ended.
+    # None if every save finished before the next step ended.
     writing = summary["step_writing_s"] = statistics.median(steps["writing"]) if steps["writing"] else None
     ratio = summary["step_writing_over_quiet"] = writing and writing / summary["step_quiet_s"]
     summary["num_steps"] = [len(steps["quiet"]), len(steps["writing"])]

@@ -1,10 +1,10 @@
-"""How fast each source of data is, and how long the training step waits for it.
+"""Measures the throughput of each data source, and the time that a training step waits for data.
 
     python -m bench.data [--seconds 3] [--repeats 3]
 
-First a rank's loader alone, with and without worker processes: tokens for each second of CPU time, of the rank and its
-workers together, and for each second of wall time.  Then llama_small trains on the same source, and its metrics say how
-long a step waited (`data_s`).  Loaders and runs take turns.
+The first part runs one rank's loader alone, with and without worker processes, and reports tokens per second of CPU
+time (of the rank and its workers together) and per second of wall time.  The second part trains llama_small on the same
+source and reads from its metrics how long a step waited (`data_s`).  Loaders and training runs alternate.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from trainer.distributed.environment import limit_spinning
 
 WORKERS = (0, 2)
 MICRO_BATCH, GLOBAL_BATCH = 2, 8
-"""Sequences, as llama_small has them."""
+"""Sequences per micro-batch and per step, as in llama_small."""
 BLOCK = 32
-"""Micro-batches between two looks at the clock."""
+"""Micro-batches read between two clock readings."""
 TEXT_BYTES = 16 << 20
-"""Size of the text that is prepared for source=tokens: 16 M tokens, byte by byte, more than caches hold."""
+"""Size of the text prepared for source=tokens: 16 M byte-level tokens, more than CPU caches hold."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One source, with sequences of one length, read by so many workers."""
+    """One data source, with its sequence length and number of workers."""
 
     source: str
     seq_len: int
@@ -53,7 +53,7 @@ def cases(seq_lens: list[int]) -> list[Case]:
 
 
 def prepare(folder: Path, num_bytes: int) -> None:
-    """Write documents of random words into a text file, and make token shards of it as users do."""
+    """Write a text file with documents of random words, and convert it to token shards as users would."""
     from trainer.prepare import prepare as prepare_shards
 
     words = random.Random(0)
@@ -66,7 +66,7 @@ def prepare(folder: Path, num_bytes: int) -> None:
 
 
 def read(case: Case, folder: Path, seconds: float) -> dict[str, float]:
-    """Read micro-batches for some seconds.  Returns tokens for each second of CPU and of wall time."""
+    """Read micro-batches for `seconds`; return tokens per second of CPU time and of wall time."""
     from trainer import load_config
     from trainer.data.loader import TrainLoader
     from trainer.data.source_factory import open_source
@@ -79,7 +79,7 @@ def read(case: Case, folder: Path, seconds: float) -> dict[str, float]:
         micro_batch_size=MICRO_BATCH,
         num_workers=case.num_workers,
     )
-    for _ in range(2 * BLOCK):  # workers start, files are opened
+    for _ in range(2 * BLOCK):  # warm up: workers start, files are opened
         next(loader)
     workers = [worker.pid for worker in getattr(loader._batches, "_workers", [])]
     num_batches, started, cpu_s = 0, time.perf_counter(), _cpu_s(workers)
@@ -94,7 +94,7 @@ def read(case: Case, folder: Path, seconds: float) -> dict[str, float]:
 
 
 def _cpu_s(workers: list[int]) -> float:
-    """Return the CPU time of this process and of its workers so far, threads included."""
+    """Return the CPU time used so far by this process and its workers, including all threads."""
     ticks = 0
     for pid in workers:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -103,7 +103,7 @@ def _cpu_s(workers: list[int]) -> float:
 
 
 def train(case: Case, folder: Path, steps: int, name: str) -> dict[str, float]:
-    """Train llama_small on the source.  Returns how long a step took and how long it waited, without the first."""
+    """Train llama_small on the source; return the mean step time and data wait, excluding the first step."""
     run_dir = folder / name
     command = [
         *(sys.executable, "-m", "trainer.run", "recipe=llama_small", *case.overrides(folder), f"run.dir={run_dir}"),
@@ -114,14 +114,14 @@ def train(case: Case, folder: Path, steps: int, name: str) -> dict[str, float]:
     if ran.returncode:
         sys.exit(f"training on {case.source} failed:\n{ran.stdout}{ran.stderr}")
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    # The line of the first step ends before the others begin, so that later lines are means without it.
+    # The first line covers the first step only, so the later lines are means that exclude it.
     last = [line for line in lines if line["kind"] == "train"][1:]
     steps_s, data_s = (statistics.mean(line[key] for line in last) for key in ("step_s", "data_s"))
     return {"step_s": steps_s, "data_s": data_s}
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Measure all cases, print a JSON line for each run and the tables at the end."""
+    """Measure all cases; print a JSON line per run, then the tables."""
     alone: dict[Case, list[dict[str, float]]] = {case: [] for case in cases(options.seq_len)}
     runs = {case: [] for case in alone if case.seq_len == options.seq_len[0]}
     with tempfile.TemporaryDirectory() as temporary:

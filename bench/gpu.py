@@ -1,13 +1,14 @@
-"""What each option gains on one GPU: tokens/s, MFU and memory of llama3_1b and llama3_8b, one option at a time.
+"""Measures the gain of each option on one GPU: tokens/s, MFU and memory of llama3_1b and llama3_8b.
 
     python -m bench.gpu [--rows 1b] [--budget_s 480] [--device cpu --tiny]
 
-First the losses of llama_small on the CPU and on the GPU are compared: if they differ, nothing is measured and the exit
-code is 1.  Then each row trains in a process of its own.  A row that runs out of memory, or of its time, is a result
-like any other.  A step is timed by events on the device; of the steps after the warm-up the median is taken.
+The benchmark first compares the losses of llama_small on the CPU and on the GPU.  If they differ, nothing is measured
+and the exit code is 1.  Then each row trains in a separate process.  Running out of memory or exceeding the time limit
+is reported as the result of that row.  Steps are timed with device events; the reported time is the median of the steps
+after the warmup.
 
-MFU counts the recipe's model FLOPs (6 a weight in a matrix, causal attention once, nothing that is recomputed) against
-the dense bf16 peak of the device's data sheet (trainer/metrics/devices.py).
+MFU is the recipe's model FLOPs (6 per matrix weight and token, causal attention counted once, recomputation excluded)
+relative to the dense bf16 peak in the device's data sheet (trainer/metrics/devices.py).
 """
 
 from __future__ import annotations
@@ -33,23 +34,23 @@ from trainer.distributed.environment import limit_spinning
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train, compared with the first row of the same recipe."""
+    """One training configuration, compared with the first row of the same recipe."""
 
     name: str
     recipe: str
     overrides: tuple[str, ...] = ()
     loss: str = "chunked"
-    """chunked, as the recipe has it; whole: all logits at once, in fp32."""
+    """`chunked`, the recipe's default, or `whole`: all logits at once, in fp32."""
     chunk_mib: int | None = None
-    """Size of a chunk of fp32 logits; None: the loss's own."""
+    """Size of a chunk of fp32 logits, or None for the loss's default."""
     optimizer: str = "fused"
-    """fused, as the trainer has it; foreach, for AdamW."""
+    """`fused`, the trainer's default, or `foreach`, for AdamW."""
     estimate_s: float = 30.0
-    """How long the whole row may take, its start included: a guess for the budget, not a measurement."""
+    """Guessed duration of the row, including process start, used to respect the budget."""
 
 
 def sequences(number: int, micro_batches: int = 1) -> tuple[str, str]:
-    """Return the overrides for a step of so many micro-batches, of so many sequences each."""
+    """Return the overrides for `micro_batches` micro-batches per step, each of `number` sequences."""
     return f"train.global_batch_size={number * micro_batches}", f"train.micro_batch_size={number}"
 
 
@@ -59,12 +60,12 @@ BASE = {
     "llama3_1b": ("data.seq_len=8192", *sequences(1), "train.compile=false"),
     "llama3_8b": ("data.seq_len=4096", *sequences(1), "train.compile=false", "train.activation_checkpoint=full"),
 }
-"""What all rows of a recipe have, unless they say otherwise."""
+"""Overrides shared by all rows of a recipe; a row's own overrides take precedence."""
 
 _1b, _8b = partial(Row, recipe="llama3_1b"), partial(Row, recipe="llama3_8b")
 _KEPT = "train.activation_checkpoint=none"
 _GATHERED = ("fsdp.reshard_after_forward=never", "fsdp.reshard_after_backward=false")
-"""Copied once a step rather than once a micro-batch: with one rank FSDP's gather is a copy."""
+"""Gather once per step instead of once per micro-batch; on a single rank, FSDP's gather is a copy."""
 ROWS = (
     _1b("1b: as the recipe says"),
     _8b("8b: full recomputation"),
@@ -99,7 +100,7 @@ ROWS = (
     _1b("1b: bf16 weights and states", overrides=BF16_STATES),
     _1b("1b: computed in fp32", overrides=("fsdp.param_dtype=float32",)),
 )
-"""In the order of what one wants to know first: the budget may end before the last."""
+"""Most informative rows first, since the budget may run out before the last one."""
 
 COMMON = (
     "data.source=synthetic",
@@ -118,30 +119,32 @@ TINY = (
     "data.seq_len=64",
 )
 WARMUP, STEPS = 5, 10
-"""Steps before the measured ones (the first ones compile and allocate), and measured steps."""
+"""Unmeasured steps at the start, which compile and allocate, and measured steps."""
 
 CHECK_STEPS, FIRST_TOLERANCE, TOLERANCE = 10, 1e-5, 1e-3
-"""Steps of llama_small, and the largest relative difference of the first loss and of all: of the same fp32 sums in
-another order, which steps make larger.  A wrong mask or gradient is off by more than a hundredth."""
+"""Steps of llama_small, and the largest relative difference allowed for the first loss and for all losses.
+
+Both devices compute the same fp32 sums in a different order, and the difference grows with each step.  A wrong mask or
+gradient causes an error of more than a hundredth."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# One row, in a process of its own
+# One row, in its own process
 
 
 def overrides_of(row: Row, device: str, tiny: bool, steps: int, folder: Path) -> list[str]:
-    """Return the settings of a row, the later ones in place of the earlier."""
+    """Return the settings of a row; later ones replace earlier ones with the same key."""
     given = [*COMMON, *BASE.get(row.recipe, ()), *row.overrides, *(TINY if tiny else ())]
     given += [f"run.device={device}", f"run.dir={folder / 'run'}", f"train.steps={steps}"]
     return list({item.partition("=")[0]: item for item in given}.values())
 
 
 def run_row(job: dict[str, Any], folder: Path) -> int:
-    """Train as a row says and leave what it did in `folder`.  Returns the exit code."""
+    """Train as a row specifies and write the result to `folder`; ends the process."""
     row = Row(**{**job["row"], "overrides": tuple(job["row"]["overrides"])})
     warmup, steps, result = job["warmup"], job["steps"], folder / "result.json"
     try:
-        from bench.measured import train  # with torch, in this process alone
+        from bench.measured import train  # imports torch, in this process only
 
         train(row, overrides_of(row, job["device"], job["tiny"], warmup + steps + 1, folder), warmup, steps, result)
     except Exception as error:
@@ -151,7 +154,7 @@ def run_row(job: dict[str, Any], folder: Path) -> int:
 
 
 def outcome_of(error: Exception) -> str:
-    """Return in words how a row ended that ended with `error`."""
+    """Describe the outcome of a row that raised `error`."""
     import torch
 
     text = str(error).strip()
@@ -167,7 +170,7 @@ def outcome_of(error: Exception) -> str:
 def start_row(
     row: Row, options: argparse.Namespace, steps: int, warmup: int, device: str, limit_s: float
 ) -> dict[str, Any]:
-    """Run a row in a new process, for `limit_s` at most.  Returns its readings; `outcome` says how it went."""
+    """Run a row in a new process for at most `limit_s`; return its readings, with `outcome` for how it ended."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         job = {"row": dataclasses.asdict(row), "device": device, "tiny": options.tiny and row.recipe in BASE}
@@ -195,11 +198,11 @@ def start_row(
 
 
 ALLOCATOR = "expandable_segments:True"
-"""Of all rows, unless the environment says otherwise: 8B with fp32 states leaves no room for fragments."""
+"""Allocator setting, unless the environment sets one: 8B with fp32 states leaves no room for fragmentation."""
 
 
 def check(options: argparse.Namespace) -> str:
-    """Train llama_small on the device and on the CPU.  Returns in words what is wrong; nothing, if the losses agree."""
+    """Train llama_small on the device and on the CPU; return a description of the problem, or "" if losses agree."""
     row = Row("llama_small", recipe="llama_small", overrides=("schedule.warmup_steps=5", "train.compile=false"))
     sides = {}
     for device in dict.fromkeys((options.device, "cpu")):
@@ -219,7 +222,7 @@ def check(options: argparse.Namespace) -> str:
 
 
 def measure(rows: Sequence[Row], options: argparse.Namespace, began: float) -> None:
-    """Run the rows, as many as the budget has room for; print a line of JSON for each, and the table."""
+    """Run the rows that fit the time budget; print a JSON line for each, then the table."""
     results: list[tuple[Row, dict[str, Any]]] = []
     for row in rows:
         left_s = options.budget_s - (time.perf_counter() - began)
@@ -262,7 +265,7 @@ def _show(results: Sequence[tuple[Row, dict[str, Any]]], options: argparse.Names
 
 
 def choose(pattern: str) -> list[Row]:
-    """Return the rows whose name has `pattern` (a regular expression) in it."""
+    """Return the rows whose name matches the regular expression `pattern`."""
     return [row for row in ROWS if re.search(pattern, row.name)]
 
 
@@ -277,7 +280,7 @@ def main() -> int:
     parser.add_argument("--limit_s", type=float, default=120, help="seconds after which a row is given up")
     parser.add_argument("--steps", type=int, default=STEPS, help="measured steps of each row")
     parser.add_argument("--warmup", type=int, default=WARMUP, help="steps before the measured ones, at least 1")
-    parser.add_argument("--folder", help=argparse.SUPPRESS)  # how a row is started
+    parser.add_argument("--folder", help=argparse.SUPPRESS)  # internal: starts one row
     options = parser.parse_args()
     if options.folder:
         return run_row(json.loads((Path(options.folder) / "job.json").read_text()), Path(options.folder))
@@ -298,7 +301,7 @@ def main() -> int:
 
 
 CHECK_S = 30.0
-"""How long the comparison of losses may take: a guess, like the rows'."""
+"""Guessed duration of the loss comparison."""
 
 
 if __name__ == "__main__":

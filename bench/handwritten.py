@@ -1,8 +1,8 @@
-"""What an expert writes for one model in an afternoon: AdamW, clipping and a loss that is right, and no more; around
-FSDP2, around DistributedDataParallel, or around nothing at all.
+"""Hand-written training loops, used as baselines by `bench.step`: with FSDP2, with DDP, or in a single process.
 
-The yardsticks of `bench.step`.  They take nothing from the trainer but the network of its recipe, so that both train
-the same thing; initial weights come from a file.
+Each is what an expert would write for one model in an afternoon: AdamW, clipping and a correct loss, and nothing more.
+They use nothing of the trainer except the network of its recipe, so that both train the same model; initial weights are
+read from a file.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from torch.utils.data import DataLoader, Dataset
 
 @dataclass(frozen=True)
 class Settings:
-    """All that the script is told."""
+    """All settings of the training loop."""
 
     threads: int
-    """Threads of each rank; 0: the cores of this machine, shared by its ranks."""
+    """Threads of each rank; 0 divides the cores of this machine among its ranks."""
     parallel: str
-    """fsdp, ddp, or none: one process without a process group."""
+    """`fsdp`, `ddp`, or `none`: one process without a process group."""
     recipe: str
     overrides: list[str]
     weights: Path
@@ -56,7 +56,7 @@ class Settings:
 
 
 class Windows(Dataset[torch.Tensor]):
-    """Sample i is tokens i * T to (i + 1) * T of the file, and the one after."""
+    """Sample i is tokens i * T to (i + 1) * T of the file, inclusive, where T is the sequence length."""
 
     def __init__(self, settings: Settings) -> None:
         self.tokens = np.memmap(settings.tokens, dtype=settings.tokens_dtype, mode="r")
@@ -104,7 +104,7 @@ def build_model(settings: Settings, device: torch.device) -> nn.Module:
 
 @contextmanager
 def accumulating(model: nn.Module, reduces: bool) -> Iterator[None]:
-    """Reduce gradients in this backward pass, or let them add up on the rank."""
+    """Reduce gradients in this backward pass, or accumulate them locally."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(reduces)
     with model.no_sync() if isinstance(model, DistributedDataParallel) and not reduces else nullcontext():
@@ -123,7 +123,7 @@ def build_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimiz
 
 
 def lr_factor(settings: Settings, step: int) -> float:
-    """Linear warmup, then a cosine; the first step is 1."""
+    """Return the factor for `step`, counted from 1: linear warmup, then cosine decay."""
     if step <= settings.warmup_steps:
         return step / settings.warmup_steps
     progress = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
@@ -132,7 +132,7 @@ def lr_factor(settings: Settings, step: int) -> float:
 
 
 def train(settings: Settings, after_step: Callable[[int], None]) -> list[float]:
-    """Train on all ranks that the environment names; returns the loss of every step."""
+    """Train on the ranks given by the environment; return the loss of every step."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -160,7 +160,7 @@ def train(settings: Settings, after_step: Callable[[int], None]) -> list[float]:
 
     for step in range(1, settings.steps + 1):
         micro_batches = [next(batches) for _ in range(num_micro_batches)]
-        # The mean over the targets of all ranks and micro-batches; FSDP and DDP average gradients over ranks.
+        # The loss is the mean over the targets of all ranks and micro-batches; FSDP and DDP average over ranks.
         count = torch.tensor(sum(int((batch[:, 1:] != -100).sum()) for batch in micro_batches))
         if world_size > 1:
             dist.all_reduce(count)

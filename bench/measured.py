@@ -1,6 +1,6 @@
-"""One row of `bench.gpu`, in a process of its own: a Trainer that takes the time of its steps and then ends.
+"""Trains one row of `bench.gpu`, in its own process, with a Trainer that times its steps and then exits.
 
-Imports torch: the process that starts the rows does not import it.
+This module imports torch; the process that starts the rows does not.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ if TYPE_CHECKING:
     from bench.gpu import Row
 
 Mark = float | torch.cuda.Event
-"""A point in time: of the host's clock, or of a GPU's queue."""
+"""A point in time: a reading of the host's clock, or an event on a GPU's stream."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Which steps are measured, and where the readings go."""
+    """The steps to measure, and the file that the readings are written to."""
 
     warmup: int
     steps: int
     result: Path
     began: float
-    """When the row began, by `time.time`."""
+    """Start time of the row, from `time.time`."""
 
 
 class Measured(Trainer):
-    """Is measured, and ends after the last step that is: no checkpoint of gigabytes is written."""
+    """Measures its steps and ends the process after the last measured one, without writing a large checkpoint."""
 
     def __init__(self, config: RunConfig, window: Window) -> None:
         super().__init__(config)
         self.window = window
         self.marks: list[Mark] = []
         self.records: list[Record] = []
-        """Of each step; a loss is read after the last: to read it is to wait for the device."""
+        """One record per step.  Losses are read after the last step only, because reading one waits for the device."""
         self.first_step_s = 0.0
 
     def on_step(self, record: Record) -> None:
@@ -69,7 +69,7 @@ class Measured(Trainer):
             os._exit(0)
 
     def readings(self) -> dict[str, Any]:
-        """Return what the row came to; the first to wait for the device."""
+        """Return the results of the row; this is the first call that waits for the device."""
         device = self.world.device
         each_s = seconds_between(self.marks, device)
         step_s = statistics.median(each_s)
@@ -97,11 +97,14 @@ class Measured(Trainer):
 
 
 VARIANTS: dict[str, type[Trainer]] = {"whole": WholeLoss, "foreach": ForeachAdamW}
-"""What a row's `loss` or `optimizer` says, if not the default."""
+"""Trainer variants by the value of a row's `loss` or `optimizer`, if it is not the default."""
 
 
 def train(row: Row, overrides: Sequence[str], warmup: int, steps: int, result: Path) -> None:
-    """Train as a row says, write its readings to `result` and end the process; returns only without a last step."""
+    """Train as a row specifies, write its readings to `result` and end the process.
+
+    Returns only if training ends before the last measured step.
+    """
     window = Window(warmup, steps, result, time.time())
     if row.chunk_mib is not None:
         _layers.linear_cross_entropy = partial(linear_cross_entropy, chunk_bytes=row.chunk_mib << 20)
@@ -111,7 +114,7 @@ def train(row: Row, overrides: Sequence[str], warmup: int, steps: int, result: P
 
 
 def mark(device: torch.device) -> Mark:
-    """Return now: on a device with a queue what it has been given until now, so that nothing waits for it."""
+    """Return the current time: on a GPU, an event recorded on the stream, which does not wait for the device."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -120,7 +123,7 @@ def mark(device: torch.device) -> Mark:
 
 
 def seconds_between(marks: Sequence[Any], device: torch.device) -> list[float]:
-    """Return the seconds from each mark to the next, once the device is through with all."""
+    """Return the seconds between consecutive marks, after waiting for the device to reach the last one."""
     if device.type != "cuda":
         return [after - before for before, after in itertools.pairwise(marks)]
     torch.cuda.synchronize(device)

@@ -1,6 +1,6 @@
-"""What all benchmarks print: a line of JSON for each run, and a table at the end, ready for bench/RESULTS.md.
+"""Prints benchmark results: a JSON line per run, and a final Markdown table that can be pasted into bench/RESULTS.md.
 
-Imports no torch, so that a benchmark of starting up can use it.
+Does not import torch, so that the start-up benchmark can use it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ REPOSITORY = Path(__file__).parent.parent
 
 
 def emit(bench: str, **facts: Any) -> None:
-    """Print one run of a benchmark as a line of JSON."""
+    """Print one run of a benchmark as a JSON line."""
     print(json.dumps({"bench": bench, **facts}), flush=True)
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], device: str = "cpu") -> None:
-    """Print a table in Markdown under a heading that says when, where, with what and of which commit.
+    """Print a Markdown table under a heading with the date, machine, versions and commit.
 
-    Numbers are rounded to three digits; None is what was not measured.
+    Numbers are rounded to three significant digits; None is shown as "not measured".
     """
     print(f"\n## {title}\n\n{circumstances(device)}\n")
     for cells in (columns, ["---"] * len(columns), *rows):
@@ -47,7 +47,7 @@ def circumstances(device: str = "cpu") -> str:
 
 
 def commit() -> str:
-    """Return the short name of the commit, marked if files differ from it; "unknown" outside of a checkout."""
+    """Return the short commit hash, marked if tracked files have changes, or "unknown" outside of a checkout."""
     try:
         name = _git("rev-parse", "--short", "HEAD").strip()
         return name + (" with changes" if _git("status", "--porcelain", "--untracked-files=no") else "")

@@ -1,19 +1,19 @@
-"""What one rank of a large job does, without the others: host time of a step, memory, start-up, at 8, 64, 512 ranks.
+"""Measures one rank of a large job in isolation: host time per step, memory and start-up at 8, 64 and 512 ranks.
 
     python -m bench.scale [--recipe llama3_8b] [--ranks 8 64 512] [--device cpu|cuda] [key=value ...]
 
-A fake process group says that there are so many ranks; nothing travels.  `host`: the time that Python and the
-dispatcher take to ask for all that one step needs, in the Trainer's own `train_step`.  The host must stay ahead of
-the device, or the device waits.  For that the device's work is taken away: the model has all its blocks and tensors but
-is narrow, sequences are short, and collectives and FSDP's copies around them return at once.  What is left of kernels
-on a CPU counts as the host's.
+A fake process group reports the number of ranks; no data is sent.  `host` is the time that Python and the dispatcher
+take to issue all operators of one step in the Trainer's own `train_step`.  If the host does not stay ahead of the
+device, the device waits.  To isolate host time, the device's work is removed: the model has all of its blocks and
+tensors but is narrow, sequences are short, and collectives and FSDP's copies around them return immediately.  The
+kernels that remain on a CPU count as host time.
 
-`model alone` is the same narrow model as plain torch has it, without Trainer, FSDP2 or optimizer: a forward pass
-through the same loss, and a backward pass.  What the others take beyond that is for sharding, clipping, optimizer and
-trainer.
+`model alone` is the same narrow model in plain torch, without Trainer, FSDP2 or optimizer: a forward pass through the
+same loss, and a backward pass.  The additional time of the other variants is due to sharding, clipping, the optimizer
+and the trainer.
 
-`full` (a GPU, `--full`): the model at its real width, for the step time and the memory of one rank of so many; the
-collectives cost nothing in it.
+`--full` (needs a GPU) measures the model at its real width, for the step time and memory of one rank.  Collectives cost
+nothing in this mode either.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 Batch = dict[str, "torch.Tensor"]
 Update = Callable[[Batch], object]
-"""What is measured; notes in a list when its forward and its backward pass have ended."""
+"""One training step; it appends to a list the times at which its forward and its backward pass ended."""
 
 NARROW = [
     "model.dim=64",
@@ -52,8 +52,9 @@ NARROW = [
     "data.tokenizer=bytes",
     "data.seq_len=8",
 ]
-"""A Llama with all its blocks, on which no kernel takes long.  fp32 on a CPU, where a bf16 product is slow to start."""
+"""Overrides for a Llama with all of its blocks but only short kernels."""
 PLAIN = ["fsdp.param_dtype=float32", "fsdp.reduce_dtype=float32"]
+"""Overrides for a CPU, where bf16 matrix products have a high launch cost."""
 EAGER = ["train.compile=false", "train.activation_checkpoint=none"]
 COMPILED = ["train.compile=true", "train.activation_checkpoint=none"]
 VARIANTS = {
@@ -64,7 +65,7 @@ VARIANTS = {
     "compiled": COMPILED,
 }
 ALONE = ("model alone", "model alone, compiled")
-"""Variants that know nothing of ranks: measured once, and at the narrow width only, for a whole model may not fit."""
+"""Variants that do not depend on the number of ranks; narrow only, since an unsharded full model may not fit."""
 
 
 def main() -> int:
@@ -89,7 +90,7 @@ def main() -> int:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Measure each number of ranks and variant in processes of their own, in turns, and show the medians."""
+    """Measure each variant and number of ranks in separate processes, alternating, and print the medians."""
     import json
 
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}
@@ -115,16 +116,16 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def cells(variants: Sequence[str], ranks: Sequence[int]) -> list[tuple[str, int]]:
-    """Return what is measured: each variant with each number of ranks, a model alone with one."""
+    """Return the measurements: each variant with each number of ranks, and `model alone` with one rank only."""
     return [(variant, number) for variant in variants for number in ([1] if variant in ALONE else ranks)]
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Build one rank of a job, or a model alone, and let it make steps."""
+    """Build one rank of a job, or the model alone, and time its steps."""
     (num_ranks,), (variant,) = args.ranks, args.variants
     import torch
 
-    import trainer.trainer  # noqa: F401 - here, as importing is no part of building
+    import trainer.trainer  # noqa: F401 - imported here so as not to count as build time
     from trainer import load_config
 
     torch.set_num_threads(1)
@@ -156,9 +157,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def take_times(
     update: Callable[[], None], marks: list[float], steps: int, synchronize: Callable[[], None]
 ) -> list[dict[str, float]]:
-    """Return the seconds of each step and of its parts; no garbage is collected meanwhile.
+    """Return the seconds of each step and of its parts, with garbage collection turned off.
 
-    `marks`: where the step notes the ends of its forward and of its backward pass.
+    The step appends the end times of its forward and backward pass to `marks`.
     """
     gc.collect()
     gc.disable()
@@ -184,7 +185,7 @@ def take_times(
 
 
 def peak_gib(device: str) -> float:
-    """Return the most memory that there was: on the GPU, or without one of this process."""
+    """Return the peak memory on the GPU or, without one, of this process."""
     import torch
 
     from trainer.metrics.meter import peak_memory_gib
@@ -193,9 +194,9 @@ def peak_gib(device: str) -> float:
 
 
 def build_alone(config: RunConfig, device: str) -> tuple[Update, list[float]]:
-    """Return a step of the model as it is, and where it marks the time.
+    """Return a step of the plain model, and the list that it appends its times to.
 
-    Its blocks are compiled as the Trainer's are, its parameters have the dtype that FSDP would gather them in.
+    Blocks are compiled as in the Trainer, and parameters have the dtype that FSDP would gather them in.
     """
     import torch
 
@@ -226,10 +227,10 @@ def build_alone(config: RunConfig, device: str) -> tuple[Update, list[float]]:
 
 
 def build_rank(config: RunConfig, device: str, num_ranks: int) -> tuple[Update, list[float]]:
-    """Return the Trainer's `train_step` of one of `num_ranks` ranks, and where it marks the time.
+    """Return the Trainer's `train_step` for one of `num_ranks` ranks, and the list that it appends its times to.
 
-    On what `train_step` needs of a Trainer, built by the functions that build one.  Not a Trainer: its small messages
-    travel on a group that has other ranks.
+    `train_step` runs on a stand-in that has only the attributes it needs, built by the same functions as in a Trainer.
+    A real Trainer cannot be used, since its small messages would need the other ranks.
     """
     import torch
     import torch.distributed as dist
@@ -280,7 +281,7 @@ def build_rank(config: RunConfig, device: str, num_ranks: int) -> tuple[Update, 
 
 
 def let_nothing_travel(model: nn.Module) -> None:
-    """Have FSDP's collectives return at once: the fake group's own copy every rank's part, one by one."""
+    """Make FSDP's collectives return immediately; those of the fake group would copy each rank's part separately."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
@@ -299,27 +300,27 @@ def let_nothing_travel(model: nn.Module) -> None:
 
 
 def let_nothing_be_copied() -> None:
-    """Have FSDP's copies between parameters and the buffers of collectives return at once, on a CPU.
+    """Make FSDP's copies between parameters and the buffers of collectives return immediately, on a CPU.
 
-    A GPU is asked for one kernel each, whatever the number of ranks; a CPU copies every rank's part by itself.  What it
-    takes to ask is left out as well.  The values are then those that memory held before.
+    On a GPU, each copy is one kernel regardless of the number of ranks; a CPU copies each rank's part separately.  The
+    time to issue the copies is lost as well, and the parameters then contain whatever was in memory before.
     """
     import torch
     from torch.distributed.fsdp import fully_shard  # noqa: F401 - defines the operators
 
     def nothing(*args: Any, **kwargs: Any) -> None: ...
 
-    torch.set_flush_denormal(True)  # what memory held before may be slow to compute with
+    torch.set_flush_denormal(True)  # uninitialized memory may contain denormals, which are slow
     library = torch.library.Library("fsdp", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that an operator is replaced is the point
+        warnings.simplefilter("ignore")  # replacing an operator is intended
         for name in ("chunk_cat", "split_with_sizes_copy"):
             library.impl(name, nothing, "CPU", allow_override=True)
     _libraries.append(library)
 
 
 _libraries: list[Any] = []
-"""What operators have been replaced by: it lasts for as long as the library is held."""
+"""Keeps the operator replacements alive; they are undone when their library is garbage-collected."""
 
 
 if __name__ == "__main__":

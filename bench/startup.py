@@ -1,9 +1,9 @@
-"""From the command to the first step of llama_small, where that time goes, and how long `--help` takes.
+"""Measures the time from the command to the first step of llama_small, its breakdown, and the time of `--help`.
 
     python -m bench.startup [--repeats 5]
 
-Three things take turns: the command as users run it, up to the first line of metrics; the same with a stopwatch on its
-parts (bench/stopwatch.py); and `--help`.  What is cached on disk is cached: a run beforehand is not counted.
+Three measurements alternate: the command as users run it, up to the first line of metrics; the same command with a
+stopwatch on its parts (bench/stopwatch.py); and `--help`.  A first run, which is not counted, fills the caches on disk.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from bench.record import REPOSITORY, emit, show
 from bench.stopwatch import LAUNCHED
 
 BARS = {"first step": 6.0, "--help": 1.0}
-"""Seconds of wall time, imports included, on a machine that does nothing else."""
+"""Target wall times in seconds, including imports, on an otherwise idle machine."""
 
 LIMIT_S = 600.0
 POLL_S = 0.005
 
 
 def run_to_first_step(folder: Path, arguments: list[str]) -> dict[str, float]:
-    """Run the command until its metrics have the first step's line, then end it.  Returns CPU and wall time."""
+    """Run the command until its metrics contain the first step, then kill it; return CPU and wall time."""
     command = [sys.executable, "-m", "trainer.run", *arguments, f"run.dir={folder}"]
     metrics = folder / "metrics.jsonl"
     with open(folder.with_suffix(".txt"), "w+") as output:
@@ -57,7 +57,7 @@ def _has_line(metrics: Path) -> bool:
 
 
 def run_with_stopwatch(folder: Path, arguments: list[str]) -> dict[str, Any]:
-    """Run the command with a stopwatch.  Returns CPU and wall time, the same for each part, and what was imported."""
+    """Run the command with a stopwatch; return CPU and wall time, in total and by part, and the imported modules."""
     times = folder.with_suffix(".json")
     command = [sys.executable, "-m", "bench.stopwatch", str(times), *arguments, f"run.dir={folder}"]
     env = os.environ | {LAUNCHED: str(time.time())}
@@ -69,7 +69,7 @@ def run_with_stopwatch(folder: Path, arguments: list[str]) -> dict[str, Any]:
 
 
 def run_help() -> dict[str, Any]:
-    """Run `--help`.  Returns CPU and wall time, and whether torch was imported."""
+    """Run `--help`; return CPU and wall time, and whether torch was imported."""
     code = "import sys; from trainer.run import main; main(['--help']); sys.exit(3 if 'torch' in sys.modules else 0)"
     before, started = os.times(), time.perf_counter()
     ran = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
@@ -81,7 +81,7 @@ def run_help() -> dict[str, Any]:
 
 
 def compare(repeats: int, arguments: list[str]) -> int:
-    """Run all repeats, print a JSON line for each run and the tables at the end.  Returns the exit code."""
+    """Run all repeats; print a JSON line per run, then the tables.  Return the exit code."""
     kinds = ("first step", "stopwatch", "--help")
     runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory() as temporary:

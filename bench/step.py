@@ -1,14 +1,14 @@
-"""Compares the trainer with a hand-written loop of the same model: time and memory of a step, time to the first.
+"""Compares the trainer with a hand-written loop for the same model: step time, memory, and time to the first step.
 
     python -m bench.step --nproc 2 --pairs 5 --model small  # with FSDP2
     python -m bench.step --nproc 2 --against ddp            # mesh.shard=1 with DistributedDataParallel
-    python -m bench.step --against plain --model tiny       # one rank with a loop without any process group
-    python -m bench.step --against loss-whole               # with itself, one thing done another way: is it a gain?
+    python -m bench.step --against plain --model tiny       # one rank, with a loop that has no process group
+    python -m bench.step --against loss-whole               # with a variant of itself: is the default a gain?
     python -m bench.step --against train.compile=true
 
-The two sides take turns, each run in processes of its own.  Both start from the same weights and see the same batches;
-unless their first losses agree, nothing is compared and the exit code is 1.  Only a setting of the configuration may
-change the losses: by how much is said.
+The two sides alternate, and each run has its own processes.  Both sides start from the same weights and see the same
+batches.  If their first losses do not agree, nothing is compared and the exit code is 1.  Only a configuration setting
+(key=value) may change the losses; the difference is reported.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from trainer.errors import nearest, run_command, setting_error
 
 TRAINER, HANDWRITTEN = "trainer", "handwritten"
 BY_HAND = {HANDWRITTEN: "fsdp", "ddp": "ddp", "plain": "none"}
-"""The hand-written loops, and what each is built around."""
+"""The hand-written loops, and the value of `parallel` for each."""
 ALIKE = {"ddp": ["mesh.shard=1", "mesh.replicate=-1", "run.threads=1"], "plain": ["run.threads=1"]}
-"""Settings of the trainer beside a hand-written loop.  One thread: two that wait for a core measure the machine."""
+"""Settings of the trainer for each hand-written loop.  One thread, since threads waiting for a core would add noise."""
 VARIANTS = {
     "loss-whole": "WholeLoss",
     "adamw-foreach": "ForeachAdamW",
     "clip-torch": "TorchClip",
     "gc": "FreeCollector",
 }
-"""What the trainer does another way, and the class of bench.variants that does so."""
+"""Variants of the trainer, and their classes in bench.variants."""
 
 FIXED = ("run.dir", "run.name", "train.steps")
-"""Settings that are the bench's own."""
+"""Settings that the benchmark itself sets."""
 WORK = ("model.", "data.seq_len", "train.global_batch_size")
-"""Settings that say how much there is to do in a step."""
+"""Settings that determine the amount of work in a step."""
 
 TOLERANCE = 1e-4
 NUM_COMPARED = 10
@@ -102,15 +102,15 @@ MODELS = {
 """Overrides of the recipe in RECIPES."""
 
 BATCH_OF_A_RANK = {"tiny": 12}
-"""Samples of a rank in each update, for models whose global batch grows with the ranks."""
+"""Samples per rank and step, for models whose global batch grows with the number of ranks."""
 
 WINDOWS = {"tiny": (20, 300), "small": (10, 60), "30m": (3, 10)}
-"""Steps before the measured ones, and measured steps."""
+"""Warmup steps and measured steps, by model."""
 
 
 @dataclass
 class Watch:
-    """Reads the clocks of this process after `warmup` steps and `steps` later."""
+    """Measures `steps` steps of this process, after `warmup` unmeasured ones."""
 
     warmup: int
     steps: int
@@ -118,7 +118,7 @@ class Watch:
     readings: dict[str, float] = field(default_factory=dict)
 
     def after_step(self, step: int) -> None:
-        """Take note of step `step`, which has just ended."""
+        """Record the end of step `step`."""
         if step == 1:
             self.readings["start_s"] = time.time() - self.launched
         if step == self.warmup:
@@ -142,7 +142,7 @@ def _peak_mib() -> float:
 
 
 def run_rank(job: dict[str, Any], side: str, folder: Path) -> None:
-    """Train as `side` does, and leave this rank's readings and losses in `folder`."""
+    """Train one side and write this rank's readings and losses to `folder`; ends the process."""
     watch = Watch(job["warmup"], job["steps"], launched=float(os.environ["BENCH_LAUNCHED"]))
     train = partial(_train_by_hand if side in BY_HAND else _train_with_trainer, side)
     losses = train(job, watch, folder)
@@ -172,10 +172,10 @@ def _train_with_trainer(side: str, job: dict[str, Any], watch: Watch, folder: Pa
 
     base: type[Trainer] = getattr(variants, VARIANTS[side]) if side in VARIANTS else Trainer
     records: list[Record] = []
-    """Of each step; a loss is read after the last: to read it is to wait for the device."""
+    """One record per step.  Losses are read after the last step only, because reading one waits for the device."""
 
     class Measured(base):
-        """Is measured."""
+        """Trainer whose steps are measured."""
 
         def on_step(self, record: Record) -> None:
             records.append(record)
@@ -183,7 +183,7 @@ def _train_with_trainer(side: str, job: dict[str, Any], watch: Watch, folder: Pa
 
     overrides = overrides_of(side, [*job["overrides"], f"run.dir={folder / 'run'}"])
     measured = Measured(load_config(job["recipe"], overrides))
-    with mock.patch.object(measured.saver, "save_final"):  # the other side's first steps would share the disk
+    with mock.patch.object(measured.saver, "save_final"):  # it would slow the other side's disk reads
         measured.fit()
     losses = [float(record.loss) for record in records]
     measured.close()
@@ -195,18 +195,18 @@ def _train_with_trainer(side: str, job: dict[str, Any], watch: Watch, folder: Pa
 
 
 def overrides_of(side: str, common: Sequence[str]) -> list[str]:
-    """Return the settings of a side: `common`, with its own in the place of what it sets again."""
+    """Return the settings of a side: `common`, overridden by the side's own setting if it is one."""
     return list({item.partition("=")[0]: item for item in (*common, *([side] if "=" in side else []))}.values())
 
 
 def overrides_of_model(model: str, nproc: int) -> list[str]:
-    """Return the settings of a model and of its batch on `nproc` ranks."""
+    """Return the settings of a model, including its global batch size on `nproc` ranks."""
     own = BATCH_OF_A_RANK.get(model)
     return [*MODELS[model], *([f"train.global_batch_size={own * nproc}"] if own else [])]
 
 
 def check_side(side: str, model: str, nproc: int) -> None:
-    """Raise UserError unless `side` is something to compare with, on `nproc` ranks."""
+    """Raise UserError unless the trainer can be compared with `side` on `nproc` ranks."""
     from trainer.config import check_config, load_config
 
     key, is_setting, _ = side.partition("=")
@@ -227,7 +227,7 @@ def check_side(side: str, model: str, nproc: int) -> None:
 
 
 def prepare(folder: Path, recipe: str, overrides: Sequence[str], warmup: int, steps: int) -> dict[str, Any]:
-    """Return what both sides are told; write the initial weights and the order of the samples to `folder`."""
+    """Return the job description for both sides; write the initial weights and the sample order to `folder`."""
     import numpy as np
     import torch
 
@@ -276,7 +276,7 @@ def prepare(folder: Path, recipe: str, overrides: Sequence[str], warmup: int, st
 
 
 def run_side(side: str, job: Path, folder: Path, nproc: int) -> dict[str, Any]:
-    """Run one side on `nproc` new processes; returns its readings.  Exits if a rank fails."""
+    """Run one side in `nproc` new processes and return its readings; exits if a rank fails."""
     folder.mkdir()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -285,7 +285,7 @@ def run_side(side: str, job: Path, folder: Path, nproc: int) -> dict[str, Any]:
     ranks = []
     for rank in range(nproc):
         env = os.environ | {name: str(value) for name, value in group.items()}
-        limit_spinning(env)  # on both sides: as the command line has it
+        limit_spinning(env)  # on both sides, as the trainer's command line does
         env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "BENCH_LAUNCHED": str(time.time())}
         command = [sys.executable, "-m", "bench.step", "--job", str(job), "--side", side, "--folder", str(folder)]
         with open(folder / f"rank{rank}.txt", "w") as output:
@@ -308,14 +308,14 @@ def run_side(side: str, job: Path, folder: Path, nproc: int) -> dict[str, Any]:
 
 
 def largest_difference(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return the largest relative difference of two lists of losses."""
+    """Return the largest relative difference between two lists of losses."""
     return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
 
 
 def compare(model: str, against: str, nproc: int, num_pairs: int, steps: int | None, warmup: int | None) -> int:
-    """Run all pairs, print a JSON line for each run and a table at the end.  Returns the exit code.
+    """Run all pairs; print a JSON line per run, then the table.  Return the exit code.
 
-    Raises UserError for what cannot be compared.
+    Raises UserError if the two sides cannot be compared.
     """
     check_side(against, model, nproc)
     default_warmup, default_steps = WINDOWS[model]
@@ -345,8 +345,9 @@ def compare(model: str, against: str, nproc: int, num_pairs: int, steps: int | N
 
 
 def report(runs: dict[str, list[dict[str, Any]]], title: str) -> None:
-    """Print the medians of both sides, and of the ratios of the pairs, the trainer's over the other's; and the ratio of
-    each side's least, which other work on the machine disturbs the least.
+    """Print the medians of both sides and the ratios of the trainer to the other side.
+
+    The ratio of the two minima is the figure least disturbed by other work on the machine.
     """
     import torch
 
@@ -374,7 +375,7 @@ def main() -> int:
     parser.add_argument(
         "--against", default=HANDWRITTEN, metavar="SIDE", help=f"{sides}, or key=value; by default the first"
     )
-    for option in ("--job", "--side", "--folder"):  # how a rank is started
+    for option in ("--job", "--side", "--folder"):  # internal: starts one rank
         parser.add_argument(option, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.side:

@@ -1,9 +1,9 @@
-"""Runs the trainer's command line with a stopwatch on its parts, up to the first line of metrics.
+"""Runs the trainer's command line and times its parts, up to the first line of metrics.
 
     python -m bench.stopwatch TIMES.json recipe=llama_small ...
 
-Each part has the time that is spent in it and in no other part that it calls.  `bench.startup` starts this; by itself
-it imports next to nothing, so that all that is heavy is seen.
+The time of a part excludes the other parts that it calls.  `bench.startup` runs this module, which imports very little
+itself, so that every expensive import is attributed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 LAUNCHED = "BENCH_LAUNCHED"
-"""When the process was started, in seconds since 1970."""
+"""Environment variable with the start time of the process, in seconds since the epoch."""
 
 PACKAGES = {
     "numpy": "numpy",
@@ -43,7 +43,7 @@ PACKAGES = {
     "matplotlib": "matplotlib",
     "trainer.trainer": "the trainer itself",
 }
-"""Packages whose import is a part of its own, with all that it imports and that is not listed."""
+"""Packages whose import is a separate part, which includes the imports of unlisted packages."""
 
 METHODS = {
     "trainer.config.load": {"load_config": "configuration"},
@@ -64,13 +64,13 @@ METHODS = {
     "trainer.lifecycle.folder": {"RunFolder.begin": "checkpoints, folder, metrics"},
     "trainer.metrics.fanout": {"Metrics.open": "checkpoints, folder, metrics"},
 }
-"""Functions of modules that are a part; one that is gone is an error."""
+"""Functions that are timed, by module, and the part they belong to; a missing function is an error."""
 
 INTERPRETER, IMPORT, COLLECTING, REST = "interpreter", "import ", "garbage collection", "what is left"
 
 
 class Stopwatch:
-    """Counts CPU time and wall time for the part on top of a stack."""
+    """Attributes CPU and wall time to the part on top of a stack."""
 
     def __init__(self) -> None:
         self.parts: dict[str, list[float]] = {INTERPRETER: [time.process_time(), time.time() - _launched()]}
@@ -103,21 +103,21 @@ class Stopwatch:
             self.end()
 
     def on_collection(self, phase: str, info: dict[str, int]) -> None:
-        """Be told of a garbage collection; see `gc.callbacks`."""
+        """Callback for `gc.callbacks`: attribute garbage collection to its own part."""
         if phase == "start":
             self.begin(COLLECTING)
         else:
             self.end()
 
     def result(self) -> dict[str, Any]:
-        """Return the parts so far, [CPU s, wall s] each, and their sums."""
+        """Return the parts so far as [CPU s, wall s], and their sums."""
         self._count()
         cpu_s, wall_s = (sum(times[kind] for times in self.parts.values()) for kind in (0, 1))
         return {"cpu_s": cpu_s, "wall_s": wall_s, "parts": self.parts}
 
 
 class Finder:
-    """Finds what Python's own finder finds, and has the stopwatch count while it is imported."""
+    """Import finder that wraps Python's own and times the import of each listed module."""
 
     def __init__(self, stopwatch: Stopwatch, is_first_line: Callable[[Any], bool], leave: Callable[[], None]) -> None:
         self._stopwatch, self._is_first_line, self._leave = stopwatch, is_first_line, leave
@@ -175,7 +175,7 @@ def _launched() -> float:
 
 
 def main(path: str, arguments: list[str]) -> int:
-    """Run the command line; leaves the times in `path` once the first step is on record."""
+    """Run the command line; once the first step is recorded, write the times to `path` and end the process."""
     stopwatch = Stopwatch()
     gc.callbacks.append(stopwatch.on_collection)
 

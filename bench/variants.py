@@ -1,7 +1,7 @@
-"""Trainers that do one thing another way: what a default is compared with, in `bench.step --against` and `bench.gpu`.
+"""Trainer variants that each replace one default, for comparison in `bench.step --against` and `bench.gpu`.
 
-Each computes what the default computes, so that losses agree and only time and memory differ.  Imports torch: a
-benchmark's own process imports it where it trains.
+Each variant computes the same result as the default, so that losses agree and only time and memory differ.  This module
+imports torch; a benchmark's main process does not import it.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from trainer.loss import cross_entropy
 
 
 class WholeLoss(Trainer):
-    """Has all logits of a micro-batch at once, in fp32."""
+    """Computes all logits of a micro-batch at once, in fp32."""
 
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return cross_entropy(self.model(batch["tokens"]), batch["targets"])
 
 
 class ForeachAdamW(Trainer):
-    """Steps with torch's other AdamW, a kernel for each operation, on the parameters as they are: DTensors."""
+    """Uses torch's foreach AdamW, with a kernel for each operation, directly on the DTensor parameters."""
 
     def build_optimizer(self) -> torch.optim.Optimizer:
         built = super().build_optimizer()
         assert not isinstance(built, torch.optim.Optimizer)
-        # Not the groups as they are: those of fused AdamW say so.
+        # New groups, since the existing ones contain `fused=True`.
         groups = [{key: group[key] for key in ("params", "weight_decay")} for group in built.parts[0].param_groups]
         optim = self.config.optim
         return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, foreach=True)
 
 
 class TorchClip(Trainer):
-    """Clips with torch's own function, which takes the gradients as they are: DTensors."""
+    """Clips with torch's own function, directly on the DTensor gradients."""
 
     def fit(self) -> int:
         with mock.patch("trainer.trainer.norm_and_clip_factor", _clip_as_torch_does):
@@ -52,7 +52,7 @@ def _clip_as_torch_does(model: nn.Module, mesh: DeviceMesh, max_norm: float | No
 
 
 class FreeCollector(Trainer):
-    """Leaves Python's garbage collector on: it collects where it likes, in the midst of a step."""
+    """Leaves Python's automatic garbage collection on, so that it may run in the middle of a step."""
 
     def fit(self) -> int:
         with mock.patch("trainer.trainer.GarbageCollection", _Nothing):

@@ -1,4 +1,4 @@
-"""The plan inside a run: resolves `auto` settings, and compares the prediction with the measurement."""
+"""Uses the planner within a run: resolves `auto` settings and compares predictions with measurements."""
 
 from __future__ import annotations
 
@@ -25,28 +25,29 @@ from trainer.plan.search import Choice, asks_for_auto, remedies, settle
 from trainer.plan.show import choice_text, memory_text
 
 _MISS = 0.1
-"""Share by which a prophecy may be wrong in silence."""
+"""Relative prediction error up to which nothing is reported."""
 _HOST_MISS_GIB = 0.25
-"""On a CPU the peak is the whole process's.  It may be this far outside of the planned range without a word."""
+"""Distance from the planned range within which nothing is reported on a CPU, where the peak is that of the process."""
 _HEAP_SHARE = 0.5
 _MOST_HEAP_SHARES = (1.5, 0.6)
 _MOST_HEAP_GIB = 0.3
-"""What malloc keeps on a CPU beyond live tensors, as a share of those that are not weights: usually, and at most.  The
-latter is the lesser of the first share alone, for small runs, and of the second one and the constant.
+"""Freed memory that malloc retains on a CPU, as a share of the peak without weights: typical value and upper bound.
 
-Tensors below glibc's mmap threshold of 32 MiB come from its heap, which fragments, and differently in each run of the
-same command.  In runs of twelve kinds (30M and 135M parameters, one thread) the share was 0.03 to 0.93, and 1.3 on two
-ranks.  With a threshold of 64 KiB nothing is kept, and the plan is within 1.5 %, but a step takes 1.4 times the CPU
+The upper bound is the smaller of two: the first share alone (for small runs), or the second share plus the constant.
+
+Tensors below glibc's mmap threshold of 32 MiB come from its heap, which fragments differently in each run of the same
+command.  In twelve kinds of runs (30M and 135M parameters, one thread) the share was 0.03 to 0.93, and 1.3 on two
+ranks.  With a threshold of 64 KiB nothing is retained and the plan is within 1.5 %, but a step takes 1.4 times the CPU
 time (see `keep_freed_memory`)."""
 _DEVICE_MISS_GIB = 0.25
-"""On a GPU libraries take memory of their own from the allocator, cuBLAS 32 MiB for each of its handles."""
+"""Allowance on a GPU for memory that libraries take from the allocator, such as cuBLAS with 32 MiB per handle."""
 
 
 def resolve_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunConfig, Choice | None]:
-    """Return `config` with values for what is `auto`, the same on all ranks, and on rank 0 what there was to choose.
+    """Return `config` with its `auto` settings resolved, the same on all ranks, and on rank 0 the choice made.
 
-    The memory is that of the rank with the least.  Collective where anything is `auto`; raises UserError on all ranks
-    if nothing fits.
+    Plans for the memory of the rank that has the least.  The choice is None on other ranks, and if nothing is `auto`.
+    Collective if any setting is `auto`.  Raises UserError on all ranks if nothing fits.
     """
     config = resolve_context_method(config, world.env.local_world_size)
     if not asks_for_auto(config):
@@ -72,7 +73,7 @@ def resolve_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunC
 
 
 def describe_choice(choice: Choice | None) -> str:
-    """Return in lines what `auto` has settled, and the runners-up; nothing where there was nothing to choose."""
+    """Format the resolved `auto` settings and the runners-up as a table, or return an empty string without a choice."""
     return "" if choice is None else choice_text(choice)
 
 
@@ -86,7 +87,7 @@ def machine_of(config: RunConfig, world: World) -> Machine:
 
 
 class Forecast:
-    """A run's plan, compared with the measurements.  Calls no collective; planned when it is first asked for."""
+    """A run's plan, compared with measurements.  Issues no collective; the plan is made when it is first accessed."""
 
     def __init__(self, config: RunConfig, mesh: MeshShape, world: World) -> None:
         self._config, self._mesh, self._world = config, mesh, world
@@ -96,7 +97,7 @@ class Forecast:
 
     @cached_property
     def plan(self) -> Plan | None:
-        """The plan, or None for a model that cannot be run without values."""
+        """The plan, or None if the model cannot be traced on fake tensors; `why_not` then gives the reason."""
         try:
             return make_plan(self._config, self._mesh, machine_of(self._config, self._world))
         except UserError as error:
@@ -106,7 +107,7 @@ class Forecast:
     why_not = ""
 
     def begin(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Measure, on a CPU, what this process takes besides its tensors, now that the run is about to begin."""
+        """Measure the memory that this process uses besides its tensors (CPU only); called just before training."""
         if self._world.device.type != "cpu":
             return
         weights, _, kept = training_bytes(model, self._config.optim, self._config.train.ema > 0)
@@ -125,7 +126,7 @@ class Forecast:
         return None if self.plan is None else self._peaks_gib(self.plan)[1]
 
     def _peaks_gib(self, plan: Plan) -> tuple[float, float, float]:
-        """Return the least, usual and greatest peak that goes with the plan: on a GPU they are the same."""
+        """Return the lowest, typical and highest peak that agree with the plan; on a GPU all three are equal."""
         if self._world.device.type != "cpu":
             return plan.peak_gib, plan.peak_gib, plan.peak_gib
         tensors = self._process_gib + self._staging_gib(plan) + plan.peak_gib
@@ -138,7 +139,7 @@ class Forecast:
         return least, usual, most
 
     def _staging_gib(self, plan: Plan) -> float:
-        """Return the size of the copy that saves in the background are written from; the last save needs none."""
+        """Return the size of the staging copy for background saves, or 0 if only the final save is made."""
         every, steps = self._config.checkpoint.every, self._config.train.steps
         saves = 0 < every < steps if isinstance(every, int) else plan.save_every_s < plan.run_s
         is_copied = saves and self._config.checkpoint.mode == "async"
@@ -146,14 +147,14 @@ class Forecast:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of a step; None where neither a data sheet nor a measurement says how fast the device is."""
+        """Planned seconds per step, or None if there is neither a data sheet nor a calibration for the device."""
         if self.plan is None:
             return None
         machine = self.plan.machine
         return self.plan.time.total_s if machine.is_measured or machine.peak_flops is not None else None
 
     def sentence(self) -> str:
-        """Return what the start block says.  On a CPU that includes what the process takes besides tensors."""
+        """Return the plan as text for the start block; on a CPU, including the memory used besides tensors."""
         if self.plan is None:
             return f"none: {self.why_not}"
         plan = self.plan
@@ -177,13 +178,13 @@ class Forecast:
         )
 
     def count(self, seconds: float, is_profiled: bool) -> None:
-        """Count how long a step took, but for profiled ones and the first, which compiles and allocates."""
+        """Record a step's duration, except for profiled steps and the first one, which compiles and allocates."""
         self._num_steps += not is_profiled
         if self._num_steps > 1 and not is_profiled:
             self._steps_s.append(seconds)
 
     def result(self) -> dict[str, float | None]:
-        """Return the end record's fields: what was planned, and what was measured."""
+        """Return the planned and measured values for the end record."""
         return {
             "planned_peak_gib": self.peak_gib,
             "peak_memory_gib": peak_memory_gib(self._world.device),
@@ -192,7 +193,7 @@ class Forecast:
         }
 
     def misses(self) -> list[str]:
-        """Return in words where the plan was wrong: by more than a tenth, or on a CPU outside of its range."""
+        """Describe where the plan was off by more than a tenth or, for memory on a CPU, outside its range."""
         found = self.result()
         words = []
         peak = found["peak_memory_gib"]
@@ -211,10 +212,10 @@ class Forecast:
         return words
 
     def explain(self, error: BaseException) -> None:
-        """Note on an error that says that memory is full what was planned and, last, what would fit: on one rank.
+        """If `error` is an out-of-memory error, add a note with the plan and with settings that would fit, on one rank.
 
-        A note stands below the traceback, where there is one (before Python 3.11 it is printed at once).  On every
-        rank with such an error the traceback goes to a file in the run's folder.
+        Python prints the note below the traceback; before Python 3.11 it is printed at once.  Every rank with such an
+        error writes its traceback to a file in the run's folder.
         """
         if is_out_of_memory(error):
             kept = self._keep_traceback(error)
@@ -226,7 +227,7 @@ class Forecast:
         path = self._config.run_dir / f"traceback_rank{self._world.rank}.txt"
         try:
             path.write_text(redact("".join(traceback.format_exception(error))))
-        except OSError:  # no folder yet, or a full disk: then it is printed
+        except OSError:  # no folder yet, or the disk is full: print it instead
             print_stderr("".join(traceback.format_exception(error)).rstrip())
             return "above"
         return f"in {path}"
@@ -248,11 +249,11 @@ class Forecast:
         return "\n".join([*lines, *self._remedies(self.plan)])
 
     def _remedies(self, plan: Plan) -> list[str]:
-        """Return what would have fitted; whatever the plan says this did not, so that it is to need a tenth less."""
+        """Return changes that would have fit.  They must need a tenth less than the plan, which did not fit."""
         budget = min(plan.machine.budget_bytes, (1 - _MISS) * plan.memory.peak.total)
         try:
             found = remedies(replace(plan, machine=plan.machine.with_budget(budget)))
-        except (MemoryError, RuntimeError):  # there is not even that much
+        except (MemoryError, RuntimeError):  # not even enough memory to plan
             found = []
         return found or ["no single change of settings would be enough; see python -m trainer.plan"]
 
@@ -270,7 +271,7 @@ _FULL = ("can't allocate memory", "not enough memory", "Cannot allocate memory",
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory is full, on a device or on the host."""
+    """Return whether `error` is an out-of-memory error, on the device or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, (RuntimeError, OSError)) and any(words in str(error) for words in _FULL)

@@ -1,9 +1,12 @@
-"""A block's operators after torch.compile has fused them: the kernels, and what never lies in memory.
+"""Models operator fusion by torch.compile: which kernels a block runs, and which tensors are never materialized.
 
-Operators that only move numbers are fused where one reads what another makes, or both read the same, unless a product
-or an attention must run in between.  A fused kernel reads what it is given once and writes what is read behind it, or
-kept; everything else stays in registers.  Source: Ansel et al. 2024, "PyTorch 2: Faster Machine Learning Through
-Dynamic Python Bytecode Transformation and Graph Compilation", section 4.  Knows no model and no device's speed.
+Memory-bound operators are fused if one reads the output of another or both read the same tensor, unless a matrix
+product or an attention kernel must run in between.  A fused kernel reads each input once and writes only outputs that
+later kernels read or that are saved; everything else stays in registers.  Independent of any model and of the speed of
+devices.
+
+Source: Ansel et al. 2024, "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and Graph
+Compilation", section 4.
 """
 
 from __future__ import annotations
@@ -17,19 +20,19 @@ from trainer.plan.kernels import Work
 
 @dataclass(frozen=True)
 class Operator:
-    """One call of an operator: its work, and the bytes that it reads and writes of each storage, by serial number."""
+    """One call of an operator: its work, and the bytes it reads and writes, by serial number of the storage."""
 
     work: Work
     reads: dict[int, int]
     writes: dict[int, int]
     is_fused: bool
-    """Whether it may be fused: it is inside a compiled block, and only moves numbers."""
+    """Whether it can be fused: it is memory-bound and inside a compiled block."""
 
 
 def fuse(operators: Sequence[Operator], kept: Collection[int]) -> tuple[Counter[Work], frozenset[int]]:
-    """Return the kernels that fusion makes of `operators`, which ran in this order, and the storages that it saves.
+    """Return the kernels that `operators` are fused into, and the storages that fusion never materializes.
 
-    kept: storages that outlive them.
+    `operators` are in execution order; `kept` are the storages that are still alive after the last one.
     """
     groups = _groups(operators)
     work: Counter[Work] = Counter(operator.work for operator in operators if not operator.is_fused)
@@ -61,9 +64,9 @@ def fuse(operators: Sequence[Operator], kept: Collection[int]) -> tuple[Counter[
 
 
 def _groups(operators: Sequence[Operator]) -> list[int]:
-    """Return the kernel that each operator is part of, by the number of its first one.
+    """Return the kernel that each operator belongs to, identified by the index of one of its operators.
 
-    Fused are those of one stage that share a storage: a stage ends where a product's result is needed.
+    Operators of the same stage that share a storage are fused; a stage ends where the result of a product is needed.
     """
     stage_of: dict[int, tuple[int, bool]] = {}
     parents = list(range(len(operators)))
@@ -77,7 +80,7 @@ def _groups(operators: Sequence[Operator]) -> list[int]:
     seen: dict[tuple[int, int], int] = {}
     for number, operator in enumerate(operators):
         before = [stage_of[storage] for storage in operator.reads if storage in stage_of]
-        # What reads a product's result is of a later stage than what the product reads.
+        # An operator that reads a product's result belongs to a later stage than the product's inputs.
         stage = max((at + (operator.is_fused and not is_fused) for at, is_fused in before), default=0)
         for storage in operator.writes:
             stage_of[storage] = stage, operator.is_fused

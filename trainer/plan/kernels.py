@@ -1,7 +1,8 @@
-"""The cost of operators, and which kernels a GPU runs where a CPU runs others.
+"""Computes the cost of operators, and substitutes a GPU's kernels when a model is traced on a CPU.
 
-A plan made on a laptop is for GPUs, whose fused kernels keep less than the CPU's: `use_gpu_kernels` stands in for them
-while a model is probed.  Knows no model and no device's speed.
+A GPU's fused kernels save fewer activations for the backward pass than the CPU's do.  `use_gpu_kernels` imitates them
+while a model is traced, so that a plan made on a laptop is right for GPUs.  Independent of any model and of the speed
+of devices.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ aten = torch.ops.aten
 
 
 class Work(NamedTuple):
-    """The work of one kernel: floating-point operations, and bytes that it reads and writes."""
+    """The work of one kernel or collective: floating-point operations, and bytes read and written."""
 
     kind: str
-    """matmul, attention, memory (all that is as fast as the memory is), or a collective in the midst of a pass."""
+    """`matmul`, `attention`, `memory` (memory-bound), or the name of a collective issued within a pass."""
     flops: int
     num_bytes: int
     element_size: int
-    """Bytes of an element of what it makes: how fast a matrix product is depends on it."""
+    """Bytes per element of the output; the speed of a matrix product depends on it."""
 
     @property
     def operation(self) -> Literal["all_gather", "reduce_scatter", "all_to_all"] | None:
-        """The collective that it is, whose bytes are then those of the whole tensor; None for a kernel."""
+        """The collective, with `num_bytes` those of the full tensor, or None for a kernel."""
         return next((operation for operation in SENT.values() if operation == self.kind), None)
 
 
@@ -47,7 +48,7 @@ SENT: Mapping[Any, Literal["all_gather", "reduce_scatter", "all_to_all"]] = {
     torch.ops.meshtrainer.sum_parts.default: "reduce_scatter",
     torch.ops.meshtrainer.exchange_parts.default: "all_to_all",
 }
-"""Operators that are collectives of the ranks that hold slices of the same sequences."""
+"""Operators that are context-parallel collectives, among the ranks that hold slices of the same sequences."""
 
 _FREE = {aten.detach.default, aten.empty.memory_format, aten.new_empty.default, aten.new_empty_strided.default}
 
@@ -55,7 +56,7 @@ _ATTENTION = {getattr(aten, f"{name}{way}") for name in attention.KERNELS for wa
 
 
 def _grouped_flop(first: Sequence[int], second: Sequence[int], *others: Any, **options: Any) -> int:
-    """Return the operations of a product for each group of rows, or of columns: none is in two groups."""
+    """Return the FLOPs of a grouped matrix product; each row or column belongs to exactly one group."""
     num_groups = first[0] if len(first) == len(second) == 3 else 1
     return 2 * num_groups * first[-2] * first[-1] * second[-1]
 
@@ -65,7 +66,7 @@ if GROUPED_PRODUCT.overloadpacket not in flop_registry:
 
 
 def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work:
-    """Return the work of one call of an ATen operator; none for views and what only asks."""
+    """Return the work of one ATen operator call; `NOTHING` for views, allocations and queries."""
     made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     if not made or func.is_view or func in _FREE:
         return NOTHING
@@ -84,9 +85,9 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
 
 
 def _attention_flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the operations of an attention kernel; a causal mask leaves out half of the score matrix.
+    """Return the FLOPs of an attention kernel; a causal mask removes half of the score matrix.
 
-    Of fewer queries than keys these are the last tokens, and the mask leaves out half a square.
+    With fewer queries than keys, the queries are the last tokens, and the mask removes half of a square only.
     """
     is_backward = "backward" in packet.__name__
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
@@ -99,7 +100,7 @@ def _attention_flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """Keeps what the GPU's kernel does: its input, and one number a row."""
+    """Saves for backward what the GPU's fused kernel saves: its input and one fp32 value per row."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, num_dims: int) -> torch.Tensor:
@@ -114,6 +115,8 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 class _GpuKernels(TorchFunctionMode):
+    """Replaces attention and RMSNorm with the kernels that a GPU would run."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and _takes_flash(*args, **kwargs):
@@ -155,10 +158,10 @@ def _rms_norm(
 
 
 def use_gpu_kernels(model: nn.Module) -> None:
-    """Let every forward pass inside `model` use flash attention, the fused RMSNorm and a GPU's chunks of the loss,
-    recomputed ones as well.
+    """Make every forward pass in `model` use flash attention, fused RMSNorm and the loss chunks of a GPU.
 
-    One mode around everything would not do: it is left for the time of a call of `backward`, and so of recomputation.
+    This includes recomputed forward passes.  They are why each module is wrapped: a single mode around the whole step
+    would be inactive during `backward`, and so during recomputation.
     """
     is_on = False
 

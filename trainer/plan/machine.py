@@ -1,4 +1,4 @@
-"""The machine that a plan is for: a data sheet, or what was measured on one by `--calibrate`."""
+"""Describes the machine that a plan is for, from a data sheet or from measurements by `--calibrate`."""
 
 from __future__ import annotations
 
@@ -18,31 +18,32 @@ from trainer.plan.described import is_description, read_description
 
 GIB = 2**30
 
-# Shares of a data sheet that good kernels reach; all of them are replaced by --calibrate.  Matrix products: fitted to
-# one figure of torchtitan's, Llama 2 13B on 64 A100 without recomputation; in float8 to another, Llama 3 8B on 8 H100
-# at 500 W.  Attention: Shah et al. 2024, arXiv:2407.08608, FlashAttention-2 on an H100.
+# Shares of the data sheet's figures that good kernels reach; --calibrate replaces them.  Matrix products: fitted to a
+# figure published by torchtitan, Llama 2 13B on 64 A100 without recomputation; in float8, to Llama 3 8B on 8 H100 at
+# 500 W.  Attention: Shah et al. 2024, arXiv:2407.08608, FlashAttention-2 on an H100.
 _MATMUL_SHARE, _FLOAT8_SHARE, _ATTENTION_SHARE, _MEMORY_SHARE, _LINK_SHARE = 0.73, 0.66, 0.38, 0.85, 0.8
 _KERNEL_S, _HOST_S = 2.5e-6, 8e-6
 _TAKEN_BY_COLLECTIVES = 0.15
 """Share of a GPU's multiprocessors that a collective takes while it runs: NCCL's 16 to 24 of 108 to 132."""
 _LINK_LATENCY_S, _NETWORK_LATENCY_S = 5e-6, 15e-6
 _ALLOCATOR_SHARE = 0.16
-"""What the caching allocator keeps beyond live tensors, as a share of these: in torchtitan's published figures of
-Llama 3 8B reserved over active memory is 1.16 to 1.21."""
+"""Memory that the caching allocator reserves beyond live tensors, as a share of those.
+
+In torchtitan's published figures for Llama 3 8B, the ratio of reserved to active memory is 1.16 to 1.21."""
 _RESERVED_GIB = 1.0
-"""What the driver's context and the communicators take of a GPU."""
+"""GPU memory taken by the driver's context and the communicators."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One kind of device, as many to a node, and how they are linked."""
+    """A kind of device, with its rates, its memory, and the links within and between nodes."""
 
     name: str
     rates: Rates
     memory_gib: float
-    """Of one device, or of the host for each rank on it."""
+    """Memory of one device, or on a CPU each rank's share of host memory."""
     peak_flops: float | None
-    """By the data sheet, bf16; what MFU is a share of."""
+    """Peak bf16 FLOP/s from the data sheet, relative to which MFU is computed."""
     allocator_share: float
     reserved_gib: float
     is_measured: bool
@@ -53,12 +54,12 @@ class Machine:
         return "cpu" if self.name == "cpu" else "cuda"
 
     def with_budget(self, num_bytes: float) -> Machine:
-        """Return the machine with just enough memory for so many bytes of live tensors."""
+        """Return a copy of the machine with just enough memory for `num_bytes` of live tensors."""
         return replace(self, memory_gib=num_bytes / GIB * (1 + self.allocator_share) + self.reserved_gib)
 
     @property
     def budget_bytes(self) -> float:
-        """Bytes of live tensors that fit: without the allocator's share, and what is reserved."""
+        """Bytes of live tensors that fit, after subtracting reserved memory and the allocator's share."""
         return max(0.0, self.memory_gib - self.reserved_gib) * GIB / (1 + self.allocator_share)
 
 
@@ -70,12 +71,12 @@ def find_machine(
     default: str = "h100",
     memory_key: str = "memory_gib",
 ) -> Machine:
-    """Return the machine called `device`: `cpu`, a data sheet's name, or `auto`, the GPU that is here, or `default`.
+    """Return the machine for `device`.
 
-    Or a mapping, which describes one that is like another: see `read_description`.
-
-    What `--calibrate` has measured on such a device takes the place of the sheet's shares.  `network_gbps` is what one
-    rank has to other nodes, in Gbit/s.  Raises UserError for an unknown device.
+    `device` is `cpu`, the name of a data sheet, a mapping that describes a variant of one (see `read_description`), or
+    `auto`: the GPU of this machine, or `default` if it has none.  Measurements by `--calibrate` for the device replace
+    the estimates from the data sheet.  `network_gbps` is the bandwidth of one rank to other nodes, in Gbit/s.  Raises
+    UserError for an unknown device.
     """
     is_here = device == "auto" and torch.cuda.is_available()
     if device == "auto":
@@ -115,11 +116,11 @@ def _with_memory(machine: Machine, memory_gib: float | None, key: str) -> Machin
 
 
 _UNKNOWN = DEVICES[0]
-"""Whose rates stand in for those of a GPU that has no sheet here, to compare settings with; no time is told by them."""
+"""Stands in for a GPU without a data sheet, so that settings can be compared; its step times are not reported."""
 
 
 def _from_sheet(device: Device, ranks_per_node: int, network_gbps: float, compute_share: float = 1.0) -> Machine:
-    """Return the machine of a sheet, of whose compute a power limit leaves `compute_share`."""
+    """Build a machine from a data sheet, with its compute scaled by `compute_share` (for a power limit)."""
     peaks = {2: device.bf16_flops * compute_share, 4: device.fp32_flops * compute_share}
     in_float8 = {} if device.fp8_flops is None else {1: device.fp8_flops * compute_share * _FLOAT8_SHARE}
     rates = Rates(
@@ -149,7 +150,7 @@ def _from_sheet(device: Device, ranks_per_node: int, network_gbps: float, comput
 
 
 def _cpu(num_ranks: int) -> Machine:
-    """Return this host, its cores and memory shared by the ranks: rough, until it is calibrated."""
+    """Return this host, its cores and memory divided among the ranks; a rough guess until it is calibrated."""
     cores = max(1, len(os.sched_getaffinity(0)) // num_ranks) if hasattr(os, "sched_getaffinity") else 1
     rates = Rates(
         matmul={2: 20e9 * cores, 4: 40e9 * cores},
@@ -173,20 +174,20 @@ def _host_memory_gib() -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What was measured
+# Calibration files
 
 
 _MEASURED = ("measured", "matmul", "attention", "memory", "optimizer", "kernel_s", "host_s")
 
 
 def calibration_path(name: str) -> Path:
-    """Return the file that holds what was measured on the device called `name`."""
+    """Return the path of the calibration file for the device called `name`."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "meshtrainer" / "machines" / f"{name.replace('/', '-').replace(' ', '-')}.json"
 
 
 def write_calibration(name: str, rates: dict[str, Any]) -> Path:
-    """Keep what was measured; returns where."""
+    """Write the measured rates to the cache atomically; return the path."""
     path = calibration_path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(with_checksum(json.loads(json.dumps(rates))), indent=1))
@@ -194,7 +195,7 @@ def write_calibration(name: str, rates: dict[str, Any]) -> Path:
 
 
 def read_calibration(name: str) -> dict[str, Any] | None:
-    """Return what was measured on the device called `name`, or None.  Raises UserError for a file that is none."""
+    """Return the rates measured on the device called `name`, or None.  Raises UserError if the file is invalid."""
     path = calibration_path(name)
     if not path.is_file():
         return None
@@ -217,7 +218,7 @@ def _measured(machine: Machine, values: dict[str, Any]) -> Machine:
     for key in ("matmul", "attention"):
         rates[key] = {int(size): rate for size, rate in values[key].items()}
     if 1 in machine.rates.matmul and 1 not in rates["matmul"]:
-        in_float8 = machine.rates.matmul[1] / machine.rates.matmul[2]  # by the sheet: it is not measured
+        in_float8 = machine.rates.matmul[1] / machine.rates.matmul[2]  # from the data sheet: float8 is not measured
         rates["matmul"][1] = in_float8 * rates["matmul"][2]
     return replace(
         machine,

@@ -1,4 +1,4 @@
-"""Memory per rank: the peak, when it occurs, and the kinds of memory."""
+"""Estimates memory per rank over one step: the peak, when it occurs, and its breakdown by kind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.plan.trace import Segment, Trace
 
 @dataclass(frozen=True)
 class Moment:
-    """Memory at one moment of a step: bytes by kind, and the place in the step."""
+    """Memory at one moment of a step: the bytes of each kind, and the position in the step."""
 
     place: str
     by_kind: dict[Kind, int]
@@ -24,15 +24,15 @@ class Moment:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one rank over one step, from the second on, in bytes of tensors."""
+    """Tensor memory of one rank over one step, in bytes, from the second step on, when the optimizer state exists."""
 
     peak: Moment
     curve: tuple[Moment, ...]
-    """One moment for each mark of the step, in order, for the picture; empty unless it was asked for."""
+    """One moment per mark of the step, in order, for the picture; empty unless requested."""
 
 
 class _MemoryWatcher:
-    """Adds up what is allocated and freed."""
+    """Watcher that sums allocations and frees."""
 
     def __init__(self, trace: Trace, at_rest: dict[Kind, int], draws: bool) -> None:
         self._trace, self._draws = trace, draws
@@ -97,14 +97,14 @@ class _MemoryWatcher:
 
 
 def memory_of(trace: Trace, layout: Layout, num_micro_batches: int, draws: bool = False) -> Memory:
-    """Return the memory of a rank over one step on `layout`; with all of its moments, if it `draws`."""
+    """Return the memory of a rank over one step on `layout`, with the whole curve if `draws`."""
     watcher = _MemoryWatcher(trace, at_rest(trace, layout), draws)
     Step(trace, layout, num_micro_batches, watcher).run()
     return Memory(watcher.peak, tuple(watcher.curve))
 
 
 def at_rest(trace: Trace, layout: Layout) -> dict[Kind, int]:
-    """Return what lies in a rank's device memory between two steps."""
+    """Return the bytes of each kind that occupy a rank's device memory between two steps."""
     kinds: dict[Kind, int] = {"buffers and inputs": trace.buffer_bytes + trace.input_bytes}
     if layout.cpu_offload:
         return kinds

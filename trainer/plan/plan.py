@@ -1,4 +1,4 @@
-"""The plan of a run: what its configuration means for memory, communication and time, on a machine.
+"""Plans a run: estimates its memory, communication and time on a given machine.
 
 machine = find_machine("h100")
 plan = make_plan(load_config("llama3_70b"), MeshShape(8, 64), machine)
@@ -28,7 +28,7 @@ _SIZES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan: estimates of a run before it starts.  Everything is of the rank that needs most, rank 0."""
+    """Estimates for a run before it starts.  Per-rank values are those of rank 0, which needs the most memory."""
 
     config: RunConfig
     mesh: MeshShape
@@ -36,7 +36,7 @@ class Plan:
     trace: Trace
     layout: Layout
     probe: Probe
-    """What has made the trace, and makes others of the same model."""
+    """The probe that made the trace; reused to trace the same model with other settings."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -56,12 +56,12 @@ class Plan:
 
     @property
     def peak_gib(self) -> float:
-        """Live tensors at the peak: what torch.cuda.max_memory_allocated shows."""
+        """Live tensors at the peak, as reported by torch.cuda.max_memory_allocated."""
         return self.memory.peak.total / GIB
 
     @property
     def needed_gib(self) -> float:
-        """Memory that a device must have, with the allocator's share and what driver and communicators take."""
+        """Device memory needed, including the allocator's share and the memory of driver and communicators."""
         return self.peak_gib * (1 + self.machine.allocator_share) + self.machine.reserved_gib
 
     @property
@@ -74,23 +74,23 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one step, all ranks together."""
+        """Tokens per step over all ranks."""
         return self.config.step_tokens
 
     @property
     def flops(self) -> float:
-        """Model FLOPs of one step, all ranks together, recomputation not counted."""
+        """Model FLOPs per step over all ranks, excluding recomputation."""
         return self.probe.flops_per_token * self.tokens
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs over the devices' peak (Chowdhery et al. 2022, arXiv:2204.02311, appendix B)."""
+        """Model FLOPs relative to the devices' peak (Chowdhery et al. 2022, arXiv:2204.02311, appendix B)."""
         peak = self.machine.peak_flops
         return None if peak is None else self.flops / self.time.total_s / (peak * self.mesh.num_ranks)
 
     @property
     def run_s(self) -> float:
-        """Seconds of all steps, evaluation and saving left out."""
+        """Seconds for all steps, excluding evaluation and saves."""
         return self.time.total_s * self.config.train.steps
 
     @property
@@ -99,18 +99,18 @@ class Plan:
 
     @cached_property
     def costs(self) -> Costs:
-        """The costs of saves and failures, as far as they are known before any."""
+        """Estimated costs of saves and failures, before any has been observed."""
         return costs_of(self.config, self.num_nodes, self.checkpoint_bytes / self.mesh.num_ranks)
 
     @property
     def save_every_s(self) -> float:
-        """Seconds from save to save: as set, or what loses least."""
+        """Seconds between saves: as configured, or the interval with the lowest expected loss."""
         every = self.config.checkpoint.every
         return every * self.time.total_s if isinstance(every, int) and every else self.costs.best_s
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of one checkpoint: parameters and the optimizer's tensors, each once; under adapters only these."""
+        """Bytes of one checkpoint: parameters and optimizer state, or only adapters if the base model was loaded."""
         config = self.config
         names_base = config.lora.rank > 0 and (config.train.init_from or config.model_path) is not None
         parameters = [p for unit in self.trace.units for p in unit.parameters if p.is_trained or not names_base]
@@ -119,9 +119,9 @@ class Plan:
 
 
 def make_plan(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe | None = None) -> Plan:
-    """Return the plan of `config` (without `auto`) on `mesh`.
+    """Plan `config`, which must not contain `auto`, on `mesh`.
 
-    `probe` is one of the same model, units and dtypes, if there is one already.
+    `probe` is an existing probe of the same model, units and dtypes; by default a new one is made.
     """
     probe = probe or Probe(config, machine.device_type)
     trace = probe.trace(int(config.train.micro_batch_size), config.train.activation_checkpoint)
@@ -129,7 +129,7 @@ def make_plan(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe
 
 
 def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
-    """Return how `config` lays the units of `trace` on a `mesh` of such devices."""
+    """Return the layout of the units of `trace` on `mesh`, according to `config`."""
     fsdp = config.fsdp
     setting = fsdp.reshard_after_forward
     reshard = resolve_resharding(setting, [unit.name for unit in trace.units[: trace.root]], mesh.shard)
@@ -152,5 +152,5 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
 
 
 def planned(config: RunConfig) -> RunConfig:
-    """Return `config` for planning: without data, which a plan does not read."""
+    """Return `config` with generated data, since a plan reads no data."""
     return replace(config, data=config.data.generated())

@@ -1,9 +1,9 @@
-"""One micro-batch of a model without a single number computed: what its modules allocate, keep, and have to do.
+"""Traces one micro-batch of a model on fake tensors: the memory it allocates and saves, and the kernels it runs.
 
-The model runs forward and backward on fake tensors, unsharded, on one imaginary rank, with marks where FSDP would
-gather and reduce.  Of a long run of equal blocks only the first and the last ones are run, the rest is repeated from
-them, so that 126 layers cost as much as four.  The result is a `Trace`, from which the other rooms compose any mesh
-and any resharding without running the model again.  Knows no model by name, no mesh and no device's speed.
+The model runs forward and backward, unsharded, on one imaginary rank, with marks where FSDP would gather and reduce.
+In a long run of identical blocks, only the first and last ones are run and the others are copied from them, so tracing
+126 layers costs as much as tracing four.  The result is a `Trace`, from which the planner composes any mesh and any
+resharding without running the model again.  Independent of any particular model, the mesh and the speed of devices.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from trainer.sequence import sliced
 
 
 class Probe:
-    """Makes traces of one micro-batch of a configuration's model; the model itself is built once, without values."""
+    """Traces one micro-batch of a configuration's model, which is built once, on the meta device."""
 
     def __init__(self, config: RunConfig, device_type: str) -> None:
-        """`device_type` is `cuda` (with the fused kernels of a GPU) or `cpu`."""
+        """`device_type` is `cuda`, which traces with the fused kernels of a GPU, or `cpu`."""
         self.config, self.device_type = config, device_type
         self._model = build_network(config)
         self._traces: dict[tuple[int, int | str], Trace] = {}
 
     @property
     def flops_per_token(self) -> float:
-        """Model FLOPs of forward and backward for one token, recomputation not counted."""
+        """Model FLOPs per token for forward and backward, excluding recomputation."""
         return flops_of(self.config, self._model, self._attended)
 
     @cached_property
     def _attended(self) -> float:
-        """The number of tokens that attention spans: what the data say, or all of a sequence where they are away."""
+        """Number of tokens that attention spans: from the data, or the sequence length if unavailable."""
         data, length = self.config.data, None
         if data.arrangement == "masked":
             with contextlib.suppress(UserError):
@@ -65,15 +65,15 @@ class Probe:
         return length or data.seq_len
 
     def trace(self, micro_batch_size: int, checkpointing: int | str) -> Trace:
-        """Return the trace with units as `fsdp.wrap` says.
+        """Return the trace of a micro-batch, with units according to `fsdp.wrap`.
 
-        Raises UserError for a model whose own code cannot be run on tensors without values.
+        Raises UserError if the model's own code cannot run on tensors without values.
         """
         key = (micro_batch_size, checkpointing)
         if key not in self._traces:
             try:
                 self._traces[key] = self._run(*key, shortens=True)
-            except Exception:  # whatever a model does with blocks that are left out, or does not do the same with
+            except Exception:  # the model cannot run with skipped blocks, or treats them differently
                 self._traces[key] = self._run_whole(*key)
         return self._traces[key]
 
@@ -82,7 +82,7 @@ class Probe:
             return self._run(micro_batch_size, checkpointing, shortens=False)
         except UserError:
             raise
-        except Exception as error:  # the model's own, on tensors that have no values
+        except Exception as error:  # from the model's own code, on tensors without values
             text = str(error).splitlines()[0] if str(error) else ""
             rule = f"cannot be planned: tracing it on meta tensors fails with {type(error).__name__}: {text}"
             raise setting_error("model.name", self.config.model.name, rule) from error
@@ -90,7 +90,7 @@ class Probe:
     def _run(self, micro_batch_size: int, checkpointing: int | str, shortens: bool) -> Trace:
         model = copy.deepcopy(self._model)
         made = _trace(model, self.config, micro_batch_size, checkpointing, self.device_type, shortens)
-        # Whole rows were attended to, in kernels that hold no more for it.
+        # The trace attended to full rows; that affects FLOPs only, not what the kernels save.
         return made.with_attention(self._attended / self.config.data.seq_len)
 
 
@@ -106,7 +106,7 @@ def _trace(
     blocks = find_blocks(model, config.recipe)
     kept = saved_by_budget(model, blocks, config, checkpointing, micro_batch_size)
     facts = _unit_facts(model, units, optimizer_state_sizes(model, config.optim))
-    if device_type == "cuda":  # one that is not there cannot be faked: on a CPU build of torch autograd refuses it
+    if device_type == "cuda":  # imitated, since autograd in a CPU build of torch refuses fake cuda tensors
         use_gpu_kernels(model)
     compute_dtype = getattr(torch, config.fsdp.param_dtype)
     fuses = device_type == "cuda" and compiles_when_planned(config.train.compile, device_type)
@@ -115,7 +115,7 @@ def _trace(
     slices = find_slices(replace(config, train=train), rank=0)
     repetition = Repetition(model, units if shortens else (), checkpointed)
     with warnings.catch_warnings(), fake_tensors():
-        warnings.simplefilter("ignore")  # of hooks on views, which are FSDP's to warn of
+        warnings.simplefilter("ignore")  # about hooks on views; warning about those is FSDP's job
         buffer_bytes = _make_fake(model, compute_dtype, repetition.left_out)
         shape = (micro_batch_size * config.rows_per_sample, config.data.seq_len // config.context)
         batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")}
@@ -132,7 +132,7 @@ def _trace(
         loss_of = find_loss(model)
         with meter, sliced(slices), by_row() if config.train.objective == "dpo" else nullcontext():
             if config.train.objective == "dpo":
-                with torch.no_grad():  # the reference, which is like it
+                with torch.no_grad():  # the reference model, which has the same architecture
                     loss_of(batch)
             loss = loss_of(batch)
             (loss * 1.0).sum().backward()
@@ -146,9 +146,10 @@ def _trace(
 def _checkpoint(
     blocks: Sequence[nn.Module], checkpointing: int | str, kept: Sequence[frozenset[OperatorId]], fuses: bool
 ) -> set[int]:
-    """Apply activation checkpointing as asked for; returns the ids of the blocks that have it.
+    """Apply activation checkpointing; return the ids of the blocks that it was applied to.
 
-    fuses: the others are compiled, which recomputes what is cheap.
+    If `fuses`, the other blocks are compiled and get selective checkpointing, since the compiler recomputes cheap
+    operators.
     """
     before = [vars(block).get("forward") for block in blocks]
     apply_activation_checkpointing(blocks, checkpointing, kept)
@@ -161,7 +162,7 @@ def _checkpoint(
 def _unit_facts(
     model: nn.Module, units: Sequence[ShardUnit], moments: Mapping[int, tuple[int, int]]
 ) -> tuple[UnitFacts, ...]:
-    """Return the units in the order of the forward pass, each with what no inner unit holds, and then the root."""
+    """Return the units in forward order, then the root; each has the parameters that no unit inside it holds."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     taken: set[int] = set()
     found: dict[int, UnitFacts] = {}
@@ -188,7 +189,7 @@ def _unit_facts(
 
 
 def _without_unused(units: tuple[UnitFacts, ...], unused: set[str]) -> tuple[UnitFacts, ...]:
-    """Return the units; parameters that get no gradient are not reduced, and the optimizer keeps nothing for them."""
+    """Mark parameters that get no gradient as untrained: they are not reduced and have no optimizer state."""
     return tuple(
         replace(
             unit,
@@ -201,7 +202,7 @@ def _without_unused(units: tuple[UnitFacts, ...], unused: set[str]) -> tuple[Uni
 
 
 def _make_fake(model: nn.Module, compute_dtype: torch.dtype, left_out: set[int]) -> int:
-    """Give fake values to what is on the meta device, parameters in the dtype of compute; return buffers' bytes."""
+    """Replace meta tensors with fake ones, parameters in the compute dtype; return the size of the buffers."""
     ties = tied_names(model)
     buffer_bytes = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Records a run on fake tensors: bytes that operators allocate, and marks where FSDP would gather and reduce."""
+"""Records a run on fake tensors: the bytes that operators allocate, and where FSDP would gather and reduce."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from trainer.plan.trace import Event, Mark, Segment
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Counts the bytes of the storages that operators make, until they are freed, and the kernels that run.
+    """Tracks the storages that operators allocate, from allocation to free, and the kernels that run.
 
-    A storage has a serial number; the negative of its address stands for one that was there before.
+    Each storage has a serial number; a storage that existed before is identified by the negative of its address.
     """
 
     def __init__(
         self, model: nn.Module, inputs: Iterable[torch.Tensor], fuses: bool = False, float8: str = "none"
     ) -> None:
-        """fuses: blocks are compiled.  float8: what their layers multiply in, as `train.float8` says it."""
+        """`fuses`: whether blocks are compiled.  `float8`: the value of `train.float8` for their layers."""
         super().__init__()
         self.in_block = self.is_backward = False
-        """Whether what runs now is part of a block; whether it is the backward pass."""
+        """Whether the current operators are inside a block, and whether they are part of the backward pass."""
         self._fuses, self._casts = fuses, Casts(float8, fuses)
         self._known: dict[int, weakref.ref[Any]] = {}
         self._serials: dict[int, int] = {}
         self._num_made = 0
         self._log: list[tuple[int, int]] = []
-        """Storages by serial number, as they come (bytes) and go (negative); 0: a gradient of a parameter is there."""
+        """Pairs of serial number and bytes, negative when freed; serial number 0 is the gradient of a parameter."""
         self._operators: list[Operator] = []
         self._stretches: list[_Stretch] = []
         self._made_forward: set[int] = set()
-        """What blocks have made in their forward pass."""
+        """Serial numbers of the storages that blocks have allocated in their forward pass."""
         self._not_counted = {
             storage_id(tensor.untyped_storage())
             for tensor in (*model.parameters(), *model.buffers(), *inputs)
@@ -93,7 +93,7 @@ class MemoryMeter(TorchDispatchMode):
         return self._serials.get(key, -key)
 
     def _touched(self, tree: Any) -> dict[int, int]:
-        """Return how many bytes the tensors in `tree` are of each storage."""
+        """Return the number of bytes of each storage that the tensors in `tree` cover."""
         found: dict[int, int] = {}
         for tensor in pytree.tree_leaves(tree):
             if isinstance(tensor, torch.Tensor):
@@ -109,7 +109,7 @@ class MemoryMeter(TorchDispatchMode):
             self._log.append((0, parameter.grad.numel() * parameter.grad.element_size()))
 
     def unused(self, model: nn.Module) -> set[str]:
-        """Return the names of the trainable parameters that have got no gradient."""
+        """Return the names of the trainable parameters that have received no gradient."""
         return {
             name
             for name, parameter in model.named_parameters()
@@ -117,7 +117,7 @@ class MemoryMeter(TorchDispatchMode):
         }
 
     def cut(self) -> None:
-        """End a segment and begin the next."""
+        """End the current segment and start the next one."""
         self._stretches.append(_Stretch(self._log, self._operators, frozenset(self._serials.values())))
         self._log, self._operators = [], []
         self._casts.clear()
@@ -138,9 +138,9 @@ class MemoryMeter(TorchDispatchMode):
         return found
 
     def _unread(self) -> list[set[int]]:
-        """Return, for each segment, what blocks have made in their forward pass and nothing reads after it.
+        """Return, for each segment, the storages made by blocks in their forward pass that no later segment reads.
 
-        Compiled code does not keep it, whatever recomputation was told to keep.
+        Compiled code does not save them, whatever the checkpointing policy says.
         """
         last_read: dict[int, int] = {}
         for number, one in enumerate(self._stretches):
@@ -152,12 +152,12 @@ class MemoryMeter(TorchDispatchMode):
 
 
 class _Stretch(NamedTuple):
-    """A segment as it was watched."""
+    """A segment as recorded, before fusion."""
 
     log: list[tuple[int, int]]
     operators: list[Operator]
     alive: frozenset[int]
-    """Storages that are there at its end."""
+    """Storages that are alive at the end of the segment."""
 
 
 def _segment_of(log: Iterable[tuple[int, int]], work: Counter[Work], never_made: Collection[int] = ()) -> Segment:
@@ -172,7 +172,7 @@ def _segment_of(log: Iterable[tuple[int, int]], work: Counter[Work], never_made:
 
 
 class Recorder:
-    """Notes where FSDP would gather and reduce, and where repeated blocks begin: as FSDP does, with hooks."""
+    """Marks where FSDP would gather and reduce, and where repeated blocks begin, using the same hooks as FSDP."""
 
     def __init__(self, meter: MemoryMeter, compute_dtype: torch.dtype) -> None:
         self.meter = meter
@@ -181,7 +181,7 @@ class Recorder:
 
     @property
     def events(self) -> list[Event]:
-        """The marks so far, each with what has happened since the one before."""
+        """The marks so far, each with the segment since the previous mark."""
         pairs = zip(self.meter.segments(), self._marks, strict=True)
         return [Event(segment, mark, unit) for segment, (mark, unit) in pairs]
 
@@ -190,7 +190,7 @@ class Recorder:
         self._marks.append((mark, unit))
 
     def watch_block(self, block: nn.Module, position: int) -> None:
-        """Note where the block begins, in both passes."""
+        """Mark where the block begins in the forward and the backward pass, and where its forward returns."""
         block.register_forward_pre_hook(lambda *_: self.mark("block_forward", position))
 
         def after(block: nn.Module, args: Any, output: Any) -> None:
@@ -200,7 +200,10 @@ class Recorder:
         block.register_forward_hook(after)
 
     def watch_inside(self, block: nn.Module) -> None:
-        """Tell the meter what runs inside of a block, in both passes; once one is gone back through, all that comes."""
+        """Tell the meter when operators run inside a block.
+
+        From the first backward pass of a block on, all operators count as inside one.
+        """
 
         def enter(*_: Any) -> None:
             self.meter.in_block = True
@@ -218,10 +221,10 @@ class Recorder:
         block.register_forward_hook(leave)
 
     def watch_unit(self, modules: Sequence[nn.Module], unit: int, is_root: bool = False) -> None:
-        """Note what FSDP's hooks on `modules`, gathered together, do.
+        """Mark what FSDP's hooks would do for `modules`, which form one unit.
 
-        The unit is gathered before the first of them runs and reshards after the last; its gradients are reduced once
-        those of the first one's inputs are known, or, where these need none, when the whole backward pass is over.
+        The unit is gathered before its first module runs and resharded after its last.  Its gradients are reduced once
+        the gradients of the first module's inputs are known or, if those need none, at the end of the backward pass.
         """
         waiting = set(modules)
 
@@ -249,7 +252,7 @@ class Recorder:
         return tensor.to(self.cast_dtype) if tensor.is_floating_point() else tensor
 
     def _when_gradient(self, mark: Mark, unit: int, output: Any) -> None:
-        """Make the mark when the first gradient of `output` is there."""
+        """Add the mark as soon as the first gradient of `output` is computed."""
         is_done = False
 
         def note(gradient: torch.Tensor) -> None:
@@ -273,7 +276,7 @@ class Recorder:
 
 
 class _AfterBackward(torch.autograd.Function):
-    """Passes tensors on, and calls back once the gradients of all of them are there."""
+    """Identity whose backward calls a callback, once the gradients of all its tensors have been computed."""
 
     @staticmethod
     def forward(ctx: Any, callback: Callable[[], None], *inputs: torch.Tensor) -> Any:

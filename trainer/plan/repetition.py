@@ -1,4 +1,4 @@
-"""Leaves out the middle of long runs of equal blocks, and repeats what was recorded of the ones that are run."""
+"""Speeds up tracing: skips the middle of long runs of identical blocks and copies the events of those that did run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _LONGEST_PERIOD = 16
 
 
 class NotRepeated(Exception):
-    """A block does not pass on what it was given in the same form, so that none can be left out."""
+    """Blocks cannot be skipped: the model treats them differently, or a block changes the form of its input."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Blocks in a row that repeat with a period.
+    """Consecutive blocks that repeat with a period.
 
-    Two periods are run, of which the second stands for the `num_skipped` blocks behind it, and then the rest.
+    The first two periods are run; the second represents the `num_skipped` blocks after it.  Then the rest are run.
     """
 
     blocks: tuple[nn.Module, ...]
@@ -50,15 +50,15 @@ class _Run:
 
 
 class Repetition:
-    """Leaves out the middle of long runs of equal blocks, and puts copies of its like into the events."""
+    """Skips the middle of long runs of identical blocks and fills in copies of the events of equivalent blocks."""
 
     def __init__(self, model: nn.Module, units: Sequence[ShardUnit], checkpointed: set[int]) -> None:
         self.runs = _find_runs(model, checkpointed) if units else []
         self.left_out = {id(m) for run in self.runs for block in run.skipped for m in block.modules()}
-        self._place: list[tuple[_Run, int]] = []  # of each watched block, by the number in its marks
+        self._place: list[tuple[_Run, int]] = []  # of each watched block, indexed by the number in its marks
         self._calls: dict[int, list[tuple[int, Any]]] = {id(run): [] for run in self.runs}
-        self._beside: dict[int, tuple[Any, ...] | None] = {}  # what a run's blocks hand out beside the next one's input
-        self._home: dict[int, tuple[_Run, int, str]] = {}  # of each unit: its block, and its name therein
+        self._beside: dict[int, tuple[Any, ...] | None] = {}  # a run's block outputs after the first
+        self._home: dict[int, tuple[_Run, int, str]] = {}  # of each unit: its block, and its name in the block
         self._unit_at: dict[tuple[int, int, str], int] = {}
         for run in self.runs:
             for position, block in enumerate(run.blocks):
@@ -73,7 +73,7 @@ class Repetition:
         return all(id(module) in self.left_out for module in modules)
 
     def attach(self, recorder: Recorder) -> None:
-        """Mark where blocks begin, and let those that are left out pass on what they are given."""
+        """Mark where blocks begin, and make the skipped ones return their input."""
         for run in self.runs:
             for position, block in enumerate(run.blocks):
                 block.register_forward_pre_hook(self._note_call(run, position), with_kwargs=True)
@@ -85,7 +85,7 @@ class Repetition:
                     block.register_forward_hook(self._note_output(run))
 
     def _note_output(self, run: _Run) -> Callable[..., None]:
-        """Return a hook that raises NotRepeated unless the next block could be given a block's (first) output."""
+        """Return a hook that raises NotRepeated unless a block's first output can serve as the next block's input."""
 
         def note(block: nn.Module, args: Any, output: Any) -> None:
             given = args[0] if args else None
@@ -99,12 +99,12 @@ class Repetition:
         return note
 
     def _passing_on(self, run: _Run) -> Callable[..., Any]:
-        """Return what blocks that are left out do: hand on what they are given, beside it what the others hand out."""
+        """Return the forward function of skipped blocks: it returns its input, and zeros for any further outputs."""
 
         def pass_on(*args: Any, **kwargs: Any) -> Any:
             if not args:
                 raise NotRepeated
-            # As a node of its own in the graph, so that gradients of each block's output are known one after another.
+            # A separate node in the graph, so that the gradients of the blocks' outputs are computed one after another.
             first = args[0].view_as(args[0]) if isinstance(args[0], torch.Tensor) else args[0]
             beside = self._beside[id(run)]
             return first if beside is None else (first, *pytree.tree_map_only(torch.Tensor, torch.zeros_like, beside))
@@ -112,7 +112,7 @@ class Repetition:
         return pass_on
 
     def like(self, names: set[str]) -> set[str]:
-        """Return the names of parameters, and those of the same parameters of blocks that were left out."""
+        """Return `names` of parameters, plus those of the corresponding parameters in skipped blocks."""
         found = set(names)
         for run in self.runs:
             for position in range(run.first_skipped, run.first_behind):
@@ -128,10 +128,10 @@ class Repetition:
         return note
 
     def _check(self, events: Sequence[Event]) -> None:
-        """Raise NotRepeated unless the model treats the blocks that were left out as it does those in their stead.
+        """Raise NotRepeated unless the model treats skipped blocks like the blocks that represent them.
 
-        They must be called one after another, with arguments of the same form and the same plain values, and what
-        the model does between them must be the same.
+        Blocks must be called one after another, with arguments of the same form and the same plain values, and the
+        model must do the same work between them.
         """
         for run in self.runs:
             calls, size = self._calls[id(run)], len(run.blocks)
@@ -150,10 +150,10 @@ class Repetition:
                 raise NotRepeated
 
     def repeated(self, events: Sequence[Event]) -> list[Event]:
-        """Return the events with copies of the second period for what was left out.
+        """Return the events with copies of the second period in place of the skipped blocks.
 
-        A period is what happens from the mark of its first block to that of the next period's: the model's own work
-        between blocks is part of it, and what it did around blocks that were left out is dropped.
+        A period lasts from the mark of its first block to the mark of the next period's first block.  It includes the
+        model's own work between blocks; the work recorded around skipped blocks is dropped.
         """
         self._check(events)
         done: list[Event] = []
@@ -198,7 +198,7 @@ class Repetition:
 
 
 def _form(arguments: Any) -> Any:
-    """Return what two calls must have in common: structure, shapes and dtypes, and values that are no tensors."""
+    """Return what two calls must have in common: structure, shapes and dtypes of tensors, and other values."""
     leaves, structure = pytree.tree_flatten(arguments)
     return str(structure), [
         (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf)
@@ -207,7 +207,7 @@ def _form(arguments: Any) -> Any:
 
 
 def without_block_marks(events: Iterable[Event]) -> Iterator[Event]:
-    """Yield the marks of FSDP's alone."""
+    """Yield FSDP's marks only, merging the segments on both sides of each block mark."""
     held = Segment()
     for event in events:
         if event.mark.startswith("block"):
@@ -218,7 +218,7 @@ def without_block_marks(events: Iterable[Event]) -> Iterator[Event]:
 
 
 def _find_runs(model: nn.Module, checkpointed: set[int]) -> list[_Run]:
-    """Return the runs of equal blocks that are worth shortening: children of a list of modules, not inside another."""
+    """Return the runs of identical blocks that are worth shortening, in outermost ModuleLists and Sequentials."""
     runs: list[_Run] = []
     inside: set[int] = set()
     shared = {id(model.get_parameter(group[0])) for group in tied_names(model)}
@@ -233,7 +233,7 @@ def _find_runs(model: nn.Module, checkpointed: set[int]) -> list[_Run]:
         for period in range(1, min(_LONGEST_PERIOD, len(blocks) // 4) + 1):
             if all(kinds[n] == kinds[n - period] for n in range(period, len(blocks))):
                 num_skipped = (len(blocks) - 3 * period) // period * period
-                if num_skipped < 2 * period:  # with fewer there is nothing to compare what lies between them with
+                if num_skipped < 2 * period:  # with fewer, there is no second gap between blocks to compare
                     break
                 inner = "".join([parent_name, "."] if parent_name else [])
                 names = tuple(f"{inner}{name}" for name, _ in parent.named_children())
@@ -244,9 +244,9 @@ def _find_runs(model: nn.Module, checkpointed: set[int]) -> list[_Run]:
 
 
 def _kind(block: nn.Module, counted: set[tuple[str, str]], shared: set[int], checkpointed: set[int]) -> Any:
-    """Return what two blocks must have in common to be one and the same here: modules, shapes and plain settings.
+    """Return what two blocks must have in common to count as identical: modules, shapes and plain settings.
 
-    Settings in `counted` are not among these.  What shares a parameter is like nothing else.
+    Settings in `counted` are ignored.  A block with a tied parameter is identical to no other.
     """
     parts: list[Any] = []
     for name, module in block.named_modules():
@@ -263,7 +263,7 @@ def _kind(block: nn.Module, counted: set[tuple[str, str]], shared: set[int], che
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes that are the module's own settings, as far as two modules can be compared by them."""
+    """Yield the module's own attributes that can be compared between modules; others are represented by their id."""
     for key, value in vars(module).items():
         if key in _OF_EVERY_MODULE or isinstance(value, (torch.Tensor, nn.Module)):
             continue
@@ -275,7 +275,7 @@ _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"})
 
 
 def _counted_settings(blocks: Sequence[nn.Module]) -> set[tuple[str, str]]:
-    """Return the settings (module's name, attribute) that only say which block of the list this one is."""
+    """Return the settings (module name, attribute) that only hold a block's index in the list."""
     counted = {(name, key) for name, module in blocks[0].named_modules() for key, _ in _settings(module)}
     for position, block in enumerate(blocks):
         own = {

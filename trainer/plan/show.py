@@ -1,4 +1,4 @@
-"""A plan for people and for programs: tables, JSON, and a picture of memory over one step."""
+"""Presents a plan as tables, as JSON, and as a picture of memory over one step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _COLOURS: dict[Kind, str] = {
     "temporaries": "#8c8a00",
     "buffers and inputs": "#66707b",
 }
-"""Hues of Okabe and Ito, https://jfly.uni-koeln.de/color/, which the colour-blind can tell apart."""
+"""Mostly the palette of Okabe and Ito, safe for colour-blind readers: https://jfly.uni-koeln.de/color/."""
 
 
 def print_plan(plan: Plan, choice: Choice | None = None) -> None:
@@ -60,12 +60,12 @@ def _print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def remedies_text(plan: Plan) -> str:
-    """Return what would make a plan fit that does not, in lines."""
+    """Return the changes that would make a plan fit, one per line."""
     return "\n".join(remedies(plan) or ["no single change of settings would make it fit"])
 
 
 def _left_out(plan: Plan) -> list[str]:
-    """Return in words what the plan does not count."""
+    """Describe the costs that the plan does not include."""
     config = plan.config
     lines = []
     if config.optim.name == "muon":
@@ -78,13 +78,13 @@ def _left_out(plan: Plan) -> list[str]:
 
 
 def memory_text(plan: Plan) -> str:
-    """Return what a rank needs at the peak, by kind, as plain text; whether that fits is not said."""
+    """Return a rank's peak memory by kind as plain text, without saying whether it fits."""
     lines = table_lines(("kind", "GiB"), _memory_rows(plan), text_columns=(0,))
     return "\n".join([f"{_peak_text(plan)}, as planned", *lines])
 
 
 def choice_text(choice: Choice, width: int | None = None) -> str:
-    """Return what `auto` has settled, and the runners-up, as plain text; width: as for `table_lines`."""
+    """Return the resolved `auto` settings and the runners-up as plain text; `width` is as for `table_lines`."""
     heads, rows = _choice_rows(choice)
     lines = table_lines(heads, rows, width, text_columns=range(5))
     return "\n".join([f"auto: {choice.num_candidates} candidates", *lines])
@@ -103,7 +103,7 @@ def _heading(plan: Plan) -> list[str]:
 
 
 def _choice_rows(choice: Choice) -> tuple[list[str], list[list[str]]]:
-    """Return the heads and the rows of the table of choices; five columns are text, two are numbers."""
+    """Return the headers and rows of the table of choices: five text columns, then two of numbers."""
     heads = ["", "resharding", "checkpointing", "micro-batch", "context", "GiB", "s per step"]
     rows = []
     for number, plan in enumerate((choice.plan, *choice.runners_up)):
@@ -162,7 +162,7 @@ def _time_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def memory_by_kind(plan: Plan) -> dict[str, float]:
-    """Return GiB at the peak by kind, the allocator's share, what the driver takes, and the total."""
+    """Return peak memory in GiB by kind, plus the allocator's share, the driver's memory, and the total."""
     by_kind: dict[str, float] = {kind: plan.memory.peak.by_kind[kind] / GIB for kind in get_args(Kind)}
     by_kind["allocator"] = plan.peak_gib * plan.machine.allocator_share
     by_kind["driver and communicators"] = plan.machine.reserved_gib
@@ -170,7 +170,7 @@ def memory_by_kind(plan: Plan) -> dict[str, float]:
 
 
 def communication_rows(plan: Plan) -> list[dict[str, Any]]:
-    """Return the collectives of one step by operation, axis and ranks: count, bytes and seconds in all."""
+    """Return the total count, bytes and seconds of one step's collectives, by operation, axis and ranks."""
     rows: dict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0, 0, 0.0])
     for (operation, axis, num_ranks, num_bytes), count in plan.collectives.items():
         row = rows[operation, axis, num_ranks]
@@ -185,7 +185,7 @@ def communication_rows(plan: Plan) -> list[dict[str, Any]]:
 
 
 def to_json(plan: Plan, choice: Choice | None = None) -> dict[str, Any]:
-    """Return the plan as plain values: bytes, seconds, counts."""
+    """Return the plan as JSON-serializable values, in bytes, seconds and counts."""
     time = plan.time
     return {
         "recipe": plan.config.run.name,
@@ -244,8 +244,8 @@ def _choice_to_json(choice: Choice) -> dict[str, Any]:
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draw the memory of one step, by kind, into a .png or .svg file.  The x axis counts FSDP's marks, in order."""
-    from matplotlib.figure import Figure  # takes a second
+    """Plot memory by kind over one step to a .png or .svg file.  The x axis counts FSDP's marks, in order."""
+    from matplotlib.figure import Figure  # imported here because it takes a second
 
     curve = memory_of(plan.trace, plan.layout, plan.num_micro_batches, draws=True).curve
     figure = Figure(figsize=(11, 5.5), layout="constrained")

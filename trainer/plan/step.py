@@ -1,8 +1,8 @@
-"""One step as FSDP2 makes it: what is gathered, reduced, allocated and freed, in order.
+"""Simulates one step under FSDP2: what is gathered, reduced, allocated and freed, in order.
 
-Follows torch.distributed.fsdp's own state machine, event by event, over a `Trace`: no process group, no tensor, no
-device.  What a caller wants to know of it, memory or time, it reads off by being a `Watcher`.  The rank is the one
-with the largest shards, rank 0.
+Follows the state machine of torch.distributed.fsdp, event by event, over a `Trace`; it needs no process group, tensor
+or device.  Callers observe the step, to compute memory or time, by passing a `Watcher`.  The simulated rank is rank 0,
+which has the largest shards.
 
 Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py, torch 2.13.
 """
@@ -34,23 +34,23 @@ Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of the units on the mesh: `replicate` x `shard` ranks, and what FSDP is told about each unit.
+    """Layout of the units on a mesh of `replicate` x `shard` ranks, with FSDP's settings for each unit.
 
-    `reshard` has one entry a unit and then the root's: False, True, or the number of ranks to reshard to.
+    `reshard` has one entry per unit, the root's last: False, True, or the number of ranks to reshard to.
     """
 
     replicate: int
     shard: int
     reshard: tuple[bool | int, ...]
     param_size: int
-    """Bytes of an element of an unsharded parameter."""
+    """Bytes per element of an unsharded parameter."""
     reduce_size: int
-    """Bytes of an element of what is reduced."""
+    """Bytes per element of the gradients that are reduced."""
     cpu_offload: bool = False
     has_reference_model: bool = False
-    """Whether a frozen copy of the model is sharded beside it."""
+    """Whether there is a frozen copy of the model, sharded the same way."""
     averages: bool = False
-    """Whether an average of the trained weights is (`train.ema`)."""
+    """Whether there is an average of the trained weights (`train.ema`), sharded the same way."""
     prefetch_forward: int = 0
     prefetch_backward: int = 0
     accumulates_shards: bool = False
@@ -58,9 +58,9 @@ class Layout:
     context: int = 1
     """Ranks of the shard axis that hold slices of the same sequences."""
     reshard_after_backward: bool = True
-    """Whether each micro-batch gathers anew; the last one of a step always leaves shards."""
+    """Whether every micro-batch gathers again; the last one of a step always leaves shards."""
     is_whole: bool = False
-    """Whether each rank has the model as a plain module: nothing is gathered, and replicas average gradients in
+    """Whether each rank holds the full model as a plain module: nothing is gathered, and replicas average gradients in
     buckets."""
 
     @property
@@ -69,9 +69,9 @@ class Layout:
 
 
 class Watcher(Protocol):
-    """A listener that is told of everything that happens in a step, in the order in which the host issues it.
+    """Receives every event of a step, in the order in which the host issues it.
 
-    `begin` opens a micro-batch that stands for `repeats` of them.  A gather is issued, and later waited for.
+    `begin` starts a micro-batch that represents `repeats` of them.  A gather is issued first and waited for later.
     """
 
     def begin(self, repeats: int) -> None: ...
@@ -80,7 +80,7 @@ class Watcher(Protocol):
     def compute(self, segment: Segment, unit: int, is_backward: bool, accumulates: bool) -> None: ...
     def gather(self, unit: int, axis: Axis, num_ranks: int, num_bytes: int) -> None: ...
     def wait_for_gather(self, unit: int, num_bytes: int, is_forward: bool) -> None: ...
-    def reduce(self, unit: int, scattered: int, reduced: int) -> None: ...  # 0: not among the replicas
+    def reduce(self, unit: int, scattered: int, reduced: int) -> None: ...  # reduced=0: no all-reduce among replicas
     def finish_backward(self) -> None: ...
 
 
@@ -93,7 +93,7 @@ class _Sizes:
     unsharded: tuple[int, ...]
     """Of each parameter, gathered."""
     cast: tuple[int, ...]
-    """Of each parameter, gathered, that is stored in another dtype than it is gathered in; of others 0."""
+    """Of each parameter, gathered, if it is stored in a different dtype than it is gathered in; otherwise 0."""
     gradients: int
     """Of all trained parameters, unsharded, as autograd makes them."""
     accumulated: tuple[int, ...]
@@ -125,7 +125,7 @@ def _sizes_of(unit: UnitFacts, layout: Layout) -> _Sizes:
 
 
 def padded_numel(parameter: ParameterFacts, num_shards: int) -> int:
-    """Return the elements of a parameter once its dim 0 is a multiple of the shards."""
+    """Return the number of elements after padding dim 0 of the parameter to a multiple of `num_shards`."""
     if not parameter.shape:
         return num_shards
     rows = -(-parameter.shape[0] // num_shards) * num_shards
@@ -146,13 +146,13 @@ class _Group:
         self.phase: Literal["idle", "forward", "pre_backward", "post_backward"] = "idle"
         self.order: list[int] = []
         self.accumulated = 0
-        """Bytes of unsharded gradients kept from earlier micro-batches."""
+        """Bytes of unsharded gradients accumulated in earlier micro-batches."""
         self.adds_in_place = False
-        """Whether autograd adds to those itself: they are in the dtype of compute."""
+        """Whether autograd adds to them in place, because they are in the compute dtype."""
         self.held = self.partial = 0
-        """Bytes of a reduction that others still need; of one that replicas have not added yet."""
+        """Bytes of a reduced buffer that is still in use, and of one that replicas have not all-reduced yet."""
         self.has_shards = False
-        """Whether its gradients' shards are there."""
+        """Whether the shards of its gradients have been allocated."""
 
     @property
     def is_empty(self) -> bool:
@@ -164,29 +164,29 @@ class _Bucket:
     """Gradients that replicas average together."""
 
     awaited: set[int]
-    """Units whose backward pass has not ended."""
+    """Units whose backward pass has not finished."""
     gradients: int
-    """Their bytes, as autograd makes them."""
+    """Bytes of the gradients as autograd allocates them."""
     sent: int
-    """Bytes of the buffer that they are copied to."""
+    """Bytes of the buffer that they are copied into."""
 
 
 class Step:
-    """One step of `num_micro_batches` over `trace`; `run` tells the watcher of it."""
+    """One step of `num_micro_batches` over `trace`; `run` reports its events to the watcher."""
 
     def __init__(self, trace: Trace, layout: Layout, num_micro_batches: int, watcher: Watcher) -> None:
         self.trace, self.layout, self.watcher = trace, layout, watcher
         self.num_micro_batches = num_micro_batches
         self._groups = [_Group(number, unit, layout) for number, unit in enumerate(trace.units)]
         self._order: list[_Group] = []
-        self._gathered: int = 0  # of the last all-gather in forward, whose output is kept for the next one's sake
+        self._gathered: int = 0  # bytes of forward's last all-gather, held until the next copy-out
         self._reducing: deque[int] = deque()
         self._gradients = 0  # unsharded, of this micro-batch
         self._adds_in_place = False
         self._buckets = self._cut_buckets() if layout.is_whole and layout.replicate > 1 else deque()
 
     def run(self) -> None:
-        """Do the micro-batches.  Of those that accumulate, the second stands for all that come after it."""
+        """Run the micro-batches.  The second one that accumulates represents all later ones that do."""
         if self.num_micro_batches > 1:
             self._micro_batch(is_last=False, repeats=1)
         if self.num_micro_batches > 2:
@@ -263,7 +263,7 @@ class Step:
         if num_ranks == 1:
             return
         gathered = sum(group.sizes.unsharded)
-        # The shards in the dtype of compute, or from host memory, are copied into the buffer and then freed.
+        # Shards cast to the compute dtype, or copied from host memory, are copied into the buffer and then freed.
         copied = (gathered if self.layout.cpu_offload else sum(group.sizes.cast)) // num_ranks
         if copied:
             self.watcher.allocate("all-gather buffers", copied)
@@ -293,14 +293,14 @@ class Step:
         if group.state == "resharded":
             self.watcher.free("parameters", sum(n // int(group.reshard) for n in group.sizes.unsharded))
         group.state = "unsharded"
-        if is_forward:  # kept for the next one's sake, which lets go of it when it has copied its own
+        if is_forward:  # held until the next all-gather has been copied out
             self.watcher.free("all-gather buffers", before)
             self._gathered = gathered if num_ranks > 1 else 0
         elif num_ranks > 1:
             self.watcher.free("all-gather buffers", gathered)
 
     def _copy_shards(self, group: _Group) -> None:
-        """On a shard axis of one rank each parameter is copied; the copy in another dtype lives until the next is."""
+        """Copy each parameter, on a shard axis of one rank; a cast copy lives until the next one is made."""
         before = 0
         for num_bytes, is_cast in zip(group.sizes.unsharded, group.sizes.cast, strict=True):
             if is_cast:
@@ -343,7 +343,7 @@ class Step:
             if is_last:
                 self._send_buckets(group)
             return
-        if group.accumulated and new:  # added to what there is, in the dtype of the reduction
+        if group.accumulated and new:  # added to the accumulated gradients, in the reduction dtype
             self._free_gradients(new)
             new = 0
         if is_last or self.layout.reshard_after_backward:
@@ -366,13 +366,13 @@ class Step:
         self._scatter(group, is_last)
 
     def _scatter(self, group: _Group, is_last: bool) -> None:
-        """Reduce-scatter, all-reduce where there are replicas, and add to the gradients' shards."""
+        """Reduce-scatter, all-reduce if there are replicas, and add to the gradients' shards."""
         sizes, watcher, layout = group.sizes, self.watcher, self.layout
         scattered = sizes.reduced // layout.shard
         is_hybrid = layout.replicate > 1
         watcher.reduce(group.number, sizes.reduced, scattered if is_last else 0)
         watcher.allocate("reduction buffers", scattered)
-        if is_hybrid and not is_last:  # waits for the other replicas' until the last micro-batch
+        if is_hybrid and not is_last:  # the all-reduce waits until the last micro-batch
             watcher.free("reduction buffers", group.partial)
             group.partial = scattered
             return
@@ -383,7 +383,7 @@ class Step:
         if is_other_dtype:
             watcher.allocate("reduction buffers", final)
         if is_other_dtype and is_hybrid and not layout.cpu_offload:
-            group.held = scattered  # kept from the allocator until all replicas have added it
+            group.held = scattered  # not released to the allocator until the all-reduce is done
         else:
             watcher.free("reduction buffers", scattered)
         if is_other_dtype:
@@ -393,9 +393,9 @@ class Step:
             group.has_shards = True
 
     def _keep_gradients(self, group: _Group, new: int) -> None:
-        """Keep unsharded gradients for the next micro-batch, in the dtype of the reduction."""
+        """Accumulate unsharded gradients for the next micro-batch, in the reduction dtype."""
         if self.layout.param_size == self.layout.reduce_size:
-            self._gradients -= new  # they stay where they are, and the next ones are added there
+            self._gradients -= new  # they stay in place, and autograd adds the next ones to them
             group.accumulated, group.adds_in_place = new, True
             return
         for num_bytes in group.sizes.accumulated:
@@ -404,7 +404,7 @@ class Step:
         group.accumulated = sum(group.sizes.accumulated)
 
     def _leave_gradients(self, group: _Group, new: int) -> None:
-        """Leave gradients where autograd has made them: these are the parameters' own."""
+        """Leave gradients where autograd allocated them, as the parameters' `.grad`."""
         self._free_gradients(new)
         self.watcher.allocate("gradients", new)
         group.adds_in_place = group.adds_in_place or new > 0
@@ -424,7 +424,7 @@ class Step:
         )
 
     def _send_buckets(self, group: _Group) -> None:
-        """Have replicas average the gradients of the buckets that `group` completes, in order."""
+        """All-reduce the buckets that `group` completes, in order, to average gradients over replicas."""
         for bucket in self._buckets:
             bucket.awaited.discard(group.number)
         while self._buckets and not self._buckets[0].awaited:
@@ -438,12 +438,12 @@ class Step:
         self.watcher.free("unsharded gradients", num_bytes)
 
     def _end(self, is_last: bool) -> None:
-        """Do what FSDP does once autograd has finished: it reduces what is left, the root's parameters first."""
+        """Finish the backward pass as FSDP does after autograd: reduce the remaining groups, the root's first."""
         for group in (self._groups[-1], *self._groups[:-1]):
             self._post_backward(group, is_last)
             group.phase = "idle"
             group.order.clear()
-            if group.is_pending:  # gathered ahead, and not needed after all
+            if group.is_pending:  # prefetched but not needed
                 group.is_pending = False
                 self.watcher.free("all-gather buffers", sum(group.sizes.unsharded) * (self._ranks_of(group) > 1))
             if group.held:

@@ -1,4 +1,4 @@
-"""Trace: one micro-batch as data: FSDP's marks in order, with what is allocated and computed between them."""
+"""Defines `Trace`: one micro-batch as FSDP's marks in order, with the memory and kernels between them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ Mark = Literal[
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """A parameter, shared ones once: its shape, whether it is trained, bytes of an element as it is stored."""
+    """A parameter; tied parameters appear once.  `element_size` is in bytes, in the dtype it is stored in."""
 
     name: str
     shape: tuple[int, ...]
     is_trained: bool
     element_size: int
     moments: int
-    """Tensors of its size that the optimizer keeps for it."""
+    """Number of tensors of the parameter's size in its optimizer state."""
     moment_size: int
-    """Bytes of an element of these."""
+    """Bytes per element of those tensors."""
 
     @property
     def numel(self) -> int:
@@ -41,12 +41,12 @@ class ParameterFacts:
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """A unit, gathered as a whole: its name, and the parameters that no unit inside it holds."""
+    """A unit that FSDP gathers at once: its name, and the parameters that no unit inside it holds."""
 
     name: str
     parameters: tuple[ParameterFacts, ...]
     is_embedding_unit: bool = False
-    """Whether it is tables that the backward pass does not read."""
+    """Whether it holds only embedding tables, which the backward pass does not read."""
 
     @property
     def numel(self) -> int:
@@ -55,21 +55,21 @@ class UnitFacts:
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment between two marks, in bytes above what was there at its start, and the kernels that run."""
+    """The stretch between two marks: bytes relative to its start, and the kernels that run."""
 
     peak: int = 0
-    """At most, activations, temporaries and gradients together."""
+    """Peak of activations, temporaries and gradients together."""
     peak_accumulating: int = 0
-    """The same where each parameter has a gradient already, to which new ones are added."""
+    """The same peak if each parameter already has a gradient that new ones are added to."""
     net: int = 0
-    """At its end, without the gradients of parameters."""
+    """Bytes at the end, without the gradients of parameters."""
     gradients: int = 0
-    """At its end, gradients of unsharded parameters: FSDP frees them when it has reduced them."""
+    """Bytes at the end of gradients of unsharded parameters, which FSDP frees after reducing them."""
     work: tuple[tuple[Work, int], ...] = ()
-    """Kernels, and how often each one runs."""
+    """Kernels, and the number of times each one runs."""
 
     def then(self, later: Segment) -> Segment:
-        """Return this segment and the one behind it as one."""
+        """Return this segment merged with the one that follows it."""
         work = Counter(dict(self.work))
         for kernel, count in later.work:
             work[kernel] += count
@@ -82,7 +82,7 @@ class Segment:
         )
 
     def with_attention(self, share: float) -> Segment:
-        """Return the segment with this share of attention's operations."""
+        """Return the segment with attention's FLOPs multiplied by `share`."""
         work = Counter[Work]()
         for kernel, count in self.work:
             flops = round(kernel.flops * share) if kernel.kind == "attention" else kernel.flops
@@ -92,7 +92,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Event:
-    """A mark of FSDP's, for the unit with this number, and what has happened since the mark before."""
+    """One of FSDP's marks, for the unit with this number, and the segment since the previous mark."""
 
     before: Segment
     mark: Mark
@@ -101,21 +101,21 @@ class Event:
 
 @dataclass(frozen=True)
 class Trace:
-    """One micro-batch: the events in order, the units in the order of the forward pass, the root last."""
+    """One micro-batch: the events in order, and the units in forward order with the root last."""
 
     events: tuple[Event, ...]
     units: tuple[UnitFacts, ...]
     buffer_bytes: int
-    """Buffers of the model, which lie in memory all the time."""
+    """Bytes of the model's buffers, which are always in memory."""
     input_bytes: int
-    """Tokens and targets of the micro-batch."""
+    """Bytes of the micro-batch's tokens and targets."""
 
     @property
     def root(self) -> int:
         return len(self.units) - 1
 
     def with_attention(self, share: float) -> Trace:
-        """Return the trace of rows whose documents are kept to themselves: this share of attention is left."""
+        """Return the trace for rows with document masks, which leave only this share of attention's FLOPs."""
         if share == 1.0:
             return self
         events = (replace(event, before=event.before.with_attention(share)) for event in self.events)
