@@ -44,8 +44,9 @@ class Update:
         self._numbers = HostScalars(loss, grad_norm)
 
     def ended_at(self, before: Update | None, before_at: float) -> float | None:
-        """Return the `time.perf_counter` time at which the device finished the step, or None if it finished before the
-        step returned.  Waits for the device.
+        """Return the `time.perf_counter` time at which the device finished the step.  Waits for the device.
+
+        Returns None if the numbers were on the host from the start, so that the step was finished when it returned.
 
         before, before_at: the previous step and the time at which it ended.
         """

@@ -61,7 +61,7 @@ class Horizon:
         return step == self.num_steps or (self._eval.patience > 0 and self._eval.due(step))
 
     def reason(self, step: int) -> str:
-        """Return the reason for which the run ends at `step`."""
+        """Return why the run ends at `step`, as text."""
         if step >= self.num_steps or not self.has_lost_patience:
             return "train.steps reached"
         best = f", which is {self.best[0]:.4f} at step {self.best[1]}" if self.best else ""

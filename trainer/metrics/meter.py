@@ -36,7 +36,7 @@ def resident_gib() -> float:
 def _peak_resident() -> int:
     """Return the peak resident memory in bytes.
 
-    Prefers /proc: the value from getrusage may stem from the parent program that started this one.
+    Prefers /proc, because the value from getrusage may be that of the program that started this one.
     """
     if (most := _read_status("VmHWM")) is not None:
         return most

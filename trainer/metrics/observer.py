@@ -1,4 +1,4 @@
-"""Observer protocols, which are notified when a step begins or ends and when this rank enters a phase."""
+"""Protocols for observers of training, which are called when a step begins or ends and when this rank enters a phase."""
 
 from __future__ import annotations
 

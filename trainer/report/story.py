@@ -268,7 +268,7 @@ def _cleaned(start: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 _MOST = {"started": 1e11, "time": 1e11}
-"""Upper bounds for plausible times, in seconds since the epoch; larger values overflow calendar functions."""
+"""Upper bounds for times, in seconds since the epoch, so that calendar functions do not overflow."""
 
 
 def _number(record: Mapping[str, Any], name: str) -> float:
