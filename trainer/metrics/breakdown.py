@@ -122,7 +122,7 @@ def _launched_us(span: Span) -> float:
 
 _ATTENTION = re.compile(r"scaled_dot_product|flash|fmha|sdpa|attention|attn", re.IGNORECASE)
 _FUSED_BY_INDUCTOR = re.compile(r"triton_(poi|red|per|for)_")
-"""Elementwise work and reductions.  The rest of the name lists fused or merely neighboring operators."""
+"""Pointwise and reduction kernels.  The rest of the name lists operators, not all of which are in the kernel."""
 _MATMUL_KERNEL = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|wgmma|splitk|matmul|(?<![a-z])(add|b|sc)?mm(?![a-z])")
 _MATMUL_OPERATOR = re.compile(
     r"::_?(mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|addr|int_mm|scaled_mm|grouped_mm|scaled_grouped_mm"

@@ -32,7 +32,7 @@ class Goodput:
     load_s: float = 0.0
     """Time spent restoring checkpoints or reading initial weights."""
     save_s: float = 0.0
-    """Time for which saves blocked training."""
+    """Time during which saves blocked training."""
     eval_s: float = 0.0
     between_s: float = 0.0
     """Time from the last record of an attempt to the start of the next process, including any unrecorded work."""
@@ -225,7 +225,7 @@ class Ledger:
 def _between_s(before: Goodput, start: Mapping[str, Any], started: float) -> float:
     """Return the seconds from the last record of an attempt to the start of the next process.
 
-    If both ran on the same machine without a reboot in between, changes of the system clock are corrected for.
+    If both ran on the same machine without a reboot in between, the result accounts for changes of the system clock.
     """
     is_same = before.boot != "" and before.boot == start.get("boot")
     was_set_s = _number(start, "booted") - before.booted if is_same else 0.0

@@ -1,4 +1,4 @@
-"""Protocols for observers of training, which are called when a step begins or ends and when this rank enters a phase."""
+"""Protocols for observers of training, which are called when a step begins or ends or this rank enters a phase."""
 
 from __future__ import annotations
 

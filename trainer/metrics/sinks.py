@@ -43,7 +43,7 @@ class JsonLines:
 
     A resumed run first drops the lines past its checkpoint that it will write again (the kinds in `_MADE_ANEW`).
     Dropped lines are appended to `metrics_superseded.jsonl`, and the rest is rewritten atomically, so a crash leaves
-    either the old or the new file.  `lost_steps` and `before` hold the totals of the file before lines were dropped.
+    either the old or the new file.  `lost_steps` and `before` are computed before any lines are dropped.
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
@@ -220,9 +220,9 @@ class TensorBoard:
 class WandB:
     """Logs to Weights & Biases in a separate thread that training never waits for.
 
-    If the server is unreachable at the start, the client blocks for 101 s; if the connection is lost during the run,
-    `finish` had not returned after 130 s (wandb 0.31).  In both cases this sink drops records with a single warning,
-    and the end of the run waits at most `FINISH_S`.
+    Measured with wandb 0.31: if the server is unreachable at the start, the client blocks for 101 s; if the connection
+    is lost during the run, `finish` does not return within 130 s.  In both cases this sink drops records with a single
+    warning, and the end of the run waits at most `FINISH_S`.
     """
 
     FINISH_S = 10.0

@@ -33,7 +33,7 @@ _STANDARD = frozenset((*TRAIN_FIELDS, *EVAL_FIELDS))
 
 @dataclass
 class Attempt:
-    """One attempt at the run: from a start record to an end record, or to its last record if it has no end record."""
+    """One attempt of a run: from its start record to its end record, or to its last record if it has no end record."""
 
     facts: Mapping[str, Any]
     """The start record."""
