@@ -54,7 +54,7 @@ NARROW = [
 ]
 """Overrides for a Llama with all of its blocks but only short kernels."""
 PLAIN = ["fsdp.param_dtype=float32", "fsdp.reduce_dtype=float32"]
-"""Overrides for a CPU, where bf16 matrix products have a high launch cost."""
+"""Overrides for a CPU, where bf16 matrix products have a high start-up cost."""
 EAGER = ["train.compile=false", "train.activation_checkpoint=none"]
 COMPILED = ["train.compile=true", "train.activation_checkpoint=none"]
 VARIANTS = {
@@ -303,7 +303,7 @@ def let_nothing_be_copied() -> None:
     """Make FSDP's copies between parameters and the buffers of collectives return immediately, on a CPU.
 
     On a GPU, each copy is one kernel regardless of the number of ranks; a CPU copies each rank's part separately.  The
-    time to issue the copies is lost as well, and the parameters then contain whatever was in memory before.
+    time to issue the copies is not measured either, and the parameters contain whatever was in memory before.
     """
     import torch
     from torch.distributed.fsdp import fully_shard  # noqa: F401 - defines the operators

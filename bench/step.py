@@ -183,7 +183,8 @@ def _train_with_trainer(side: str, job: dict[str, Any], watch: Watch, folder: Pa
 
     overrides = overrides_of(side, [*job["overrides"], f"run.dir={folder / 'run'}"])
     measured = Measured(load_config(job["recipe"], overrides))
-    with mock.patch.object(measured.saver, "save_final"):  # it would slow the other side's disk reads
+    # A final save would compete for the disk with the first steps of the other side.
+    with mock.patch.object(measured.saver, "save_final"):
         measured.fit()
     losses = [float(record.loss) for record in records]
     measured.close()

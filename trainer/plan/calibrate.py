@@ -158,12 +158,13 @@ def _gathering_s(group: dist.ProcessGroup, num_ranks: int, num_bytes: int, world
 
 
 def _kernel(device: torch.device) -> float:
+    """Return the shortest time from one kernel to the next, using kernels with almost no work."""
     small = torch.ones(64, device=device)
     return _seconds(lambda: [small.add_(1.0) for _ in range(200)], device) / 200
 
 
 def _host(device: torch.device) -> float:
-    """Return the host's time to issue one operator; none of its own where the host computes."""
+    """Return the host time to issue one operator, or 0 on a CPU, where the host is the device."""
     if device.type == "cpu":
         return 0.0
     small = torch.ones(64, device=device, requires_grad=True)

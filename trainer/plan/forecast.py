@@ -27,7 +27,7 @@ from trainer.plan.show import choice_text, memory_text
 _MISS = 0.1
 """Relative prediction error up to which nothing is reported."""
 _HOST_MISS_GIB = 0.25
-"""Distance from the planned range within which nothing is reported on a CPU, where the peak is that of the process."""
+"""Margin around the planned range within which nothing is reported on a CPU, where the peak is the process's."""
 _HEAP_SHARE = 0.5
 _MOST_HEAP_SHARES = (1.5, 0.6)
 _MOST_HEAP_GIB = 0.3
@@ -122,7 +122,7 @@ class Forecast:
 
     @property
     def peak_gib(self) -> float | None:
-        """The peak as `peak_memory_gib` measures it: of tensors on a GPU, of the whole process on a CPU."""
+        """The peak as `peak_memory_gib` measures it: of tensors on a GPU, of the process on a CPU."""
         return None if self.plan is None else self._peaks_gib(self.plan)[1]
 
     def _peaks_gib(self, plan: Plan) -> tuple[float, float, float]:
@@ -214,7 +214,7 @@ class Forecast:
     def explain(self, error: BaseException) -> None:
         """If `error` is an out-of-memory error, add a note with the plan and with settings that would fit, on one rank.
 
-        Python prints the note below the traceback; before Python 3.11 it is printed at once.  Every rank with such an
+        Python prints the note below the traceback; before Python 3.11 it is printed immediately.  Every rank with such an
         error writes its traceback to a file in the run's folder.
         """
         if is_out_of_memory(error):

@@ -55,10 +55,10 @@ class Repetition:
     def __init__(self, model: nn.Module, units: Sequence[ShardUnit], checkpointed: set[int]) -> None:
         self.runs = _find_runs(model, checkpointed) if units else []
         self.left_out = {id(m) for run in self.runs for block in run.skipped for m in block.modules()}
-        self._place: list[tuple[_Run, int]] = []  # of each watched block, indexed by the number in its marks
+        self._place: list[tuple[_Run, int]] = []  # watched blocks, indexed by the number in their marks
         self._calls: dict[int, list[tuple[int, Any]]] = {id(run): [] for run in self.runs}
-        self._beside: dict[int, tuple[Any, ...] | None] = {}  # a run's block outputs after the first
-        self._home: dict[int, tuple[_Run, int, str]] = {}  # of each unit: its block, and its name in the block
+        self._beside: dict[int, tuple[Any, ...] | None] = {}  # by run: the outputs of a block after the first
+        self._home: dict[int, tuple[_Run, int, str]] = {}  # by unit: its run, its block, and its name in the block
         self._unit_at: dict[tuple[int, int, str], int] = {}
         for run in self.runs:
             for position, block in enumerate(run.blocks):
