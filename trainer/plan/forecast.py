@@ -214,8 +214,8 @@ class Forecast:
     def explain(self, error: BaseException) -> None:
         """If `error` is an out-of-memory error, add a note with the plan and with settings that would fit, on one rank.
 
-        Python prints the note below the traceback; before Python 3.11 it is printed immediately.  Every rank with such an
-        error writes its traceback to a file in the run's folder.
+        Python prints the note below the traceback; before Python 3.11 it is printed immediately.  Every rank with such
+        an error writes its traceback to a file in the run's folder.
         """
         if is_out_of_memory(error):
             kept = self._keep_traceback(error)

@@ -97,7 +97,7 @@ class _MemoryWatcher:
 
 
 def memory_of(trace: Trace, layout: Layout, num_micro_batches: int, draws: bool = False) -> Memory:
-    """Return the memory of a rank over one step on `layout`, with the whole curve if `draws`."""
+    """Return the memory of a rank over one step on `layout`, with the full curve if `draws`."""
     watcher = _MemoryWatcher(trace, at_rest(trace, layout), draws)
     Step(trace, layout, num_micro_batches, watcher).run()
     return Memory(watcher.peak, tuple(watcher.curve))

@@ -2,7 +2,7 @@
 
 The model runs forward and backward, unsharded, on one imaginary rank, with marks where FSDP would gather and reduce.
 In a long run of identical blocks, only the first and last ones are run and the others are copied from them, so tracing
-126 layers costs as much as tracing four.  The result is a `Trace`, from which the planner composes any mesh and any
+126 layers takes as long as tracing four.  The result is a `Trace`, from which the planner composes any mesh and any
 resharding without running the model again.  Independent of any particular model, the mesh and the speed of devices.
 """
 
@@ -106,7 +106,7 @@ def _trace(
     blocks = find_blocks(model, config.recipe)
     kept = saved_by_budget(model, blocks, config, checkpointing, micro_batch_size)
     facts = _unit_facts(model, units, optimizer_state_sizes(model, config.optim))
-    if device_type == "cuda":  # imitated, since autograd in a CPU build of torch refuses fake cuda tensors
+    if device_type == "cuda":  # imitated, since autograd in a CPU build of torch refuses fake CUDA tensors
         use_gpu_kernels(model)
     compute_dtype = getattr(torch, config.fsdp.param_dtype)
     fuses = device_type == "cuda" and compiles_when_planned(config.train.compile, device_type)
