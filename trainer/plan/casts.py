@@ -44,7 +44,8 @@ class Casts:
             return
         reads: dict[int, int] = {}
         for factor, serial in zip(factors, serials[-2:], strict=True):
-            if serial not in self._cast or self._setting == "rowwise":  # each use has other rows
+            # Each use of a tensor scales it along another dimension if rowwise, so casts cannot be shared.
+            if serial not in self._cast or self._setting == "rowwise":
                 yield from self._cast_of(serial, factor.numel())
             reads[self._cast[serial]] = factor.numel()
         num_bytes = sum(reads.values()) + sum(operator.writes.values())

@@ -110,7 +110,10 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of one checkpoint: parameters and optimizer state, or only adapters if the base model was loaded."""
+        """Bytes of one checkpoint: parameters, optimizer state and, with `train.ema`, the weight average.
+
+        For adapters on a base model that was loaded, the base model's parameters are not included.
+        """
         config = self.config
         names_base = config.lora.rank > 0 and (config.train.init_from or config.model_path) is not None
         parameters = [p for unit in self.trace.units for p in unit.parameters if p.is_trained or not names_base]

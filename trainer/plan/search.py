@@ -1,4 +1,4 @@
-"""Resolves `auto`: finds the fastest resharding, activation checkpointing and micro-batch size that fit in memory.
+"""Resolves `auto`: the fastest resharding, checkpointing, micro-batch size and context size that fit in memory.
 
 The search evaluates candidates with the planner's model instead of trial launches; one candidate takes milliseconds.
 A unit that is not resharded after the forward pass saves one all-gather but occupies memory until its backward pass.
@@ -22,7 +22,7 @@ from trainer.plan.probe import Probe
 _TIME_TOLERANCE = 0.005
 """Among choices within this fraction of the fastest, the search takes the one that needs the least memory."""
 _MIN_IMPROVEMENT = 1e-6
-"""A change to a single unit is accepted only if it shortens the step by at least this fraction."""
+"""A change to a single unit is accepted only if it shortens the step by more than this fraction."""
 _MAX_UNITS = 16
 """Units are tuned one by one up to this many; in deeper models a single unit makes no difference."""
 
