@@ -740,7 +740,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "console-waits",
         "closed-output",
-        "Outlet.__init__",
+        "NonBlockingStream.__init__",
         "        if _may_block(stream):",
         "        if False:",
     ),
@@ -825,7 +825,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "skipped-are-good",
         "goodput",
-        "Ledger._train",
+        "TimeLedger._train",
         "self._total.update_s += (num_updates - num_skipped) * step_s",
         "self._total.update_s += num_updates * step_s",
     ),

@@ -22,7 +22,7 @@ from trainer.checkpoint.state_tree import join, split
 from trainer.checkpoint.storage import open_storage
 from trainer.checkpoint.stored_weights import StoredWeights, find_checkpoint
 from trainer.export import command_line as export
-from trainer.metrics.accounts import Update
+from trainer.metrics.step_metrics import Update
 from trainer.prepare import command_line as prepare
 
 MESHES: dict[str, tuple[int, list[str]]] = {

@@ -20,7 +20,7 @@ from tests.forked import REPOSITORY
 from tests.ranks import Ran, merged, run_command, run_python_module, run_tiny, tiny_overrides
 from tests.runs import Shared
 from trainer import run
-from trainer.metrics.breakdown import KINDS
+from trainer.metrics.time_breakdown import KINDS
 
 DOCS = REPOSITORY / "docs"
 PAGES = [REPOSITORY / "README.md", *sorted(DOCS.glob("*.md"))]

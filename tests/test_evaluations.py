@@ -19,8 +19,8 @@ from trainer.checkpoint.stored_weights import find_checkpoint
 from trainer.checkpoints import list_checkpoints
 from trainer.config import check_config
 from trainer.export import command_line as export
-from trainer.metrics.horizon import Horizon
 from trainer.metrics.record import Record
+from trainer.metrics.stop_criterion import StopCriterion
 
 
 class Scripted(Trainer):
@@ -144,7 +144,7 @@ def test_a_run_ends_when_its_evaluations_do_not_get_better(tmp_path: Path, capsy
     ],
 )
 def test_what_counts_as_better(losses: Sequence[float], best: tuple[float, int], num_worse: int) -> None:
-    horizon = Horizon(load_config("llama_small", ["eval.every=1"]))
+    horizon = StopCriterion(load_config("llama_small", ["eval.every=1"]))
     for step, loss in enumerate(losses, start=1):
         horizon.evaluated({"loss": loss}, step)
         horizon.evaluated({"loss": loss}, step)  # the same once more counts once
@@ -153,7 +153,7 @@ def test_what_counts_as_better(losses: Sequence[float], best: tuple[float, int],
 
 def test_one_source_tells_the_best() -> None:
     sources = ["data.path={web: a.txt, code: b.txt}", "eval.every=1", "checkpoint.keep_best=1"]
-    horizon = Horizon(load_config("llama_small", [*sources, "eval.metric=loss_code"]))
+    horizon = StopCriterion(load_config("llama_small", [*sources, "eval.metric=loss_code"]))
     found: list[dict[str, float | None]] = [
         {"loss": 1.0, "loss_code": 3.0},
         {"loss": 0.5, "loss_code": 4.0},
@@ -165,7 +165,7 @@ def test_one_source_tells_the_best() -> None:
         horizon.evaluated(record, step)
         bests.append(horizon.best)
     assert bests == [(3.0, 1), (3.0, 1), (3.0, 1), (2.0, 4)]
-    other = Horizon(load_config("llama_small", [*sources, "eval.metric=loss"]))
+    other = StopCriterion(load_config("llama_small", [*sources, "eval.metric=loss"]))
     other.load_state_dict(horizon.state_dict())
     assert other.best is None
 

@@ -18,7 +18,7 @@ from trainer.config import load_config
 from trainer.distributed.step_sync import StepSync
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, TrainingFailed, UserError
 from trainer.lifecycle.lifecycle import TRANSITIONS, Event, Lifecycle, Phase
-from trainer.metrics.horizon import Horizon
+from trainer.metrics.stop_criterion import StopCriterion
 
 
 class OneRank:
@@ -88,7 +88,7 @@ class Run:
             in_streak=False,
             good_until=None,
             settle=lambda: self.say("settle"),
-            horizon=Horizon(config),
+            horizon=StopCriterion(config),
         )
         saver = SimpleNamespace(
             begin=list,

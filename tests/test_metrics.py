@@ -34,11 +34,11 @@ from trainer import Trainer
 from trainer.lifecycle import folder as rundir
 from trainer.lifecycle.folder import RunFolder, write_atomically
 from trainer.metrics.console import ConsoleSink, readable_bytes, readable_count, readable_duration
-from trainer.metrics.meter import peak_memory_gib
-from trainer.metrics.outlet import KeptText, Outlet
 from trainer.metrics.record import Record
 from trainer.metrics.screen import PlainScreen, Screen, find_screen
 from trainer.metrics.sinks import JsonLines, WandB
+from trainer.metrics.step_timer import peak_memory_gib
+from trainer.metrics.stream import LogFile, NonBlockingStream
 from trainer.metrics.terminal import Terminal
 
 NULL = type(None)
@@ -536,9 +536,9 @@ def test_the_text_of_the_console_is_kept(tmp_path: Path) -> None:
     assert f"next: python -m trainer.report {tmp_path}" in kept
     assert "\x1b" not in kept
     (tmp_path / "a folder").mkdir()
-    outlet = KeptText(tmp_path / "a folder")
-    assert outlet.write("dropped") == 7
-    outlet.close()
+    stream = LogFile(tmp_path / "a folder")
+    assert stream.write("dropped") == 7
+    stream.close()
 
 
 def test_rich_on_a_terminal() -> None:
@@ -680,7 +680,7 @@ def test_a_status_that_cannot_be_written_is_tried_again(
 
 
 def test_a_reader_that_reads_no_more_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Outlet, "CLOSE_S", 0.0)
+    monkeypatch.setattr(NonBlockingStream, "CLOSE_S", 0.0)
     ours, theirs = os.pipe()
     stream = os.fdopen(theirs, "w")
     os.set_blocking(theirs, False)
@@ -688,7 +688,7 @@ def test_a_reader_that_reads_no_more_holds_nothing_up(monkeypatch: pytest.Monkey
         while os.write(theirs, bytes(4096)):
             pass
     os.set_blocking(theirs, True)
-    writer = threading.Thread(target=lambda: Outlet(stream).write("a line\n"), daemon=True)
+    writer = threading.Thread(target=lambda: NonBlockingStream(stream).write("a line\n"), daemon=True)
     writer.start()
     writer.join(20)
     waits = writer.is_alive()
@@ -701,7 +701,9 @@ def test_a_reader_that_reads_no_more_holds_nothing_up(monkeypatch: pytest.Monkey
 @pytest.mark.slow
 def test_the_memory_of_whatever_has_started_a_run_is_not_the_runs() -> None:
     held = torch.ones(200 << 20, dtype=torch.uint8)
-    code = "import torch; from trainer.metrics.meter import peak_memory_gib as peak; print(peak(torch.device('cpu')))"
+    code = (
+        "import torch; from trainer.metrics.step_timer import peak_memory_gib as peak; print(peak(torch.device('cpu')))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
     here = peak_memory_gib(held.device)
     assert 0.1 < float(done.stdout) < here - 0.1
@@ -709,8 +711,8 @@ def test_the_memory_of_whatever_has_started_a_run_is_not_the_runs() -> None:
 
 def test_a_stream_that_knows_ascii_alone_gets_the_rest_replaced(capsys: pytest.CaptureFixture[str]) -> None:
     kept = io.BytesIO()
-    outlet = Outlet(io.TextIOWrapper(kept, "ascii"))
-    outlet.write("sample né\n")
-    outlet.write("the next line\n")
+    stream = NonBlockingStream(io.TextIOWrapper(kept, "ascii"))
+    stream.write("sample né\n")
+    stream.write("the next line\n")
     assert kept.getvalue() == b"sample n?\nthe next line\n"
     assert capsys.readouterr().err == "", "the stream has not gone"

@@ -30,7 +30,11 @@ from tests.tiny import lines, tiny_config
 from trainer import RunConfig, Trainer, load_config
 from trainer.config import check_config
 from trainer.errors import UserError
-from trainer.metrics.breakdown import (
+from trainer.metrics.goodput import find_goodput
+from trainer.metrics.record import Record
+from trainer.metrics.sinks import JsonLines
+from trainer.metrics.step_timer import StepTimer
+from trainer.metrics.time_breakdown import (
     ATTENTION,
     COMMUNICATION,
     DATA,
@@ -47,11 +51,7 @@ from trainer.metrics.breakdown import (
     kind_of_kernel,
     kind_of_operator,
 )
-from trainer.metrics.goodput import find_goodput
-from trainer.metrics.meter import Meter
-from trainer.metrics.record import Record
-from trainer.metrics.sinks import JsonLines
-from trainer.report.story import read_run
+from trainer.report.history import read_run
 
 # ---------------------------------------------------------------------------------------------------------------
 # What the time went into, of spans made by hand
@@ -304,7 +304,7 @@ def test_a_trace_that_is_cut_off_is_not_taken_for_one(text: str) -> None:
 
 
 def test_updates_under_a_profiler_are_left_out_of_the_means() -> None:
-    meter = Meter()
+    meter = StepTimer()
     meter.count(1.0, 0.1, 100)
     meter.count(5.0, 3.0, 100, is_profiled=True)
     meter.count(1.0, 0.1, 100)
@@ -313,7 +313,7 @@ def test_updates_under_a_profiler_are_left_out_of_the_means() -> None:
 
 
 def test_means_of_nothing_but_updates_under_a_profiler() -> None:
-    meter = Meter()
+    meter = StepTimer()
     meter.count(5.0, 1.0, 100, is_profiled=True)
     meter.count(3.0, 1.0, 100, is_profiled=True)
     found = meter.read()

@@ -20,15 +20,15 @@ import pytest
 from tests.faults import Fault, start
 from trainer import UserError
 from trainer.distributed.environment import SPAWNED_BY_US, STARTED, note_start, take_start
-from trainer.metrics.goodput import Goodput, Ledger, find_goodput
+from trainer.metrics.goodput import Goodput, TimeLedger, find_goodput
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import JsonLines
 from trainer.report.__main__ import command_line
 from trainer.report.charts import NUM_COLUMNS, columns, draw_png
+from trainer.report.history import read_run
 from trainer.report.live import Server, watch
 from trainer.report.page import write_comparison, write_page
 from trainer.report.series import NUM_POINTS, PANELS, thinned
-from trainer.report.story import read_run
 
 # ---------------------------------------------------------------------------------------------------------------
 # Generated runs
@@ -114,7 +114,7 @@ def test_lost_again_and_again_and_further_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("resumed_step", range(7))
 def test_half_an_interval_is_lost_in_proportion(resumed_step: int) -> None:
-    ledger = Ledger(resumed_step)
+    ledger = TimeLedger(resumed_step)
     for line in [start_line(1.0), train_line(1, 2.0), train_line(6, 7.0)]:
         ledger.add(line)
     total = ledger.total()

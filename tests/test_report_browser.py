@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from tests.test_report import ONE_ATTEMPT, start_line, train_line, write
+from trainer.report.history import read_run
 from trainer.report.live import Server
 from trainer.report.page import write_comparison, write_page
-from trainer.report.story import read_run
 
 pytestmark = pytest.mark.campaign
 

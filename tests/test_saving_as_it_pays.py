@@ -23,9 +23,9 @@ from trainer import Trainer
 from trainer.checkpoint.interval import Costs, costs_of
 from trainer.checkpoint.save_policy import AdaptiveInterval
 from trainer.config import CheckpointSection, RunConfig
-from trainer.metrics.goodput import Experience, Ledger
+from trainer.metrics.goodput import RunHistory, TimeLedger
+from trainer.report.history import read_run
 from trainer.report.saving import saving_of
-from trainer.report.story import read_run
 
 YEAR_S = 365.25 * 24 * 3600.0
 BLOCKED_S, TOTAL_S, RESTART_S, STEP_S = 3.0, 60.0, 480.0, 10.0
@@ -52,7 +52,7 @@ def test_an_interval_is_no_shorter_than_a_save_and_no_longer_than_two_hours() ->
 
 def test_what_is_set_counts_as_much_as_one_failure() -> None:
     def hours(failures: int, node_h: float) -> float:
-        found = Experience(failures=failures, node_s=3600 * node_h)
+        found = RunHistory(failures=failures, node_s=3600 * node_h)
         return costs_of(CONFIG, 10, SHARD_BYTES, found).mtbf_s / 3600
 
     assert hours(0, 0.0) == pytest.approx(600.0)
@@ -79,7 +79,7 @@ class Simulated:
 
     def __init__(self, num_nodes: int) -> None:
         self.num_nodes, self.now, self.kept_s, self.step = num_nodes, 0.0, 0.0, 0
-        self.ledger = Ledger()
+        self.ledger = TimeLedger()
 
     def attempt(self, lasts_s: float) -> None:
         """Train from the newest checkpoint until a node fails, `lasts_s` seconds later, and until it was replaced."""
@@ -109,7 +109,7 @@ class Simulated:
         assert policy._since is not None
         return policy._since
 
-    def _costs(self, found: Experience | None) -> Costs:
+    def _costs(self, found: RunHistory | None) -> Costs:
         return costs_of(CONFIG, self.num_nodes, SHARD_BYTES, found)
 
     def _note(self, kind: str, at: float | None = None, **fields: Any) -> None:
@@ -163,7 +163,7 @@ def records() -> Iterator[dict[str, Any]]:
 
 
 def test_failures_are_attempts_that_ended_unasked_after_a_step() -> None:
-    ledger = Ledger()
+    ledger = TimeLedger()
     for record in records():
         ledger.add(record)
     found = ledger.experience()
@@ -175,7 +175,7 @@ def test_failures_are_attempts_that_ended_unasked_after_a_step() -> None:
 
 def test_start_records_carry_it_when_lines_are_dropped() -> None:
     """A resume drops what is past its checkpoint, and with it that the attempt before had come further."""
-    whole, kept, before = Ledger(), list[dict[str, Any]](), Ledger(5)
+    whole, kept, before = TimeLedger(), list[dict[str, Any]](), TimeLedger(5)
     for number, record in enumerate(records()):
         if number == 4:
             kept = [line for line in kept if line.get("step") != 6]
@@ -183,7 +183,7 @@ def test_start_records_carry_it_when_lines_are_dropped() -> None:
         before.add(record)
         whole.add(record)
         kept.append(record)
-    again = Ledger()
+    again = TimeLedger()
     for record in kept:
         again.add(record)
     assert again.experience() == whole.experience()

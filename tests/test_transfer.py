@@ -20,8 +20,8 @@ from trainer.config import OptimSection
 from trainer.data.loader import Batch
 from trainer.data.transfer import HostScalars, prefetch_to_device
 from trainer.errors import TrainingFailed
-from trainer.metrics.accounts import Update
 from trainer.metrics.record import Record
+from trainer.metrics.step_metrics import Update
 from trainer.optim.optimizer import build_optimizer
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -234,7 +234,7 @@ def test_the_devices_time_is_the_updates(reads_losses: bool, tmp_path: Path, mon
 def test_a_step_that_waits_for_its_device_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of a user's own returns plain numbers: what is done after it is no part of it."""
     device = Device(0.0)
-    for module in ("trainer.data.transfer", "trainer.metrics.accounts"):
+    for module in ("trainer.data.transfer", "trainer.metrics.step_metrics"):
         monkeypatch.setattr(f"{module}.time", device)
 
     class Waits(Pausing):
@@ -357,7 +357,7 @@ def test_a_line_is_written_once_the_next_step_is_queued(
     assert make(tmp_path / "at once", *own).fit() == 0
     device = Device(launch_s)
     monkeypatch.setattr("trainer.data.transfer._copy_to_host", device.send)
-    for module in ("trainer.data.transfer", "trainer.metrics.accounts"):
+    for module in ("trainer.data.transfer", "trainer.metrics.step_metrics"):
         monkeypatch.setattr(f"{module}.time", device)
     trainer = make(tmp_path / "late", *own, kind=Pausing)
     assert isinstance(trainer, Pausing)

@@ -52,15 +52,15 @@ from trainer.lifecycle.summary import (
 )
 from trainer.lifecycle.watchdog import Watchdog
 from trainer.loss import count_targets, find_loss
-from trainer.metrics.accounts import Accounts, Update
 from trainer.metrics.by_source import loss_by_source
-from trainer.metrics.fanout import Metrics
+from trainer.metrics.hub import Metrics
+from trainer.metrics.logged_sums import Amount
 from trainer.metrics.lr_range import find_horizon
 from trainer.metrics.norms import UnitNorms
 from trainer.metrics.profile import Profile
 from trainer.metrics.record import Record
 from trainer.metrics.skips import SkipCounter
-from trainer.metrics.tally import Amount
+from trainer.metrics.step_metrics import StepMetrics, Update
 from trainer.model.experts import global_balance
 from trainer.model.flops import flops_of
 from trainer.model.gradients import evaluation_mode, gradient_sync, norm_and_clip_factor
@@ -156,7 +156,7 @@ class Trainer:
         self.optimizer.step_listeners.append(norms)
         observers = (self.checkpoints, self.profile, self.watchdog, norms)
         counted = (self.metrics, self.skips, self.horizon)
-        self.accounts = Accounts(config, world, *counted, self.watchdog, observers, self.loader, self.forecast.count)
+        self.accounts = StepMetrics(config, world, *counted, self.watchdog, observers, self.loader, self.forecast.count)
         self.resume = Resume(config, world, self.checkpoints, self.folder, self.metrics)
         relocation = Relocation(world, self.folder, self.checkpoints, self.metrics)
         saves = RunSaveListener(world, self.folder, relocation, self.resume, self.accounts, self.watchdog, self.metrics)

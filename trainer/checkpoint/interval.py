@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from trainer.config import RunConfig
-from trainer.metrics.goodput import Experience
+from trainer.metrics.goodput import RunHistory
 
 LONGEST_S = 7200.0
 """Upper limit of the interval: checkpoints protect against more than node failures."""
@@ -79,14 +79,14 @@ _ADVICE = {
 """How to reduce each kind of loss."""
 
 
-def costs_of(config: RunConfig, num_nodes: int, shard_bytes: float, found: Experience | None = None) -> Costs:
+def costs_of(config: RunConfig, num_nodes: int, shard_bytes: float, found: RunHistory | None = None) -> Costs:
     """Return the costs of saves and failures: measured if possible, otherwise from settings and assumptions.
 
     The failure rate is the posterior mean of a gamma distribution: `checkpoint.node_mtbf_h` counts as one observed
     failure, so that a few early failures change little and many outweigh the setting.
     shard_bytes: bytes that a rank writes in one save.  found: the run's measurements; None before it has started.
     """
-    found = found or Experience()
+    found = found or RunHistory()
     rate = (found.failures + 1) / (found.node_s + 3600 * config.checkpoint.node_mtbf_h)
     total_s = estimated_save_s(shard_bytes)
     blocked_s = shard_bytes / _BLOCKED_BYTES_A_SECOND if config.checkpoint.mode == "async" else total_s

@@ -11,7 +11,7 @@ from trainer.checkpoint.interval import Costs, costs_of, describe_costs
 from trainer.config import CheckpointSection, RunConfig
 from trainer.distributed.step_sync import StepSync
 from trainer.distributed.world import World
-from trainer.metrics.goodput import Experience
+from trainer.metrics.goodput import RunHistory
 
 
 class SavePolicy(Protocol):
@@ -28,7 +28,7 @@ class SavePolicy(Protocol):
     def began(self) -> None:
         """Record that a save begins."""
 
-    def update(self, found: Experience) -> None:
+    def update(self, found: RunHistory) -> None:
         """Update the interval from what the run has measured.  Only the update on rank 0 matters."""
 
     def describe(self) -> list[str]:
@@ -49,7 +49,7 @@ class FixedInterval:
     def began(self) -> None:
         """Do nothing: only the step number matters."""
 
-    def update(self, found: Experience) -> None:
+    def update(self, found: RunHistory) -> None:
         """Do nothing: the interval is fixed."""
 
     def describe(self) -> list[str]:
@@ -65,7 +65,7 @@ class AdaptiveInterval:
     def __init__(
         self,
         config: CheckpointSection,
-        costs: Callable[[Experience | None], Costs],
+        costs: Callable[[RunHistory | None], Costs],
         num_nodes: int,
         step_s: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
@@ -97,7 +97,7 @@ class AdaptiveInterval:
     def began(self) -> None:
         self._since = self._clock()
 
-    def update(self, found: Experience) -> None:
+    def update(self, found: RunHistory) -> None:
         self.costs = self._costs_of(found)
 
     def describe(self) -> list[str]:

@@ -19,7 +19,7 @@ from trainer.config import RunConfig
 from trainer.distributed.step_sync import StepSync
 from trainer.errors import TrainingFailed
 from trainer.files import find_folder
-from trainer.metrics.goodput import Experience
+from trainer.metrics.goodput import RunHistory
 
 _FINAL_PAUSES_S = (0.0, 1.0, 3.0)
 """Pause before each attempt of the final save."""
@@ -41,7 +41,7 @@ class SaveListener(Protocol):
         """Duration of a step in seconds; 0 if it is not known yet."""
         ...
 
-    def experience(self) -> Experience:
+    def experience(self) -> RunHistory:
         """Return the run's measurements of saves and failures; empty except on rank 0."""
 
     def expects(self, falls_due: Callable[[int], bool]) -> None:

@@ -7,15 +7,17 @@ from collections.abc import Callable
 from trainer.checkpoint.saver import Saver
 from trainer.lifecycle.samples import Samples
 from trainer.lifecycle.state import TrainState
-from trainer.metrics.horizon import Horizon
 from trainer.metrics.observer import Phases
 from trainer.metrics.record import Record
+from trainer.metrics.stop_criterion import StopCriterion
 
 
 class EvaluationRunner:
     """Runs an evaluation under the watchdog, writes samples, and passes the result on to early stopping and saving."""
 
-    def __init__(self, state: TrainState, phases: Phases, horizon: Horizon, saver: Saver, samples: Samples) -> None:
+    def __init__(
+        self, state: TrainState, phases: Phases, horizon: StopCriterion, saver: Saver, samples: Samples
+    ) -> None:
         self._state, self._phases, self._horizon, self._saver = state, phases, horizon, saver
         self._samples = samples
 

@@ -40,9 +40,9 @@ from trainer.lifecycle.on_end import run_end_command
 from trainer.lifecycle.relocation import Relocation
 from trainer.lifecycle.summary import closing
 from trainer.lifecycle.watchdog import Watchdog
-from trainer.metrics.accounts import Accounts
-from trainer.metrics.fanout import Metrics
+from trainer.metrics.hub import Metrics
 from trainer.metrics.record import Record
+from trainer.metrics.step_metrics import StepMetrics
 from trainer.plan.forecast import Forecast
 from trainer.sequence import forget_slices
 from trainer.stopping import StopRequested
@@ -82,7 +82,7 @@ class Lifecycle:
         relocation: Relocation,
         metrics: Metrics,
         watchdog: Watchdog,
-        accounts: Accounts,
+        accounts: StepMetrics,
         saver: Saver,
         forecast: Forecast,
         loader: object,
@@ -175,7 +175,7 @@ class Lifecycle:
         best = self._saver.best if self._world.is_main else None
         lines = closing(self._config, self._metrics, self._accounts.horizon, best, time.monotonic() - self._started)
         if self._world.is_main:
-            lines += self._accounts.horizon.conclude(self._folder.path)
+            lines += self._accounts.horizon.closing_lines(self._folder.path)
         for line in lines:
             self._metrics.say(line, "bold")
         self._end("finished", EXIT_FINISHED, reason)

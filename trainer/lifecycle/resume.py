@@ -23,7 +23,7 @@ from trainer.distributed.world import World
 from trainer.errors import UserError, masked
 from trainer.lifecycle.earlier_attempts import EarlierAttempts
 from trainer.lifecycle.folder import RECORD, RunFolder
-from trainer.metrics.fanout import Metrics
+from trainer.metrics.hub import Metrics
 from trainer.metrics.sinks import warn
 
 

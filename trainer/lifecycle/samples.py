@@ -11,7 +11,7 @@ from trainer.config.requirements import compiles_blocks
 from trainer.data.prompts import chat_end_ids, chat_prompt_tokens, prompt_tokens
 from trainer.data.tokenizer import find_tokenizer
 from trainer.distributed.world import World
-from trainer.metrics.fanout import Metrics
+from trainer.metrics.hub import Metrics
 from trainer.metrics.record import Record
 from trainer.model.gradients import evaluation_mode
 from trainer.model.sample import generate_sample

@@ -12,11 +12,11 @@ from trainer.lifecycle.folder import RunFolder
 from trainer.lifecycle.relocation import Relocation
 from trainer.lifecycle.resume import Resume
 from trainer.lifecycle.watchdog import Watchdog
-from trainer.metrics.accounts import Accounts
-from trainer.metrics.fanout import Metrics
-from trainer.metrics.goodput import Experience
+from trainer.metrics.goodput import RunHistory
+from trainer.metrics.hub import Metrics
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import warn
+from trainer.metrics.step_metrics import StepMetrics
 
 
 class RunSaveListener:
@@ -28,7 +28,7 @@ class RunSaveListener:
         folder: RunFolder,
         relocation: Relocation,
         resume: Resume,
-        accounts: Accounts,
+        accounts: StepMetrics,
         watchdog: Watchdog,
         metrics: Metrics,
     ) -> None:
@@ -39,7 +39,7 @@ class RunSaveListener:
     def step_s(self) -> float:
         return self._accounts.step_s
 
-    def experience(self) -> Experience:
+    def experience(self) -> RunHistory:
         return self._metrics.experience()
 
     def expects(self, falls_due: Callable[[int], bool]) -> None:

@@ -31,9 +31,9 @@ from trainer.errors import UserError
 from trainer.lifecycle.resume import Resume
 from trainer.lifecycle.state import TrainState
 from trainer.metrics.console import readable_bytes, readable_count, readable_duration
-from trainer.metrics.fanout import Metrics
-from trainer.metrics.horizon import Horizon
+from trainer.metrics.hub import Metrics
 from trainer.metrics.skips import SkipCounter
+from trainer.metrics.stop_criterion import StopCriterion
 from trainer.model.gradients import evaluation_mode
 from trainer.model.parameters import count_parameters, count_trained_parameters
 from trainer.model.sample import generate_sample
@@ -231,7 +231,7 @@ def start_record(
 
 
 def closing(
-    config: RunConfig, metrics: Metrics, horizon: Horizon, best: tuple[float, int] | None, seconds: float
+    config: RunConfig, metrics: Metrics, horizon: StopCriterion, best: tuple[float, int] | None, seconds: float
 ) -> list[str]:
     """Return the closing block of a finished run: duration, losses, files and next commands.
 

@@ -9,7 +9,7 @@ import torch
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.data.mixed_source import SOURCE, MixedSource
 from trainer.loss import IGNORE, row_losses
-from trainer.metrics.tally import Amount
+from trainer.metrics.logged_sums import Amount
 
 Loss = Callable[[Batch], torch.Tensor]
 Log = Callable[[str, Amount, Amount | None], None]

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainer.errors import printable
-from trainer.metrics.breakdown import KINDS
 from trainer.metrics.record import Record, logged_names
 from trainer.metrics.screen import Screen
+from trainer.metrics.time_breakdown import KINDS
 
 _SMOOTHING = 0.7
 """Weight of earlier lines in the moving average of the step time, which the remaining time is estimated from."""

@@ -78,7 +78,7 @@ class Goodput:
 
 
 @dataclass(frozen=True)
-class Experience:
+class RunHistory:
     """History of a run's saves and failures."""
 
     saves: Sequence[tuple[float, float]] = ()
@@ -96,7 +96,7 @@ _NUM_SAVES = 5
 _NUMBERS = frozenset(field.name for field in dataclasses.fields(Goodput)) - {"boot"}
 
 
-class Ledger:
+class TimeLedger:
     """Computes the goodput of a run from its records, in file order.
 
     Resuming drops lines from the file.  Each start record therefore carries, as `before`, the totals of all earlier
@@ -210,13 +210,13 @@ class Ledger:
         """
         return self._reason in ("", "failed") and self.reached > self._began_at_step
 
-    def experience(self) -> Experience:
+    def experience(self) -> RunHistory:
         """Return the history of saves and failures so far."""
         total = self._total
         restart_s = total.down_s / total.failures if total.failures else 0.0
-        return Experience(tuple(self._saves), self._longest_save_s, total.failures, total.node_s, restart_s)
+        return RunHistory(tuple(self._saves), self._longest_save_s, total.failures, total.node_s, restart_s)
 
-    def remember(self, earlier: Ledger) -> None:
+    def remember(self, earlier: TimeLedger) -> None:
         """Copy the save durations of earlier attempts, which start records do not carry."""
         self._saves.extend(earlier._saves)
         self._longest_save_s = max(self._longest_save_s, earlier._longest_save_s)
@@ -234,7 +234,7 @@ def _between_s(before: Goodput, start: Mapping[str, Any], started: float) -> flo
 
 def find_goodput(records: Iterable[Mapping[str, Any]]) -> Goodput:
     """Return the breakdown of a run's wall time, given its records in file order."""
-    ledger = Ledger()
+    ledger = TimeLedger()
     for record in records:
         ledger.add(record)
     return ledger.total()

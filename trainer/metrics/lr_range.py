@@ -13,7 +13,7 @@ from typing import Any
 
 from trainer.config import RunConfig
 from trainer.files import write_atomically
-from trainer.metrics.horizon import Horizon
+from trainer.metrics.stop_criterion import StopCriterion
 
 FILE = "lr_range.json"
 """File in the run folder with the results of the test."""
@@ -23,12 +23,12 @@ _DIVERGED = 4.0
 """The loss counts as diverged once it exceeds its minimum by this factor."""
 
 
-def find_horizon(config: RunConfig) -> Horizon:
-    """Return the horizon of a run: a `RangeTest` if `schedule.name` is `range`, otherwise a plain `Horizon`."""
-    return RangeTest(config) if config.schedule.name == "range" else Horizon(config)
+def find_horizon(config: RunConfig) -> StopCriterion:
+    """Return the horizon of a run: a `RangeTest` if `schedule.name` is `range`, otherwise a plain `StopCriterion`."""
+    return RangeTest(config) if config.schedule.name == "range" else StopCriterion(config)
 
 
-class RangeTest(Horizon):
+class RangeTest(StopCriterion):
     """The horizon of a range test, which ends at `train.steps` or as soon as the loss diverges."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -56,7 +56,7 @@ class RangeTest(Horizon):
     def reason(self, step: int) -> str:
         return f"the loss diverged at lr {self.points[-1][0]:.2e}" if self.has_diverged else super().reason(step)
 
-    def conclude(self, folder: Path) -> list[str]:
+    def closing_lines(self, folder: Path) -> list[str]:
         lr = suggested_lr(self.points)
         points = [{"lr": lr, "loss": loss if math.isfinite(loss) else None} for lr, loss in self.points]
         where = f"  every step of the test: {folder / FILE}"

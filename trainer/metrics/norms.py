@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.config.sections import LogSection
 from trainer.data.transfer import HostScalars
-from trainer.metrics.fanout import Metrics
+from trainer.metrics.hub import Metrics
 from trainer.metrics.record import Record
 from trainer.model.parameters import local
 from trainer.model.units import ShardUnit, parameters_by_unit

@@ -19,11 +19,11 @@ import torch
 
 from trainer.config import RunConfig
 from trainer.files import replacing
-from trainer.metrics.breakdown import KINDS, PHASE, STEP, Timeline, find_events
-from trainer.metrics.fanout import Metrics
+from trainer.metrics.hub import Metrics
 from trainer.metrics.observer import Phases
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import warn
+from trainer.metrics.time_breakdown import KINDS, PHASE, STEP, Timeline, find_events
 
 _MAX_ALLOCATIONS = 100_000
 """Number of most recent allocations and frees in a memory snapshot; torchtitan uses the same number."""

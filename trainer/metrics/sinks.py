@@ -22,9 +22,9 @@ from typing import Any, Protocol
 from trainer.config import RunConfig
 from trainer.errors import masked_argument, print_stderr, redact, setting_error
 from trainer.files import append_and_sync, content_of, write_atomically
-from trainer.metrics.goodput import Ledger
-from trainer.metrics.outlet import KeptText
+from trainer.metrics.goodput import TimeLedger
 from trainer.metrics.record import Record, read_lines
+from trainer.metrics.stream import LogFile
 
 
 class Sink(Protocol):
@@ -56,7 +56,7 @@ class JsonLines:
         self._file = self._open_past(resumed_step)
 
     def _open_past(self, step: int) -> io.FileIO:
-        ledger = Ledger(step)
+        ledger = TimeLedger(step)
         if self._path.exists():
             kept: list[str] = []
             dropped: list[str] = []
@@ -177,7 +177,7 @@ class SampleFile:
     """`samples.txt`: the samples generated from the prompts, in readable form, appended over all attempts."""
 
     def __init__(self, path: Path) -> None:
-        self._name, self._text = path.name, KeptText(path)
+        self._name, self._text = path.name, LogFile(path)
 
     def write(self, record: Record) -> None:
         if record.kind == "sample":

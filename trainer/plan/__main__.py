@@ -45,7 +45,7 @@ from trainer.model.shard import check_sharding
 from trainer.plan.calibrate import calibrate
 from trainer.plan.machine import Machine, find_machine
 from trainer.plan.plan import Plan, make_plan, planned
-from trainer.plan.search import Choice, NothingFits, asks_for_auto, settle
+from trainer.plan.search import Choice, NothingFits, settle, uses_auto
 from trainer.plan.show import draw, print_plan, remedies_text, to_json
 from trainer.recipe import add_working_folder_to_path
 
@@ -99,7 +99,7 @@ def _plan(arguments: list[str]) -> int:
     if advice := mesh.advice(min(num_ranks, machine.rates.ranks_per_node)):
         print_stderr(f"warning: {advice}")
     try:
-        choice = settle(config, mesh, machine) if asks_for_auto(config) else None
+        choice = settle(config, mesh, machine) if uses_auto(config) else None
     except NothingFits as error:
         _show(error.plan, None, asked)
         print_stderr(f"error: {error}")

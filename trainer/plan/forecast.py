@@ -16,12 +16,12 @@ from trainer.config import MeshShape, RunConfig, resolve_context_method
 from trainer.distributed.world import World
 from trainer.errors import UserError, print_stderr, redact
 from trainer.metrics.console import readable_bytes
-from trainer.metrics.meter import peak_memory_gib, resident_gib
+from trainer.metrics.step_timer import peak_memory_gib, resident_gib
 from trainer.model.parameters import local
 from trainer.optim.optimizer import AVERAGE_SIZE, Optimizer, training_bytes
 from trainer.plan.machine import GIB, Machine, find_machine
 from trainer.plan.plan import Plan, make_plan
-from trainer.plan.search import Choice, asks_for_auto, remedies, settle
+from trainer.plan.search import Choice, remedies, settle, uses_auto
 from trainer.plan.show import choice_text, memory_text
 
 _MISS = 0.1
@@ -50,7 +50,7 @@ def resolve_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunC
     Collective if any setting is `auto`.  Raises UserError on all ranks if nothing fits.
     """
     config = resolve_context_method(config, world.env.local_world_size)
-    if not asks_for_auto(config):
+    if not uses_auto(config):
         return config, None
     (least,) = world.max([-machine_of(config, world).memory_gib])
     choice: Choice | None = None

@@ -14,7 +14,7 @@ from trainer.errors import UserError, choice_error, setting_error
 from trainer.files import checked, with_checksum, write_atomically
 from trainer.metrics.devices import DEVICES, Device, find_device
 from trainer.plan.clock import Rates
-from trainer.plan.described import is_description, read_description
+from trainer.plan.custom_device import is_description, read_description
 
 GIB = 2**30
 

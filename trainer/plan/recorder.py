@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.model.parameters import storage_id
-from trainer.plan.casts import Casts
+from trainer.plan.float8_casts import Float8Casts
 from trainer.plan.fusion import Operator, fuse
 from trainer.plan.kernels import Work, work_of
 from trainer.plan.trace import Event, Mark, Segment
@@ -32,7 +32,7 @@ class MemoryMeter(TorchDispatchMode):
         super().__init__()
         self.in_block = self.is_backward = False
         """Whether the current operators are inside a block, and whether they are part of the backward pass."""
-        self._fuses, self._casts = fuses, Casts(float8, fuses)
+        self._fuses, self._casts = fuses, Float8Casts(float8, fuses)
         self._known: dict[int, weakref.ref[Any]] = {}
         self._serials: dict[int, int] = {}
         self._num_made = 0

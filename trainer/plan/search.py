@@ -58,7 +58,7 @@ def chosen_settings(config: RunConfig) -> dict[str, object]:
     }
 
 
-def asks_for_auto(config: RunConfig) -> bool:
+def uses_auto(config: RunConfig) -> bool:
     """Return whether any setting is `auto`."""
     return AUTO in chosen_settings(config).values()
 

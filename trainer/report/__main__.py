@@ -19,9 +19,9 @@ from pathlib import Path
 from trainer.errors import EXIT_FINISHED, CommandParser, print_stdout, run_command, setting_error
 from trainer.files import replacing, writing_to
 from trainer.report.charts import draw_png
+from trainer.report.history import read_run
 from trainer.report.live import PORT, serve, watch
 from trainer.report.page import facts_of, write_comparison, write_page
-from trainer.report.story import read_run
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from trainer.metrics.console import readable_count, readable_duration
-from trainer.report.story import Column, Run
+from trainer.report.history import Column, Run
 
 NUM_COLUMNS = 400
 """Number of columns in a chart, about one per pixel.  A series of up to twice as many values is drawn unreduced."""

@@ -11,8 +11,8 @@ from urllib.parse import unquote, urlsplit
 
 from trainer.errors import UserError, setting_error
 from trainer.files import link_outside
+from trainer.report.history import read_run
 from trainer.report.page import REFRESH_S, write_comparison, write_page
-from trainer.report.story import read_run
 
 ADDRESS = "127.0.0.1"
 PORT = 8123

@@ -16,9 +16,9 @@ from urllib.parse import quote
 
 from trainer.metrics.console import readable_count, readable_duration
 from trainer.report.charts import PARTS, SERIES
+from trainer.report.history import Run
 from trainer.report.saving import saving_of
 from trainer.report.series import NUM_POINTS, data_of
-from trainer.report.story import Run
 
 NONE = "&ndash;"
 """Placeholder for a missing value."""

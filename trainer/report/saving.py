@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.checkpoint.interval import costs_of, describe_costs
 from trainer.config import CheckpointSection, RunConfig
-from trainer.report.story import Run
+from trainer.report.history import Run
 
 
 def saving_of(run: Run) -> dict[str, str]:

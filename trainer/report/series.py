@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.report.story import Column, Run
+from trainer.report.history import Column, Run
 
 NUM_POINTS = 1000
 """Number of points in a series.  Up to twice as many lines of metrics are drawn without downsampling."""

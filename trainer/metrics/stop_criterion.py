@@ -13,7 +13,7 @@ from typing import Any
 from trainer.config import RunConfig
 
 
-class Horizon:
+class StopCriterion:
     """Decides at which step a run ends.  The state is identical on all ranks."""
 
     may_be_absent = True
@@ -30,7 +30,7 @@ class Horizon:
     def trained(self, record: Mapping[str, Any]) -> None:
         """Process the `train` record of a step."""
 
-    def conclude(self, folder: Path) -> list[str]:
+    def closing_lines(self, folder: Path) -> list[str]:
         """Return additional lines to print at the end of the run in `folder`.  Called on rank 0."""
         return []
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from trainer.config import read_yaml
 from trainer.errors import UserError, redact, setting_error
 from trainer.lifecycle.folder import is_owned
-from trainer.metrics.goodput import Experience, Goodput, Ledger
+from trainer.metrics.goodput import Goodput, RunHistory, TimeLedger
 from trainer.metrics.record import EVAL_FIELDS, TRAIN_FIELDS, logged_names, read_records
 
 Column = NDArray[np.float64]
@@ -76,7 +76,7 @@ class Run:
     goodput: Goodput
     checkpoint: Mapping[str, Any]
     """The `checkpoint` section of `config.yaml`, or an empty mapping if it cannot be read."""
-    experience: Experience
+    experience: RunHistory
     """History of the run's saves and failures."""
     num_skipped: int = 0
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class _Reading:
 
     def __init__(self) -> None:
         self.train, self.evals = _Table(TRAIN), _Table(EVAL)
-        self.saved, self.attempts, self.ledger = array("d"), list[Attempt](), Ledger()
+        self.saved, self.attempts, self.ledger = array("d"), list[Attempt](), TimeLedger()
         self.traces, self.samples = list[str](), list[Mapping[str, Any]]()
         self.num_records = self.num_skipped = 0
 
@@ -187,7 +187,7 @@ def read_run(folder: Path) -> Run:
     )
 
 
-def _close_attempt(attempts: Sequence[Attempt], ledger: Ledger, start: Mapping[str, Any] | None) -> None:
+def _close_attempt(attempts: Sequence[Attempt], ledger: TimeLedger, start: Mapping[str, Any] | None) -> None:
     """Fill in the last step, the times and the lost steps of the last attempt.
 
     The start record of the next attempt, if any, has totals that include lines since dropped from the file.

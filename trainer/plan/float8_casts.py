@@ -20,7 +20,7 @@ _MULTIPLE = 16
 """A layer is converted to float8 only if both of its dimensions are multiples of this."""
 
 
-class Casts:
+class Float8Casts:
     """Adds the float8 casts to the matrix products inside blocks; a no-op if `setting` is `none`."""
 
     def __init__(self, setting: str, are_fused: bool) -> None:

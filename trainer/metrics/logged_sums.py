@@ -21,7 +21,7 @@ Fields: TypeAlias = dict[str, float | Callable[[], float | None]]
 _NUM_SUMS = 3
 
 
-class Tally:
+class LoggedSums:
     """Sums of named amounts, kept on the device until a line is due.
 
     Ranks need not log the same names: names that are new on any rank are exchanged when the next line is due.  Steps

@@ -23,13 +23,13 @@ from trainer.data.source import Source
 from trainer.data.transfer import HostScalars
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed
-from trainer.metrics.fanout import Metrics
-from trainer.metrics.horizon import Horizon
-from trainer.metrics.meter import Means, Meter, peak_flops, peak_memory_gib
+from trainer.metrics.hub import Metrics
+from trainer.metrics.logged_sums import Amount, Fields, LoggedSums
 from trainer.metrics.observer import Phases, StepObserver
 from trainer.metrics.record import EVAL_FIELDS, TRAIN_FIELDS, Record
 from trainer.metrics.skips import SkipCounter
-from trainer.metrics.tally import Amount, Fields, Tally
+from trainer.metrics.step_timer import StepMeans, StepTimer, peak_flops, peak_memory_gib
+from trainer.metrics.stop_criterion import StopCriterion
 
 
 class Update:
@@ -80,7 +80,7 @@ class _Queued:
     closed_at: float = 0.0
     """Time at which the host finished the step."""
     seconds: float = 0.0
-    means: Means | None = None
+    means: StepMeans | None = None
     """Means over the steps since the last line, including this one; set once this step has been measured."""
     line: Record | None = None
     """The record to write once the step has been counted, or None if no line is due."""
@@ -93,7 +93,7 @@ class Progress(Protocol):
     tokens: int
 
 
-class Accounts:
+class StepMetrics:
     """Times each step, counts good and skipped steps, and writes their records.  Runs identically on all ranks."""
 
     def __init__(
@@ -102,7 +102,7 @@ class Accounts:
         world: World,
         metrics: Metrics,
         skips: SkipCounter,
-        horizon: Horizon,
+        horizon: StopCriterion,
         phases: Phases,
         observers: Sequence[StepObserver],
         loader: object,
@@ -131,14 +131,14 @@ class Accounts:
         """The last measured step and the time at which it ended."""
         self.pending: _Queued | None = None
         """The step that has not been counted yet, if any."""
-        self._logged, self._logged_aside = Tally(world, TRAIN_FIELDS), Tally(world, EVAL_FIELDS)
+        self._logged, self._logged_aside = LoggedSums(world, TRAIN_FIELDS), LoggedSums(world, EVAL_FIELDS)
         self.restart()
 
     def restart(self) -> None:
         """Reset the measurements at the start of a training loop."""
         if self.pending is not None:
             self._measured(self.pending)  # left over from the previous loop
-        self._meter, self._num_steps = Meter(), 0
+        self._meter, self._num_steps = StepTimer(), 0
         self._memory_gib = peak_memory_gib(self._world.device)
         self._started = self._data_s = 0.0
 
@@ -172,7 +172,7 @@ class Accounts:
         If a line is due, the record is also written: immediately, or, if `reads_late`, once the step's numbers have
         been read.  `flops_per_token` walks all modules of the model, so it is called only when `mfu` is read.
 
-        Collective if a line is due: one small CPU all-reduce, plus those of `Tally.take`.  Raises TrainingFailed on all
+        Collective if a line is due: one small CPU all-reduce, plus those of `LoggedSums.take`.  Raises TrainingFailed on all
         ranks after too many consecutive skipped steps.
         """
         step = progress.step
@@ -196,7 +196,7 @@ class Accounts:
             self.settle()
         return record
 
-    def _measured(self, queued: _Queued) -> Means:
+    def _measured(self, queued: _Queued) -> StepMeans:
         """Add a step to the running means, at most once, and return the means.  Waits for the device.
 
         A step lasts from its start, or from the end of the previous step if that is later, until the device has
@@ -230,7 +230,7 @@ class Accounts:
         if queued.line is not None:
             self._metrics.write(queued.line)
             self.horizon.trained(queued.line)
-            self._meter = Meter()
+            self._meter = StepTimer()
 
     @property
     def grad_norm(self) -> float:
@@ -309,7 +309,7 @@ class Accounts:
 
         total, count: this rank's sum of losses and the count to divide it by.
         started: start of the evaluation, by `time.perf_counter`.
-        Collective: one small CPU all-reduce, plus those of `Tally.take`.
+        Collective: one small CPU all-reduce, plus those of `LoggedSums.take`.
         """
         self.evaluated_step = step
         loss_sum, count_of_all, *news = self._world.sum([float(total), count, *self._logged.news()])

@@ -23,7 +23,7 @@ arXiv:2604.11391."""
 
 
 @dataclass(frozen=True)
-class Described:
+class CustomDevice:
     """A data sheet, and the share of its compute that is available under the power limit."""
 
     sheet: Device
@@ -35,7 +35,7 @@ def is_description(text: str) -> bool:
     return text.lstrip().startswith("{")
 
 
-def read_description(text: str) -> Described:
+def read_description(text: str) -> CustomDevice:
     """Parse a mapping that describes a device.  Raises UserError if `text` is not a valid description."""
     given = parse_value("device", text)
     if not isinstance(given, Mapping) or not isinstance(given.get("like"), str):
@@ -58,7 +58,7 @@ def read_description(text: str) -> Described:
         source=f"{sheet.source}, as described",
         **differs,
     )
-    return Described(described, (power_w - least_w) / (sheet.power_w - least_w))
+    return CustomDevice(described, (power_w - least_w) / (sheet.power_w - least_w))
 
 
 _FIELDS = {

@@ -54,7 +54,7 @@ def _read_status(name: str) -> int | None:
 
 
 @dataclass
-class Means:
+class StepMeans:
     """Means over a number of steps."""
 
     step_s: float
@@ -79,7 +79,7 @@ class _Totals:
         self.num_tokens += num_tokens
 
 
-class Meter:
+class StepTimer:
     """Accumulates means over the steps since the last line.
 
     Times and throughput exclude profiled steps, unless all steps were profiled.
@@ -104,9 +104,9 @@ class Meter:
         """True if at least one step that was not profiled has been counted."""
         return self._steps.number > 0
 
-    def read(self) -> Means:
+    def read(self) -> StepMeans:
         """Return the means so far."""
         totals = self._steps if self.has_steps else self._profiled
         number, seconds = max(1, totals.number), max(totals.seconds, 1e-9)
         loss = self._loss_sum / self._num_losses if self._num_losses else math.nan
-        return Means(seconds / number, totals.data_s / number, totals.num_tokens / seconds, loss)
+        return StepMeans(seconds / number, totals.data_s / number, totals.num_tokens / seconds, loss)

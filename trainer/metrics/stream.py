@@ -20,7 +20,7 @@ from trainer.errors import discard_stream, print_stderr
 from trainer.files import content_of
 
 
-class Outlet(io.TextIOBase):
+class NonBlockingStream(io.TextIOBase):
     """A wrapper around a text stream that never blocks: if the stream is a pipe or a terminal, a thread writes to it.
 
     Text is dropped silently while the reader is `_MAX_WAITING` writes behind, and if the reader has not caught up
@@ -91,7 +91,7 @@ class Outlet(io.TextIOBase):
             print_stderr(f"warning: standard output was closed ({error}); the run continues without it")
 
 
-class KeptText(io.TextIOBase):
+class LogFile(io.TextIOBase):
     """An append-only log file.  Lines that cannot be written are dropped, and the run continues."""
 
     def __init__(self, path: Path) -> None:

@@ -12,12 +12,12 @@ from typing import Any, TextIO, cast
 from trainer.config import RunConfig
 from trainer.metrics.clock import Clock
 from trainer.metrics.console import ConsoleSink
-from trainer.metrics.goodput import Experience, Ledger
+from trainer.metrics.goodput import RunHistory, TimeLedger
 from trainer.metrics.observer import Phases
-from trainer.metrics.outlet import KeptText, Outlet
 from trainer.metrics.record import Record
 from trainer.metrics.screen import PlainScreen, find_screen
 from trainer.metrics.sinks import JsonLines, SampleFile, Sink, TensorBoard, WandB, warn
+from trainer.metrics.stream import LogFile, NonBlockingStream
 
 LOG = "console.log"
 """Copy of the console output in the run folder."""
@@ -34,12 +34,12 @@ class Metrics:
         self.console: ConsoleSink | None = None
         """The console, or None on ranks other than 0."""
         if is_main:
-            outlet = cast(TextIO, Outlet(sys.stdout))
-            self.console = ConsoleSink(config.train.steps, find_screen(outlet), outlet.close)
+            stream = cast(TextIO, NonBlockingStream(sys.stdout))
+            self.console = ConsoleSink(config.train.steps, find_screen(stream), stream.close)
         self._log: ConsoleSink | None = None
-        self._log_file: KeptText | None = None
+        self._log_file: LogFile | None = None
         self._sinks: list[Sink] = []
-        self._ledger = Ledger()
+        self._ledger = TimeLedger()
         self.before: dict[str, Any] = {}
         """Fields of the start record about earlier attempts (lost steps, where the time went) and about the clock of
         this attempt."""
@@ -64,7 +64,7 @@ class Metrics:
         clock = {"boot": self.clock.boot, "booted": self.clock.booted}
         self.before = {"lost_steps": file.lost_steps, "before": before, **clock}
         self._ledger.remember(file.ledger)
-        kept = self._log_file = KeptText(path.parent / LOG)
+        kept = self._log_file = LogFile(path.parent / LOG)
         self._log = ConsoleSink(self._config.train.steps, PlainScreen(cast(TextIO, kept)), kept.close)
         self._log.say(f"-- {time.strftime('%Y-%m-%d %H:%M:%S')}")
         self._sinks = [file, self.console, self._log]
@@ -115,7 +115,7 @@ class Metrics:
                 sink.write(stamped)
         return record
 
-    def experience(self) -> Experience:
+    def experience(self) -> RunHistory:
         """Return the history of saves and failures over all attempts.  Empty on ranks other than 0."""
         return self._ledger.experience()
 
