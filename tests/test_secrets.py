@@ -562,7 +562,7 @@ class Open(SimpleHTTPRequestHandler):
         pass
 
 
-@pytest.mark.slow
+@pytest.mark.campaign  # fifteen commands
 def test_twenty_secrets_in_twenty_places_are_stored_and_printed_nowhere(tmp_path: Path) -> None:
     """A run that trains, those that are refused, and the commands that read the run's folder."""
     secrets = [f"s{number:02}{uuid.uuid4().hex}" for number in range(20)]
