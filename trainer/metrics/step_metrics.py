@@ -172,8 +172,8 @@ class StepMetrics:
         If a line is due, the record is also written: immediately, or, if `reads_late`, once the step's numbers have
         been read.  `flops_per_token` walks all modules of the model, so it is called only when `mfu` is read.
 
-        Collective if a line is due: one small CPU all-reduce, plus those of `LoggedSums.take`.  Raises TrainingFailed on all
-        ranks after too many consecutive skipped steps.
+        Collective if a line is due: one small CPU all-reduce, plus those of `LoggedSums.take`.  Raises TrainingFailed
+        on all ranks after too many consecutive skipped steps.
         """
         step = progress.step
         is_needed = step == 1 or self.horizon.may_end_at(step) or is_last
