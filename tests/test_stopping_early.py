@@ -46,6 +46,14 @@ STUCK = {
         except BaseException as error:
             raise RuntimeError("something failed") from error
     """,
+    "in a destructor": """
+        class Freed:
+            def __del__(self):
+                time.sleep(0.02)
+        while True:
+            Freed()
+            time.sleep(0.005)
+    """,
     "in C": "hashlib.pbkdf2_hmac('sha512', b'', b'', 2**31 - 1)",
 }
 """Work that asks nobody whether it is to stop."""

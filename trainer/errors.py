@@ -187,7 +187,8 @@ def _raise_on_signals() -> Iterator[None]:
 
     def end(number: int, frame: object) -> NoReturn:
         name = signal.Signals(number).name
-        prompt.on_signal(name)
+        with contextlib.suppress(StopRequested):  # raised below, as what this signal is known by
+            prompt.on_signal(name)
         raise KeyboardInterrupt if number == signal.SIGINT else StopRequested(name)
 
     for number in caught:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -23,6 +24,9 @@ from typing import NoReturn
 
 RAISE_S, END_S = 1.5, 3.0
 """Time from the signal to the second and to the third stage."""
+
+_AGAIN_S = 0.05
+"""Time after which a request that could not leave a destructor or a callback is raised again."""
 
 _HOOK_S = 1.0
 """Time limit of `before_exit` in the third stage, since it may hang on a disk."""
@@ -105,6 +109,7 @@ class PromptStop:
         self._lock = threading.Lock()
         self._main = threading.get_ident()
         self._reader, self._writer, self._wakeup_before = -1, -1, -1
+        self._hook_before = sys.unraisablehook
 
     def start(self) -> None:
         """Start watching for signals, and cancel any active PromptStop.
@@ -117,6 +122,7 @@ class PromptStop:
         os.set_blocking(self._writer, False)
         # The interpreter writes each signal's number there immediately, even while the main thread runs no Python code.
         self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._hook_before, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
         threading.Thread(target=self._watch, name="prompt-stop", daemon=True).start()
         _active.append(self)
 
@@ -129,6 +135,8 @@ class PromptStop:
             self._is_over.set()
             self.before_exit = None  # it may keep an entire run alive until the thread ends
         signal.set_wakeup_fd(self._wakeup_before)
+        if sys.unraisablehook == self._on_unraisable:
+            sys.unraisablehook = self._hook_before
         with contextlib.suppress(OSError):
             os.write(self._writer, b"\0")  # wakes the thread
         os.close(self._writer)
@@ -151,15 +159,30 @@ class PromptStop:
         while number not in self._numbers and not self._is_over.is_set():
             number = os.read(self._reader, 1)[0]
         if not self._is_over.wait(RAISE_S):
-            with self._lock:
-                if not self._is_over.is_set():
-                    self._is_overdue = True
-                    signal.pthread_kill(self._main, number)  # interrupts a system call, too
+            self._raise_in_main_thread(number)
         if not self._is_over.wait(END_S - RAISE_S):
             with self._lock:
                 if not self._is_over.is_set():
                     self._end(signal.Signals(number).name)
         os.close(self._reader)
+
+    def _raise_in_main_thread(self, number: int) -> None:
+        with self._lock:
+            if not self._is_over.is_set():
+                self._is_overdue = True
+                signal.pthread_kill(self._main, number)  # interrupts a system call, too
+
+    def _on_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
+        """Raise a request again that was raised in a destructor or a weak reference's callback.
+
+        The interpreter cannot let an exception out of these.  It would print it with a traceback and go on.
+        """
+        if not self.name or not isinstance(unraisable.exc_value, (StopRequested, KeyboardInterrupt)):
+            self._hook_before(unraisable)
+            return
+        again = threading.Timer(_AGAIN_S, self._raise_in_main_thread, [signal.Signals[self.name]])
+        again.daemon = True
+        again.start()
 
     def _end(self, name: str) -> NoReturn:
         hook = threading.Thread(target=self.before_exit or (lambda: None), daemon=True)
