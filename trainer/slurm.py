@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.distributed.environment import first_address
-from trainer.distributed.stop_request import NOTICE
+from trainer.distributed.stop_request import NOTICE, with_stale_notice
 from trainer.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -95,6 +95,7 @@ class Job:
     def run(self, command: Sequence[str], env: Mapping[str, str]) -> int:
         """Run `command`, an srun, as one attempt, and requeue the job if needed.  Returns the batch job's exit code."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        env = with_stale_notice(env, self.run_dir)
         (self.run_dir / NOTICE).unlink(missing_ok=True)
         if self.restart and self._is_idle():  # Slurm itself requeues after a node failure
             return EXIT_FAILED
@@ -130,7 +131,7 @@ class Job:
             now = time.monotonic()
             if self.signals.stop_requested:
                 # A file, because with cgroup tracking no signal reaches ranks started by torchrun.  Touched every
-                # second, because a run that is just starting ignores an existing file as an earlier attempt's.
+                # second, in case that the run folder cannot be written for a while.
                 with suppress(OSError):  # a full disk: the next second tries again
                     (self.run_dir / NOTICE).touch()
             if cancel_at == float("inf") and self._reported_state() in ("finished", "stopped", "failed"):

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,7 +33,8 @@ NOTICE = "notice"
 that srun started, such as torchrun's agents, and not their ranks.  A file reaches every rank."""
 
 
-_STALE = "MESHTRAINER_STALE_NOTICE"
+_STALE, _STALE_OF_JOB = "MESHTRAINER_STALE_NOTICE", "MESHTRAINER_JOB_STALE_NOTICE"
+"""Environment variables with a run folder and the identity of the notice that is none for this attempt."""
 
 
 class StopRequest:
@@ -159,9 +160,21 @@ def caught_signals() -> list[signal.Signals]:
 
 
 def note_stale_notice(run_dir: Path) -> None:
-    """Record the notice that exists when the command starts, which was for an earlier attempt.  Workers inherit it."""
-    os.environ[_STALE] = f"{run_dir}\n{identity(run_dir / NOTICE)}"
+    """Record the notice that exists when the command starts, which was for an earlier attempt.  Workers inherit it.
+
+    In a batch job, a notice for this attempt may have come before this command could start.  There, the one recorded by
+    `with_stale_notice` counts.
+    """
+    of_job = os.environ.get(_STALE_OF_JOB, "")
+    is_of_this_run = of_job.partition("\n")[0] == os.path.abspath(run_dir)
+    known = of_job.partition("\n")[2] if is_of_this_run else identity(run_dir / NOTICE)
+    os.environ[_STALE] = f"{run_dir}\n{known}"
     _taken.discard(os.environ[_STALE])
+
+
+def with_stale_notice(env: Mapping[str, str], run_dir: Path) -> dict[str, str]:
+    """Return the environment for the ranks that a batch job is about to start: notices from now on are for them."""
+    return {**env, _STALE_OF_JOB: f"{os.path.abspath(run_dir)}\n{identity(run_dir / NOTICE)}"}
 
 
 def take_stale_notice(run_dir: Path) -> str:
