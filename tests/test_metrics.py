@@ -36,7 +36,7 @@ from trainer.lifecycle.folder import RunFolder, write_atomically
 from trainer.metrics.console import ConsoleSink, readable_bytes, readable_count, readable_duration
 from trainer.metrics.record import Record
 from trainer.metrics.screen import PlainScreen, Screen, find_screen
-from trainer.metrics.sinks import JsonLines, WandB
+from trainer.metrics.sinks import JsonLines, TensorBoard, WandB
 from trainer.metrics.step_timer import peak_memory_gib
 from trainer.metrics.stream import LogFile, NonBlockingStream
 from trainer.metrics.terminal import Terminal
@@ -287,6 +287,18 @@ def test_tensorboard(resumed: Resumed) -> None:
         assert [event.value for event in events.Scalars(tag)] == pytest.approx(of(kind, found, "loss"), rel=1e-6)
     assert any("grad_norm" in tag for tag in tags)
     assert not any(tag.endswith("step") for tag in tags)
+
+
+def test_a_tensorboard_that_fails_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorboard")
+    sink = TensorBoard(tmp_path, 0)
+    monkeypatch.setattr(sink, "_writer", None)  # an AttributeError stands for any error of the client
+    for step in (1, 2):
+        sink.write(Record(kind="train", step=step, loss=1.0))
+    sink.close()
+    assert capsys.readouterr().err.count("continuing without them") == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed import HashStore
 
+import trainer.trainer
 from tests.faults import Fault, start
 from tests.gate import wait_until
 from tests.ranks import Ran, run_command
@@ -24,7 +26,7 @@ from trainer.distributed.channel import TimedStore
 from trainer.lifecycle.flight_recorder import CollectiveProgress, progress_of
 from trainer.lifecycle.phases import watch_phases
 from trainer.lifecycle.rank_status import RankStatus, find_stragglers, is_stuck, reason_of, table
-from trainer.lifecycle.watchdog import _ANSWER_S, _SAVE_GRACE_S, Watchdog
+from trainer.lifecycle.watchdog import _ANSWER_S, _SAVE_GRACE_S, Watchdog, _lines
 
 LIMIT_S = 8.0
 """More than a good step takes where other processes, or other machines on the same host, have the cores for seconds."""
@@ -99,6 +101,13 @@ def test_the_rank_that_sleeps_is_named(place: str, rank: int, tmp_path: Path, mo
     assert ran.status["reason"].startswith(f"watchdog: rank {rank} made no progress in {phase}")
     assert ran.metrics[-1]["reason"] == "failed"
     assert seconds < limit_s + 200, "not the 300 s of the default, whatever else the machine does"
+
+
+def test_a_stack_begins_at_the_training_loop() -> None:
+    """The frames that call `fit`, those of a launcher and of the command line, say nothing about a rank."""
+    inside: dict[str, Any] = {}
+    exec(compile("def fit(inner):\n    return inner()", trainer.trainer.__file__, "exec"), inside)
+    assert [line.rpartition(" ")[2] for line in inside["fit"](lambda: _lines(sys._getframe()))] == ["fit", "<lambda>"]
 
 
 @pytest.mark.slow

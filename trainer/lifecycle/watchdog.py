@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -369,6 +370,9 @@ _LEFT_OUT = (f"{os.sep}contextlib.py", *(os.sep + os.path.join("torch", *name.sp
 """Files whose frames are left out of printed stacks as uninformative."""
 
 
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+
+
 def _lines(frame: FrameType | None) -> list[str]:
     """Return file, line and function of each informative frame, innermost last.
 
@@ -379,7 +383,7 @@ def _lines(frame: FrameType | None) -> list[str]:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if not file.endswith(_LEFT_OUT):
             lines.append(f"{file}:{frame.f_lineno} in {name}")
-        if name in ("fit", "_save") and file.startswith(os.path.dirname(__file__)):
+        if name in ("fit", "_save") and file.startswith(_PACKAGE):  # what called these is always the same
             break
         frame = frame.f_back
     return lines[:_MAX_FRAMES][::-1]

@@ -208,12 +208,12 @@ class TensorBoard:
                 for name, value in _numbers(record).items():
                     self._writer.add_scalar(f"{record.kind}/{name}", value, record.step)  # type: ignore[no-untyped-call]
                 self._writer.flush()  # type: ignore[no-untyped-call]
-            except OSError as error:
+            except Exception as error:  # of the file system or of the client: the run goes on without events
                 self._failed = True
                 warn(f"TensorBoard events cannot be written; continuing without them: {error}")
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):
             self._writer.close()  # type: ignore[no-untyped-call]
 
 
