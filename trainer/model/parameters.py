@@ -61,6 +61,11 @@ def mark_replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
     _replicated_on[parameter] = mesh
 
 
+def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
+    """Return the mesh whose ranks hold a parameter, divided or as replicas; None if it is in this process alone."""
+    return parameter.device_mesh if isinstance(parameter, DTensor) else _replicated_on.get(parameter)
+
+
 def for_checkpoint(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return a tensor that belongs to `parameter` and has its shape in the form for checkpoints; copies nothing.
 

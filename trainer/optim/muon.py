@@ -1,0 +1,573 @@
+"""Muon and NorMuon on sharded parameters: each matrix is orthogonalized once, by one rank, whatever the mesh.
+
+Muon replaces a matrix's momentum by (nearly) the closest orthogonal matrix, which needs all of its rows, while a rank
+holds some of the rows of every matrix.  So each matrix has one owner among all ranks, replicas included.  A step
+updates the momentum of the local rows, sends them to the owners, orthogonalizes there, and sends the result back to all
+holders of a row.  Each way is one all-to-all per bucket of matrices, and the next bucket's rows are on their way while
+one is computed.  Sums are never split between ranks, so the result does not depend on the mesh.
+
+Sources: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; Li et al. 2025, "NorMuon", arXiv:2510.05491;
+Amsel et al. 2025, "The Polar Express", arXiv:2505.16932; Liu et al. 2025, "Muon is Scalable for LLM Training",
+arXiv:2502.16982 (the scale `match_rms_adamw`); Chen et al. 2025, "Cautious Weight Decay", arXiv:2510.12402.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from trainer.errors import setting_error
+from trainer.model.parameters import local, mesh_of
+
+JORDAN = ((3.4445, -4.7750, 2.0315),) * 5
+"""The same polynomial five times: singular values end between 0.7 and 1.2."""
+POLAR = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845749518, 0.4188073119525673),
+)
+"""Polynomials that are optimal one after the other, for singular values between 1e-3 and 1."""
+_POLAR_MARGIN = 1.01
+"""The polar polynomials expect singular values of at most 1; rounding in bfloat16 may exceed that slightly."""
+COEFFICIENTS = {
+    "jordan": JORDAN,
+    "polar": tuple((a / _POLAR_MARGIN, b / _POLAR_MARGIN**3, c / _POLAR_MARGIN**5) for a, b, c in POLAR),
+}
+
+_EPS = 1e-7
+_ROW_BETA, _ROW_EPS = 0.95, 1e-8
+"""NorMuon's decay rate of the rows' mean squares, and what is added to their root."""
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Mathematics of one matrix
+
+
+def orthogonalize(batch: torch.Tensor, coefficients: Sequence[tuple[float, float, float]]) -> torch.Tensor:
+    """Return matrices of the same shape (B, R, N) with singular values near 1, by Newton-Schulz iterations.
+
+    Computed in the dtype of `batch`.  Matrices of zeros stay zero.
+    """
+    x = batch.mT if batch.shape[1] > batch.shape[2] else batch
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=_EPS)
+    for a, b, c in coefficients:
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if batch.shape[1] > batch.shape[2] else x
+
+
+def orthogonalization_flops(rows: int, columns: int, num_iterations: int = len(JORDAN)) -> int:
+    """Return the FLOPs of `orthogonalize` for one matrix."""
+    short, long = sorted((rows, columns))
+    return num_iterations * (4 * short * short * long + 2 * short**3)
+
+
+def update_scale(scale: str, rows: int, columns: int) -> float:
+    """Return the factor between an orthogonal matrix and the update at learning rate 1.
+
+    match_rms_adamw: a root mean square of 0.2, as AdamW's updates have; so both can share a learning rate.
+    spectral: a spectral norm of sqrt(rows / columns), at which the best rate does not depend on the width (muP).
+    jordan: as in the first implementation of Muon.
+    """
+    if scale == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(rows / columns) if scale == "spectral" else math.sqrt(max(1.0, rows / columns))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Owners
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Consecutive rows of a parameter that are orthogonalized together: all of them, an expert, or a block."""
+
+    parameter: int
+    """Index among the optimizer's parameters."""
+    start: int
+    """First row.  The rows of a parameter of shape (E, K, N) are its E * K vectors of N elements."""
+    rows: int
+    columns: int
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def flops(self) -> int:
+        return orthogonalization_flops(self.rows, self.columns)
+
+
+def split_into_matrices(number: int, shape: Sequence[int], block_rows: Sequence[int] = ()) -> list[Matrix]:
+    """Return the matrices of parameter `number`, which has two or three dimensions.
+
+    block_rows: the rows of each block of a fused two-dimensional weight, such as a query, key and value projection.
+    """
+    *experts, rows, columns = shape
+    count = experts[0] if experts else 1
+    starts, sizes = [], list(block_rows) or [rows]
+    for expert in range(count):
+        start = expert * rows
+        for size in sizes:
+            starts.append((start, size))
+            start += size
+    return [Matrix(number, start, size, columns) for start, size in starts]
+
+
+def assign_owners(
+    matrices: Sequence[Matrix], held: Callable[[Matrix, int], int], replicate: int, shard: int
+) -> list[int]:
+    """Return the owner of each matrix, a rank of a mesh of `replicate` x `shard` ranks, balanced by FLOPs.
+
+    held: the number of rows of a matrix that each replica's rank `s` holds.  A rank that holds an entire matrix owns
+    it if that keeps the balance, since then nothing is sent; this is how experts stay where they are.  The others go,
+    the costliest first, to the rank with the least work.  Depends on nothing but its arguments, so it is the same on
+    all ranks.
+    """
+    num_ranks = replicate * shard
+    load = [0] * num_ranks
+    owners = [-1] * len(matrices)
+    costliest_first = sorted(range(len(matrices)), key=lambda i: (-matrices[i].flops, i))
+    if shard > 1:
+        fair = sum(matrix.flops for matrix in matrices) / num_ranks
+        for i in costliest_first:
+            holder = next((s for s in range(shard) if held(matrices[i], s) == matrices[i].rows), None)
+            if holder is not None:
+                rank = min((r * shard + holder for r in range(replicate)), key=lambda rank: (load[rank], rank))
+                if load[rank] + matrices[i].flops <= fair:
+                    owners[i] = rank
+                    load[rank] += matrices[i].flops
+    for i in costliest_first:
+        if owners[i] < 0:
+            owners[i] = min(range(num_ranks), key=lambda rank: (load[rank], rank))
+            load[owners[i]] += matrices[i].flops
+    return owners
+
+
+def cut_into_buckets(matrices: Sequence[Matrix], capacity: float) -> list[list[int]]:
+    """Return the indices of the matrices in each bucket: of at most `capacity` elements, or of one matrix.
+
+    The costliest come first, and those of one shape together, as they are computed as one batch.
+    """
+    buckets: list[list[int]] = []
+    free = 0.0
+    for i in sorted(range(len(matrices)), key=lambda i: (-matrices[i].flops, matrices[i].rows, i)):
+        if not buckets or matrices[i].numel > free:
+            buckets.append([])
+            free = capacity
+        buckets[-1].append(i)
+        free -= matrices[i].numel
+    return buckets
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Exchange
+
+
+class _Mesh:
+    """The ranks that hold parameters: `replicate` copies, each divided into the rows of `shard` ranks."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        mesh = mesh_of(parameter)
+        self.device = local(parameter).device if mesh is None else torch.device(mesh.device_type)
+        self.replicate = self.shard = 1
+        self.r = self.s = 0
+        self.shard_group: dist.ProcessGroup | None = None
+        self.group: dist.ProcessGroup | None = None
+        self.position: list[int] = [0]
+        """The rank within `group` of each rank of the mesh, replica by replica."""
+        if mesh is None or mesh.size() == 1:
+            return
+        axis = _shard_axis(parameter)
+        ranks = mesh.mesh if axis is None else mesh.mesh.movedim(axis, -1)
+        if axis is not None:
+            self.shard, self.s = mesh.size(axis), mesh.get_local_rank(axis)
+            self.shard_group = mesh.get_group(axis)
+        self.replicate = mesh.size() // self.shard
+        order = ranks.flatten().tolist()
+        self.r = order.index(dist.get_rank()) // self.shard
+        self.group = mesh.get_group(0) if mesh.ndim == 1 else _group_of(order)
+        self.position = [dist.get_group_rank(self.group, rank) for rank in order]
+
+    @property
+    def size(self) -> int:
+        return self.replicate * self.shard
+
+    @property
+    def rank(self) -> int:
+        return self.r * self.shard + self.s
+
+
+def _shard_axis(parameter: torch.Tensor) -> int | None:
+    """Return the mesh axis along which the rows of a parameter are divided; None if every rank has all of them."""
+    if not isinstance(parameter, DTensor):
+        return None
+    axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    if not axes:
+        return None
+    placement = parameter.placements[axes[0]]
+    if len(axes) > 1 or type(placement) is not Shard or placement.dim != 0:
+        rule = f"a parameter of shape {tuple(parameter.shape)} is not divided along its first dimension"
+        raise setting_error("optim.name", "muon", rule, "adamw")
+    return axes[0]
+
+
+def _group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    if sorted(ranks) != list(range(dist.get_world_size())):
+        raise ValueError("muon: the mesh of a parameter must contain all ranks")
+    return world
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows of a matrix that one rank holds."""
+
+    matrix: int
+    start: int
+    """First row within the matrix."""
+    rows: int
+
+
+class _Bucket:
+    """Matrices that are exchanged together.  All of its plans follow from the owners, so ranks need not agree on them.
+
+    A message is a flat tensor: for each peer in order, for each matrix in order, the rows that go there.
+    """
+
+    def __init__(self, matrices: list[Matrix], owners: list[int], layout: _Layout) -> None:
+        self.matrices, self.owners, self._mesh = matrices, owners, layout.mesh
+        mesh = layout.mesh
+        self.mine = [i for i, owner in enumerate(owners) if owner == mesh.rank]
+        """The matrices that this rank owns."""
+
+        def pieces(indices: Iterable[int], s: int) -> list[_Piece]:
+            found = [_Piece(i, *layout.rows_of(matrices[i], s)) for i in indices]
+            return [piece for piece in found if piece.rows]
+
+        def owned_by(rank: int) -> list[int]:
+            return [i for i, owner in enumerate(owners) if owner == rank]
+
+        first = mesh.r * mesh.shard
+        self.local = pieces(range(len(matrices)), mesh.s)
+        """The rows that this rank holds, in the order of the matrices."""
+        self.to_owners = [pieces(owned_by(first + s), mesh.s) for s in range(mesh.shard)]
+        """For each rank of this replica, the rows here that it needs as an owner."""
+        self.from_holders = [pieces(self.mine, s) for s in range(mesh.shard)]
+        everyone = range(mesh.size)
+        self.to_holders = [self.from_holders[rank % mesh.shard] for rank in everyone]
+        self.from_owners = [pieces(owned_by(rank), mesh.s) for rank in everyone]
+
+    def sizes(self, pieces: Sequence[Sequence[_Piece]]) -> list[int]:
+        """Return the elements of each peer's part of a message."""
+        return [sum(piece.rows * self.matrices[piece.matrix].columns for piece in part) for part in pieces]
+
+
+class _Layout:
+    """The parameters of one mesh: which rows each rank holds, and which matrices each rank owns."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], matrices: Sequence[Matrix], bucket_bytes: float) -> None:
+        self.mesh = _Mesh(parameters[0])
+        self._parameters = parameters
+        self._shape = [(p.shape[0], math.prod(p.shape[1:-1])) for p in parameters]
+        owners = assign_owners(matrices, lambda m, s: self.rows_of(m, s)[1], self.mesh.replicate, self.mesh.shard)
+        # Both messages of a bucket together bring `bucket_bytes` to a rank: a share of the rows to own, and its own.
+        capacity = bucket_bytes * self.mesh.shard / (1 + 1 / self.mesh.replicate)
+        self.buckets = [
+            _Bucket([matrices[i] for i in indices], [owners[i] for i in indices], self)
+            for indices in cut_into_buckets(matrices, capacity)
+        ]
+
+    def first_row(self, number: int, s: int) -> int:
+        """Return the first row of parameter `number` on rank `s`, divided as by `torch.chunk`."""
+        length, rows_each = self._shape[number]
+        return min(length, s * -(-length // self.mesh.shard)) * rows_each
+
+    def rows_of(self, matrix: Matrix, s: int) -> tuple[int, int]:
+        """Return the first row within a matrix that rank `s` holds, and their number."""
+        start = max(matrix.start, self.first_row(matrix.parameter, s))
+        stop = min(matrix.start + matrix.rows, self.first_row(matrix.parameter, s + 1))
+        return start - matrix.start, max(0, stop - start)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The optimizer
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon or NorMuon for parameters of two dimensions, or three if they stack matrices.
+
+    The momentum is sharded like its parameter and has the name that torch.optim.Muon gives it.  NorMuon adds the mean
+    squares of the rows, sharded like them.  As with torch's fused optimizers, nothing changes if the attribute
+    `found_inf`, a scalar tensor, is 1, and gradients are divided by the attribute `grad_scale`.
+
+    blocks: the rows of each block of fused parameters, by the parameter's id.  dtype: of messages and iterations.
+    bucket_bytes: what both messages of a bucket bring to a rank, if no single matrix exceeds it.
+    Collectives in a step: two all-to-alls per bucket; for NorMuon also an all-reduce of one number per matrix.
+    Raises UserError for a parameter that is divided along another dimension than the first.
+    """
+
+    supports_found_inf = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        variant: str = "muon",
+        coefficients: str = "jordan",
+        scale: str = "match_rms_adamw",
+        dtype: torch.dtype = torch.bfloat16,
+        cautious: bool = False,
+        bucket_bytes: float = 64 * 2**20,
+        blocks: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+        super().__init__(params, defaults)
+        self.algorithm = "NorMuon" if variant == "normuon" else "Muon"
+        self._normalizes_rows = variant == "normuon"
+        self._coefficients, self._scale, self._dtype = COEFFICIENTS[coefficients], scale, dtype
+        self._cautious, self._bucket_bytes = cautious, bucket_bytes
+        self._blocks = dict(blocks or {})
+        self._layouts: dict[tuple[int, ...], list[_Layout]] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Perform one step for all parameters that have a gradient, which must be the same ones on all ranks."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and found_inf.device.type == "cpu":  # where looking at it costs nothing
+            if found_inf:
+                return loss
+            found_inf = None
+        groups = {id(p): group for group in self.param_groups for p in group["params"] if p.grad is not None}
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for layout, members in self._layouts_of(parameters):
+            _Step(self, layout, members, groups, found_inf, grad_scale).run()
+        return loss
+
+    def _layouts_of(self, parameters: list[torch.Tensor]) -> list[tuple[_Layout, list[torch.Tensor]]]:
+        """Return the layout of the parameters of each mesh."""
+        by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = defaultdict(list)
+        for parameter in parameters:
+            by_mesh[mesh_of(parameter)].append(parameter)
+        key = tuple(map(id, parameters))
+        if key not in self._layouts:
+            self._layouts[key] = [
+                _Layout(members, self._matrices_of(members), self._bucket_bytes / self._dtype.itemsize)
+                for members in by_mesh.values()
+            ]
+        return list(zip(self._layouts[key], by_mesh.values(), strict=True))
+
+    def _matrices_of(self, parameters: list[torch.Tensor]) -> list[Matrix]:
+        numbered = enumerate(parameters)
+        return [m for n, p in numbered for m in split_into_matrices(n, p.shape, self._blocks.get(id(p), ()))]
+
+
+class _Step:
+    """One step over the parameters of one layout."""
+
+    def __init__(
+        self,
+        optimizer: Muon,
+        layout: _Layout,
+        parameters: list[torch.Tensor],
+        groups: Mapping[int, dict[str, Any]],
+        found_inf: torch.Tensor | None,
+        grad_scale: torch.Tensor | None,
+    ) -> None:
+        self._optimizer, self._layout, self._mesh = optimizer, layout, layout.mesh
+        self._groups = [groups[id(p)] for p in parameters]
+        self._found_inf, self._grad_scale = found_inf, grad_scale
+        states = [self._state_of(p) for p in parameters]
+        self._weights = [_as_rows(p) for p in parameters]
+        self._gradients = [_as_rows(p.grad) for p in parameters]
+        self._momenta = [_as_rows(state["momentum_buffer"]) for state in states]
+        self._squares = [local(s["row_squares"]).view(-1) for s in states] if optimizer._normalizes_rows else []
+
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = self._optimizer.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter.detach())
+        if self._optimizer._normalizes_rows and "row_squares" not in state:
+            state["row_squares"] = torch.zeros_like(parameter.detach()[..., :1], dtype=torch.float32)
+        return state
+
+    def run(self) -> None:
+        """Update all parameters.
+
+        Three buckets are in flight: one whose rows travel to the owners, one that is computed, and one whose results
+        travel back.  All ranks start the collectives in this order.
+        """
+        buckets = self._layout.buckets
+        gathering: dict[int, _Message] = {}
+        scattering: dict[int, _Message] = {}
+        for turn in range(len(buckets) + 2):
+            if turn < len(buckets):
+                gathering[turn] = self._gather(buckets[turn])
+            if 0 <= turn - 1 < len(buckets):
+                scattering[turn - 1] = self._scatter(buckets[turn - 1], gathering.pop(turn - 1))
+            if turn >= 2:
+                self._apply(buckets[turn - 2], scattering.pop(turn - 2).wait())
+
+    def _gather(self, bucket: _Bucket) -> _Message:
+        """Update the momentum of the local rows, and send them to their owners in this replica."""
+        directions = [self._direction(bucket.matrices[piece.matrix], piece) for piece in bucket.local]
+        by_matrix = {piece.matrix: rows for piece, rows in zip(bucket.local, directions, strict=True)}
+        sent = [by_matrix[piece.matrix] for part in bucket.to_owners for piece in part]
+        sizes = bucket.sizes(bucket.to_owners), bucket.sizes(bucket.from_holders)
+        return _Message(self._pack(sent), *sizes, self._mesh.shard_group, range(self._mesh.shard))
+
+    def _direction(self, matrix: Matrix, piece: _Piece) -> torch.Tensor:
+        """Update the momentum of rows of a matrix and return Nesterov's direction: (rows, columns)."""
+        rows = self._local_rows(matrix, piece)
+        gradient, momentum = self._gradients[matrix.parameter][rows], self._momenta[matrix.parameter][rows]
+        beta = self._groups[matrix.parameter]["momentum"]
+        if self._grad_scale is not None:
+            gradient = gradient / self._grad_scale
+        if self._found_inf is not None:  # with the momentum in place of a gradient, the momentum does not change
+            gradient = torch.where(self._found_inf > 0, momentum, gradient)
+        momentum.lerp_(gradient.to(momentum.dtype), 1 - beta)
+        return gradient.to(momentum.dtype).lerp(momentum, beta)
+
+    def _local_rows(self, matrix: Matrix, piece: _Piece) -> slice:
+        start = matrix.start + piece.start - self._layout.first_row(matrix.parameter, self._mesh.s)
+        return slice(start, start + piece.rows)
+
+    def _pack(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        flat = [part.reshape(-1).to(self._mesh.device, self._optimizer._dtype) for part in parts]
+        return torch.cat(flat) if flat else torch.empty(0, device=self._mesh.device, dtype=self._optimizer._dtype)
+
+    def _scatter(self, bucket: _Bucket, message: _Message) -> _Message:
+        """Orthogonalize the matrices that this rank owns, and send their rows to all that hold them."""
+        received = message.wait()
+        parts: dict[int, list[torch.Tensor]] = defaultdict(list)
+        start = 0
+        for part in bucket.from_holders:  # the holders are in the order of their rows
+            for piece in part:
+                matrix = bucket.matrices[piece.matrix]
+                stop = start + piece.rows * matrix.columns
+                parts[piece.matrix].append(received[start:stop].view(piece.rows, matrix.columns))
+                start = stop
+        by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for i in bucket.mine:
+            by_shape[bucket.matrices[i].rows, bucket.matrices[i].columns].append(i)
+        done: dict[int, torch.Tensor] = {}
+        for (rows, columns), indices in by_shape.items():
+            batch = torch.cat([piece for i in indices for piece in parts.pop(i)]).view(-1, rows, columns)
+            done.update(zip(indices, orthogonalize(batch, self._optimizer._coefficients).unbind(), strict=True))
+        sent = [done[p.matrix][p.start : p.start + p.rows] for part in bucket.to_holders for p in part]
+        sizes = bucket.sizes(bucket.to_holders), bucket.sizes(bucket.from_owners)
+        return _Message(self._pack(sent), *sizes, self._mesh.group, self._mesh.position)
+
+    def _apply(self, bucket: _Bucket, received: torch.Tensor) -> None:
+        """Update the local rows of the weights."""
+        start = 0
+        updates: dict[int, torch.Tensor] = {}
+        pieces: dict[int, _Piece] = {}
+        for part in bucket.from_owners:
+            for piece in part:
+                matrix = bucket.matrices[piece.matrix]
+                stop = start + piece.rows * matrix.columns
+                updates[piece.matrix] = received[start:stop].view(piece.rows, matrix.columns)
+                pieces[piece.matrix] = piece
+                start = stop
+        if self._optimizer._normalizes_rows:
+            updates = self._normalized(bucket, updates, pieces)
+        for i, update in updates.items():
+            matrix = bucket.matrices[i]
+            group, weight = self._groups[matrix.parameter], self._weights[matrix.parameter]
+            rows = weight[self._local_rows(matrix, pieces[i])]
+            step_size = group["lr"] * update_scale(self._optimizer._scale, matrix.rows, matrix.columns)
+            update = update.to(weight.device)
+            new = rows if self._found_inf is None else rows.clone()
+            if self._optimizer._cautious:
+                new -= group["lr"] * group["weight_decay"] * torch.where(update * new > 0, new, 0.0)
+            else:
+                new.mul_(1 - group["lr"] * group["weight_decay"])
+            new.add_(update, alpha=-step_size)
+            if self._found_inf is not None:
+                rows.copy_(torch.where(self._found_inf > 0, rows, new))
+
+    def _normalized(
+        self, bucket: _Bucket, updates: Mapping[int, torch.Tensor], pieces: Mapping[int, _Piece]
+    ) -> dict[int, torch.Tensor]:
+        """Divide each row by the root of its running mean square, and give each matrix an orthogonal one's norm."""
+        norms = torch.zeros(len(bucket.matrices), device=self._mesh.device, dtype=torch.float32)
+        divided: dict[int, torch.Tensor] = {}
+        for i, update in updates.items():
+            matrix = bucket.matrices[i]
+            squares = self._squares[matrix.parameter][self._local_rows(matrix, pieces[i])]
+            update = update.to(squares.device).float()
+            mean = update.square().mean(dim=1)
+            if self._found_inf is not None:
+                mean = torch.where(self._found_inf > 0, squares, mean)
+            squares.lerp_(mean, 1 - _ROW_BETA)
+            divided[i] = update / (squares.sqrt() + _ROW_EPS)[:, None]
+            norms[i] = divided[i].square().sum()
+        if self._mesh.shard_group is not None:
+            dist.all_reduce(norms, group=self._mesh.shard_group)
+        targets = torch.tensor([math.sqrt(min(m.rows, m.columns)) for m in bucket.matrices], device=norms.device)
+        factors = targets / norms.sqrt().clamp(min=_EPS)
+        return {i: update * factors[i].to(update.device) for i, update in divided.items()}
+
+
+class _Message:
+    """An all-to-all in flight.
+
+    sent, sizes: elements to and from each peer, in an order of its own; `positions` are the peers' ranks in `group`.
+    Without a group, what is sent is what arrives.
+    """
+
+    def __init__(
+        self,
+        sent: torch.Tensor,
+        sent_sizes: list[int],
+        received_sizes: list[int],
+        group: dist.ProcessGroup | None,
+        positions: Sequence[int],
+    ) -> None:
+        self._received, self._work = sent, None
+        self._parts: list[int] | None = None
+        if group is None:
+            return
+        order = sorted(range(len(positions)), key=lambda i: positions[i])
+        if order != list(range(len(order))):
+            sent = torch.cat([sent.split(sent_sizes)[i] for i in order])
+            self._parts = [order.index(i) for i in range(len(order))]
+        self._sizes = [received_sizes[i] for i in order]
+        self._sent = sent  # until it has been sent
+        self._received = sent.new_empty(sum(received_sizes))
+        sizes = self._sizes, [sent_sizes[i] for i in order]
+        self._work = dist.all_to_all_single(self._received, sent, *sizes, group=group, async_op=True)
+
+    def wait(self) -> torch.Tensor:
+        """Return the received elements, in the order of the peers.  On a GPU the host does not wait."""
+        if self._work is not None:
+            self._work.wait()
+        if self._parts is None:
+            return self._received
+        split = self._received.split(self._sizes)
+        return torch.cat([split[i] for i in self._parts])
+
+
+def _as_rows(tensor: torch.Tensor | None) -> torch.Tensor:
+    """Return this rank's rows of a parameter, or of a tensor like it: (rows, columns), a view."""
+    assert tensor is not None
+    part = local(tensor).detach()
+    return part.view(-1, tensor.shape[-1])
