@@ -1,0 +1,73 @@
+"""Eight-bit optimizer moments: codes of one byte, and a scale for each block of a row.
+
+A block is a part of one row of a parameter.  Rows are never divided between ranks, so neither codes nor scales depend
+on the mesh.  Codes are spaced like a power of their number, so that small values next to large ones keep a few percent
+of precision: a step of Adam divides one moment by the root of the other, and their relative errors are what counts.
+Rounding is stochastic, between the two neighbouring codes, and exact on average.
+
+Source: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861, whose codes are another
+function of their number and whose blocks ignore rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+MAX_BLOCK, _MIN_BLOCK = 256, 16
+
+
+def block_length(shape: torch.Size | tuple[int, ...]) -> int | None:
+    """Return the number of elements in a block for a parameter of this shape; None if its moments stay in float32.
+
+    It is the largest divisor of a row's length up to 256.  Vectors have rows of one element, and rows whose length has
+    no divisor from 16 on would need a scale for every few elements.
+    """
+    if len(shape) < 2 or not shape[-1]:
+        return None
+    length = next(size for size in range(min(MAX_BLOCK, shape[-1]), 0, -1) if shape[-1] % size == 0)
+    return length if length >= _MIN_BLOCK else None
+
+
+@dataclass(frozen=True)
+class Code:
+    """A code of one byte: number q stands for the block's scale times (q / largest) ** power."""
+
+    dtype: torch.dtype
+    power: int
+    smallest: int
+    """The lowest code of a value other than zero."""
+
+    @property
+    def largest(self) -> int:
+        return torch.iinfo(self.dtype).max
+
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Return float32 values of shape (blocks, length) for codes of that shape and scales (blocks,)."""
+        return self._value(codes.float()) * scales[:, None]
+
+    def _value(self, numbers: torch.Tensor) -> torch.Tensor:
+        share = numbers / self.largest
+        return share.abs() ** self.power * share.sign()
+
+    def encode(self, values: torch.Tensor, bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the codes and scales of float32 values of shape (blocks, length).
+
+        bits: int32 of that shape, of which the lower 16 are used.
+        """
+        scales = values.abs().amax(dim=1)
+        share = values.abs() / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+        low = (share ** (1 / self.power) * self.largest).floor().clamp(max=self.largest - 1)
+        below, above = self._value(low), self._value(low + 1)
+        # The root is inexact, so the value may lie just outside its two codes; then the nearer one is certain.
+        is_up = (bits & 0xFFFF).float() / 0x10000 < (share - below) / (above - below)
+        number = (low + is_up).clamp(min=self.smallest)
+        number = torch.where(values == 0, 0, number)
+        return (number * values.sign()).to(self.dtype), scales
+
+
+MEAN = Code(torch.int8, power=3, smallest=0)
+"""The mean of gradients: signed, of either 127 magnitudes or zero."""
+SQUARE = Code(torch.uint8, power=4, smallest=1)
+"""The mean of squares.  It is never rounded to zero, by which the step would be divided."""
