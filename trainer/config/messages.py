@@ -179,7 +179,7 @@ def _meant(key: str, legal: Collection[str]) -> tuple[str | None, str]:
     same_name = [known for known in legal if known.partition(".")[2] == leaf]
     is_meant = not is_real or leaf in _UNMISTAKABLE or ("_" in leaf and len(same_name) == 1)
     if same_name and is_meant and (section or leaf not in _KEY_OF_NAME):
-        return max(same_name, key=lambda known: _likeness(section, known.partition(".")[0])), ""
+        return max(same_name, key=lambda k: difflib.SequenceMatcher(None, section, k.partition(".")[0]).ratio()), ""
     if leaf in _ADVICE_FOR_NAME:
         return None, _ADVICE_FOR_NAME[leaf]
     if (named := _KEY_OF_NAME.get(leaf)) in {*legal, *_ALWAYS_KNOWN} and (
@@ -202,10 +202,6 @@ _OF_EVAL = ("eval.", "data.eval_path", "data.holdout")
 
 def _is_section(name: str, legal: Collection[str]) -> bool:
     return any(known.startswith(f"{name}.") for known in legal)
-
-
-def _likeness(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def unknown_option(option: str, options: Iterable[str], keys: Collection[str] = ()) -> UserError:
@@ -245,17 +241,14 @@ def unexpected_argument(
     key, colon, value = word.partition(":")
     if colon and value and _is_key(key):
         return UserError(f"{rule}\n  did you mean {typed(key, value)}?")
-    if _may_have_spaces(before) and not word.startswith("=") and not _is_key(word):
+    # An unquoted value with spaces may have begun before: not that of a recipe, of nproc or a number.
+    name, equals, start = before.partition("=")
+    may_have_spaces = equals and name not in ("recipe", "nproc") and not re.fullmatch(r"[-+\d.,_e]+", start)
+    if may_have_spaces and not word.startswith("=") and not _is_key(word):
         rest = itertools.takewhile(lambda each: "=" not in each and not each.startswith(DASHES), argv[place:])
         quoted = shlex.quote(" ".join([before, *rest]))
         return UserError(f"{rule}\n  to fix: quote a value with spaces in it: {quoted}")
     return UserError(f"{rule}\n  for example: {word if _is_key(word) else 'train.steps'}=100")
-
-
-def _may_have_spaces(argument: str) -> bool:
-    """Return whether an argument may be the start of an unquoted value with spaces: not a recipe, nproc or a number."""
-    key, equals, value = argument.partition("=")
-    return bool(equals) and key not in ("recipe", "nproc") and not re.fullmatch(r"[-+\d.,_e]+", value)
 
 
 def _is_key(word: str) -> bool:

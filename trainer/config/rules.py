@@ -35,7 +35,7 @@ from trainer.config.mesh import (
 )
 from trainer.config.pretrained import check_no_gguf
 from trainer.config.schema import AUTO, MODEL, DataSection, LoraSection, RunConfig
-from trainer.errors import UserError, choice_error, nearest, setting_error
+from trainer.errors import choice_error, nearest, setting_error
 
 
 def check_config(config: RunConfig, world_size: int, local_world_size: int) -> MeshShape:
@@ -48,7 +48,8 @@ def check_config(config: RunConfig, world_size: int, local_world_size: int) -> M
         config = next(iter(context_choices(config, shape, local_world_size)), with_context(config, 1))
     check_context(config, shape, local_world_size)
     check_batch(config, shape)
-    _check_compile(config.train.compile)
+    if not isinstance(config.train.compile, bool) and config.train.compile != AUTO:
+        raise choice_error("train.compile", config.train.compile, [True, False, AUTO])
     _check_reshard(config, shape)
     _check_forms(config)
     _check_data(config)
@@ -56,11 +57,6 @@ def check_config(config: RunConfig, world_size: int, local_world_size: int) -> M
     if config.recipe.check is not None:
         config.recipe.check(config.model)
     return shape
-
-
-def _check_compile(setting: object) -> None:
-    if not isinstance(setting, bool) and setting != AUTO:
-        raise choice_error("train.compile", setting, [True, False, AUTO])
 
 
 def _check_reshard(config: RunConfig, shape: MeshShape) -> None:
@@ -84,24 +80,49 @@ def _check_reshard(config: RunConfig, shape: MeshShape) -> None:
 
 def _check_forms(config: RunConfig) -> None:
     """Check the form of individual keys, and rules that do not depend on the number of ranks."""
-    for check in (
-        _check_activation_checkpoint,
-        _check_dtypes,
-        _check_float8,
-        _check_lora,
-        _check_objective,
-        _check_evaluation,
-        _check_lr_range,
-        _check_wrap,
-        _check_resume,
-        _check_every,
-        _check_deadline,
-        _check_init_from,
-        _check_name,
-        _check_allowed_changes,
-        _check_paths,
+    _check_activation_checkpoint(config)
+    for key, dtype in (
+        ("train.weights_dtype", config.train.weights_dtype),
+        ("optim.state_dtype", config.optim.state_dtype),
     ):
-        check(config)
+        if dtype == "bfloat16" and config.optim.name != "adamw":
+            rule = (
+                f"only optim.name=adamw supports this (float32 compute, rounded results); {config.optim.name} would "
+                "lose small updates"
+            )
+            raise setting_error(key, dtype, rule, "float32")
+    _check_float8(config)
+    _check_lora(config)
+    objective = config.train.objective
+    if objective != "tokens" and config.recipe.trainer is not None:
+        rule = f"recipe {config.recipe.name!r} has its own Trainer, which defines its own objective"
+        raise setting_error("train.objective", objective, rule, "tokens")
+    _check_evaluation(config)
+    first, last = config.schedule.lr_range
+    if not first < last:
+        turned = [last, first] if last < first else None
+        raise setting_error("schedule.lr_range", [first, last], "must rise", meant=turned)
+    _check_wrap(config)
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "none") and "://" not in resume and not Path(run_of_best(resume) or resume).is_dir():
+        rule = "must be auto, none, or a folder: a checkpoint, a run, or RUN/best"
+        raise setting_error("checkpoint.resume", resume, rule, example="auto")
+    every = config.checkpoint.every
+    if isinstance(every, (str, bool)) and every != AUTO:
+        raise setting_error("checkpoint.every", every, "must be a whole number of steps, or auto", AUTO)
+    if config.run.deadline is not None and (deadline := find_deadline(config)) is not None and deadline <= time.time():
+        tomorrow = (datetime.now() + timedelta(days=1)).strftime("%Y-%m-%dT18:00")
+        raise setting_error("run.deadline", config.run.deadline, "has already passed", example=tomorrow)
+    _check_init_from(config)
+    _check_name(config)
+    legal = [*declared_keys(type(config.model)), *(section.name for section in dataclasses.fields(RunConfig))]
+    unknown = [key for key in config.checkpoint.allow_changes if key not in legal and not key.startswith("state.")]
+    if unknown:
+        best = nearest(unknown[0], legal, 0.8) if "." in unknown[0] else None
+        rule = "no such key" if "." in unknown[0] else "no such section"
+        fix = "" if best else "name the keys or sections that may change, such as optim.name or data"
+        raise setting_error("checkpoint.allow_changes", list(unknown), rule, meant=best and [best], fix=fix)
+    _check_paths(config)
 
 
 def _check_activation_checkpoint(config: RunConfig) -> None:
@@ -119,23 +140,6 @@ def _check_activation_checkpoint(config: RunConfig) -> None:
         raise setting_error(key, checkpointing, "n (for every n-th block) must be at least 1", "none")
 
 
-def _check_dtypes(config: RunConfig) -> None:
-    optim = config.optim
-    for key, dtype in (("train.weights_dtype", config.train.weights_dtype), ("optim.state_dtype", optim.state_dtype)):
-        if dtype == "bfloat16" and optim.name != "adamw":
-            rule = (
-                f"only optim.name=adamw supports this (float32 compute, rounded results); {optim.name} would lose "
-                "small updates"
-            )
-            raise setting_error(key, dtype, rule, "float32")
-
-
-def _check_every(config: RunConfig) -> None:
-    every = config.checkpoint.every
-    if isinstance(every, (str, bool)) and every != AUTO:
-        raise setting_error("checkpoint.every", every, "must be a whole number of steps, or auto", AUTO)
-
-
 def _check_wrap(config: RunConfig) -> None:
     wrap = config.fsdp.wrap
     if wrap.startswith("size:"):
@@ -146,19 +150,6 @@ def _check_wrap(config: RunConfig) -> None:
     elif wrap != "block" and ":" not in wrap:
         rule = "must be block, size:<parameters>, or package.module:function"
         raise setting_error("fsdp.wrap", wrap, rule, meant=nearest(wrap, ["block"]))
-
-
-def _check_resume(config: RunConfig) -> None:
-    resume = config.checkpoint.resume
-    if resume not in ("auto", "none") and "://" not in resume and not Path(run_of_best(resume) or resume).is_dir():
-        rule = "must be auto, none, or a folder: a checkpoint, a run, or RUN/best"
-        raise setting_error("checkpoint.resume", resume, rule, example="auto")
-
-
-def _check_deadline(config: RunConfig) -> None:
-    if config.run.deadline is not None and (deadline := find_deadline(config)) is not None and deadline <= time.time():
-        tomorrow = (datetime.now() + timedelta(days=1)).strftime("%Y-%m-%dT18:00")
-        raise setting_error("run.deadline", config.run.deadline, "has already passed", example=tomorrow)
 
 
 def _check_init_from(config: RunConfig) -> None:
@@ -192,14 +183,9 @@ def _check_name(config: RunConfig) -> None:
         raise setting_error("run.name", name, rule, fix="use a shorter name")
 
 
-def _check_allowed_changes(config: RunConfig) -> None:
-    legal = [*declared_keys(type(config.model)), *(section.name for section in dataclasses.fields(RunConfig))]
-    unknown = [key for key in config.checkpoint.allow_changes if key not in legal and not key.startswith("state.")]
-    if unknown:
-        best = nearest(unknown[0], legal, 0.8) if "." in unknown[0] else None
-        rule = "no such key" if "." in unknown[0] else "no such section"
-        fix = "" if best else "name the keys or sections that may change, such as optim.name or data"
-        raise setting_error("checkpoint.allow_changes", list(unknown), rule, meant=best and [best], fix=fix)
+_FILES = ("config.yaml", "status.json", "metrics.jsonl", "notice")
+_FOLDERS = ("checkpoints", "tensorboard", "wandb", "profile")
+"""The files and folders that a run creates in its folder."""
 
 
 def _check_paths(config: RunConfig) -> None:
@@ -207,7 +193,11 @@ def _check_paths(config: RunConfig) -> None:
         rule = "must be a local folder; to store checkpoints elsewhere, set checkpoint.dir"
         raise setting_error("run.dir", config.run.dir, rule, example=f"runs/{config.run.name}")
     _check_folder("run.dir", config.run.dir, f"runs/{config.run.name}")
-    _check_kinds(config)
+    wrong = [f"{config.run_dir / name} is a folder" for name in _FILES if (config.run_dir / name).is_dir()]
+    wrong += [f"{config.run_dir / name} is not a folder" for name in _FOLDERS if (config.run_dir / name).is_file()]
+    if wrong:
+        rule = f"{wrong[0]}, but a run needs that path: move it away, or use another run.dir"
+        raise setting_error("run.dir", config.run.dir, rule)
     if config.checkpoint.dir is not None:
         _check_folder("checkpoint.dir", config.checkpoint.dir, None)
 
@@ -237,23 +227,6 @@ def _check_lora(config: RunConfig) -> None:
         if getattr(lora, key) != getattr(defaults, key):
             rule = "only applies to adapters, and lora.rank=0 means no adapters"
             raise setting_error(f"lora.{key}", getattr(lora, key), rule, fix="set lora.rank, for example to 16")
-
-
-def _check_objective(config: RunConfig) -> None:
-    objective = config.train.objective
-    if objective == "tokens":
-        return
-    if config.recipe.trainer is not None:
-        rule = f"recipe {config.recipe.name!r} has its own Trainer, which defines its own objective"
-        raise setting_error("train.objective", objective, rule, "tokens")
-
-
-def _check_lr_range(config: RunConfig) -> None:
-    first, last = config.schedule.lr_range
-    if not first < last:
-        raise setting_error(
-            "schedule.lr_range", [first, last], "must rise", meant=[last, first] if last < first else None
-        )
 
 
 def _check_evaluation(config: RunConfig) -> None:
@@ -300,20 +273,6 @@ def find_deadline(config: RunConfig, env: Mapping[str, str] = os.environ) -> flo
     except (ValueError, OverflowError) as error:
         today = datetime.now().strftime("%Y-%m-%dT18:00")
         raise setting_error("run.deadline", text, "must be a time in ISO 8601", example=today) from error
-
-
-_FILES = ("config.yaml", "status.json", "metrics.jsonl", "notice")
-_FOLDERS = ("checkpoints", "tensorboard", "wandb", "profile")
-"""The files and folders that a run creates in its folder."""
-
-
-def _check_kinds(config: RunConfig) -> None:
-    """Raise UserError if a path that the run needs as a file is a folder, or the reverse."""
-    wrong = [f"{config.run_dir / name} is a folder" for name in _FILES if (config.run_dir / name).is_dir()]
-    wrong += [f"{config.run_dir / name} is not a folder" for name in _FOLDERS if (config.run_dir / name).is_file()]
-    if wrong:
-        rule = f"{wrong[0]}, but a run needs that path: move it away, or use another run.dir"
-        raise setting_error("run.dir", config.run.dir, rule)
 
 
 def _check_folder(key: str, value: str, legal: str | None) -> None:
@@ -388,8 +347,8 @@ _CHAT_DEFAULTS: dict[str, object] = {
     "chat_template": MODEL,
     "train_on": "assistant",
     "too_long": "auto",
+    "trim_rows": False,
 }
-_CHAT_DEFAULTS |= {"trim_rows": False}
 """Keys that only apply to chats, with their defaults."""
 
 
@@ -409,17 +368,14 @@ def check_chats(config: RunConfig) -> None:
     if data.tokenizer == MODEL:
         rule = "neither model.path nor train.init_from is a folder"
         raise setting_error("data.tokenizer", MODEL, rule, fix="give model.path=<Hugging Face folder>")
-    _check_template(data.chat_template)
-
-
-def _check_template(setting: str) -> None:
+    setting = data.chat_template
     path = Path(setting).expanduser()
     if setting in (MODEL, CHATML) or path.is_file():
         return
     found = "is a folder" if path.is_dir() else "no such file" if path.suffix or "/" in setting else "unknown name"
-    rule = f"{found}; must be model, chatml, or a Jinja file"
     meant = MODEL if setting in ("auto", "tokenizer", "default") else nearest(setting, (CHATML, MODEL))
     example = None if meant else "chat_template.jinja"
+    rule = f"{found}; must be model, chatml, or a Jinja file"
     raise setting_error("data.chat_template", setting, rule, meant=meant, example=example)
 
 
@@ -470,15 +426,11 @@ def find_phases(config: RunConfig) -> list[Phase]:
         phase = Phase(_first_sample(f"{key}.from", stated["from"], config), stated["weights"])
         is_late = phase.start > phases[-1].start or not (phase.start or number or weights is not None)
         if has_num_steps and not is_late:
-            raise _out_of_order(f"{key}.from", stated["from"], phases[-1].start, config)
+            before = phases[-1].start // config.train.global_batch_size + 1
+            rule = f"must begin after the previous phase, which begins with step {before}"
+            raise setting_error(f"{key}.from", stated["from"], rule, before + 1)
         phases = [*phases[: len(phases) if phase.start else 0], phase]
     return phases
-
-
-def _out_of_order(key: str, when: object, previous: int, config: RunConfig) -> UserError:
-    before = previous // config.train.global_batch_size + 1
-    rule = f"must begin after the previous phase, which begins with step {before}"
-    return setting_error(key, when, rule, before + 1)
 
 
 def _first_sample(key: str, when: object, config: RunConfig) -> int:
@@ -537,17 +489,13 @@ def check_sources(config: RunConfig) -> None:
             raise setting_error("data.path", data.path, rule, example={"web": path or "web/*.bin"})
     if not data.path:
         raise setting_error("data.path", data.path, "names no source", example={"web": "web/*.bin"})
-    _check_eval_path(data.eval_path, data.path)
-    find_phases(config)
-
-
-def _check_eval_path(eval_path: object, path: Mapping[str, str]) -> None:
-    if isinstance(eval_path, Mapping) and (unknown := [name for name in eval_path if name not in path]):
-        rule = f"data.path has no source {unknown[0]}, it has {', '.join(path)}"
-        raise setting_error("data.eval_path", eval_path, rule)
-    if isinstance(eval_path, str):
+    if isinstance(data.eval_path, Mapping) and (unknown := [name for name in data.eval_path if name not in data.path]):
+        rule = f"data.path has no source {unknown[0]}, it has {', '.join(data.path)}"
+        raise setting_error("data.eval_path", data.eval_path, rule)
+    if isinstance(data.eval_path, str):
         rule = "data.path has several sources: give a path for each by name"
-        raise setting_error("data.eval_path", eval_path, rule, example={next(iter(path)): eval_path})
+        raise setting_error("data.eval_path", data.eval_path, rule, example={next(iter(data.path)): data.eval_path})
+    find_phases(config)
 
 
 # ---------------------------------------------------------------------------------------------------------------
