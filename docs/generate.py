@@ -35,12 +35,12 @@ optim:
 schedule:
   warmup_steps: 50       # conf/llama_small.yaml
 data:
-  source: tokens         # data source: data.path is given
+  source: tokens         # data source: data.path is given (was: conf/llama_small.yaml)
 ```
 
 A comment names the command line, a recipe file, the `config.yaml` of a run or checkpoint, the `config.json` of a model
-folder, the environment, or the pass that decided the value, with its reason. The passes and their order are the list
-`PASSES` in `trainer/config/resolve.py`.
+folder, the environment, or the pass that decided the value, with its reason and what it replaced. The passes and their
+order are the list `PASSES` in `trainer/config/resolve.py`.
 
 More settings: [mesh, fsdp, checkpoint, log, lora, dpo](configuration_scale.md), [models](configuration_models.md).
 """

@@ -91,7 +91,7 @@ def test_why_tells_where_each_value_came_from(
     assert comments["train.steps"] == comments["data.path"] == "command line"
     assert comments["optim.lr"] == "mine.yaml"
     assert comments["schedule.warmup_steps"] == "conf/llama_small.yaml"
-    assert comments["data.source"] == "data source: data.path is given"
+    assert comments["data.source"] == "data source: data.path is given (was: conf/llama_small.yaml)"
     assert comments["data.holdout"].startswith("holdout: ")
     assert comments["run.name"].startswith("run name: ")
     assert comments.get("fsdp.param_dtype", "environment").startswith("environment")

@@ -195,8 +195,8 @@ def _written(value: object) -> str:
 # --print-config --why
 
 _MAX_COLUMNS = 100
-_MAX_INDENT = 48
-"""The column at which comments begin, unless all values are shorter."""
+_MAX_INDENT = 36
+"""Comments begin at most at this column, unless the value is longer."""
 
 
 def explained_yaml(config: RunConfig, origins: Mapping[str, str]) -> str:
@@ -222,10 +222,11 @@ def explained_yaml(config: RunConfig, origins: Mapping[str, str]) -> str:
             if isinstance(value, yaml.ScalarNode):  # a comment cannot be inside of a text of several lines
                 last = None if value.style in ("|", ">") else value.end_mark.line
             found.append((first, last, _comment(origins.get(key, "unknown"))))
-    indent = min(_MAX_INDENT, max((len(lines[last]) for _, last, _ in found if last is not None), default=0) + 2)
+    widths = [len(lines[last]) + 2 for _, last, _ in found if last is not None]
+    indent = max((width for width in widths if width <= _MAX_INDENT), default=0)
     above: dict[int, str] = {}
     for first, last, comment in found:
-        line = "" if last is None else f"{lines[last]:<{indent - 2}}  {comment}"
+        line = "" if last is None else f"{lines[last] + '  ':<{indent}}{comment}"
         if last is None or len(line) > _MAX_COLUMNS:
             above[first] = f"  {comment}"
         else:

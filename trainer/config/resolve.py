@@ -223,17 +223,22 @@ def run_passes(stage: Stage, config: ConfigType, given: Given) -> ConfigType:
 
     A key whose value a pass changes gets that pass as its origin, unless the pass itself records a more precise one.
     """
+    before = dict(_flat(config))
     for each in PASSES:
         if each.stage != stage or (given.is_stored and not each.for_stored):
             continue
-        before, recorded = dict(_flat(config)), dict(given.origins)
-        config = (resolve(each.decide, each.name) if isinstance(each.decide, str) else each.decide)(config, given)
+        recorded = dict(given.origins)
+        decide = resolve(each.decide, each.name) if isinstance(each.decide, str) else each.decide
+        config = decide(config, given)
         after = dict(_flat(config))
         for key in before.keys() | after.keys():
             if key not in after:
                 given.origins.pop(key, None)
             elif (key not in before or before[key] != after[key]) and given.origins.get(key) == recorded.get(key):
-                given.origins[key] = f"{each.name}: {each.reason}"
+                replaced = recorded.get(key, "")  # from the user; not by an earlier pass
+                was = f" (was: {replaced})" if replaced and ": " not in replaced else ""
+                given.origins[key] = f"{each.name}: {each.reason}{was}"
+        before = after
     return config
 
 
@@ -462,6 +467,7 @@ def auto_model(keys: Keys, given: Given) -> Keys:
         is_meant = fresh is None and has_config_only(folder) and not asks_for_fine_tuning(asked)
         if not is_meant:
             own["train.init_from"] = folder
+            given.origins["train.init_from"] = "auto model: the weights in its folder"
             rest.pop("train.init_from", None)
     if rest.get("data.tokenizer", own.get("data.tokenizer")) == MODEL:
         own["data.tokenizer"] = folder  # without initial weights, no other key names the model's folder
@@ -582,6 +588,8 @@ def holdout(config: RunConfig, given: Given) -> RunConfig:
     if data.holdout is not None:
         return config
     evaluates = data.source in ("tokens", "chat") and config.eval.every > 0 and data.eval_path is None
+    if not evaluates:
+        given.origins["data.holdout"] = "holdout: no evaluation needs it"
     return replace(config, data=replace(data, holdout=0.01 if evaluates else 0.0))
 
 
@@ -806,14 +814,14 @@ PASSES = (
     Pass("another model", another_model, "keys", "the command line names another", for_stored=True),
     Pass("model of weights", model_of_weights, "tree", "the initial weights belong to it"),
     Pass("recipe fields", recipe_fields, "config", "follows from other model fields"),
-    Pass("run name", run_name, "config", "from the recipe's name", for_stored=True),
+    Pass("run name", run_name, "config", "the recipe's, in the folder runs/NAME", for_stored=True),
     Pass("data source", data_source, "config", "data.path is given", for_stored=True),
     Pass("range test", range_test, "config", "schedule.name=range is a short test", for_stored=True),
-    Pass("holdout", holdout, "config", "0.01 for evaluations without data.eval_path", for_stored=True),
-    Pass("tokenizer file", tokenizer_file, "config", "the file that the setting means", for_stored=True),
+    Pass("holdout", holdout, "config", "for eval.every, as data.eval_path is not set", for_stored=True),
+    Pass("tokenizer file", tokenizer_file, "config", "in the folder that is named", for_stored=True),
     Pass("chat packing", chat_packing, "config", "conversations do not attend to each other", for_stored=True),
     Pass("chat length", chat_length, "config", "the model's longest sequence", for_stored=True),
-    Pass("scaled lr", scaled_lr, "config", "scaled to the model's width", for_stored=True),
+    Pass("scaled lr", scaled_lr, "config", "suits the width of the model", for_stored=True),
     Pass("small model steps", small_model_steps, "config", "only for small models", for_stored=True),
     Pass("compute dtype", compute_dtype, "config", "suits run.device", for_stored=True),
     Pass("adapter base dtype", adapter_base_dtype, "config", "as the weights are stored", for_stored=True),
