@@ -605,8 +605,8 @@ DEFECTS: list[Defect] = [
         "shape-of-the-recipe-kept",
         "source-says-what-it-is",
         "model_of_weights",
-        "is_set = given.origins.get(key) == COMMAND_LINE or (name in free and key in given.origins)",
-        "is_set = key in given.origins",
+        "is_set = key in given.untyped.assignments or (name in free and key in given.untyped.values)",
+        "is_set = key in given.untyped.assignments or key in given.untyped.values",
     ),
     Defect(
         "other-scaling-passed",

@@ -85,7 +85,13 @@ config: the RunConfig.
 start, data, device: the RunConfig too, but later: when a run starts, when its data can be read, and on its device.
 """
 
-COMMAND_LINE = "command line"
+
+@dataclass
+class Keys:
+    """The keys that files and the command line set, before they have types."""
+
+    values: dict[str, Any]
+    assignments: dict[str, str]
 
 
 @dataclass
@@ -104,11 +110,13 @@ class Given:
     is_stored: bool = False
     """Whether the configuration is one that a checkpoint stores: it is used as it is, whatever the files are now."""
     shape: MeshShape | None = None
-    """The mesh, and below the ranks, for passes of stage `device`."""
     world: World | None = None
+    """The mesh and the ranks, for the passes of stage `device`."""
 
     origins: dict[str, str] = field(default_factory=dict)
     """Where the value of each key comes from that is not a default."""
+    untyped: Keys = field(default_factory=lambda: Keys({}, {}))
+    """What the passes of stage `keys` made of values and assignments."""
     declared: DeclaredModel | None = None
     """The model that belongs to the initial weights."""
     choice: Choice | None = None
@@ -120,14 +128,6 @@ class Given:
     def keys(self) -> dict[str, Any]:
         """All keys that the user set, in a recipe file or on the command line."""
         return {**self.values, **self.assignments}
-
-
-@dataclass
-class Keys:
-    """The keys that files and the command line set, before they have types."""
-
-    values: dict[str, Any]
-    assignments: dict[str, str]
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def config_from_yaml(text: str, origin: str = CONFIG, allow_import: Collection[s
 def _build(given: Given) -> RunConfig:
     """Return the configuration of the values of files and of the command line: give them types, then run the passes."""
     keys = run_passes("keys", Keys(dict(given.values), dict(given.assignments)), given)
-    values, assignments = keys.values, keys.assignments
+    given.untyped, values, assignments = keys, keys.values, keys.assignments
     name = assignments.get("model.name", values.get("model.name"))
     if name is None:
         raise no_model(values, given.path)
@@ -202,7 +202,7 @@ def _build(given: Given) -> RunConfig:
             assign(tree, legal, key, parse_override(key, text, legal[key].type), "", text)
         else:
             assign(tree, legal, key, text, "")
-        given.origins[key] = COMMAND_LINE
+        given.origins[key] = "command line"
     try:
         config = OmegaConf.to_object(run_passes("tree", tree, given))
     except OmegaConfBaseException as error:
@@ -276,7 +276,8 @@ def inherit(tree: Mapping[str, Any], given: Given) -> dict[str, Any]:
     Raises UserError for a parent that does not exist, and for circular inheritance.
     """
     found, seen = dict(tree), [given.path.resolve()]
-    given.origins.update((key, shown_path(given.path)) for key, _ in _flat(found))
+    file = shown_path(given.path)
+    given.origins.update((key, file) for key, _ in _flat(found))
     while (parent := found.pop(PARENT, None)) is not None:
         rule = f"must be a recipe, a path ending in .yaml, or a run folder (in {seen[-1]})"
         if not isinstance(parent, str):
@@ -293,9 +294,9 @@ def inherit(tree: Mapping[str, Any], given: Given) -> dict[str, Any]:
             for section, names in _NOT_INHERITED.items():
                 if isinstance(inherited.get(section), Mapping):
                     inherited[section] = {k: value for k, value in inherited[section].items() if k not in names}
-        found = _merge(inherited, found)
+        found, file = _merge(inherited, found), shown_path(above)
         for key, _ in _flat(found):
-            given.origins.setdefault(key, shown_path(above))
+            given.origins.setdefault(key, file)
         seen.append(above)
     return found
 
@@ -509,7 +510,7 @@ def model_of_weights(tree: Any, given: Given) -> Any:
         legal, free = declared_keys(recipe.config), free_fields(recipe.config, tree.checkpoint.allow_changes)
         for name, value in given.declared.fields.items():
             key, where = f"model.{name}", given.declared.where
-            is_set = given.origins.get(key) == COMMAND_LINE or (name in free and key in given.origins)
+            is_set = key in given.untyped.assignments or (name in free and key in given.untyped.values)
             if key in legal and not is_set:
                 assign(tree, legal, key, value, f" (in {where})")
                 given.origins[key] = shown_path(Path(where))
