@@ -30,119 +30,7 @@ from trainer.errors import UserError, choice_error, is_masked, masked, masked_co
 from trainer.recipe import check_import, check_number, load_recipes
 
 # ---------------------------------------------------------------------------------------------------------------
-# Files of runs, recognised by the files in their folder
-
-CONFIG = "config.yaml"
-_RUN_FILES = ("status.json", "metrics.jsonl")
-
-
-def is_run(folder: Path) -> bool:
-    """Return whether `folder` is a run folder: a run has written its status or metrics there."""
-    return any((folder / name).is_file() for name in _RUN_FILES)
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """Return whether `folder` is a checkpoint's folder."""
-    return (folder / "manifest.json").is_file()
-
-
-def is_written_by_run(path: Path) -> bool:
-    """Return whether a recipe file was written by a run, into its folder or a checkpoint, rather than by a person."""
-    return path.name == CONFIG and (is_run(path.parent) or is_checkpoint(path.parent))
-
-
-def run_of_best(path: str) -> str | None:
-    """Return the folder or URL of the run if `path` has the form RUN/best, its best checkpoint; else None.
-
-    A path that exists is taken literally, and the result is None.
-    """
-    run, slash, name = path.rstrip("/").rpartition("/")
-    is_meant = name == "best" and slash and run and not Path(path).exists()
-    return run if is_meant else None
-
-
-def check_imports(values: Mapping[str, Any], assignments: Collection[str], allow_import: Collection[str]) -> None:
-    """Raise UserError if a configuration written by a run names a module that the user has not allowed to import.
-
-    A key that is also given on the command line (`assignments`) is trusted.
-    """
-    for section, name in (("model", "name"), ("fsdp", "wrap")):
-        key, settings = f"{section}.{name}", values.get(section)
-        value = settings.get(name) if isinstance(settings, Mapping) else None
-        if isinstance(value, str) and ":" in value and not value.startswith("size:") and key not in assignments:
-            check_import(key, value, allow_import)
-
-
-def read_run_config(folder: Path) -> Mapping[str, Any]:
-    """Return the configuration stored in a run folder, or an empty mapping if it cannot be read."""
-    try:
-        return read_stored((folder / CONFIG).read_text())
-    except (OSError, ValueError, UserError):
-        return {}
-
-
-def read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
-    """Return a stored configuration by section, unresolved: nothing in it is interpolated or imported.
-
-    Credentials are masked, since files from older versions may contain them.
-    """
-    try:
-        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    except (YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise UserError(f"{origin}: not a configuration ({error})") from error
-    if not isinstance(tree, dict):
-        raise UserError(f"{origin}: not a configuration")
-    stored = {str(key): masked(value) for key, value in tree.items()}
-    run = stored.get("run")
-    if isinstance(run, dict) and isinstance(run.get("on_end"), str):
-        run["on_end"] = masked_command(run["on_end"])
-    return stored
-
-
-def section_of(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a section of a parsed configuration; empty if it is missing or has no keys."""
-    section = tree.get(name)
-    return section if isinstance(section, Mapping) else {}
-
-
-def refuse_masked(key: str, value: Any, path: Path) -> None:
-    """Raise UserError for a value of a run's stored configuration of which the secrets are masked."""
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
-    if not any(map(is_masked, items)):
-        return
-    if key == "run.on_end":
-        rule = f"is not stored (in {path}), as it may hold secrets; give the command on the command line again"
-        raise setting_error(key, value, rule, fix="run.on_end=COMMAND, or run.on_end=null to do without")
-    rule = f"its credentials are not stored (in {path}); give the complete URL on the command line"
-    raise setting_error(key, value, rule)
-
-
-def no_model(values: Mapping[str, Any], path: Path) -> UserError:
-    """Return the error for a file without a model; an unknown key in the file is reported first."""
-    load_recipes()
-    known = {key: item for key, item in _declared_keys(None).items() if key.partition(".")[0] != "model"}
-    for key, value in values.items():
-        if not key.startswith("model.") and key not in known:
-            return unknown_key(key, value, known, f" (in {path})")
-    fix = "start the file with `recipe: llama_small`, or set a model: `model: {name: llama}`"
-    return setting_error("model.name", None, f"{path} must name a registered model", fix=fix)
-
-
-def declared_by_yaml(text: str, name: str, where: str) -> DeclaredModel | None:
-    """Return the model fields in a configuration written by `to_yaml`; None if its model is not of recipe `name`.
-
-    Nothing that the text names is imported.
-    """
-    try:
-        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    except (YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise UserError(f"train.init_from: {where}: not a configuration ({error})") from error
-    fields = tree.get("model") if isinstance(tree, dict) else None
-    if not isinstance(fields, dict) or str(fields.pop("name", None)).rpartition(":")[2] != name:
-        return None
-    if "${" in str(fields):
-        raise UserError(f"train.init_from: {where}: its model section refers to values outside of it")
-    return DeclaredModel(where, {str(field): value for field, value in fields.items()})
+# Recipe files
 
 
 def find_recipe_file(recipe: str) -> Path:
@@ -173,6 +61,9 @@ def find_recipe_file(recipe: str) -> Path:
     raise choice_error("recipe", recipe, sorted(files), "a path ending in .yaml, a run folder, or one of")
 
 
+_HOW_TO_WRITE_ONE = "the output of python -m trainer.run recipe=llama_small --print-config"
+
+
 def recipe_files() -> dict[str, Path]:
     """Return the recipes that come with the package, by name."""
     folder = Path(str(resources.files("trainer.conf")))
@@ -183,38 +74,6 @@ def description(path: Path) -> str:
     """Return the description of a recipe: the comment on the first line of its file."""
     first = path.read_text().partition("\n")[0]
     return first.lstrip("# ").strip()
-
-
-def declared_keys(model: type | None = None) -> dict[str, dataclasses.Field[Any]]:
-    """Return every configuration key with its dataclass field; `metadata` holds the meaning and the limits."""
-    return dict(_declared_keys(model))
-
-
-@functools.cache
-def _declared_keys(model: type | None) -> Mapping[str, dataclasses.Field[Any]]:
-    schema, found = RunConfig(model=model), {}
-    for section in dataclasses.fields(RunConfig):
-        owner = model if section.name == "model" else type(getattr(schema, section.name))
-        if owner is None:
-            continue
-        hints = typing.get_type_hints(owner)
-        for item in dataclasses.fields(owner):
-            item.type = hints[item.name]
-            found[f"{section.name}.{item.name}"] = item
-    return found
-
-
-@functools.cache
-def empty_tree(model: type) -> DictConfig:
-    """Return the tree of all defaults, for copying: building one takes five times as long as copying it."""
-    tree = OmegaConf.structured(RunConfig(model=model))
-    for node in (tree, *(tree[section.name] for section in dataclasses.fields(RunConfig))):
-        OmegaConf.set_readonly(node, False)
-    assert isinstance(tree, DictConfig)
-    return tree
-
-
-_HOW_TO_WRITE_ONE = "the output of python -m trainer.run recipe=llama_small --print-config"
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -268,6 +127,157 @@ def leaves(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
             yield f"{section}.{key}", value
 
 
+def no_model(values: Mapping[str, Any], path: Path) -> UserError:
+    """Return the error for a file without a model; an unknown key in the file is reported first."""
+    load_recipes()
+    known = {key: item for key, item in _declared_keys(None).items() if key.partition(".")[0] != "model"}
+    for key, value in values.items():
+        if not key.startswith("model.") and key not in known:
+            return unknown_key(key, value, known, f" (in {path})")
+    fix = "start the file with `recipe: llama_small`, or set a model: `model: {name: llama}`"
+    return setting_error("model.name", None, f"{path} must name a registered model", fix=fix)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What runs and checkpoints store; run folders are recognised by the files in them
+
+CONFIG = "config.yaml"
+
+
+_RUN_FILES = ("status.json", "metrics.jsonl")
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether `folder` is a run folder: a run has written its status or metrics there."""
+    return any((folder / name).is_file() for name in _RUN_FILES)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether `folder` is a checkpoint's folder."""
+    return (folder / "manifest.json").is_file()
+
+
+def is_written_by_run(path: Path) -> bool:
+    """Return whether a recipe file was written by a run, into its folder or a checkpoint, rather than by a person."""
+    return path.name == CONFIG and (is_run(path.parent) or is_checkpoint(path.parent))
+
+
+def run_of_best(path: str) -> str | None:
+    """Return the folder or URL of the run if `path` has the form RUN/best, its best checkpoint; else None.
+
+    A path that exists is taken literally, and the result is None.
+    """
+    run, slash, name = path.rstrip("/").rpartition("/")
+    is_meant = name == "best" and slash and run and not Path(path).exists()
+    return run if is_meant else None
+
+
+def check_imports(values: Mapping[str, Any], assignments: Collection[str], allow_import: Collection[str]) -> None:
+    """Raise UserError if a configuration written by a run names a module that the user has not allowed to import.
+
+    A key that is also given on the command line (`assignments`) is trusted.
+    """
+    for section, name in (("model", "name"), ("fsdp", "wrap")):
+        key, settings = f"{section}.{name}", values.get(section)
+        value = settings.get(name) if isinstance(settings, Mapping) else None
+        if isinstance(value, str) and ":" in value and not value.startswith("size:") and key not in assignments:
+            check_import(key, value, allow_import)
+
+
+def refuse_masked(key: str, value: Any, path: Path) -> None:
+    """Raise UserError for a value of a run's stored configuration of which the secrets are masked."""
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
+    if not any(map(is_masked, items)):
+        return
+    if key == "run.on_end":
+        rule = f"is not stored (in {path}), as it may hold secrets; give the command on the command line again"
+        raise setting_error(key, value, rule, fix="run.on_end=COMMAND, or run.on_end=null to do without")
+    rule = f"its credentials are not stored (in {path}); give the complete URL on the command line"
+    raise setting_error(key, value, rule)
+
+
+def read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
+    """Return a stored configuration by section, unresolved: nothing in it is interpolated or imported.
+
+    Credentials are masked, since files from older versions may contain them.
+    """
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise UserError(f"{origin}: not a configuration ({error})") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{origin}: not a configuration")
+    stored = {str(key): masked(value) for key, value in tree.items()}
+    run = stored.get("run")
+    if isinstance(run, dict) and isinstance(run.get("on_end"), str):
+        run["on_end"] = masked_command(run["on_end"])
+    return stored
+
+
+def read_run_config(folder: Path) -> Mapping[str, Any]:
+    """Return the configuration stored in a run folder, or an empty mapping if it cannot be read."""
+    try:
+        return read_stored((folder / CONFIG).read_text())
+    except (OSError, ValueError, UserError):
+        return {}
+
+
+def section_of(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section of a parsed configuration; empty if it is missing or has no keys."""
+    section = tree.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def declared_by_yaml(text: str, name: str, where: str) -> DeclaredModel | None:
+    """Return the model fields in a configuration written by `to_yaml`; None if its model is not of recipe `name`.
+
+    Nothing that the text names is imported.
+    """
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise UserError(f"train.init_from: {where}: not a configuration ({error})") from error
+    fields = tree.get("model") if isinstance(tree, dict) else None
+    if not isinstance(fields, dict) or str(fields.pop("name", None)).rpartition(":")[2] != name:
+        return None
+    if "${" in str(fields):
+        raise UserError(f"train.init_from: {where}: its model section refers to values outside of it")
+    return DeclaredModel(where, {str(field): value for field, value in fields.items()})
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Keys, their types and their limits
+
+
+def declared_keys(model: type | None = None) -> dict[str, dataclasses.Field[Any]]:
+    """Return every configuration key with its dataclass field; `metadata` holds the meaning and the limits."""
+    return dict(_declared_keys(model))
+
+
+@functools.cache
+def _declared_keys(model: type | None) -> Mapping[str, dataclasses.Field[Any]]:
+    schema, found = RunConfig(model=model), {}
+    for section in dataclasses.fields(RunConfig):
+        owner = model if section.name == "model" else type(getattr(schema, section.name))
+        if owner is None:
+            continue
+        hints = typing.get_type_hints(owner)
+        for item in dataclasses.fields(owner):
+            item.type = hints[item.name]
+            found[f"{section.name}.{item.name}"] = item
+    return found
+
+
+@functools.cache
+def empty_tree(model: type) -> DictConfig:
+    """Return the tree of all defaults, for copying: building one takes five times as long as copying it."""
+    tree = OmegaConf.structured(RunConfig(model=model))
+    for node in (tree, *(tree[section.name] for section in dataclasses.fields(RunConfig))):
+        OmegaConf.set_readonly(node, False)
+    assert isinstance(tree, DictConfig)
+    return tree
+
+
 def split_overrides(overrides: Sequence[str]) -> dict[str, str]:
     """Return the keys of the command line with their texts.  Raises UserError for an argument of another form."""
     assignments: dict[str, str] = {}
@@ -280,6 +290,9 @@ def split_overrides(overrides: Sequence[str]) -> dict[str, str]:
             raise UserError(f"{override!r}: {rule}\n  did you mean {typed(key, text.lstrip('='))}?")
         assignments[key] = text
     return assignments
+
+
+_IS_EMPTY = "is empty, perhaps from an unset shell variable"
 
 
 def parse_override(key: str, text: str, hint: Any) -> Any:
@@ -338,8 +351,6 @@ def assign(
             raise setting_error(key, value, rule, meant=meant) from error
         raise setting_error(key, shown or value, rule, **suggest_value(value, hint, legal[key])) from error
 
-
-_IS_EMPTY = "is empty, perhaps from an unset shell variable"
 
 _OTHER_KEY = re.compile(r"(?<!\\)\$\{[\w.\[\]]+\}")
 """The only supported interpolation: the value of another key."""
