@@ -19,7 +19,7 @@ from trainer.checkpoint.snapshot import RunInfo
 from trainer.checkpoint.storage import open_storage
 from trainer.checkpoint.store import Checkpoints, SaveSettings
 from trainer.config import RunConfig
-from trainer.config.requirements import compiles_blocks
+from trainer.config.rules import compiles_blocks
 from trainer.data.loader import Batch, EvalLoader, TrainLoader, attended_length
 from trainer.data.resolve import resolve_from_data
 from trainer.data.source_factory import open_source

@@ -24,7 +24,8 @@ from trainer.checkpoint.storage import (
 )
 from trainer.checkpoint.tensors import read_rows
 from trainer.config import stored_value
-from trainer.config.run_paths import CONFIG, relocated, run_of_best
+from trainer.config.load import CONFIG, run_of_best
+from trainer.config.resolve import relocated
 from trainer.errors import TrainingFailed, UserError, is_masked
 from trainer.files import find_folder
 

@@ -1,4 +1,4 @@
-"""Resolves the settings that depend on the data: the row length and the number of steps in `train.epochs`."""
+"""The passes of the configuration that need the data: the row length and the number of steps in `train.epochs`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 from trainer.config import RunConfig
+from trainer.config.resolve import Given, run_passes
 from trainer.data.source_factory import open_source
 from trainer.data.stdlib import Split
 
@@ -13,16 +14,19 @@ _ROW_MULTIPLE = 64
 """Trimmed rows have a multiple of this many tokens, which kernels handle efficiently."""
 
 
-def resolve_from_data(config: RunConfig) -> RunConfig:
+def resolve_from_data(config: RunConfig, given: Given | None = None) -> RunConfig:
     """Return the configuration with `data.trim_rows` applied to `data.seq_len` and `train.epochs` turned into steps.
 
     Opens the data only if one of these settings needs it.  Raises UserError as `open_source` does.
     """
-    return _epochs_to_steps(_trim_rows(config))
+    return run_passes("data", config, given or Given())
 
 
-def _trim_rows(config: RunConfig) -> RunConfig:
-    """Shrink `data.seq_len` to the longest conversation in the training and evaluation data."""
+def trim_rows(config: RunConfig, given: Given) -> RunConfig:
+    """Shrink `data.seq_len` to the longest conversation in the training and evaluation data.
+
+    Before `epochs_to_steps`, which counts the rows.
+    """
     data = config.data
     if not data.trim_rows:
         return config
@@ -35,7 +39,7 @@ def _trim_rows(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, data=dataclasses.replace(data, seq_len=seq_len))
 
 
-def _epochs_to_steps(config: RunConfig) -> RunConfig:
+def epochs_to_steps(config: RunConfig, given: Given) -> RunConfig:
     """Replace `train.epochs` by the equivalent `train.steps`, at least `train.small_model_steps`."""
     train = config.train
     if train.epochs is None:

@@ -6,7 +6,6 @@ from contextlib import suppress
 
 from trainer.config import RunConfig
 from trainer.config.initial_weights import allows_another, find_weights_tokenizer, resumes
-from trainer.config.load import read_run_config
 from trainer.data.source import Source
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import UserError, setting_error
@@ -19,7 +18,7 @@ def check_tokenizer(source: Source, config: RunConfig) -> None:
     """
     if config.data.source != "tokens" or source.tokenizer is None or allows_another(config) or resumes(config):
         return
-    own = find_weights_tokenizer(config, read_run_config)
+    own = find_weights_tokenizer(config)
     if own is None or source.tokenizer == find_tokenizer(config.data.tokenizer, bos=config.data.bos).name:
         return
     for bos in (None, True, False):

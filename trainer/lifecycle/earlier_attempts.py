@@ -18,7 +18,7 @@ from trainer.checkpoint.reader import RestoredCheckpoint
 from trainer.checkpoint.retention import list_steps
 from trainer.checkpoint.storage import is_same_location, open_storage
 from trainer.config import stored_value
-from trainer.config.run_paths import is_another_run, shared_checkpoints_rule
+from trainer.config.resolve import is_another_run, shared_checkpoints_rule
 from trainer.errors import UserError, masked, setting_error
 from trainer.lifecycle.folder import RunFolder
 from trainer.metrics.record import read_kinds

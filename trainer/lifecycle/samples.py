@@ -7,7 +7,7 @@ from functools import cached_property
 from torch import nn
 
 from trainer.config import RunConfig
-from trainer.config.requirements import compiles_blocks
+from trainer.config.rules import compiles_blocks
 from trainer.data.prompts import chat_end_ids, chat_prompt_tokens, prompt_tokens
 from trainer.data.tokenizer import find_tokenizer
 from trainer.distributed.world import World

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from trainer.checkpoint.disk_space import disk_space_warning
 from trainer.checkpoint.storage import Storage
 from trainer.config import RunConfig
-from trainer.config.auto_model import MODEL
-from trainer.config.requirements import compiles_blocks
+from trainer.config.rules import compiles_blocks
+from trainer.config.schema import MODEL
 from trainer.data.loader import TrainLoader
 from trainer.data.mixed_source import MixedSource
 from trainer.data.prompts import chat_end_ids, chat_prompt_tokens

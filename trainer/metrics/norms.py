@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.config.sections import LogSection
+from trainer.config.schema import LogSection
 from trainer.data.transfer import HostScalars
 from trainer.metrics.hub import Metrics
 from trainer.metrics.record import Record

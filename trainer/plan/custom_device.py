@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainer.config.load import parse_value
+from trainer.config.load import parse_override
 from trainer.errors import UserError, choice_error, nearest, setting_error
 from trainer.metrics.devices import DEVICES, Device, find_device
 
@@ -37,7 +37,7 @@ def is_description(text: str) -> bool:
 
 def read_description(text: str) -> CustomDevice:
     """Parse a mapping that describes a device.  Raises UserError if `text` is not a valid description."""
-    given = parse_value("device", text)
+    given = parse_override("device", text, dict)
     if not isinstance(given, Mapping) or not isinstance(given.get("like"), str):
         rule = "must be the name of a device, or a mapping that says which one it is like"
         raise setting_error("device", text, rule, example="{like: h100, power_w: 500, memory_gib: 96}")

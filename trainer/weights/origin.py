@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from trainer.config.chats import CHATML, CHATML_TEMPLATE
 from trainer.config.pretrained import CONFIG, check_links
+from trainer.config.rules import CHATML, CHATML_TEMPLATE
 from trainer.errors import setting_error
 from trainer.files import parse_json
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.config.chats import CHATML
+from trainer.config.rules import CHATML
 from trainer.data.chat.formats import check_columns
 from trainer.data.chat.masking import Encoded, Encoder
 from trainer.data.chat.records import find_files
