@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from tests.ranks import run_ranks, tiny_overrides
+from tests.ranks import run_ranks
 from trainer import Trainer, load_config
 from trainer.optim.muon import (
     COEFFICIENTS,
@@ -220,3 +219,68 @@ def test_buckets_hold_what_fits_and_matrices_of_one_shape_together() -> None:
     shapes = [(matrices[i].rows, matrices[i].columns) for bucket in buckets for i in bucket]
     assert len({a for a, b in zip(shapes, shapes[1:], strict=False) if a != b}) < len(set(shapes))
     assert [len(bucket) for bucket in cut_into_buckets(matrices, 1)] == [1] * len(matrices), "too large alone, too"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# On meshes
+
+DENSE = ["model.vocab_size=257", "model.dim=56", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_dim=90"]
+EXPERTS = ["model.vocab_size=257", "model.dim=32", "model.num_heads=4", "model.num_kv_heads=2"]
+MODELS = {"dense": ("llama_small", DENSE), "experts": ("qwen3_moe_small", EXPERTS)}
+STEPS = 20
+MESHES = {
+    "2": ["mesh.shard=2"],
+    "3": ["mesh.shard=3"],
+    "4": ["mesh.shard=4"],
+    "2x2": ["mesh.shard=2", "mesh.replicate=2"],
+    "replicas": ["mesh.shard=1", "mesh.replicate=2"],
+    "context": ["mesh.shard=2", "mesh.context=2"],
+}
+RANKS = {"2": 2, "3": 3, "4": 4, "2x2": 4, "replicas": 2, "context": 2}
+FP32 = ["optim.muon.dtype=float32"]
+SETTINGS = {
+    "muon": FP32,
+    "normuon": [*FP32, "optim.muon.variant=normuon"],
+    "small buckets": [*FP32, "optim.muon.bucket_mib=0.02", "optim.muon.cautious=true"],
+    "bfloat16": ["optim.muon.dtype=bfloat16"],
+}
+"""Settings, of which bfloat16 alone turns the last bit of a gradient into the first digits of an update."""
+
+
+def settings_of(folder: Path, model: str, kind: str, *more: str) -> tuple[str, list[str]]:
+    name, own = MODELS[model]
+    common = ["data.source=stdlib", "data.seq_len=48", f"train.steps={STEPS}", "train.global_batch_size=12"]
+    common += ["train.micro_batch_size=1", "schedule.warmup_steps=2", "optim.name=muon", "optim.lr=0.01"]
+    common += ["run.threads=1", "eval.every=0", "checkpoint.every=0", "log.sample_tokens=0", "model.num_layers=2"]
+    return name, [*common, *own, *SETTINGS[kind], f"run.dir={folder}", *more]
+
+
+def losses_of(folder: Path, model: str, kind: str, *more: str) -> list[float]:
+    trainer = Trainer(load_config(*settings_of(folder, model, kind, *more)))
+    losses = [record.loss for record in trainer.steps()]
+    trainer.close()
+    return losses
+
+
+EVERY = [
+    (model, kind, mesh)
+    for model in MODELS
+    for kind in SETTINGS
+    for mesh in MESHES
+    if not (model == "experts" and mesh == "context")
+]
+HERE = [("dense", "normuon", "3"), ("experts", "muon", "2x2"), ("dense", "small buckets", "replicas")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "kind", "mesh"),
+    [*HERE, *(pytest.param(*case, marks=pytest.mark.campaign) for case in EVERY if case not in HERE)],
+)
+def test_no_mesh_changes_the_losses(model: str, kind: str, mesh: str, tmp_path: Path) -> None:
+    alone = losses_of(tmp_path / "alone", model, kind)
+    together = run_ranks(RANKS[mesh], losses_of, tmp_path / "together", model, kind, *MESHES[mesh])[0]
+    difference = max(abs(a - b) / b for a, b in zip(together, alone, strict=True))
+    print(f"{model} {kind} {mesh}: {difference:.1e}")
+    assert len(alone) == STEPS
+    assert difference < (2e-4 if kind == "bfloat16" else 1e-6)

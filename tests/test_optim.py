@@ -16,6 +16,7 @@ from tests.ranks import run_ranks, tiny_overrides
 from tests.tiny import full
 from trainer import RunConfig, Trainer, UserError, load_config
 from trainer.config import OptimSection, ScheduleSection, TrainSection
+from trainer.optim.muon import Muon
 from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer, step_on_device
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -219,7 +220,7 @@ def test_decay_all(name: Any) -> None:
 def test_muon_takes_hidden_matrices_and_adamw_the_rest() -> None:
     model = plain_model("gpt2")
     muon, adamw = build_optimizer(model, OptimSection("muon")).parts
-    assert isinstance(muon, torch.optim.Muon)
+    assert isinstance(muon, Muon)
     assert isinstance(adamw, torch.optim.AdamW)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert {names[id(p)] for group in muon.param_groups for p in group["params"]} == DECAYED["gpt2"]

@@ -141,6 +141,8 @@ class Recipe:
     hf: the mapping to Hugging Face's names; needed to export to and import from that format.
     context: declares that only `trainer.sequence.attend` and `trainer.sequence.positions` mix or count tokens, so
         ranks may hold slices of sequences (`mesh.context`).
+    blocks: fused weights, which Muon orthogonalizes block by block: patterns of parameter names, and the number of equal
+        blocks or the rows of each, {"*.attention.qkv.weight": 3}.
     """
 
     name: str
@@ -156,6 +158,7 @@ class Recipe:
     flops: Callable[[Any, float], float] | None = None
     hf: HuggingFace | None = None
     context: bool = False
+    blocks: Mapping[str, int | Sequence[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not dataclasses.is_dataclass(self.config):

@@ -202,7 +202,7 @@ class Trainer:
 
         Every step sets its learning rate from the schedule, times a parameter group's `lr_scale` if it has one.
         """
-        return build_optimizer(self.model, self.config.optim, self.config.run.seed)
+        return build_optimizer(self.model, self.config.optim, self.config.run.seed, self.recipe.blocks)
 
     def build_loader(self) -> Iterable[Batch]:
         """Return the training data: an infinite iterable of this rank's micro-batches.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.config.load import read_stored
-from trainer.config.schema import RunConfig, plain_lists
+from trainer.config.schema import SUBSECTIONS, RunConfig, plain_lists
 from trainer.errors import UserError, setting_error
 from trainer.urls import without_credentials
 
@@ -16,6 +16,8 @@ _FIXED_ON_RESUME = (
     "data.",
     "optim.name",
     "optim.state_dtype",
+    "optim.muon.variant",
+    "optim.groups",
     "train.global_batch_size",
     "train.weights_dtype",
     "train.freeze",
@@ -43,8 +45,15 @@ def stored_value(stored_yaml: str, key: str) -> object:
 
 
 def _stored_section(stored: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the keys of a section; those of a subsection as `muon.variant`."""
     section = stored.get(name)
-    return section if isinstance(section, dict) else {}
+    flat: dict[str, Any] = {}
+    for key, value in section.items() if isinstance(section, dict) else ():
+        if f"{name}.{key}" in SUBSECTIONS and isinstance(value, dict):
+            flat |= {f"{key}.{below}": item for below, item in value.items()}
+        else:
+            flat[key] = value
+    return flat
 
 
 def compare_stored(before_yaml: str, after_yaml: str) -> list[str]:
@@ -68,6 +77,8 @@ def compare_stored(before_yaml: str, after_yaml: str) -> list[str]:
 
 def _default_of(section: Any, name: str, otherwise: Any) -> Any:
     """Return the default of a section's key, or `otherwise` if it has none or its default is None."""
+    subsection, _, name = name.rpartition(".")
+    section = getattr(section, subsection) if subsection else section
     fields = dataclasses.fields(section) if section is not None else ()
     declared = next((each for each in fields if each.name == name), None)
     if declared is None:
@@ -91,8 +102,9 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
         return [f"model.name: {before} in the checkpoint, {name} now"], []
     refused: list[str] = []
     free: list[str] = []
-    for section, values in config.to_dict().items():
-        for name, value in values.items():
+    now = config.to_dict()
+    for section in now:
+        for name, value in _stored_section(now, section).items():
             key = f"{section}.{name}"
             # A checkpoint older than the key: the default is the behaviour it was written with.
             before = _stored_section(stored, section).get(name, _default_of(getattr(config, section), name, value))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import yaml
 
 from trainer.config.load import declared_keys, description, recipe_files
 from trainer.config.messages import DASHES, type_name, unexpected_argument, unknown_option
-from trainer.config.schema import RunConfig, plain_lists
+from trainer.config.schema import SUBSECTIONS, RunConfig, plain_lists
 from trainer.errors import UserError, choice_error, nearest, printable, setting_error
 from trainer.recipe import all_recipes
 
@@ -209,9 +210,8 @@ def explained_yaml(config: RunConfig, origins: Mapping[str, str]) -> str:
     lines, keys = text.rstrip("\n").split("\n"), declared_keys(type(config.model))
     found: list[tuple[int, int | None, str]] = []
     for section, values in yaml.compose(text).value:
-        for name, value in values.value:
-            key = f"{section.value}.{name.value}"
-            here = getattr(getattr(config, section.value), name.value)
+        for key, name, value in _nodes(section.value, values):
+            here = operator.attrgetter(key)(config)
             item = keys[key]
             make = item.default_factory
             default = item.default if make is dataclasses.MISSING else make()
@@ -234,6 +234,16 @@ def explained_yaml(config: RunConfig, origins: Mapping[str, str]) -> str:
     return "".join(
         f"{above[number]}\n{line}\n" if number in above else f"{line}\n" for number, line in enumerate(lines)
     )
+
+
+def _nodes(prefix: str, values: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
+    """Yield the keys of a section, with the nodes of their names and values."""
+    for name, value in values.value:
+        key = f"{prefix}.{name.value}"
+        if key in SUBSECTIONS:
+            yield from _nodes(key, value)
+        else:
+            yield key, name, value
 
 
 def _comment(origin: str) -> str:

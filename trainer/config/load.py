@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import operator
 import os
 import re
 import typing
@@ -25,7 +27,7 @@ from trainer.config.messages import (
     unknown_key,
 )
 from trainer.config.pretrained import DeclaredModel
-from trainer.config.schema import RunConfig
+from trainer.config.schema import SUBSECTIONS, RunConfig
 from trainer.errors import UserError, choice_error, is_masked, masked, masked_command, nearest, setting_error, typed
 from trainer.recipe import check_import, check_number, load_recipes
 
@@ -124,7 +126,17 @@ def leaves(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
             fix = f"write each key on its own line below `{section}:`, indented, as `key: value`"
             raise setting_error(section, values, rule, fix=fix)
         for key, value in values.items():
-            yield f"{section}.{key}", value
+            yield from expand(f"{section}.{key}", value)
+
+
+def expand(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the keys below `key` with their values if it is a subsection; else `key` itself."""
+    if key not in SUBSECTIONS:
+        yield key, value
+    elif isinstance(value, Mapping):
+        yield from ((f"{key}.{name}", item) for name, item in value.items())
+    else:
+        raise setting_error(key, value, "is a section of keys", fix=f"set one of its keys, such as {key}.lr=0.02")
 
 
 def no_model(values: Mapping[str, Any], path: Path) -> UserError:
@@ -256,15 +268,23 @@ def declared_keys(model: type | None = None) -> dict[str, dataclasses.Field[Any]
 
 @functools.cache
 def _declared_keys(model: type | None) -> Mapping[str, dataclasses.Field[Any]]:
-    schema, found = RunConfig(model=model), {}
-    for section in dataclasses.fields(RunConfig):
-        owner = model if section.name == "model" else type(getattr(schema, section.name))
-        if owner is None:
-            continue
+    found: dict[str, dataclasses.Field[Any]] = {}
+
+    def add(prefix: str, owner: type) -> None:
         hints = typing.get_type_hints(owner)
         for item in dataclasses.fields(owner):
-            item.type = hints[item.name]
-            found[f"{section.name}.{item.name}"] = item
+            key = f"{prefix}.{item.name}"
+            if key in SUBSECTIONS:
+                add(key, hints[item.name])
+            else:
+                item.type = hints[item.name]
+                found[key] = item
+
+    schema = RunConfig(model=model)
+    for section in dataclasses.fields(RunConfig):
+        owner = model if section.name == "model" else type(getattr(schema, section.name))
+        if owner is not None:
+            add(section.name, owner)
     return found
 
 
@@ -272,7 +292,8 @@ def _declared_keys(model: type | None) -> Mapping[str, dataclasses.Field[Any]]:
 def empty_tree(model: type) -> DictConfig:
     """Return the tree of all defaults, for copying: building one takes five times as long as copying it."""
     tree = OmegaConf.structured(RunConfig(model=model))
-    for node in (tree, *(tree[section.name] for section in dataclasses.fields(RunConfig))):
+    keys = (*(section.name for section in dataclasses.fields(RunConfig)), *SUBSECTIONS)
+    for node in (tree, *(OmegaConf.select(tree, key) for key in keys)):
         OmegaConf.set_readonly(node, False)
     assert isinstance(tree, DictConfig)
     return tree
@@ -288,7 +309,11 @@ def split_overrides(overrides: Sequence[str]) -> dict[str, str]:
         if text.startswith("="):
             rule = "an argument has the form section.key=value"
             raise UserError(f"{override!r}: {rule}\n  did you mean {typed(key, text.lstrip('='))}?")
-        assignments[key] = text
+        if key in SUBSECTIONS:
+            for name, value in expand(key, OmegaConf.to_container(OmegaConf.create(f"value: {text}"))["value"]):  # type: ignore[index, call-overload]
+                assignments[name] = value if isinstance(value, str) else json.dumps(value)
+        else:
+            assignments[key] = text
     return assignments
 
 
@@ -369,8 +394,7 @@ def _refuse_resolvers(key: str, value: Any, where: str) -> None:
 def check_limits(config: RunConfig) -> None:
     """Raise UserError for a number outside the limits that the schema or the model's recipe declares."""
     for key, item in declared_keys(type(config.model)).items():
-        section, _, name = key.partition(".")
-        value = getattr(getattr(config, section), name)
+        value = operator.attrgetter(key)(config)
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, (int, float)) and not isinstance(number, bool):
                 check_number(key, value, number, item.metadata, example_value(item))

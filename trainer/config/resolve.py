@@ -66,7 +66,7 @@ from trainer.config.pretrained import (
     stored_dtype,
 )
 from trainer.config.rules import likely_device
-from trainer.config.schema import AUTO, MODEL, RunConfig
+from trainer.config.schema import AUTO, MODEL, SUBSECTIONS, RunConfig
 from trainer.errors import UserError, remember_secrets, setting_error
 from trainer.recipe import find_recipe, resolve
 
@@ -250,11 +250,20 @@ def _flat(config: object) -> Iterator[tuple[str, Any]]:
         for section in dataclasses.fields(config):
             owner = getattr(config, section.name)
             for item in dataclasses.fields(owner):
-                yield f"{section.name}.{item.name}", getattr(owner, item.name)
+                yield from _leaves(f"{section.name}.{item.name}", getattr(owner, item.name))
     elif isinstance(config, dict):
         for name, values in config.items():
             if isinstance(values, Mapping):
-                yield from ((f"{name}.{key}", value) for key, value in values.items())
+                for key, value in values.items():
+                    yield from _leaves(f"{name}.{key}", value)
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if key in SUBSECTIONS:
+        below = value if isinstance(value, Mapping) else vars(value)
+        yield from ((f"{key}.{name}", item) for name, item in below.items())
+    else:
+        yield key, value
 
 
 # ---------------------------------------------------------------------------------------------------------------

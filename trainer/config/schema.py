@@ -400,12 +400,36 @@ class DataSection:
 
 
 @dataclass(frozen=True)
+class MuonSection:
+    """Muon, for `optim.name=muon` and for groups with `optimizer: muon`."""
+
+    variant: Literal["muon", "normuon"] = declare(
+        "muon", "normuon: also divides each row of an update by the root of its running mean square"
+    )
+    lr: float | None = declare(
+        None, "peak learning rate of the matrices; null: optim.lr, which then serves AdamW's share as well", at_least=0
+    )
+    coefficients: Literal["jordan", "polar"] = declare(
+        "jordan", "polynomials of the iterations; polar: the best ones, one after the other (Polar Express)"
+    )
+    scale: Literal["match_rms_adamw", "spectral", "jordan"] = declare(
+        "match_rms_adamw",
+        "size of updates by shape; match_rms_adamw: that of AdamW's; spectral: the best rate does not depend on width",
+    )
+    dtype: Literal["bfloat16", "float32"] = declare(
+        "bfloat16", "dtype of iterations and messages; float32: losses agree within 1e-6 on any mesh", aliases=DTYPES
+    )
+    cautious: bool = declare(False, "apply weight decay only where the update shrinks the weight too")
+    bucket_mib: float = declare(64.0, "MiB that the messages of one bucket of matrices bring to a rank", above=0)
+
+
+@dataclass(frozen=True)
 class OptimSection:
     """The optimizer."""
 
     name: Literal["adamw", "sgd", "muon"] = declare(
         "adamw",
-        "muon: torch's Muon for matrices, AdamW for the rest",
+        "muon: Muon for hidden matrices and stacked experts, AdamW for the rest (see optim.muon)",
     )
     lr: float = declare(3e-4, "peak learning rate", at_least=0)
     lr_by_width: bool = declare(
@@ -423,6 +447,12 @@ class OptimSection:
         "stochastic", "how AdamW rounds bfloat16 weights and moments; nearest loses small updates"
     )
     max_grad_norm: float | None = declare(1.0, "clip gradients to this global norm; null: no clipping", above=0)
+    muon: MuonSection = field(default_factory=MuonSection)
+    groups: tuple[dict[str, Any], ...] = declare(
+        (),
+        'settings by parameter name: [{match: "*embed*", lr: 0.3}, ...]; lr and lr_decay (by layer) multiply the '
+        "learning rate, weight_decay and optimizer replace theirs; the last match wins",
+    )
 
 
 @dataclass(frozen=True)
@@ -679,3 +709,13 @@ def plain_lists(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: plain_lists(value) for key, value in tree.items()}
     return [plain_lists(item) for item in tree] if isinstance(tree, (list, tuple)) else tree
+
+
+SUBSECTIONS = frozenset(
+    f"{section.name}.{item.name}"
+    for section in dataclasses.fields(RunConfig)
+    if section.default_factory is not dataclasses.MISSING
+    for item in dataclasses.fields(section.default_factory())
+    if dataclasses.is_dataclass(item.default_factory)
+)
+"""Sections within sections, such as optim.muon."""

@@ -8,6 +8,8 @@ effect as configured.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +19,8 @@ from trainer.config import OptimSection, RunConfig, ScheduleSection
 from trainer.errors import setting_error
 from trainer.model.parameters import local
 from trainer.optim.adamw import FusedAdamW, RoundingAdamW
+from trainer.optim.groups import Assignment, assign, block_rows
+from trainer.optim.muon import Muon
 
 
 class StepListener(Protocol):
@@ -117,39 +121,27 @@ def _multiply_gradients(part: torch.optim.Optimizer, scale: torch.Tensor) -> Non
         torch._foreach_mul_(gradients, scale.to(gradients[0].device))
 
 
-def build_optimizer(model: nn.Module, config: OptimSection, seed: int = 0) -> Optimizer:
+def build_optimizer(
+    model: nn.Module, config: OptimSection, seed: int = 0, blocks: Mapping[str, int | Sequence[int]] | None = None
+) -> Optimizer:
     """Build the configured optimizer for the trainable parameters of `model` (DTensors or plain tensors).
 
-    Weight decay applies to matrices; norms, biases and embeddings have none, unless `decay_all`.  `seed` is for
-    stochastic rounding.
+    seed: for stochastic rounding.  blocks: see `Recipe.blocks`.  Raises UserError if there is nothing to train, or if
+    `optim.groups` does not fit the model.
     """
-    decayed, rest = _split(model, config.decay_all)
-    if not decayed and not rest:
+    found = assign(model, config)
+    if not found:
         raise setting_error("model.name", type(model).__name__, "the model has no trainable parameter")
-    if config.name == "sgd":
-        return Optimizer(_build("sgd", decayed, rest, config))
-    if config.name == "muon":
-        matrices = _matrices(model, decayed)
-        others = {id(p) for p in matrices}
-        decayed = [p for p in decayed if id(p) not in others]
-        if not matrices:
-            raise setting_error("optim.name", "muon", "the model has no hidden matrices for it", "adamw")
-        muon = torch.optim.Muon(
-            matrices,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            momentum=config.momentum,
-            adjust_lr_fn="match_rms_adamw",
-        )
-        return Optimizer(muon, _build("adamw", decayed, rest, config)) if decayed or rest else Optimizer(muon)
-    if _needs_rounding([*decayed, *rest], config):
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        arguments = (names, seed, config.lr, config.betas, config.eps)
-        dtype = getattr(torch, config.state_dtype)
-        return Optimizer(
-            RoundingAdamW(_groups(decayed, rest, config), *arguments, dtype, config.rounding == "stochastic")
-        )
-    return Optimizer(_build("adamw", decayed, rest, config))
+    if config.name == "muon" and not any(each.optimizer == "muon" for each in found):
+        raise setting_error("optim.name", "muon", "the model has no hidden matrices for it", "adamw")
+    parts = []
+    for name in sorted({each.optimizer for each in found}, key=_ORDER.index):
+        members = [each for each in found if each.optimizer == name]
+        parts.append(_build(name, members, config, seed, block_rows(model, blocks or {})))
+    return Optimizer(*parts)
+
+
+_ORDER = ("muon", "sgd", "adamw")
 
 
 def optimizer_state_sizes(model: nn.Module, config: OptimSection) -> dict[int, tuple[int, int]]:
@@ -157,13 +149,17 @@ def optimizer_state_sizes(model: nn.Module, config: OptimSection) -> dict[int, t
 
     The size is the number of tensors of the parameter's shape, and the bytes per element.
     """
-    decayed, rest = _split(model, config.decay_all)
-    own_size = None
-    if config.name == "adamw" and _needs_rounding([*decayed, *rest], config):
-        own_size = getattr(torch, config.state_dtype).itemsize
-    one_each = {id(p) for p in (_matrices(model, decayed) if config.name == "muon" else ())}
-    number = {"adamw": 2, "muon": 2, "sgd": int(config.momentum > 0)}[config.name]
-    return {id(p): (1 if id(p) in one_each else number, own_size or p.element_size()) for p in (*decayed, *rest)}
+    found = assign(model, config)
+    adamw = [each.parameter for each in found if each.optimizer == "adamw"]
+    rounded_size = getattr(torch, config.state_dtype).itemsize if _needs_rounding(adamw, config) else None
+    number = {"adamw": 2, "muon": 1, "sgd": int(config.momentum > 0)}
+    return {
+        id(each.parameter): (
+            number[each.optimizer],
+            (rounded_size if each.optimizer == "adamw" else None) or each.parameter.element_size(),
+        )
+        for each in found
+    }
 
 
 AVERAGE_SIZE = 4
@@ -190,47 +186,50 @@ def _needs_rounding(parameters: list[nn.Parameter], config: OptimSection) -> boo
     return config.state_dtype == "bfloat16" or any(p.dtype == torch.bfloat16 for p in parameters)
 
 
-def _matrices(model: nn.Module, decayed: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters that Muon handles."""
-    embeddings = _embeddings(model)
-    return [p for p in decayed if p.ndim == 2 and id(p) not in embeddings]
-
-
 def _build(
-    name: str, decayed: list[nn.Parameter], rest: list[nn.Parameter], config: OptimSection
+    name: str,
+    members: list[Assignment],
+    config: OptimSection,
+    seed: int,
+    blocks: Mapping[int, Sequence[int]],
 ) -> torch.optim.Optimizer:
-    groups = _groups(decayed, rest, config)
+    groups = _groups(members)
     if name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=True)
+    if name == "muon":
+        muon = config.muon
+        return Muon(
+            groups,
+            config.lr,
+            momentum=config.momentum,
+            variant=muon.variant,
+            coefficients=muon.coefficients,
+            scale=muon.scale,
+            dtype=getattr(torch, muon.dtype),
+            cautious=muon.cautious,
+            bucket_bytes=muon.bucket_mib * 2**20,
+            blocks=blocks,
+        )
+    if _needs_rounding([each.parameter for each in members], config):
+        names = {id(each.parameter): each.name for each in members}
+        arguments = (names, seed, config.lr, config.betas, config.eps, getattr(torch, config.state_dtype))
+        return RoundingAdamW(groups, *arguments, config.rounding == "stochastic")
     for group in groups:
         if all(parameter.dtype == torch.float32 for parameter in group["params"]):
             group["state_dtype"] = "float32"  # overrides the value in a checkpoint
     return FusedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
-def _groups(decayed: list[nn.Parameter], rest: list[nn.Parameter], config: OptimSection) -> list[dict[str, Any]]:
-    return [
-        {"params": parameters, "weight_decay": decay}
-        for parameters, decay in ((decayed, config.weight_decay), (rest, 0.0))
-        if parameters
-    ]
-
-
-def _split(model: nn.Module, decay_all: bool) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    embeddings = _embeddings(model)
-    decayed: list[nn.Parameter] = []
-    rest: list[nn.Parameter] = []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            is_matrix = parameter.ndim >= 2 and id(parameter) not in embeddings
-            (decayed if is_matrix or decay_all else rest).append(parameter)
-    return decayed, rest
-
-
-def _embeddings(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters of embedding tables, including a tied head's."""
-    tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
-    return {id(parameter) for table in tables for parameter in table.parameters(recurse=False)}
+def _groups(members: Sequence[Assignment]) -> list[dict[str, Any]]:
+    """Return torch's parameter groups: those that decay first, as in checkpoints from before `optim.groups`."""
+    alike: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
+    for each in members:
+        alike[each.weight_decay, each.lr_scale].append(each.parameter)
+    groups = []
+    for (decay, scale), parameters in sorted(alike.items(), key=lambda item: item[0][0] == 0):
+        group = {"params": parameters, "weight_decay": decay}
+        groups.append(group if scale == 1 else {**group, "lr_scale": scale})
+    return groups
 
 
 class Schedule:

@@ -1,0 +1,225 @@
+"""Which optimizer, learning rate and weight decay each parameter gets, and the table that says so.
+
+The defaults are those of practice.  With AdamW and SGD all parameters of two and more dimensions decay, except for
+embedding tables.  Muon takes the hidden matrices and stacked experts; embeddings, the output projection, routers,
+convolutions and vectors stay with AdamW.  `optim.groups` changes any of this by the parameter's name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from trainer.config import OptimSection
+from trainer.errors import nearest, setting_error
+
+OPTIMIZERS = ("adamw", "sgd", "muon")
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a parameter gets.  `lr_scale` multiplies the schedule's learning rate, whose peak is `optim.lr`."""
+
+    name: str
+    parameter: nn.Parameter
+    optimizer: str
+    weight_decay: float
+    lr_scale: float = 1.0
+    rules: tuple[int, ...] = ()
+    """Indices of the entries of `optim.groups` that match."""
+
+
+def assign(model: nn.Module, config: OptimSection) -> list[Assignment]:
+    """Return the assignments of all trainable parameters, in the model's order.
+
+    Raises UserError for an entry of `optim.groups` that is malformed, matches no parameter, or gives Muon a parameter
+    that is not a matrix.
+    """
+    muon = matrices_for_muon(model)
+    embeddings = _embeddings(model)
+    found = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        decays = config.decay_all or (parameter.ndim >= 2 and id(parameter) not in embeddings)
+        optimizer = config.name
+        if optimizer == "muon" and id(parameter) not in muon:
+            optimizer = "adamw"
+        found.append(Assignment(name, parameter, optimizer, config.weight_decay if decays else 0.0))
+    found = _with_groups(found, config)
+    return [_with_muon_rate(each, config) for each in found]
+
+
+def _with_muon_rate(found: Assignment, config: OptimSection) -> Assignment:
+    if found.optimizer != "muon" or config.muon.lr is None:
+        return found
+    if not config.lr:
+        raise setting_error(
+            "optim.muon.lr", config.muon.lr, "is a multiple of optim.lr, which is 0", fix="set optim.lr"
+        )
+    return dataclasses.replace(found, lr_scale=found.lr_scale * config.muon.lr / config.lr)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Kinds of parameters
+
+
+def _embeddings(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters of embedding tables, including a tied head's."""
+    tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    return {id(parameter) for table in tables for parameter in table.parameters(recurse=False)}
+
+
+def matrices_for_muon(model: nn.Module) -> set[int]:
+    """Return the ids of the hidden matrices and stacked experts of a model.
+
+    Left out are embedding tables, convolutions, parameters whose matrices have a single row or column, the output
+    projection, and routers.  The output projection has a row for each entry of the largest embedding table, and is
+    outside of the numbered layers.  A router has a row for each of the experts that are stacked next to it.
+    """
+    embeddings = _embeddings(model)
+    tables = [m.weight.shape[0] for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    convolutions = {
+        id(p) for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd) for p in m.parameters(recurse=False)
+    }
+    stacks = {(name, p.shape[0]) for name, p in model.named_parameters() if p.ndim == 3 and id(p) not in convolutions}
+    found = set()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim not in (2, 3) or min(parameter.shape[-2:]) < 2 or id(parameter) in embeddings | convolutions:
+            continue
+        is_output = parameter.ndim == 2 and _layer_of(name) is None and parameter.shape[0] in tables
+        parent = name.rpartition(".")[0].rpartition(".")[0]
+        is_router = parameter.ndim == 2 and any(
+            stack.startswith(f"{parent}.") and experts == parameter.shape[0] for stack, experts in stacks
+        )
+        if not (is_output or is_router):
+            found.add(id(parameter))
+    return found
+
+
+def _layer_of(name: str) -> int | None:
+    """Return the first number in a parameter's name, that of its layer; None if there is none."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
+
+
+def block_rows(model: nn.Module, blocks: Mapping[str, int | Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    """Return the rows of each block of the fused parameters that a recipe declares, by the parameter's id.
+
+    blocks: patterns of names, and the number of equal blocks or the rows of each.  Raises UserError if they do not fit.
+    """
+    found: dict[int, tuple[int, ...]] = {}
+    for name, parameter in model.named_parameters():
+        for pattern, split in blocks.items():
+            if not fnmatchcase(name, pattern):
+                continue
+            rows = parameter.shape[-2] if parameter.ndim > 1 else 0
+            sizes = (rows // split,) * split if isinstance(split, int) else tuple(split)
+            if sum(sizes) != rows or 0 in sizes:
+                rule = f"the recipe's blocks of {name}, which has {rows} rows, are {split}"
+                raise setting_error("model.name", type(model).__name__, rule, fix="correct Recipe.blocks")
+            found[id(parameter)] = sizes
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# optim.groups
+
+_FIELDS = ("match", "lr", "lr_decay", "weight_decay", "optimizer")
+
+
+def check_groups(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise UserError for an entry of `optim.groups` with unknown or missing keys, or values out of range."""
+    for number, group in enumerate(groups):
+        key = f"optim.groups[{number}]"
+        for field in group:
+            if field not in _FIELDS:
+                rule = f"has no key {field!r}; the keys are {', '.join(_FIELDS)}"
+                best = nearest(field, _FIELDS)
+                raise setting_error(key, dict(group), rule, fix=f"write {best} for {field}" if best else "")
+        if not isinstance(group.get("match"), str) or not group["match"]:
+            example = '{match: "*embed*", lr: 0.3}'
+            raise setting_error(key, dict(group), "needs `match`, a pattern of parameter names", example=example)
+        if len(group) == 1:
+            raise setting_error(key, dict(group), f"sets nothing; besides match it may have {', '.join(_FIELDS[1:])}")
+        for field in ("lr", "lr_decay", "weight_decay"):
+            value = group.get(field)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+                raise setting_error(f"{key}.{field}", value, "must be a number of at least 0", example=0.3)
+        if group.get("optimizer") not in (None, *OPTIMIZERS):
+            rule = f"must be one of {', '.join(OPTIMIZERS)}"
+            meant = nearest(group["optimizer"], OPTIMIZERS)
+            raise setting_error(f"{key}.optimizer", group["optimizer"], rule, meant=meant)
+
+
+def _with_groups(found: Iterable[Assignment], config: OptimSection) -> list[Assignment]:
+    """Return the assignments as the entries of `optim.groups` change them, each field by the last entry that sets it."""
+    found = list(found)
+    check_groups(config.groups)
+    for number, group in enumerate(config.groups):
+        key = f"optim.groups[{number}]"
+        matched = [i for i, each in enumerate(found) if fnmatchcase(each.name, group["match"])]
+        if not matched:
+            names = [each.name for each in found]
+            best = nearest(group["match"].strip("*."), [*names, *{re.sub(r"\.\d+\.", ".*.", name) for name in names}])
+            rule = "matches no trainable parameter"
+            fix = "" if best else f"the names are like {names[0]} and {names[-1]}"
+            raise setting_error(f"{key}.match", group["match"], rule, meant=best, fix=fix)
+        layers = [layer for i in matched if (layer := _layer_of(found[i].name)) is not None]
+        for i in matched:
+            each = found[i]
+            optimizer = group.get("optimizer") or each.optimizer
+            if optimizer == "muon" and (each.parameter.ndim not in (2, 3) or min(each.parameter.shape[-2:]) < 2):
+                rule = f"gives muon {each.name}, of shape {tuple(each.parameter.shape)}, which is not a matrix"
+                raise setting_error(f"{key}.optimizer", "muon", rule, "adamw")
+            scale = each.lr_scale if group.get("lr") is None else float(group["lr"])
+            if group.get("lr_decay") is not None:
+                layer = _layer_of(each.name)
+                if layer is None:
+                    rule = f"matches {each.name}, which is in no numbered layer"
+                    raise setting_error(f"{key}.match", group["match"], rule, example="layers.*")
+                scale *= float(group["lr_decay"]) ** (max(layers) - layer)
+            decay = each.weight_decay if group.get("weight_decay") is None else float(group["weight_decay"])
+            found[i] = dataclasses.replace(
+                each, optimizer=optimizer, lr_scale=scale, weight_decay=decay, rules=(*each.rules, number)
+            )
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What is said of them
+
+
+def describe(found: Sequence[Assignment]) -> list[str]:
+    """Return a line for each set of parameters with the same settings: optimizer, rate, decay, sizes and names.
+
+    Empty if one optimizer treats all of them alike but for the usual weight decay.
+    """
+    if len({(each.optimizer, each.lr_scale) for each in found}) <= 1 and not any(each.rules for each in found):
+        return []
+    alike: dict[tuple[str, float, float], list[Assignment]] = defaultdict(list)
+    for each in found:
+        alike[each.optimizer, round(each.lr_scale, 6), each.weight_decay].append(each)
+    lines = []
+    for (optimizer, scale, decay), members in sorted(alike.items(), key=lambda item: item[0][0] != "muon"):
+        patterns = list(dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", each.name) for each in members))
+        names = ", ".join(patterns[:3]) + (f" and {len(patterns) - 3} more" if len(patterns) > 3 else "")
+        numel = sum(each.parameter.numel() for each in members)
+        lines.append(
+            f"{optimizer:5}  lr x {scale:<7.4g} decay {decay:<6.4g} {len(members)} tensors, {numel:,}: {names}"
+        )
+    several = [each.name for each in found if len(each.rules) > 1]
+    if several:
+        count = (
+            f"{len(several)} parameters match several groups" if len(several) > 1 else f"{several[0]} matches several"
+        )
+        lines.append(f"{count}; of each setting the last group counts")
+    return lines
