@@ -141,8 +141,8 @@ class Recipe:
     hf: the mapping to Hugging Face's names; needed to export to and import from that format.
     context: declares that only `trainer.sequence.attend` and `trainer.sequence.positions` mix or count tokens, so
         ranks may hold slices of sequences (`mesh.context`).
-    blocks: fused weights, which Muon orthogonalizes block by block: patterns of parameter names, and the number of equal
-        blocks or the rows of each, {"*.attention.qkv.weight": 3}.
+    blocks: fused weights, which Muon orthogonalizes block by block: patterns of parameter names, and the number of
+        equal blocks or the rows of each, {"*.attention.qkv.weight": 3}.
     """
 
     name: str

@@ -161,7 +161,7 @@ def check_groups(groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _with_groups(found: Iterable[Assignment], config: OptimSection) -> list[Assignment]:
-    """Return the assignments as the entries of `optim.groups` change them, each field by the last entry that sets it."""
+    """Return the assignments with the changes by `optim.groups`: each field by the last matching entry that sets it."""
     found = list(found)
     check_groups(config.groups)
     for number, group in enumerate(config.groups):
