@@ -31,7 +31,7 @@ from trainer.config import DataSection
 from trainer.data import cache, catalogue, descriptors, row_layout, shards
 from trainer.data import stdlib as stdlib_module
 from trainer.data.cache import get_or_build, locked
-from trainer.data.ingest.folder import BuildFolder
+from trainer.data.ingest.build import BuildFolder
 from trainer.data.manifest import Manifest, rows_of
 from trainer.data.remote import transport
 from trainer.data.shards import Shard, ShardError
@@ -110,8 +110,8 @@ def tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 
 def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     """Tokens of which all parts are built, and no manifest is there yet."""
-    monkeypatch.setattr("trainer.data.ingest.units.MIN_UNIT_BYTES", 1300)
-    monkeypatch.setattr("trainer.data.ingest.builder.default_num_procs", lambda: 1)
+    monkeypatch.setattr("trainer.data.ingest.build.MIN_UNIT_BYTES", 1300)
+    monkeypatch.setattr("trainer.data.ingest.build.default_num_procs", lambda: 1)
     monkeypatch.setattr("trainer.data.tokenized_cache.default_num_procs", lambda: 1)
     data = of_text(tmp_path)
 
@@ -233,7 +233,7 @@ def text_from_afar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 
 def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     """What `trainer.prepare` leaves if it is interrupted."""
-    monkeypatch.setattr("trainer.data.ingest.units.MIN_UNIT_BYTES", 1300)
+    monkeypatch.setattr("trainer.data.ingest.build.MIN_UNIT_BYTES", 1300)
     lines = write_lines(tmp_path / "a.jsonl")
     out = tmp_path / "out"
 

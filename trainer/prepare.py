@@ -25,9 +25,10 @@ from pathlib import Path
 if __name__ == "__main__":
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy starts threads for matrices, which spin at first
 
-from trainer.data.ingest.builder import build, default_num_procs
-from trainer.data.ingest.inputs import SUPPORTED_SUFFIXES, InputFile
-from trainer.data.ingest.publishing import (
+from trainer.data.ingest.build import (
+    BuildJob,
+    build,
+    default_num_procs,
     find_published,
     is_in_progress,
     paths_of,
@@ -35,9 +36,15 @@ from trainer.data.ingest.publishing import (
     read_published,
     was_published,
 )
-from trainer.data.ingest.report import DocumentCounts, SettingNames, describe, parse_limit
-from trainer.data.ingest.tokens import check_tokens
-from trainer.data.ingest.writing import BuildJob
+from trainer.data.ingest.documents import check_tokens
+from trainer.data.ingest.inputs import (
+    SUPPORTED_SUFFIXES,
+    DocumentCounts,
+    InputFile,
+    SettingNames,
+    describe,
+    parse_limit,
+)
 from trainer.data.manifest import Manifest
 from trainer.data.shards import ShardError
 from trainer.data.tokenizer import Tokenizer, find_tokenizer

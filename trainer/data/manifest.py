@@ -21,6 +21,9 @@ bytes."""
 
 FORMAT = 1
 
+MANIFEST = "manifest.json"
+"""The name of the manifest of a folder of shards."""
+
 
 @dataclass(frozen=True)
 class Manifest:

@@ -19,11 +19,16 @@ from typing import TYPE_CHECKING
 from trainer.data.cache import storage_error
 from trainer.data.catalogue import open_shard_files
 from trainer.data.documents import open_shards
-from trainer.data.ingest.folder import MANIFEST
-from trainer.data.ingest.inputs import SUPPORTED_SUFFIXES, InputFile, find_inputs, is_foreign_token_file
-from trainer.data.ingest.report import DocumentCounts, describe
+from trainer.data.ingest.inputs import (
+    SUPPORTED_SUFFIXES,
+    DocumentCounts,
+    InputFile,
+    describe,
+    find_inputs,
+    is_foreign_token_file,
+)
 from trainer.data.json_files import json_advice
-from trainer.data.manifest import Manifest
+from trainer.data.manifest import MANIFEST, Manifest
 from trainer.data.shards import Shard, ShardError, verify_at_start
 from trainer.data.source import Source, SourceSubset, TokenSource
 from trainer.data.stdlib import Split

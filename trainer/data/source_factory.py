@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, overload
 
 from trainer.data.documents import open_shards
-from trainer.data.ingest.report import parse_limit
+from trainer.data.ingest.inputs import parse_limit
 from trainer.data.mixed_source import MixedSource
 from trainer.data.paths import (
     check_same_tokenizer,

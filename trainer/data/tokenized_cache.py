@@ -14,13 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from trainer.data.cache import find_cache_folders, storage_error
-from trainer.data.ingest.builder import build, default_num_procs
-from trainer.data.ingest.folder import MANIFEST, BuildFolder
-from trainer.data.ingest.inputs import InputFile
-from trainer.data.ingest.report import DocumentCounts, SettingNames, check_limit, parse_limit
-from trainer.data.ingest.tokens import check_tokens
-from trainer.data.ingest.writing import BuildJob
-from trainer.data.manifest import Manifest
+from trainer.data.ingest.build import BuildFolder, BuildJob, build, default_num_procs
+from trainer.data.ingest.documents import check_tokens
+from trainer.data.ingest.inputs import DocumentCounts, InputFile, SettingNames, check_limit, parse_limit
+from trainer.data.manifest import MANIFEST, Manifest
 from trainer.data.shards import Shard, ShardError, verify_at_start
 from trainer.data.tokenizer import tokenizer_of
 from trainer.errors import UserError, setting_error
