@@ -81,7 +81,7 @@ def _show(options: argparse.Namespace) -> int:
     from rich.text import Text
 
     from trainer.config import DataSection
-    from trainer.data.chat.show import first_chats  # imports the library that renders templates
+    from trainer.data.chat.source import first_chats  # imports the library that renders templates
 
     console = Console(highlight=False, soft_wrap=True)
     before, behind = ("", "") if console.color_system else ("\u27ea", "\u27eb")

@@ -153,7 +153,7 @@ def _check_sources_disjoint(data: DataSection, paths: Mapping[str, str], held_ou
 def _files_of(data: DataSection, path: str, key: str) -> list[str]:
     if data.source != "chat":
         return named_files(path, key)
-    from trainer.data.chat.records import find_files
+    from trainer.data.chat.formats import find_files
 
     return [os.path.realpath(file) for file in find_files(key, path)]
 

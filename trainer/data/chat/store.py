@@ -23,10 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.cache import get_or_build, read_value, write_value
-from trainer.data.chat.conversation import BadChat, Completion, Pair, Sample
-from trainer.data.chat.formats import Format
+from trainer.data.chat.formats import BadChat, Completion, Format, Pair, Sample, read_records
 from trainer.data.chat.masking import Encoded, Encoder
-from trainer.data.chat.records import read_records
 from trainer.data.ingest.progress import ProgressLine
 from trainer.data.shards import Shard, ShardWriter
 from trainer.errors import UserError, print_stderr, setting_error
@@ -492,7 +490,7 @@ class _ChatReader:
     def _samples(self, record: Mapping[str, Any]) -> Sequence[Sample]:
         if self._format is None:
             self._format = Format.detect(record, self._spec.format, self._spec.columns)
-            self._report.pairs = self._format.has_pairs
+            self._report.pairs = self._format.name == "preference"
         found = self._format.read(record)
         return [found.chosen, found.rejected] if isinstance(found, Pair) else [found]
 
