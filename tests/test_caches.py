@@ -52,9 +52,9 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def as_in_a_new_process() -> None:
     shards._VERIFIED.clear()
     descriptors.SHARD_FILES.close()
-    from trainer.data.remote import shard
+    from trainer.data.remote import shards as remote_shards
 
-    shard._cache.cache_clear()
+    remote_shards._cache.cache_clear()
 
 
 def samples_of(data: DataSection) -> list[Any]:

@@ -272,7 +272,7 @@ def _are_foreign(paths: Sequence[str]) -> bool:
 
 def _open_remote(setting: str, data: DataSection, key: str) -> ShardSet:
     """Return the shards at a URL, or those made from the text at a URL."""
-    from trainer.data.remote.listing import NoShards, open_remote
+    from trainer.data.remote.shards import NoShards, open_remote
     from trainer.data.remote.text import find_text, is_text
     from trainer.data.remote.transport import Unreachable
 

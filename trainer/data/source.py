@@ -267,9 +267,9 @@ class TokenSource(Source):
         """Download remote shards before they are read; see `Source.follow`."""
         if not self.shards[0].is_remote:
             return indices
-        from trainer.data.remote.prefetch import prefetcher_for
+        from trainer.data.remote.shards import ShardPrefetcher
 
-        return prefetcher_for(self.shards, self._shards_of, steps, rank_slice).follow(indices)
+        return ShardPrefetcher(self.shards, self._shards_of, steps, rank_slice).follow(indices)
 
     def _shards_of(self, indices: NDArray[np.int64]) -> list[int]:
         """Return the numbers of the shards that contain the samples, in the order of the samples."""

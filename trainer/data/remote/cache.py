@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
@@ -32,6 +32,9 @@ from trainer.data.remote.transport import MANY_TRIES, DamagedDownload, FileChang
 from trainer.errors import masked, print_stderr
 from trainer.files import crc32
 from trainer.stopping import add_partial, drop_partial, stop_if_asked
+
+if TYPE_CHECKING:
+    from trainer.data.remote.shards import ShardPrefetcher
 
 _PART = ".part"
 _BLOCK = 1 << 20
@@ -57,14 +60,6 @@ class RemoteFile:
     version: str | None = None
 
 
-class NeedForecast(Protocol):
-    """Knows when files are needed."""
-
-    def steps_until_needed(self, name: str) -> float:
-        """Return in how many steps a file is needed; infinity if unknown."""
-        ...
-
-
 class ShardCache:
     """A folder of cached files, of at most `limit` bytes (None: unlimited).  Thread-safe and process-safe."""
 
@@ -72,9 +67,9 @@ class ShardCache:
         self._folder, self._limit = folder, limit
         self._cached: dict[str, FileVersion] = {}
         self._fetching = threading.Lock()
-        self._forecasts: weakref.WeakSet[NeedForecast] = weakref.WeakSet()
+        self._forecasts: weakref.WeakSet[ShardPrefetcher] = weakref.WeakSet()
 
-    def add_forecast(self, forecast: NeedForecast) -> None:
+    def add_forecast(self, forecast: ShardPrefetcher) -> None:
         """Take `forecast` into account when evicting files, for as long as that object exists."""
         self._forecasts.add(forecast)
 
