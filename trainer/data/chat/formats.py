@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-
 Message: TypeAlias = "Mapping[str, Any]"
 """`role` (one of ROLES), `content` (text), and further keys such as tool_calls or reasoning_content, read only by the
 chat template."""
@@ -194,7 +193,6 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "preference": ("prompt", "chosen", "rejected", "tools"),
 }
 """Keys that a record of each format may have."""
-
 
 _REQUIRED = {
     "preference": {"chosen", "rejected"},

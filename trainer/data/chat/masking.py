@@ -195,7 +195,6 @@ def _check_support(chat: Conversation, template: ChatTemplate) -> None:
 
 _FIX_NO_TEMPLATE = "data.chat_template=chatml, or a .jinja file"
 
-
 _FIX_NO_TOOLS = "give a .jinja file that has one"
 
 

@@ -449,7 +449,10 @@ class _ChatReader:
 
         Raises UserError for an invalid record.
         """
-        yield from self._restored()
+        for stored, statistics in self._parts.read():  # by an earlier run
+            for name, value in statistics.items():
+                setattr(self._report, name, value)
+            yield from stored
         num_restored = self._parts.num_records
         records = (record for path in self._spec.files for record in read_records(path, self._spec.key))
         try:
@@ -468,13 +471,6 @@ class _ChatReader:
             done = f"{self._report.chats:,} {self._report.kind} are tokenized, and the next run continues from there"
             raise StopRequested(request.name, done if self._report.chats else "") from request
 
-    def _restored(self) -> Iterator[Sequence[Encoded]]:
-        """Yield the conversations stored by an earlier run, and restore its statistics."""
-        for documents, account in self._parts.read():
-            for name, value in account.items():
-                setattr(self._report, name, value)
-            yield from documents
-
     def _encoded(self, place: str, record: Mapping[str, Any]) -> list[Encoded]:
         """Return the documents of a record, or an empty list if it is dropped as too long or has no targets."""
         max_tokens = self._spec.seq_len + 1
@@ -485,7 +481,10 @@ class _ChatReader:
             documents = self._fit_length(documents)
         except BadChat as error:
             raise self._user_error(error, place) from error
-        return documents if documents and self._is_used(documents, place) else []
+        if documents and not all(document.trained[1:].any() for document in documents):
+            self._report.unused.append(place)
+            return []
+        return documents
 
     def _samples(self, record: Mapping[str, Any]) -> Sequence[Sample]:
         if self._format is None:
@@ -522,12 +521,6 @@ class _ChatReader:
         self._report.truncated += 1
         self._report.truncated_tokens += sum(max(0, len(document.ids) - max_tokens) for document in documents)
         return [Encoded(document.ids[:max_tokens], document.trained[:max_tokens]) for document in documents]
-
-    def _is_used(self, documents: Sequence[Encoded], place: str) -> bool:
-        if all(document.trained[1:].any() for document in documents):
-            return True
-        self._report.unused.append(place)
-        return False
 
     def _user_error(self, error: BadChat, place: str) -> UserError:
         """Convert a BadChat to a UserError with the record's location, for the setting that has to be changed."""

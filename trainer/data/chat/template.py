@@ -34,7 +34,6 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys under which a message may hold its reasoning; templates read one of the first two."""
 
-
 DEFAULT_DATE = datetime(2024, 7, 26)
 """The default date of Llama 3.1's own template."""
 

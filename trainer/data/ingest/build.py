@@ -37,7 +37,7 @@ from trainer.data.ingest.documents import (
     LongDocument,
     TokenChunk,
     read_lines,
-    read_records,
+    read_table,
     read_texts,
     read_tokens,
     split_row_groups,
@@ -245,7 +245,6 @@ def _list_shards(job: BuildJob, records: Sequence[UnitRecord], tally: DocumentCo
 MIN_UNIT_BYTES, MAX_UNIT_BYTES, TARGET_NUM_UNITS = 1 << 24, 1 << 28, 4096
 """Minimum and maximum bytes of input per unit, and the number of units to aim for within these limits."""
 
-
 MAX_FILES_PER_UNIT = 4096
 """Maximum number of small files in a unit."""
 
@@ -428,7 +427,7 @@ class UnitWriter:
                 for each in inputs:
                     yield from read_tokens(each, job.tokenizer, job.keys)
                 continue
-            read = read_lines if kind == "jsonl" else read_records
+            read = read_lines if kind == "jsonl" else read_table
             for each in inputs:
                 yield from read(each, unit.start, unit.stop, job.text_key, self._bad)
 
@@ -561,7 +560,6 @@ class _Split:
 
 
 _LOCK = "lock"
-
 
 _REPAIR_LOCK = 2**40 + 2
 """The byte of the lock file that is locked while damaged files are removed."""

@@ -284,9 +284,11 @@ class _LongLine(LongDocument):
         bad.reject(bad.keys.inputs, place, str(error) if isinstance(error, BadLine) else f"is not UTF-8 ({error})")
 
 
+# ---------------------------------------------------------------------------------------------------------------
+# The text in a JSON line that is too long to hold in memory, piece by piece
+
 MAX_OTHER_BYTES = 1 << 26
 """Maximum bytes of a line besides its text."""
-
 
 _COMPLETE_ESCAPES = re.compile(
     rb'(?:[^"\\]+'
@@ -295,7 +297,6 @@ _COMPLETE_ESCAPES = re.compile(
     rb'|\\["\\/bfnrt])*'
 )
 """Matches the longest prefix of a string's content that does not end within an escape or a surrogate pair."""
-
 
 _LONGEST_ESCAPE = 12
 
@@ -454,7 +455,7 @@ def split_row_groups(each: InputFile, size: int) -> Iterator[tuple[int, int | No
             first, held = number + 1, 0
 
 
-def read_records(
+def read_table(
     each: InputFile, start: int, stop: int | None, text_key: str, bad: BadDocuments
 ) -> Iterator[list[bytes]]:
     """Yield the texts of a table's column; of a parquet file, those in the row groups `start` to `stop`."""
@@ -597,13 +598,10 @@ def _import_pyarrow(each: InputFile) -> Any:
 
 _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
-
 _HEADER = 256 * 4
-
 
 _HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 """The dtype of files with a header, by the header's first two integers."""
-
 
 _CHUNK = 1 << 20
 """Tokens to read at a time."""

@@ -26,7 +26,6 @@ from trainer.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 IdsAndCounts: TypeAlias = "tuple[NDArray[np.integer[Any]], NDArray[np.int64]]"
 """The concatenated ids of some texts, and the number of ids of each text."""
 
-
 _NUM_SAMPLES, _SAMPLE_BYTES = 8, 1024
 """Number of texts in a check of an engine, and bytes taken of each."""
 
@@ -274,9 +273,7 @@ def _probe_texts(tokenizer: FileTokenizer) -> list[bytes]:
 MAX_PIECE_BYTES = 1 << 20
 """Maximum size of a piece in bytes, if it can be cut: tokenizing takes about 200 bytes of memory per byte."""
 
-
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
-
 
 _RANGES = [
     (0x21, 0x7E), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3), (0x3041, 0x3096), (0x30A1, 0x30FA), (0x410, 0x42F),
@@ -285,21 +282,16 @@ _RANGES = [
 ]  # fmt: skip
 """Ranges (first, last) of similar characters: outside ASCII, tokenizers treat all characters of a range alike."""
 
-
 _PUNCTUATION = "".join(
     map(chr, (0x3002, 0x3001, 0xFF0C, 0xFF01, 0xFF1F, 0xFF1A, 0xFF1B, 0x300D, 0x300F, 0xFF09, 0x201D))
 )
 """Punctuation that ends lines in other scripts."""
 
-
 _WORD_CHARACTERS = "".join(f"{re.escape(chr(first))}-{re.escape(chr(last))}" for first, last in _RANGES)
-
 
 _LINE_END = re.compile(f"[{_WORD_CHARACTERS}{_PUNCTUATION}]\n(?=[{_WORD_CHARACTERS}])")
 
-
 _SPACE = re.compile("[a-z](?= [a-z])")
-
 
 _SEARCH_BYTES = 1 << 14
 """The last bytes of a piece, which are searched for a boundary first."""

@@ -23,19 +23,15 @@ from trainer.errors import setting_error
 
 Kind: TypeAlias = Literal["text", "jsonl", "parquet", "arrow", "tokens"]
 
-
 Compression: TypeAlias = Literal["", "gz", "zst"]
 
-
 _PROSE = ".txt .md .markdown .rst .tex .org .adoc .html .htm .xml"
-
 
 _CODE = (
     ".py .pyi .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .m .mm .rs .go .java .kt .kts .scala .swift .cs .fs .js .jsx .mjs "
     ".ts .tsx .rb .php .pl .pm .lua .r .jl .hs .ml .mli .ex .exs .erl .clj .lisp .el .scm .sh .bash .zsh .sql .css "
     ".vue .proto .cmake .asm .s .f90 .f .zig .nim .dart .v .vhd .sv"
 )
-
 
 _KINDS: dict[str, Kind] = {
     **dict.fromkeys((*_PROSE.split(), *_CODE.split()), "text"),
@@ -46,18 +42,14 @@ _KINDS: dict[str, Kind] = {
     ".bin": "tokens",
 }
 
-
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
 
-
 _COMPRESSIBLE = ("text", "jsonl")
-
 
 SUPPORTED_SUFFIXES = (
     ".txt, .jsonl, .parquet, .arrow, .md, source code; .gz and .zst of text and of .jsonl; .bin of other trainers"
 )
 """The supported kinds of files, for messages."""
-
 
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
 """The first bytes of Megatron's index files."""
@@ -211,7 +203,6 @@ def dataset_folder(folder: str, key: str) -> str:
 
 BLOCK = 1 << 20
 """Bytes to read at a time."""
-
 
 READ_ERRORS = (OSError, EOFError, zlib.error)
 """Errors that reading a damaged file raises, compressed or not."""

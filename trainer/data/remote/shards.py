@@ -233,10 +233,8 @@ class RemoteShard(Shard):
 _SAMPLES = 4096
 """Number of samples to look ahead, rounded up to complete steps."""
 
-
 _PAUSE_S = 1.0
 """Seconds until the next attempt if the cache is full; other processes may have evicted files meanwhile."""
-
 
 Samples: TypeAlias = "NDArray[np.int64]"
 
