@@ -34,9 +34,6 @@ from trainer.stopping import StopRequested, stop_if_asked
 _VERSION = 3
 """Increase this whenever the same files would be tokenized differently, so that older cache entries are not used."""
 
-_MAX_UNUSED_SHARE = 0.01
-"""Maximum share of conversations without targets; above it, the files are rejected."""
-
 _ANNOUNCE_BYTES = 1 << 25
 """Files larger than this, in bytes, take long enough to tokenize that a message announces it."""
 
@@ -58,141 +55,6 @@ class ChatSpec:
     holdout: float
 
 
-@dataclass
-class ChatReport:
-    """Statistics of the conversations in some files.
-
-    chats: conversations read, including those that were dropped or have no targets.
-    tokens, trained: training tokens, and how many of them are targets.
-    held_out, held_out_tokens: conversations for evaluation, and their tokens.
-    dropped, truncated: conversations longer than a sequence, by what was done with them.
-    longer: number of dropped conversations by the sequence length that they need, rounded up to a multiple of 64.
-    unused: locations of the conversations without targets.
-    plain: number of records with plain-text prompts and completions.
-    spelling, spelled, token: number of conversations that spell a special token as text, the locations of the first
-        few, and one such token.
-    content: a digest of all tokens and masks.
-    """
-
-    pairs: bool = False
-    chats: int = 0
-    tokens: int = 0
-    trained: int = 0
-    held_out: int = 0
-    held_out_tokens: int = 0
-    dropped: int = 0
-    dropped_tokens: int = 0
-    truncated: int = 0
-    truncated_tokens: int = 0
-    longer: dict[str, int] = dataclasses.field(default_factory=dict)
-    unused: list[str] = dataclasses.field(default_factory=list)
-    plain: int = 0
-    spelling: int = 0
-    spelled: list[str] = dataclasses.field(default_factory=list)
-    token: str = ""
-    content: str = ""
-
-    @property
-    def kind(self) -> str:
-        """What to call the records in messages."""
-        return "pairs" if self.pairs else "conversations"
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Share of training tokens that are targets, and shares of all tokens that were dropped or truncated."""
-        kept = self.tokens + self.held_out_tokens
-        total = max(1, kept + self.dropped_tokens + self.truncated_tokens)
-        return {
-            "trained_share": self.trained / max(1, self.tokens),
-            "dropped_share": self.dropped_tokens / total,
-            "truncated_share": self.truncated_tokens / total,
-        }
-
-    @property
-    def max_dropped_share(self) -> float:
-        """The dropped share of conversations or of tokens, whichever is larger."""
-        return max(self.dropped / max(1, self.chats), self.shares["dropped_share"])
-
-    def describe_dropped(self) -> str:
-        """Describe how much was dropped: `50 of 60 conversations (99.8% of the tokens)`."""
-        share = self.shares["dropped_share"]
-        return f"{self.dropped:,} of {self.chats:,} {self.kind} ({share:.1%} of the tokens)"
-
-    def suggested_lengths(self) -> str:
-        """Suggest the `data.seq_len` that keeps all conversations, and if much smaller, the one that keeps 95%."""
-        lengths = sorted((int(length), count) for length, count in self.longer.items())
-        if not lengths:
-            return ""
-        longest, left = lengths[-1][0], self.dropped
-        for length, count in lengths:
-            left -= count
-            if left <= 0.05 * self.chats:
-                if 2 * length < longest:
-                    return f"data.seq_len={length} keeps 95% of them, and data.seq_len={longest} all"
-                break
-        return f"data.seq_len={longest} keeps them all"
-
-    def sentence(self, has_template: bool = False) -> str:
-        """Summarize the conversations: one line of counts, and one line for each warning or note.
-
-        has_template: whether there is a chat template, which plain-text records do not use.
-        """
-        facts = [
-            f"{self.chats:,} {self.kind}, {self.shares['trained_share']:.1%} of the tokens are targets",
-            *([f"{self.held_out:,} held out for evaluation"] if self.held_out else []),
-            *(
-                f"{count:,} {word} as too long ({self.shares[f'{word}_share']:.1%} of the tokens)"
-                for count, word in ((self.dropped, "dropped"), (self.truncated, "truncated"))
-                if count
-            ),
-        ]
-        lines = [", ".join(facts)]
-        if self.unused:
-            lines.append(f"  no targets in {_list_places(self.unused)}")
-        if self.max_dropped_share > _WARN_DROPPED_SHARE:
-            lines.append(f"warning: {self.describe_dropped()} are not trained on; {self.suggested_lengths()}")
-        if self.plain and has_template:
-            lines.append(
-                f"note: {self.plain:,} {self.kind} are plain text, used as they are, without the chat template; with "
-                "messages in place of text, the template is used"
-            )
-        if self.spelling:
-            lines.append(
-                f"warning: {self.spelling:,} {self.kind} spell {self.token} in their text, where it is text, not the "
-                f"token ({_list_places(self.spelled, self.spelling)}): has a chat template been applied to them before?"
-            )
-        return "\n".join(lines)
-
-
-_WARN_DROPPED_SHARE = 0.01
-"""Dropped share of conversations or tokens above which a warning is printed."""
-
-_MAX_DROPPED_SHARE = 0.5
-"""Dropped share above which a run does not start, unless `data.too_long=drop` is set."""
-
-
-def check_dropped(report: ChatReport, key: str, seq_len: int) -> None:
-    """Raise UserError if most of the conversations, or most of their tokens, would be dropped.
-
-    key: the setting that names the files.
-    """
-    if report.max_dropped_share <= _MAX_DROPPED_SHARE:
-        return
-    files = "" if key == "data.path" else f" of {key}"
-    rule = f"{report.describe_dropped()}{files} are longer than a sequence, and would be dropped"
-    fix = (
-        f"{report.suggested_lengths()}, if the model has that many positions; data.too_long=truncate cuts them, and "
-        "data.too_long=drop drops them all the same"
-    )
-    raise setting_error("data.seq_len", seq_len, rule, fix=fix)
-
-
-def _list_places(places: Sequence[str], count: int | None = None) -> str:
-    """List the first few of `count` locations."""
-    more = (len(places) if count is None else count) - len(places[:5])
-    return ", ".join(places[:5]) + (f" and {more:,} more" if more > 0 else "")
-
-
 @dataclass(frozen=True)
 class ChatShards:
     """Tokenized conversations: the shards for training and evaluation, and the statistics of both."""
@@ -207,18 +69,14 @@ def get_or_tokenize(spec: ChatSpec, encoder: Encoder, cache_dir: str | None) -> 
 
     Raises UserError if a conversation cannot be trained on, or no cache folder is writable.
     """
-    name = f"chat-{_digest(spec, encoder)}"
-    size = sum(path.stat().st_size for path in spec.files)
-    return get_or_build(
-        cache_dir, name, "conversations", lambda folder: _tokenize_all(folder, name, spec, encoder), _load, size
-    )
-
-
-def _digest(spec: ChatSpec, encoder: Encoder) -> str:
     files = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in spec.files]
     settings = dataclasses.asdict(dataclasses.replace(spec, files=(), key=""))
-    facts = [_VERSION, files, settings, encoder.identity]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]
+    facts = json.dumps([_VERSION, files, settings, encoder.identity], sort_keys=True)
+    name = f"chat-{hashlib.sha256(facts.encode()).hexdigest()[:20]}"
+    num_bytes = sum(size for _, size, _ in files)
+    return get_or_build(
+        cache_dir, name, "conversations", lambda folder: _tokenize_all(folder, name, spec, encoder), _load, num_bytes
+    )
 
 
 def _load(folder: Path) -> ChatShards:
@@ -236,143 +94,6 @@ def _load(folder: Path) -> ChatShards:
 
 # ---------------------------------------------------------------------------------------------------------------
 # Tokenizing
-
-
-_PART_S = 5.0
-"""Seconds between writes of partial results."""
-
-_STALE_AFTER_S = 30 * 86400.0
-"""Age in seconds at which partial results of any files are removed: if the files or a setting have changed since, no
-run will continue from them."""
-
-
-class PartialResults:
-    """Partial results of tokenizing some files, stored as NAME.part-00000 and so on, from which a later run continues.
-
-    A part holds the documents of consecutive records, and the statistics up to its end.  It is a zip file, whose format
-    includes checksums; parts after a damaged one are ignored.
-    """
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._name = folder, name
-        self.num_records = 0
-        """Number of records that the parts cover, including records without documents."""
-        self._num_parts = 0
-        self._pending: list[Sequence[Encoded]] = []
-        self._flushed_at = time.monotonic()
-        self._num_seen = 0
-
-    def _path(self, number: int) -> Path:
-        return self._folder / f"{self._name}.part-{number:05d}"
-
-    def read(self) -> Iterator[tuple[list[list[Encoded]], dict[str, Any]]]:
-        """Yield the conversations of each part, and the statistics up to its end."""
-        while (content := self._content_of(self._path(self._num_parts))) is not None:
-            tokens, counts, sizes, about = content
-            found = np.split(tokens, np.cumsum(counts)[:-1]) if len(counts) else []
-            documents = [decode_sample(each) for each in found]
-            ends = np.cumsum(sizes)
-            self.num_records = self._num_seen = about["num_records"]
-            self._num_parts += 1
-            yield [documents[end - size : end] for end, size in zip(ends, sizes, strict=True)], about["report"]
-        self._remove_from(self._num_parts)  # these parts follow a damaged one
-
-    def _content_of(self, path: Path) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]] | None:
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                about = json.loads(file["about"].tobytes())
-                return file["tokens"], file["counts"], file["sizes"], about
-        except Exception:  # missing or damaged: the exception type depends on where the damage is
-            return None
-
-    def add(self, documents: Sequence[Encoded], report: ChatReport) -> None:
-        """Add the documents of one record."""
-        self._num_seen += 1
-        if documents:
-            self._pending.append(documents)
-        if time.monotonic() - self._flushed_at > _PART_S:
-            self.flush(report)
-
-    def flush(self, report: ChatReport) -> None:
-        """Write the documents added since the last call as a new part."""
-        if self._num_seen == self.num_records:
-            return
-        about = json.dumps({"num_records": self._num_seen, "report": dataclasses.asdict(report)})
-        documents = [document for record_documents in self._pending for document in record_documents]
-        with contextlib.suppress(OSError):  # such as a full disk: the final shards may still fit
-            with replacing(self._path(self._num_parts)) as partial, open(partial, "wb") as file:
-                np.savez(
-                    file,
-                    tokens=np.concatenate(
-                        [np.zeros(0, np.int64), *(2 * each.ids + each.trained for each in documents)]
-                    ),
-                    counts=np.array([len(each.ids) for each in documents], np.int64),
-                    sizes=np.array([len(record_documents) for record_documents in self._pending], np.int64),
-                    about=np.frombuffer(about.encode(), np.uint8),
-                )
-            self._num_parts += 1
-            self.num_records, self._pending = self._num_seen, []
-        self._flushed_at = time.monotonic()
-
-    def remove_old(self) -> None:
-        """Remove stale parts of any files from this folder."""
-        for path in self._folder.glob("chat-*.part-*"):
-            with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime > _STALE_AFTER_S:
-                    path.unlink()
-
-    def remove(self) -> None:
-        """Remove all parts, once the complete shards exist."""
-        self._remove_from(0)
-
-    def _remove_from(self, number: int) -> None:
-        for path in self._folder.glob(f"{self._name}.part-*"):
-            if path >= self._path(number):
-                with contextlib.suppress(OSError):
-                    path.unlink(missing_ok=True)
-
-
-@dataclass(frozen=True)
-class _DoubledTokenizer:
-    """Stands in for the tokenizer in a shard's metadata: ids are doubled, and documents get no start or end tokens."""
-
-    name: str
-    vocab_size: int
-    end_id: int
-    start_ids: tuple[int, ...] = ()
-    end_ids: tuple[int, ...] = ()
-
-
-class _SplitWriter:
-    """Writes the shard of one split; creates it with the first conversation."""
-
-    def __init__(self, path: Path, tokenizer: _DoubledTokenizer) -> None:
-        self._path, self._tokenizer = path, tokenizer
-        self._writer: ShardWriter | None = None
-        self.samples = self.tokens = self.trained = 0
-
-    def write(self, documents: Sequence[Encoded]) -> None:
-        if self._writer is None:
-            self._writer = ShardWriter(self._path, self._tokenizer)  # type: ignore[arg-type]
-        self.samples += 1
-        for document in documents:
-            self.tokens += len(document.ids)
-            self.trained += int(document.trained[1:].sum())
-            self._writer.write(2 * document.ids + document.trained, num_bytes=0)
-            self._writer.end_document()
-
-    @property
-    def is_empty(self) -> bool:
-        return self._writer is None
-
-    def publish(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer.publish()
-
-    def discard(self) -> None:
-        if self._writer is not None:
-            self._writer.discard()
 
 
 def _tokenize_all(folder: Path, name: str, spec: ChatSpec, encoder: Encoder) -> None:
@@ -534,6 +255,10 @@ class _ChatReader:
         return setting_error(key, value, f"{place}: {error}", error.legal, fix=error.fix)
 
 
+_MAX_UNUSED_SHARE = 0.01
+"""Maximum share of conversations without targets; above it, the files are rejected."""
+
+
 def _check(spec: ChatSpec, report: ChatReport, is_empty: bool) -> None:
     """Raise UserError if there are no conversations to train on, or too many without targets."""
     files = ", ".join(map(str, spec.files))
@@ -549,6 +274,286 @@ def _check(spec: ChatSpec, report: ChatReport, is_empty: bool) -> None:
         raise setting_error("data.seq_len", spec.seq_len, rule, fix=fix)
 
 
+class _SplitWriter:
+    """Writes the shard of one split; creates it with the first conversation."""
+
+    def __init__(self, path: Path, tokenizer: _DoubledTokenizer) -> None:
+        self._path, self._tokenizer = path, tokenizer
+        self._writer: ShardWriter | None = None
+        self.samples = self.tokens = self.trained = 0
+
+    def write(self, documents: Sequence[Encoded]) -> None:
+        if self._writer is None:
+            self._writer = ShardWriter(self._path, self._tokenizer)  # type: ignore[arg-type]
+        self.samples += 1
+        for document in documents:
+            self.tokens += len(document.ids)
+            self.trained += int(document.trained[1:].sum())
+            self._writer.write(2 * document.ids + document.trained, num_bytes=0)
+            self._writer.end_document()
+
+    @property
+    def is_empty(self) -> bool:
+        return self._writer is None
+
+    def publish(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer.publish()
+
+    def discard(self) -> None:
+        if self._writer is not None:
+            self._writer.discard()
+
+
+@dataclass(frozen=True)
+class _DoubledTokenizer:
+    """Stands in for the tokenizer in a shard's metadata: ids are doubled, and documents get no start or end tokens."""
+
+    name: str
+    vocab_size: int
+    end_id: int
+    start_ids: tuple[int, ...] = ()
+    end_ids: tuple[int, ...] = ()
+
+
 def decode_sample(found: NDArray[np.unsignedinteger[Any]]) -> Encoded:
     """Split stored values into token ids and loss mask."""
     return Encoded((found >> 1).astype(np.int64), (found & 1).astype(bool))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Partial results
+
+
+_PART_S = 5.0
+"""Seconds between writes of partial results."""
+
+_STALE_AFTER_S = 30 * 86400.0
+"""Age in seconds at which partial results of any files are removed: if the files or a setting have changed since, no
+run will continue from them."""
+
+
+class PartialResults:
+    """Partial results of tokenizing some files, stored as NAME.part-00000 and so on, from which a later run continues.
+
+    A part holds the documents of consecutive records, and the statistics up to its end.  It is a zip file, whose format
+    includes checksums; parts after a damaged one are ignored.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self.num_records = 0
+        """Number of records that the parts cover, including records without documents."""
+        self._num_parts = 0
+        self._pending: list[Sequence[Encoded]] = []
+        self._flushed_at = time.monotonic()
+        self._num_seen = 0
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{self._name}.part-{number:05d}"
+
+    def read(self) -> Iterator[tuple[list[list[Encoded]], dict[str, Any]]]:
+        """Yield the conversations of each part, and the statistics up to its end."""
+        while (content := self._content_of(self._path(self._num_parts))) is not None:
+            tokens, counts, sizes, about = content
+            found = np.split(tokens, np.cumsum(counts)[:-1]) if len(counts) else []
+            documents = [decode_sample(each) for each in found]
+            ends = np.cumsum(sizes)
+            self.num_records = self._num_seen = about["num_records"]
+            self._num_parts += 1
+            yield [documents[end - size : end] for end, size in zip(ends, sizes, strict=True)], about["report"]
+        self._remove_from(self._num_parts)  # these parts follow a damaged one
+
+    def _content_of(self, path: Path) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]] | None:
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                about = json.loads(file["about"].tobytes())
+                return file["tokens"], file["counts"], file["sizes"], about
+        except Exception:  # missing or damaged: the exception type depends on where the damage is
+            return None
+
+    def add(self, documents: Sequence[Encoded], report: ChatReport) -> None:
+        """Add the documents of one record."""
+        self._num_seen += 1
+        if documents:
+            self._pending.append(documents)
+        if time.monotonic() - self._flushed_at > _PART_S:
+            self.flush(report)
+
+    def flush(self, report: ChatReport) -> None:
+        """Write the documents added since the last call as a new part."""
+        if self._num_seen == self.num_records:
+            return
+        about = json.dumps({"num_records": self._num_seen, "report": dataclasses.asdict(report)})
+        documents = [document for record_documents in self._pending for document in record_documents]
+        with contextlib.suppress(OSError):  # such as a full disk: the final shards may still fit
+            with replacing(self._path(self._num_parts)) as partial, open(partial, "wb") as file:
+                np.savez(
+                    file,
+                    tokens=np.concatenate(
+                        [np.zeros(0, np.int64), *(2 * each.ids + each.trained for each in documents)]
+                    ),
+                    counts=np.array([len(each.ids) for each in documents], np.int64),
+                    sizes=np.array([len(record_documents) for record_documents in self._pending], np.int64),
+                    about=np.frombuffer(about.encode(), np.uint8),
+                )
+            self._num_parts += 1
+            self.num_records, self._pending = self._num_seen, []
+        self._flushed_at = time.monotonic()
+
+    def remove_old(self) -> None:
+        """Remove stale parts of any files from this folder."""
+        for path in self._folder.glob("chat-*.part-*"):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > _STALE_AFTER_S:
+                    path.unlink()
+
+    def remove(self) -> None:
+        """Remove all parts, once the complete shards exist."""
+        self._remove_from(0)
+
+    def _remove_from(self, number: int) -> None:
+        for path in self._folder.glob(f"{self._name}.part-*"):
+            if path >= self._path(number):
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Statistics
+
+
+@dataclass
+class ChatReport:
+    """Statistics of the conversations in some files.
+
+    chats: conversations read, including those that were dropped or have no targets.
+    tokens, trained: training tokens, and how many of them are targets.
+    held_out, held_out_tokens: conversations for evaluation, and their tokens.
+    dropped, truncated: conversations longer than a sequence, by what was done with them.
+    longer: number of dropped conversations by the sequence length that they need, rounded up to a multiple of 64.
+    unused: locations of the conversations without targets.
+    plain: number of records with plain-text prompts and completions.
+    spelling, spelled, token: number of conversations that spell a special token as text, the locations of the first
+        few, and one such token.
+    content: a digest of all tokens and masks.
+    """
+
+    pairs: bool = False
+    chats: int = 0
+    tokens: int = 0
+    trained: int = 0
+    held_out: int = 0
+    held_out_tokens: int = 0
+    dropped: int = 0
+    dropped_tokens: int = 0
+    truncated: int = 0
+    truncated_tokens: int = 0
+    longer: dict[str, int] = dataclasses.field(default_factory=dict)
+    unused: list[str] = dataclasses.field(default_factory=list)
+    plain: int = 0
+    spelling: int = 0
+    spelled: list[str] = dataclasses.field(default_factory=list)
+    token: str = ""
+    content: str = ""
+
+    @property
+    def kind(self) -> str:
+        """What to call the records in messages."""
+        return "pairs" if self.pairs else "conversations"
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Share of training tokens that are targets, and shares of all tokens that were dropped or truncated."""
+        kept = self.tokens + self.held_out_tokens
+        total = max(1, kept + self.dropped_tokens + self.truncated_tokens)
+        return {
+            "trained_share": self.trained / max(1, self.tokens),
+            "dropped_share": self.dropped_tokens / total,
+            "truncated_share": self.truncated_tokens / total,
+        }
+
+    @property
+    def max_dropped_share(self) -> float:
+        """The dropped share of conversations or of tokens, whichever is larger."""
+        return max(self.dropped / max(1, self.chats), self.shares["dropped_share"])
+
+    def describe_dropped(self) -> str:
+        """Describe how much was dropped: `50 of 60 conversations (99.8% of the tokens)`."""
+        share = self.shares["dropped_share"]
+        return f"{self.dropped:,} of {self.chats:,} {self.kind} ({share:.1%} of the tokens)"
+
+    def suggested_lengths(self) -> str:
+        """Suggest the `data.seq_len` that keeps all conversations, and if much smaller, the one that keeps 95%."""
+        lengths = sorted((int(length), count) for length, count in self.longer.items())
+        if not lengths:
+            return ""
+        longest, left = lengths[-1][0], self.dropped
+        for length, count in lengths:
+            left -= count
+            if left <= 0.05 * self.chats:
+                if 2 * length < longest:
+                    return f"data.seq_len={length} keeps 95% of them, and data.seq_len={longest} all"
+                break
+        return f"data.seq_len={longest} keeps them all"
+
+    def sentence(self, has_template: bool = False) -> str:
+        """Summarize the conversations: one line of counts, and one line for each warning or note.
+
+        has_template: whether there is a chat template, which plain-text records do not use.
+        """
+        facts = [
+            f"{self.chats:,} {self.kind}, {self.shares['trained_share']:.1%} of the tokens are targets",
+            *([f"{self.held_out:,} held out for evaluation"] if self.held_out else []),
+            *(
+                f"{count:,} {word} as too long ({self.shares[f'{word}_share']:.1%} of the tokens)"
+                for count, word in ((self.dropped, "dropped"), (self.truncated, "truncated"))
+                if count
+            ),
+        ]
+        lines = [", ".join(facts)]
+        if self.unused:
+            lines.append(f"  no targets in {_list_places(self.unused)}")
+        if self.max_dropped_share > _WARN_DROPPED_SHARE:
+            lines.append(f"warning: {self.describe_dropped()} are not trained on; {self.suggested_lengths()}")
+        if self.plain and has_template:
+            lines.append(
+                f"note: {self.plain:,} {self.kind} are plain text, used as they are, without the chat template; with "
+                "messages in place of text, the template is used"
+            )
+        if self.spelling:
+            lines.append(
+                f"warning: {self.spelling:,} {self.kind} spell {self.token} in their text, where it is text, not the "
+                f"token ({_list_places(self.spelled, self.spelling)}): has a chat template been applied to them before?"
+            )
+        return "\n".join(lines)
+
+
+_WARN_DROPPED_SHARE = 0.01
+"""Dropped share of conversations or tokens above which a warning is printed."""
+
+_MAX_DROPPED_SHARE = 0.5
+"""Dropped share above which a run does not start, unless `data.too_long=drop` is set."""
+
+
+def check_dropped(report: ChatReport, key: str, seq_len: int) -> None:
+    """Raise UserError if most of the conversations, or most of their tokens, would be dropped.
+
+    key: the setting that names the files.
+    """
+    if report.max_dropped_share <= _MAX_DROPPED_SHARE:
+        return
+    files = "" if key == "data.path" else f" of {key}"
+    rule = f"{report.describe_dropped()}{files} are longer than a sequence, and would be dropped"
+    fix = (
+        f"{report.suggested_lengths()}, if the model has that many positions; data.too_long=truncate cuts them, and "
+        "data.too_long=drop drops them all the same"
+    )
+    raise setting_error("data.seq_len", seq_len, rule, fix=fix)
+
+
+def _list_places(places: Sequence[str], count: int | None = None) -> str:
+    """List the first few of `count` locations."""
+    more = (len(places) if count is None else count) - len(places[:5])
+    return ", ".join(places[:5]) + (f" and {more:,} more" if more > 0 else "")
