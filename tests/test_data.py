@@ -28,11 +28,11 @@ import torch
 from trainer.config import DataSection
 from trainer.data import stdlib as stdlib_module
 from trainer.data.loader import EvalLoader, TrainLoader
+from trainer.data.opening import open_source
 from trainer.data.prefetch import Prefetcher
 from trainer.data.sample_order import sample_at
 from trainer.data.shards import Shard, ShardWriter
 from trainer.data.source import IGNORE, Source, SyntheticSource, TokenSource
-from trainer.data.source_factory import open_source
 from trainer.data.stdlib import StdlibCorpus, find_source_files, gzip_bits_per_byte, held_out_text
 from trainer.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, find_tokenizer
 from trainer.errors import UserError

@@ -21,10 +21,10 @@ from trainer import Recipe, Trainer, UserError, load_config, register
 from trainer.config import DataSection, check_config
 from trainer.data import row_layout
 from trainer.data.loader import EvalLoader, TrainLoader
+from trainer.data.opening import open_source
 from trainer.data.packing import best_fit
 from trainer.data.sample_order import sample_at
 from trainer.data.source import IGNORE
-from trainer.data.source_factory import open_source
 from trainer.plan.probe import Probe
 
 Pairs = list[tuple[int, int]]

@@ -25,9 +25,9 @@ from trainer.config import DataSection
 from trainer.data import descriptors
 from trainer.data import source as source_module
 from trainer.data.loader import EvalLoader, TrainLoader
+from trainer.data.opening import open_source
 from trainer.data.shards import Shard
 from trainer.data.source import Source, TokenSource
-from trainer.data.source_factory import open_source
 from trainer.distributed import environment
 from trainer.distributed.environment import raise_file_limit
 from trainer.errors import TrainingFailed

@@ -25,9 +25,8 @@ from trainer.config.arguments import split_allow_import
 from trainer.config.suggestions import unexpected_argument, unknown_option
 from trainer.data.check import check_data
 from trainer.data.mixed_source import find_order
-from trainer.data.resolve import resolve_from_data
+from trainer.data.opening import open_source, resolve_from_data
 from trainer.data.show import show_samples
-from trainer.data.source_factory import open_source
 from trainer.data.usage import SourceUsage, describe_usage, usage_by_phase
 from trainer.errors import (
     EXIT_FAILED,

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.config import DataSection
+from trainer.data.opening import open_source
 from trainer.data.shards import Shard, ShardError
 from trainer.data.source import IGNORE, Source, as_mapping
-from trainer.data.source_factory import open_source
 from trainer.data.tokenizer import tokenizer_of
 
 Tell = Callable[[str], None]
