@@ -28,14 +28,13 @@ from tests.test_data import read_all, write_shards
 from tests.test_faults import small_disk
 from tests.test_remote import Server
 from trainer.config import DataSection
-from trainer.data import cache, descriptors, opening, row_layout, shards
+from trainer.data import cache, documents, opening, shards
 from trainer.data import stdlib as stdlib_module
 from trainer.data.cache import get_or_build, locked, remove_unlocked
 from trainer.data.ingest.folder import BuildFolder
-from trainer.data.manifest import Manifest, rows_of
 from trainer.data.opening import open_source
 from trainer.data.remote import transport
-from trainer.data.shards import Shard, ShardError
+from trainer.data.shards import Manifest, Shard, ShardError, rows_of
 from trainer.data.source import as_mapping
 from trainer.errors import UserError
 from trainer.plan.machine import calibration_path, read_calibration, write_calibration
@@ -51,7 +50,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def as_in_a_new_process() -> None:
     shards._VERIFIED.clear()
-    descriptors.SHARD_FILES.close()
+    shards.SHARD_FILES.close()
     from trainer.data.remote import shard
 
     shard._cache.cache_clear()
@@ -168,7 +167,7 @@ def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 
 
 def packing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
-    monkeypatch.setattr(row_layout, "MAX_DOCUMENTS_IN_MEMORY", 0)
+    monkeypatch.setattr(documents, "MAX_DOCUMENTS_IN_MEMORY", 0)
     (tmp_path / "data").mkdir()
     path = write_shards(tmp_path / "data", [text.encode() for text in texts(40)])
     data = DataSection(
@@ -461,7 +460,7 @@ def test_of_a_large_shard_the_pages_that_are_read_are_verified(large: Shard, mon
     asked: list[int] = []
     real = os.preadv
     monkeypatch.setattr(
-        descriptors.os,
+        shards.os,
         "preadv",
         lambda file, buffers, at: (
             asked.extend(len(memoryview(each).cast("B")) for each in buffers) or real(file, buffers, at)
@@ -579,9 +578,11 @@ def test_without_locks_what_needs_one_is_refused_with_advice(tmp_path: Path, mon
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(cache.fcntl, "flock", refuse)
-    with pytest.raises(OSError, match="has no locks; set data.cache_dir to a local disk"):
-        with locked(tmp_path / "lock", is_required=True):
-            pass
+    with (
+        pytest.raises(OSError, match=r"has no locks; set data\.cache_dir to a local disk"),
+        locked(tmp_path / "lock", is_required=True),
+    ):
+        pass
     with locked(tmp_path / "lock") as held:
         assert not held.is_locked
 

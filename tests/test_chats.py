@@ -22,8 +22,8 @@ from trainer.data.chat.masking import Encoder
 from trainer.data.chat.source import ChatSource
 from trainer.data.chat.template import find_template
 from trainer.data.chat.tokens import ChatTokenizer
+from trainer.data.documents import best_fit
 from trainer.data.opening import open_source
-from trainer.data.packing import best_fit
 from trainer.data.source import IGNORE, Source, as_mapping
 
 

@@ -28,9 +28,9 @@ import torch
 from trainer.config import DataSection
 from trainer.data import stdlib as stdlib_module
 from trainer.data.loader import EvalLoader, TrainLoader
+from trainer.data.mixture import sample_at
 from trainer.data.opening import open_source
 from trainer.data.prefetch import Prefetcher
-from trainer.data.sample_order import sample_at
 from trainer.data.shards import Shard, ShardWriter
 from trainer.data.source import IGNORE, Source, SyntheticSource, TokenSource
 from trainer.data.stdlib import StdlibCorpus, find_source_files, gzip_bits_per_byte, held_out_text
@@ -859,7 +859,7 @@ def test_stdlib_with_a_tokenizer_file(small_stdlib: Path, tmp_path: Path) -> Non
 def test_making_shards_imports_neither_torch_nor_the_configuration() -> None:
     """Both take longer to import than small texts take to tokenize."""
     program = (
-        "import sys, trainer.data.source, trainer.data.sample_order, trainer.prepare; "
+        "import sys, trainer.data.source, trainer.data.mixture, trainer.prepare; "
         "print(bool({'torch', 'omegaconf', 'trainer.config'} & {*sys.modules}))"
     )
     root = Path(__file__).parent.parent

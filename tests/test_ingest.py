@@ -31,9 +31,8 @@ from trainer.data.ingest.folder import BuildFolder
 from trainer.data.ingest.inputs import find_inputs
 from trainer.data.ingest.report import SettingNames
 from trainer.data.ingest.writing import BuildJob
-from trainer.data.manifest import Manifest
 from trainer.data.opening import is_untokenized, open_source
-from trainer.data.shards import Shard, ShardWriter, read_info
+from trainer.data.shards import Manifest, Shard, ShardWriter, read_info
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import UserError
 

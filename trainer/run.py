@@ -200,7 +200,7 @@ def _check_without_torch(
 
     Text that has not been tokenized yet is tokenized by all ranks together, unless `tokenizes` is False.
     """
-    from trainer.data.mixed_source import find_order
+    from trainer.data.mixture import find_order
     from trainer.data.opening import check_tokenizer, is_untokenized, open_source, refuse_pairs, resolve_from_data
 
     check_config(config, world_size, local_world_size)

@@ -28,13 +28,11 @@ from trainer.config.initial_weights import allows_another, find_weights_tokenize
 from trainer.config.load import read_run_config
 from trainer.data.cache import find_cache_folders, get_or_build, in_writable_folder, storage_error
 from trainer.data.documents import open_shards
-from trainer.data.ingest.folder import MANIFEST
 from trainer.data.ingest.inputs import SUPPORTED_SUFFIXES, InputFile, find_inputs, is_foreign_token_file
 from trainer.data.ingest.report import DocumentCounts, SettingNames, check_limit, describe, parse_limit
 from trainer.data.json_files import json_advice
-from trainer.data.manifest import Manifest
-from trainer.data.mixed_source import MixedSource
-from trainer.data.shards import Shard, ShardError, verify_at_start
+from trainer.data.mixture import MixedSource
+from trainer.data.shards import MANIFEST, Manifest, Shard, ShardError, verify_at_start
 from trainer.data.source import Source, SourceSubset, SyntheticSource, TokenSource, sample_content
 from trainer.data.stdlib import Split, StdlibCorpus
 from trainer.data.tokenizer import find_tokenizer, tokenizer_of

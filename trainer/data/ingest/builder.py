@@ -20,8 +20,7 @@ from trainer.data.ingest.progress import BuildProgress
 from trainer.data.ingest.report import DocumentCounts, check_limit
 from trainer.data.ingest.units import BuildUnit, split_into_units
 from trainer.data.ingest.writing import BuildJob, UnitWriter
-from trainer.data.manifest import Manifest, rows_of
-from trainer.data.shards import Shard, ShardError
+from trainer.data.shards import Manifest, Shard, ShardError, rows_of
 from trainer.data.source import sample_content
 from trainer.distributed.environment import LAUNCHER, find_environment, follow_parent
 from trainer.errors import UserError, setting_error

@@ -21,12 +21,10 @@ from pathlib import Path
 
 from trainer.data.cache import CORRUPTION_ERRORS, open_lock, remove
 from trainer.data.ingest.report import DocumentCounts
-from trainer.data.manifest import Manifest
-from trainer.data.shards import Shard, ShardError
+from trainer.data.shards import MANIFEST, Manifest, Shard, ShardError
 from trainer.errors import print_stderr
 from trainer.files import checked, replacing, sync_folder, with_checksum
 
-MANIFEST = "manifest.json"
 _LOCK = "lock"
 
 _REPAIR_LOCK = 2**40 + 2

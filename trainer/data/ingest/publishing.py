@@ -8,9 +8,8 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trainer.data.ingest.folder import MANIFEST, BuildFolder
-from trainer.data.manifest import Manifest, ShardRow, row_of
-from trainer.data.shards import SUFFIXES, Shard
+from trainer.data.ingest.folder import BuildFolder
+from trainer.data.shards import MANIFEST, SUFFIXES, Manifest, Shard, ShardRow, row_of
 from trainer.files import sync_folder
 
 _PUBLISH_LOCK = 2**40 + 1

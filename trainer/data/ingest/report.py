@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from trainer.data.manifest import Manifest
+from trainer.data.shards import Manifest
 from trainer.errors import setting_error
 
 MAX_LISTED_PLACES = 20

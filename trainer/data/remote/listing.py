@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.data.cache import find_cache_folders, read_value, write_value
-from trainer.data.manifest import Manifest
 from trainer.data.remote.shard import CacheLocation, RemoteShard
 from trainer.data.remote.transport import Unreachable, find_urls, map_urls, read
-from trainer.data.shards import Shard, ShardError, parse_info
+from trainer.data.shards import Manifest, Shard, ShardError, parse_info
 from trainer.data.source import sample_content
 from trainer.distributed.environment import find_environment
 from trainer.errors import masked, setting_error
