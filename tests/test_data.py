@@ -502,6 +502,7 @@ def test_a_source_can_be_sent_to_another_process(tmp_path: Path) -> None:
 def test_tokens_take_as_little_space_as_the_vocabulary_allows(tmp_path: Path, vocab_size: int, dtype: str) -> None:
     class Sized(ByteTokenizer):
         end_id = vocab_size - 1
+        end_ids = (end_id,)
 
     tokenizer = Sized()
     tokenizer.vocab_size = vocab_size
@@ -859,7 +860,7 @@ def test_stdlib_with_a_tokenizer_file(small_stdlib: Path, tmp_path: Path) -> Non
 def test_making_shards_imports_neither_torch_nor_the_configuration() -> None:
     """Both take longer to import than small texts take to tokenize."""
     program = (
-        "import sys, trainer.data.source, trainer.data.mixture, trainer.prepare; "
+        "import sys, trainer.data.source, trainer.prepare; "
         "print(bool({'torch', 'omegaconf', 'trainer.config'} & {*sys.modules}))"
     )
     root = Path(__file__).parent.parent
