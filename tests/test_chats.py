@@ -21,9 +21,9 @@ from trainer.data.chat.formats import BadChat, Conversation
 from trainer.data.chat.masking import ChatTokenizer, Encoder
 from trainer.data.chat.source import ChatSource
 from trainer.data.chat.template import find_template
-from trainer.data.packing import best_fit
+from trainer.data.documents import best_fit
+from trainer.data.opening import open_source
 from trainer.data.source import IGNORE, Source, as_mapping
-from trainer.data.source_factory import open_source
 
 
 def encoder_of(folder: Path, family: Family) -> Encoder:

@@ -28,11 +28,11 @@ import torch
 from trainer.config import DataSection
 from trainer.data import stdlib as stdlib_module
 from trainer.data.loader import EvalLoader, TrainLoader
+from trainer.data.mixture import sample_at
+from trainer.data.opening import open_source
 from trainer.data.prefetch import Prefetcher
-from trainer.data.sample_order import sample_at
 from trainer.data.shards import Shard, ShardWriter
 from trainer.data.source import IGNORE, Source, SyntheticSource, TokenSource
-from trainer.data.source_factory import open_source
 from trainer.data.stdlib import StdlibCorpus, find_source_files, gzip_bits_per_byte, held_out_text
 from trainer.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, find_tokenizer
 from trainer.errors import UserError
@@ -502,6 +502,7 @@ def test_a_source_can_be_sent_to_another_process(tmp_path: Path) -> None:
 def test_tokens_take_as_little_space_as_the_vocabulary_allows(tmp_path: Path, vocab_size: int, dtype: str) -> None:
     class Sized(ByteTokenizer):
         end_id = vocab_size - 1
+        end_ids = (end_id,)
 
     tokenizer = Sized()
     tokenizer.vocab_size = vocab_size
@@ -859,7 +860,7 @@ def test_stdlib_with_a_tokenizer_file(small_stdlib: Path, tmp_path: Path) -> Non
 def test_making_shards_imports_neither_torch_nor_the_configuration() -> None:
     """Both take longer to import than small texts take to tokenize."""
     program = (
-        "import sys, trainer.data.source, trainer.data.sample_order, trainer.prepare; "
+        "import sys, trainer.data.source, trainer.prepare; "
         "print(bool({'torch', 'omegaconf', 'trainer.config'} & {*sys.modules}))"
     )
     root = Path(__file__).parent.parent

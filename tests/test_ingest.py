@@ -24,14 +24,13 @@ from tests.forked import REPOSITORY
 from tests.test_data import write_shards, write_tokenizer
 from tests.test_prepare import run, write_jsonl
 from trainer.config import DataSection, load_config
-from trainer.data import paths
+from trainer.data import opening
 from trainer.data.ingest import build as building
 from trainer.data.ingest import documents, encode, inputs
 from trainer.data.ingest.build import BuildFolder, BuildJob, build
 from trainer.data.ingest.inputs import SettingNames, find_inputs
-from trainer.data.manifest import Manifest
-from trainer.data.shards import Shard, ShardWriter, read_info
-from trainer.data.source_factory import is_untokenized, open_source
+from trainer.data.opening import is_untokenized, open_source
+from trainer.data.shards import Manifest, Shard, ShardWriter, read_info
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import UserError
 
@@ -57,7 +56,7 @@ def texts_of(shards: Sequence[Shard], tokenizer: str = "bytes") -> list[str]:
 
 
 def texts_in(tmp_path: Path, path: object, **more: Any) -> list[str]:
-    return texts_of(paths.find_shards(str(path), settings(tmp_path, path, **more), "data.path").train)
+    return texts_of(opening.find_shards(str(path), settings(tmp_path, path, **more), "data.path").train)
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
@@ -331,14 +330,14 @@ def test_what_is_held_out_depends_on_the_text_alone(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "b.jsonl", texts[:120])
     write_jsonl(tmp_path / "c.jsonl", texts[100:])  # twenty of them twice
     data = settings(tmp_path, tmp_path / "*.jsonl", holdout=0.2)
-    before = paths.find_shards(str(data.path), data, "data.path")
+    before = opening.find_shards(str(data.path), data, "data.path")
     train, held_out = texts_of(before.train), texts_of(before.held_out)
     assert len(train) + len(held_out) == 220
     assert 20 < len(held_out) < 70
     assert not {*train} & {*held_out}
     write_jsonl(tmp_path / "a.jsonl", ["in front of them"])
     os.rename(tmp_path / "b.jsonl", tmp_path / "d.jsonl")
-    after = paths.find_shards(str(data.path), data, "data.path")
+    after = opening.find_shards(str(data.path), data, "data.path")
     assert {*held_out} == {*texts_of(after.held_out)} - {"in front of them"}
 
 
@@ -446,7 +445,7 @@ def test_an_engine_that_differs_is_given_up_for_that_unit(tmp_path: Path, monkey
     lying = Lying(encode.find_reference(find_tokenizer(tokenizer)))
     monkeypatch.setattr(building, "find_engine", lambda _: lying)
     data = settings(tmp_path, tmp_path / "*.jsonl", tokenizer=tokenizer)
-    found = paths.find_shards(str(data.path), data, "data.path").train
+    found = opening.find_shards(str(data.path), data, "data.path").train
     assert texts_of(found, tokenizer) == [*texts["a"], *texts["b"]]
     assert lying.num_texts > 50
 

@@ -18,9 +18,9 @@ from tests.test_data import write_tokenizer
 from trainer import prepare
 from trainer.config import DataSection
 from trainer.data.ingest import encode
+from trainer.data.opening import open_source
 from trainer.data.shards import Shard
 from trainer.data.source import IGNORE
-from trainer.data.source_factory import open_source
 from trainer.data.tokenizer import find_tokenizer
 
 

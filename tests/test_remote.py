@@ -32,13 +32,11 @@ from tests.test_lifecycle import Ranks
 from trainer.config import DataSection
 from trainer.data import prefetch
 from trainer.data.loader import TrainLoader
-from trainer.data.manifest import Manifest, rows_of
-from trainer.data.mixed_source import MixedSource
-from trainer.data.paths import find_shards
+from trainer.data.mixture import MixedSource
+from trainer.data.opening import find_shards, open_source
 from trainer.data.remote import transport
-from trainer.data.shards import Shard
+from trainer.data.shards import Manifest, Shard, rows_of
 from trainer.data.source import Source, SyntheticSource, sample_content
-from trainer.data.source_factory import open_source
 from trainer.distributed.step_sync import StepSync
 from trainer.errors import UserError
 from trainer.lifecycle import abandon_step

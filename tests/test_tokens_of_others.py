@@ -17,9 +17,8 @@ from tests.test_data_command import ask
 from tests.test_prepare import run, write_jsonl
 from trainer.config import DataSection
 from trainer.data.ingest import documents as reading
-from trainer.data.paths import find_shards
+from trainer.data.opening import find_shards, open_source
 from trainer.data.shards import Shard
-from trainer.data.source_factory import open_source
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import UserError
 

@@ -3,7 +3,7 @@
 Reads text and source code (one document per file), .jsonl (one per line), parquet and Arrow (one per row), compressed
 or not, local or at a URL.  Memory use is constant.  The shards appear under their names only once all are complete.  A
 killed command continues where it stopped, and several processes may share the work on the same output.  Training reads
-the shards with `data.source=tokens`; `trainer.data.source` describes their format.  Imports no torch.
+the shards with `data.source=tokens`; `trainer.data.shards` describes their format.  Imports no torch.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ from trainer.data.ingest.inputs import (
     describe,
     parse_limit,
 )
-from trainer.data.manifest import Manifest
-from trainer.data.shards import ShardError
+from trainer.data.shards import Manifest, ShardError
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
 from trainer.errors import (
     EXIT_FINISHED,

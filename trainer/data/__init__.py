@@ -3,7 +3,7 @@
     tokenizer        text <-> token ids
     source           samples by index: token shards on disk, standard library text, synthetic patterns
     chat             conversations and their loss masks
-    source_factory   data settings -> source
+    opening          data settings -> source
     sample_order     which sample is at each position of an endless run
     loader           a rank's micro-batches, and the sample count that a resume needs
 

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.config import DataSection
+from trainer.data.opening import open_source
 from trainer.data.shards import Shard, ShardError
 from trainer.data.source import IGNORE, Source, as_mapping
-from trainer.data.source_factory import open_source
 from trainer.data.tokenizer import tokenizer_of
 
 Tell = Callable[[str], None]
@@ -65,7 +65,7 @@ def _plural(number: int, what: str) -> str:
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
-# -- shards -----------------------------------------------------------------------------------------------------
+# -- shards -----------------------------------------------------------------------------------------------------------
 
 
 def _open_named_shards(data: DataSection) -> dict[str, Shard | ShardError]:
@@ -104,7 +104,7 @@ def _find_damage(shard: Shard) -> str | None:
     return None
 
 
-# -- hashes -----------------------------------------------------------------------------------------------------
+# -- hashes -----------------------------------------------------------------------------------------------------------
 # A polynomial hash: that of tokens t_0 t_1 ... is the sum of mixed(t_i) * base**i, modulo 2**64.
 
 _BASE = 0x9E3779B97F4A7C15
@@ -169,7 +169,7 @@ def _powers_at(base: int, exponents: NDArray[np.int64]) -> Hashes:
     return found
 
 
-# -- duplicate documents ----------------------------------------------------------------------------------------
+# -- duplicate documents ----------------------------------------------------------------------------------------------
 
 
 def _report_duplicates(shards: list[Shard], tell: Tell) -> int:
@@ -201,7 +201,7 @@ def _report_duplicates(shards: list[Shard], tell: Tell) -> int:
     return len(same)
 
 
-# -- held-out text that is trained on ---------------------------------------------------------------------------
+# -- held-out text that is trained on ---------------------------------------------------------------------------------
 
 
 class _HeldOutIndex:

@@ -27,14 +27,19 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainer.config import RunConfig, Slices, find_slices
-from trainer.data.fingerprint import Fingerprint
-from trainer.data.mixed_source import evenly_spaced_indices, find_order
+from trainer.data.mixture import (
+    Permutation,
+    SampleOrder,
+    SourceUsage,
+    epochs,
+    evenly_spaced_indices,
+    find_order,
+    usage_by_phase,
+)
+from trainer.data.opening import check_tokenizer
 from trainer.data.prefetch import Prefetcher, WaitAbandoned
-from trainer.data.sample_order import Permutation, SampleOrder, epochs
 from trainer.data.shards import ShardError
-from trainer.data.source import Source, as_mapping
-from trainer.data.tokenizer_check import check_tokenizer
-from trainer.data.usage import SourceUsage, usage_by_phase
+from trainer.data.source import Fingerprint, Source, as_mapping
 from trainer.distributed.stop_request import STOP_SIGNALS
 from trainer.errors import TrainingFailed, UserError, setting_error
 from trainer.sequence import find_borders

@@ -45,8 +45,7 @@ from trainer.data.ingest.documents import (
 from trainer.data.ingest.encode import DocumentSplitter, Engine, IdsDiffer, check_sample, find_engine, find_reference
 from trainer.data.ingest.inputs import READ_ERRORS, BadDocuments, DocumentCounts, InputFile, SettingNames, check_limit
 from trainer.data.ingest.progress import BuildProgress
-from trainer.data.manifest import MANIFEST, Manifest, row_of, rows_of
-from trainer.data.shards import SUFFIXES, Shard, ShardError, ShardWriter
+from trainer.data.shards import MANIFEST, SUFFIXES, Manifest, Shard, ShardError, ShardWriter, row_of, rows_of
 from trainer.data.source import sample_content
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.environment import LAUNCHER, find_environment, follow_parent

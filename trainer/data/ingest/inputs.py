@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeAlias
 
 from trainer.data.json_files import json_advice
-from trainer.data.manifest import Manifest
+from trainer.data.shards import Manifest
 from trainer.errors import setting_error
 
 Kind: TypeAlias = Literal["text", "jsonl", "parquet", "arrow", "tokens"]

@@ -22,10 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.cache import find_cache_folders, read_value, write_value
-from trainer.data.manifest import MANIFEST, Manifest
 from trainer.data.remote.cache import CacheFull, RemoteFile, ShardCache
 from trainer.data.remote.transport import MANY_TRIES, Unreachable, find_urls, map_urls, read, read_range
-from trainer.data.shards import Shard, ShardError, ShardInfo, parse_info
+from trainer.data.shards import MANIFEST, Manifest, Shard, ShardError, ShardInfo, parse_info
 from trainer.data.source import sample_content
 from trainer.distributed.environment import find_environment
 from trainer.errors import masked, setting_error

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.data.cache import is_same_file, open_lock, read_value, write_value
+from trainer.data.cache import locked, read_value, write_value
 from trainer.data.ingest.inputs import SUPPORTED_SUFFIXES, InputFile, find_inputs, kind_of
 from trainer.data.remote.cache import RemoteFile, ShardCache, checksum_path
 from trainer.data.remote.shards import find_cache_subfolder
@@ -75,34 +73,22 @@ class RemoteText:
         """
         names = " ".join(item.name for item in self.items)
         lock = self.folder / f".{hashlib.blake2b(names.encode(), digest_size=12).hexdigest()}.lock"
-        descriptor = _lock_shared(lock)
         local_paths = [self.folder / item.name for item in self.items]
         files: list[Path] = []
-        try:
-            yield
-            files = local_paths
-        except UserError as error:
-            files = local_paths  # the error would recur with these files
-            text = str(error)
-            for item, path in zip(self.items, local_paths, strict=True):
-                text = text.replace(str(path), masked(item.url))
-            raise UserError(text) from error
-        finally:  # after any other failure the files stay, for the next start
-            with suppress(BlockingIOError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for path in (*files, *map(checksum_path, files), lock):
-                    path.unlink(missing_ok=True)
-            os.close(descriptor)
-
-
-def _lock_shared(lock: Path) -> int:
-    """Acquire the shared lock of a file and return its descriptor; removing the file needs the exclusive lock."""
-    while True:
-        descriptor = open_lock(lock)
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-        if is_same_file(descriptor, lock):
-            return descriptor
-        os.close(descriptor)  # it was removed before it could be locked
+        with locked(lock, is_shared=True, is_required=True) as held:
+            try:
+                yield
+                files = local_paths
+            except UserError as error:
+                files = local_paths  # the error would recur with these files
+                text = str(error)
+                for item, path in zip(self.items, local_paths, strict=True):
+                    text = text.replace(str(path), masked(item.url))
+                raise UserError(text) from error
+            finally:  # after any other failure the files stay, for the next start
+                if held.make_exclusive():
+                    for path in (*files, *map(checksum_path, files)):
+                        path.unlink(missing_ok=True)
 
 
 def is_text(url: str) -> bool:
