@@ -311,7 +311,8 @@ def _run_workers(job: BuildJob, path: Path, units: Sequence[BuildUnit], number: 
     """
     workers, processes = _Workers(), []
     try:
-        processes = [workers.start(job, path, units) for _ in range(number)]
+        for _ in range(number):
+            processes.append(workers.start(job, path, units))
         yield workers
         workers.raise_errors(waits_for_all=True)
     finally:
