@@ -975,9 +975,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "ids-unchecked",
         "damaged-data",
-        "TokenSource._has_unknown_ids",
-        "return self._can_hold_unknown_ids and bool(found.max(initial=0) >= self.vocab_size)",
-        "return self._can_hold_unknown_ids and bool(found.max(initial=0) > 10**6)",
+        "TokenSource._read_rows",
+        "if self._can_hold_unknown_ids and rows.max(initial=0) >= self.vocab_size:",
+        "if self._can_hold_unknown_ids and rows.max(initial=0) > 10**6:",
     ),
 ]
 

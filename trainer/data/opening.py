@@ -354,9 +354,17 @@ def _open_shard_files(paths: Sequence[str], cache_dir: str | None) -> tuple[list
             (os.path.abspath(shard.name), shard.info.num_tokens, shard.info.num_documents, shard.info.num_bytes)
             for shard in shards
         ]
-        checksums, content = [shard.info.checksum for shard in shards], sample_content(shards)
-        kind = shards[0].info.kind
-        Manifest(*kind, train=rows, held_out=[], train_content=content, checksums=checksums).write(catalogue)
+        info = shards[0].info
+        Manifest(
+            dtype=info.dtype,
+            vocab_size=info.vocab_size,
+            tokenizer=info.tokenizer,
+            end_id=info.end_id,
+            train=rows,
+            held_out=[],
+            train_content=sample_content(shards),
+            checksums=[shard.info.checksum for shard in shards],
+        ).write(catalogue)
 
     name = f"catalogue-{digest.hexdigest()}.json"
     try:
