@@ -912,9 +912,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "descriptor-per-shard",
         "many-shards",
-        "DescriptorCache._max_open",
-        "return max(1, min(MAX_OPEN_FILES, file_limit() // 4))",
-        "return 10**9",
+        "DescriptorCache._get_or_open",
+        "max_open = max(1, min(MAX_OPEN_FILES, file_limit() // 4))",
+        "max_open = 10**9",
     ),
     Defect(
         "left-step-is-counted",

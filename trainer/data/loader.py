@@ -268,6 +268,152 @@ def _batches_in_process(
         yield _tensors(batches.read(batch_indices), device is not None)
 
 
+def _fingerprint_of(source: Source) -> Fingerprint:
+    try:
+        return source.fingerprint
+    except ShardError as error:
+        raise UserError(f"the data cannot be read: {error}") from error
+
+
+def attended_length(loader: object) -> float | None:
+    """Return the `attended` of a `TrainLoader`'s source, or None for any other loader."""
+    return loader.source.attended if isinstance(loader, TrainLoader) else None
+
+
+def _check_rows_per_sample(source: Source, config: RunConfig) -> None:
+    objective = config.train.objective
+    if source.rows_per_sample == config.rows_per_sample:
+        return
+    if config.rows_per_sample > 1:
+        rule = f"needs preference pairs, but data.source={config.data.source} has none"
+        fix = "use data.source=chat and files with prompt, chosen and rejected"
+        raise setting_error("train.objective", objective, rule, fix=fix)
+    raise setting_error("train.objective", objective, "does not support preference pairs", "dpo")
+
+
+class EvalLoader:
+    """This rank's share of the first `num_batches` global batches (0: all samples), in order; can be iterated again.
+
+    Every rank gets the same number of micro-batches, so that collectives match; the end is padded with samples whose
+    targets are all ignored.
+    """
+
+    @classmethod
+    def from_config(cls, source: Source, config: RunConfig, rank: int, num_ranks: int) -> EvalLoader:
+        """Return the loader that a configuration describes, for one rank; see `TrainLoader.from_config`."""
+        _check_rows_per_sample(source, config)
+        check_tokenizer(source, config)
+        return cls(
+            source,
+            num_batches=config.eval.steps,
+            global_batch_size=config.train.global_batch_size,
+            micro_batch_size=int(config.train.micro_batch_size),
+            dp_rank=rank // config.context,
+            num_dp_ranks=config.num_groups(num_ranks),
+            slices=find_slices(config, rank),
+        )
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        dp_rank: int = 0,
+        num_dp_ranks: int = 1,
+        num_batches: int = 0,
+        slices: Slices | None = None,
+    ) -> None:
+        assert 0 <= dp_rank < num_dp_ranks, (dp_rank, num_dp_ranks)
+        self.source, self._batches = source, _BatchReader(source, slices)
+        self.should_abandon: Callable[[], bool] = lambda: False
+        """Polled while waiting for remote data.  As soon as it returns True, one micro-batch of ignored samples is
+        yielded, and the next one raises TrainingFailed: the evaluation is to be abandoned."""
+        self.num_samples = min(len(source), num_batches * global_batch_size or len(source))
+        self._shape = (-1, num_dp_ranks, micro_batch_size)
+        self._dp_rank = dp_rank
+
+    def __len__(self) -> int:
+        return len(self._sample_indices())
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = (_tensors(self._batches.read(indices), pins=False) for indices in self._sample_indices())
+        if self.source.is_local or not self.source.waits_for_storage:
+            yield from map(_raise_if_failed, batches)
+            return
+        prefetcher = Prefetcher(batches, 2, lambda: self.should_abandon())
+        try:
+            yield from map(_raise_if_failed, prefetcher)
+        except WaitAbandoned:
+            nothing = np.full(self._shape[-1], -1)
+            yield _raise_if_failed(_tensors(self._batches.read(nothing), pins=False))
+            raise TrainingFailed("held-out data did not arrive, and the run was asked to stop") from None
+        finally:
+            prefetcher.close()
+
+    def _sample_indices(self) -> NDArray[np.int64]:
+        """Return this rank's sample indices, a row for each micro-batch; ranks take micro-batches round-robin."""
+        _, num_ranks, micro_batch_size = self._shape
+        missing = -self.num_samples % (num_ranks * micro_batch_size)
+        indices = np.pad(evenly_spaced_indices(self.source, self.num_samples), (0, missing), constant_values=-1)
+        return indices.reshape(self._shape)[:, self._dp_rank]
+
+
+Arrays: TypeAlias = "dict[str, NDArray[Any]]"
+
+
+class _BatchReader:
+    """Makes complete micro-batches from sample indices.
+
+    Returns an error instead of raising it, since an exception raised in a worker would arrive with its traceback as
+    its message.
+    """
+
+    def __init__(self, source: Source, slices: Slices | None) -> None:
+        self._source, self._slices = source, slices
+
+    def read(self, indices: NDArray[np.int64]) -> Arrays | TrainingFailed:
+        """Return the micro-batch of samples `indices`, or this rank's slice of it, or the error if reading fails."""
+        try:
+            batch = as_mapping(self._source.batch(indices))
+        except ShardError as error:
+            return TrainingFailed(str(error))
+        limit = self._source.vocab_size
+        for ids in () if self._source.checks_ids else (batch["tokens"], batch["targets"]):
+            if ids.max(initial=0) >= limit:
+                row, position = np.argwhere(ids >= limit)[0]
+                rule = f"ids must be below {limit}, the size of the vocabulary"
+                return TrainingFailed(f"sample {indices[row]} holds the id {ids[row, position]}: {rule}")
+        return batch if self._slices is None else slice_batch(batch, self._slices)
+
+
+def slice_batch(batch: Arrays, slices: Slices) -> Arrays:
+    """Slice all entries that have a value per token, except `documents`, which stays complete.
+
+    Targets are shifted already: the last target of a slice is the first token of the next slice.
+    """
+    found = dict(batch)
+    for name, entry in batch.items():
+        if entry.ndim > 1 and entry.shape[1] == slices.seq_len and name != "documents":
+            found[name] = np.concatenate([entry[:, start:stop] for start, stop in slices.pieces], axis=1)
+    return found
+
+
+def _tensors(batch: Arrays | TrainingFailed, pins: bool) -> Batch | TrainingFailed:
+    if isinstance(batch, TrainingFailed):
+        return batch
+    tensors = {name: torch.from_numpy(entry) for name, entry in batch.items()}
+    if "documents" in tensors:  # counted before the transfer: on the device it would need a host sync
+        tensors["borders"] = find_borders(tensors["documents"])
+    return {name: tensor.pin_memory() for name, tensor in tensors.items()} if pins else tensors
+
+
+def _raise_if_failed(batch: Batch | TrainingFailed) -> Batch:
+    if isinstance(batch, TrainingFailed):
+        raise batch
+    return batch
+
+
 # -- a thread that prefetches -----------------------------------------------------------------------------------------
 # If an item never arrives, for example after a lost connection, the caller decides when to stop waiting.
 #
@@ -483,152 +629,6 @@ def _group_into_messages(
     while message := list(islice(indices, length)):
         yield message
         length = min(max_per_message, 2 * length)
-
-
-def _fingerprint_of(source: Source) -> Fingerprint:
-    try:
-        return source.fingerprint
-    except ShardError as error:
-        raise UserError(f"the data cannot be read: {error}") from error
-
-
-def attended_length(loader: object) -> float | None:
-    """Return the `attended` of a `TrainLoader`'s source, or None for any other loader."""
-    return loader.source.attended if isinstance(loader, TrainLoader) else None
-
-
-def _check_rows_per_sample(source: Source, config: RunConfig) -> None:
-    objective = config.train.objective
-    if source.rows_per_sample == config.rows_per_sample:
-        return
-    if config.rows_per_sample > 1:
-        rule = f"needs preference pairs, but data.source={config.data.source} has none"
-        fix = "use data.source=chat and files with prompt, chosen and rejected"
-        raise setting_error("train.objective", objective, rule, fix=fix)
-    raise setting_error("train.objective", objective, "does not support preference pairs", "dpo")
-
-
-class EvalLoader:
-    """This rank's share of the first `num_batches` global batches (0: all samples), in order; can be iterated again.
-
-    Every rank gets the same number of micro-batches, so that collectives match; the end is padded with samples whose
-    targets are all ignored.
-    """
-
-    @classmethod
-    def from_config(cls, source: Source, config: RunConfig, rank: int, num_ranks: int) -> EvalLoader:
-        """Return the loader that a configuration describes, for one rank; see `TrainLoader.from_config`."""
-        _check_rows_per_sample(source, config)
-        check_tokenizer(source, config)
-        return cls(
-            source,
-            num_batches=config.eval.steps,
-            global_batch_size=config.train.global_batch_size,
-            micro_batch_size=int(config.train.micro_batch_size),
-            dp_rank=rank // config.context,
-            num_dp_ranks=config.num_groups(num_ranks),
-            slices=find_slices(config, rank),
-        )
-
-    def __init__(
-        self,
-        source: Source,
-        *,
-        global_batch_size: int,
-        micro_batch_size: int,
-        dp_rank: int = 0,
-        num_dp_ranks: int = 1,
-        num_batches: int = 0,
-        slices: Slices | None = None,
-    ) -> None:
-        assert 0 <= dp_rank < num_dp_ranks, (dp_rank, num_dp_ranks)
-        self.source, self._batches = source, _BatchReader(source, slices)
-        self.should_abandon: Callable[[], bool] = lambda: False
-        """Polled while waiting for remote data.  As soon as it returns True, one micro-batch of ignored samples is
-        yielded, and the next one raises TrainingFailed: the evaluation is to be abandoned."""
-        self.num_samples = min(len(source), num_batches * global_batch_size or len(source))
-        self._shape = (-1, num_dp_ranks, micro_batch_size)
-        self._dp_rank = dp_rank
-
-    def __len__(self) -> int:
-        return len(self._sample_indices())
-
-    def __iter__(self) -> Iterator[Batch]:
-        batches = (_tensors(self._batches.read(indices), pins=False) for indices in self._sample_indices())
-        if self.source.is_local or not self.source.waits_for_storage:
-            yield from map(_raise_if_failed, batches)
-            return
-        prefetcher = Prefetcher(batches, 2, lambda: self.should_abandon())
-        try:
-            yield from map(_raise_if_failed, prefetcher)
-        except WaitAbandoned:
-            nothing = np.full(self._shape[-1], -1)
-            yield _raise_if_failed(_tensors(self._batches.read(nothing), pins=False))
-            raise TrainingFailed("held-out data did not arrive, and the run was asked to stop") from None
-        finally:
-            prefetcher.close()
-
-    def _sample_indices(self) -> NDArray[np.int64]:
-        """Return this rank's sample indices, a row for each micro-batch; ranks take micro-batches round-robin."""
-        _, num_ranks, micro_batch_size = self._shape
-        missing = -self.num_samples % (num_ranks * micro_batch_size)
-        indices = np.pad(evenly_spaced_indices(self.source, self.num_samples), (0, missing), constant_values=-1)
-        return indices.reshape(self._shape)[:, self._dp_rank]
-
-
-Arrays: TypeAlias = "dict[str, NDArray[Any]]"
-
-
-class _BatchReader:
-    """Makes complete micro-batches from sample indices.
-
-    Returns an error instead of raising it, since an exception raised in a worker would arrive with its traceback as
-    its message.
-    """
-
-    def __init__(self, source: Source, slices: Slices | None) -> None:
-        self._source, self._slices = source, slices
-
-    def read(self, indices: NDArray[np.int64]) -> Arrays | TrainingFailed:
-        """Return the micro-batch of samples `indices`, or this rank's slice of it, or the error if reading fails."""
-        try:
-            batch = as_mapping(self._source.batch(indices))
-        except ShardError as error:
-            return TrainingFailed(str(error))
-        limit = self._source.vocab_size
-        for ids in () if self._source.checks_ids else (batch["tokens"], batch["targets"]):
-            if ids.max(initial=0) >= limit:
-                row, position = np.argwhere(ids >= limit)[0]
-                rule = f"ids must be below {limit}, the size of the vocabulary"
-                return TrainingFailed(f"sample {indices[row]} holds the id {ids[row, position]}: {rule}")
-        return batch if self._slices is None else slice_batch(batch, self._slices)
-
-
-def slice_batch(batch: Arrays, slices: Slices) -> Arrays:
-    """Slice all entries that have a value per token, except `documents`, which stays complete.
-
-    Targets are shifted already: the last target of a slice is the first token of the next slice.
-    """
-    found = dict(batch)
-    for name, entry in batch.items():
-        if entry.ndim > 1 and entry.shape[1] == slices.seq_len and name != "documents":
-            found[name] = np.concatenate([entry[:, start:stop] for start, stop in slices.pieces], axis=1)
-    return found
-
-
-def _tensors(batch: Arrays | TrainingFailed, pins: bool) -> Batch | TrainingFailed:
-    if isinstance(batch, TrainingFailed):
-        return batch
-    tensors = {name: torch.from_numpy(entry) for name, entry in batch.items()}
-    if "documents" in tensors:  # counted before the transfer: on the device it would need a host sync
-        tensors["borders"] = find_borders(tensors["documents"])
-    return {name: tensor.pin_memory() for name, tensor in tensors.items()} if pins else tensors
-
-
-def _raise_if_failed(batch: Batch | TrainingFailed) -> Batch:
-    if isinstance(batch, TrainingFailed):
-        raise batch
-    return batch
 
 
 def _identity(message: Message) -> Message:
