@@ -373,6 +373,8 @@ def sample_content(shards: Sequence[Shard]) -> str:
     return digest.hexdigest()
 
 
+# -- fingerprints -----------------------------------------------------------------------------------------------------
+
 _KEYS_ALLOWING_OTHER_DATA = frozenset({"data", "data.path", "data.source", "data.tokenizer", "data.bos"})
 _KEYS_ALLOWING_OTHER_WINDOWS = frozenset(
     {"data.seq_len", "data.documents", "data.fit", "data.pack", "data.holdout", "data.eval_path"}
