@@ -27,10 +27,9 @@ import torch
 
 from trainer.config import DataSection
 from trainer.data import stdlib as stdlib_module
-from trainer.data.loader import EvalLoader, TrainLoader
+from trainer.data.loader import EvalLoader, Prefetcher, TrainLoader
 from trainer.data.mixture import sample_at
 from trainer.data.opening import open_source
-from trainer.data.prefetch import Prefetcher
 from trainer.data.shards import Shard, ShardWriter
 from trainer.data.source import IGNORE, Source, SyntheticSource, TokenSource
 from trainer.data.stdlib import StdlibCorpus, find_source_files, gzip_bits_per_byte, held_out_text
@@ -347,7 +346,7 @@ def test_a_caller_who_does_nothing_between_two_items_makes_them_itself(
     monkeypatch: pytest.MonkeyPatch, soon_s: float, makes_some: bool
 ) -> None:
     """A thread would only contend with it for the GIL, and take 50% more CPU time per micro-batch."""
-    monkeypatch.setattr("trainer.data.prefetch._IDLE_CALLER_S", soon_s)
+    monkeypatch.setattr("trainer.data.loader._IDLE_CALLER_S", soon_s)
     makers: list[str] = []
 
     def items() -> Iterator[int]:
@@ -360,7 +359,7 @@ def test_a_caller_who_does_nothing_between_two_items_makes_them_itself(
     caller = threading.current_thread().name
     assert [next(prefetcher) for _ in range(150)] == list(range(150))
     assert (caller in makers) == makes_some
-    monkeypatch.setattr("trainer.data.prefetch._IDLE_CALLER_S", 0.0)  # the caller works again, and the thread resumes
+    monkeypatch.setattr("trainer.data.loader._IDLE_CALLER_S", 0.0)  # the caller works again, and the thread resumes
     first = len(makers)
     assert [next(prefetcher) for _ in range(50)] == list(range(150, 200))
     assert set(makers[first:]) == {"data"}
@@ -371,7 +370,7 @@ def test_a_caller_who_does_nothing_between_two_items_makes_them_itself(
 
 
 def test_what_a_caller_makes_itself_may_go_wrong_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.data.prefetch._IDLE_CALLER_S", math.inf)
+    monkeypatch.setattr("trainer.data.loader._IDLE_CALLER_S", math.inf)
 
     def items() -> Iterator[int]:
         yield from range(100)

@@ -4,7 +4,7 @@
     source           samples by index: token shards on disk, standard library text, synthetic patterns
     chat             conversations and their loss masks
     opening          data settings -> source
-    sample_order     which sample is at each position of an endless run
+    mixture          which sample is at each position of an endless run
     loader           a rank's micro-batches, and the sample count that a resume needs
 
 Nothing here depends on the mesh or the model: a rank is just an integer, and of the model only the vocabulary size

@@ -128,14 +128,11 @@ class _Hasher:
         self._powers, self._inverses = _powers(_BASE, 1 << 12), _powers(_INVERSE, 1 << 12)
 
     def _terms(self, tokens: NDArray[Any]) -> Hashes:
-        self._extend_powers(len(tokens))
+        if len(tokens) > len(self._powers):
+            self._powers, self._inverses = _powers(_BASE, 2 * len(tokens)), _powers(_INVERSE, 2 * len(tokens))
         terms = self._random_table.take(tokens)
         terms *= self._powers[: len(tokens)]
         return terms
-
-    def _extend_powers(self, count: int) -> None:
-        if count > len(self._powers):
-            self._powers, self._inverses = _powers(_BASE, 2 * count), _powers(_INVERSE, 2 * count)
 
     def grams(self, tokens: NDArray[Any]) -> Hashes:
         """Return the hashes of all 32-grams."""

@@ -363,9 +363,17 @@ def _open_shard_files(paths: Sequence[str], cache_dir: str | None) -> tuple[list
             (os.path.abspath(shard.name), shard.info.num_tokens, shard.info.num_documents, shard.info.num_bytes)
             for shard in shards
         ]
-        checksums, content = [shard.info.checksum for shard in shards], sample_content(shards)
-        kind = shards[0].info.kind
-        Manifest(*kind, train=rows, held_out=[], train_content=content, checksums=checksums).write(catalogue)
+        info = shards[0].info
+        Manifest(
+            dtype=info.dtype,
+            vocab_size=info.vocab_size,
+            tokenizer=info.tokenizer,
+            end_id=info.end_id,
+            train=rows,
+            held_out=[],
+            train_content=sample_content(shards),
+            checksums=[shard.info.checksum for shard in shards],
+        ).write(catalogue)
 
     name = f"catalogue-{digest.hexdigest()}.json"
     try:
@@ -616,23 +624,30 @@ _ROW_MULTIPLE = 64
 def resolve_from_data(config: RunConfig) -> RunConfig:
     """Return the configuration with `data.trim_rows` applied to `data.seq_len` and `train.epochs` turned into steps.
 
-    Trimming shrinks rows to the longest conversation in the training and evaluation data.  The steps are at least
-    `train.small_model_steps`.  Opens the data only if one of these settings needs it.  Raises UserError as
-    `open_source` does.
+    Opens the data only if one of these settings needs it.  Raises UserError as `open_source` does.
     """
-    data = config.data
-    if data.trim_rows:
-        from trainer.data.chat.source import ChatSource, PairSource  # imports jinja2, so only when needed
+    return _epochs_to_steps(_trim_rows(config))
 
-        splits: tuple[Split, ...] = ("train", "eval") if config.eval.every else ("train",)
-        opened = (open_source(data, config.vocab_size, split) for split in splits)
-        longest = max(source.longest for source in opened if isinstance(source, (ChatSource, PairSource)))
-        seq_len = min(data.seq_len, math.ceil(longest / _ROW_MULTIPLE) * _ROW_MULTIPLE)
-        config = dataclasses.replace(config, data=dataclasses.replace(data, seq_len=seq_len))
+
+def _trim_rows(config: RunConfig) -> RunConfig:
+    """Shrink `data.seq_len` to the longest conversation in the training and evaluation data."""
+    data = config.data
+    if not data.trim_rows:
+        return config
+    from trainer.data.chat.source import ChatSource, PairSource  # imports jinja2, so only when needed
+
+    splits: tuple[Split, ...] = ("train", "eval") if config.eval.every else ("train",)
+    opened = (open_source(data, config.vocab_size, split) for split in splits)
+    longest = max(source.longest for source in opened if isinstance(source, (ChatSource, PairSource)))
+    seq_len = min(data.seq_len, math.ceil(longest / _ROW_MULTIPLE) * _ROW_MULTIPLE)
+    return dataclasses.replace(config, data=dataclasses.replace(data, seq_len=seq_len))
+
+
+def _epochs_to_steps(config: RunConfig) -> RunConfig:
+    """Replace `train.epochs` by the equivalent `train.steps`, at least `train.small_model_steps`."""
     train = config.train
-    if train.epochs is not None:
-        samples = train.epochs * len(open_source(config.data, config.vocab_size, "train"))
-        steps = max(1, train.small_model_steps, math.ceil(samples / train.global_batch_size))
-        train = dataclasses.replace(train, epochs=None, small_model_steps=0, steps=steps)
-        config = dataclasses.replace(config, train=train)
-    return config
+    if train.epochs is None:
+        return config
+    samples = train.epochs * len(open_source(config.data, config.vocab_size, "train"))
+    steps = max(1, train.small_model_steps, math.ceil(samples / train.global_batch_size))
+    return dataclasses.replace(config, train=dataclasses.replace(train, epochs=None, small_model_steps=0, steps=steps))

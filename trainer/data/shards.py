@@ -221,20 +221,21 @@ class Shard:
             return
         recorded = self._recorded_checksum[8:] if is_index else self._recorded_checksum[:8]
         if recorded:
+            crc, offset, block = 0, 0, np.empty(1 << 20, np.uint8)
             try:
-                found = f"{_crc_of(file):08x}"
+                while count := SHARD_FILES.read_into(block, file, offset):
+                    crc, offset = crc32(block[:count].data, crc), offset + count
             except OSError as error:
                 raise ShardError(f"{file[0]} cannot be read ({describe_os_error(error)})") from error
+            found = f"{crc:08x}"
             if found != recorded:
-                raise self._corruption_error(file[0], f"its checksum is {found}, but {recorded} was written")
+                why = f"is damaged: its checksum is {found}, but {recorded} was written"
+                if not self.is_rebuilt:
+                    raise ShardError(f"{file[0]} {why}")
+                with contextlib.suppress(OSError):
+                    os.replace(file[0], f"{file[0]}.damaged")
+                raise ShardError(f"{file[0]}, in the cache, {why}; the next start builds it again")
         _VERIFIED.add(file)
-
-    def _corruption_error(self, path: str, why: str) -> ShardError:
-        if not self.is_rebuilt:
-            return ShardError(f"{path} is damaged: {why}")
-        with contextlib.suppress(OSError):
-            os.replace(path, f"{path}.damaged")
-        return ShardError(f"{path}, in the cache, is damaged: {why}; the next start builds it again")
 
     @functools.cached_property
     def _recorded_checksum(self) -> str:
@@ -375,7 +376,10 @@ class ShardWriter:
         if self.num_tokens * self._dtype.itemsize > _MAX_BYTES_WITHOUT_CRC:
             add_partial(self._temporary(".crc"))
             self._files[".crc"] = open(self._temporary(".crc"), "wb")  # noqa: SIM115
-            self._files[".crc"].write(bytes.fromhex(info.checksum) + _page_sums_of(self._temporary(".bin")))
+            self._files[".crc"].write(bytes.fromhex(info.checksum))
+            with open(self._temporary(".bin"), "rb") as tokens:
+                page_sums = [crc32(page) for page in iter(lambda: tokens.read(_PAGE_BYTES), b"")]
+            self._files[".crc"].write(np.array(page_sums, "<u4").tobytes())
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -469,23 +473,6 @@ def verify_at_start(shards: Sequence[Shard]) -> None:
     if sum(shard.info.num_tokens * shard.dtype.itemsize for shard in shards) <= MAX_BYTES_VERIFIED_AT_START:
         for shard in shards:
             shard.verify()
-
-
-def _crc_of(file: FileVersion) -> int:
-    found, offset = 0, 0
-    block = np.empty(1 << 20, np.uint8)
-    while count := SHARD_FILES.read_into(block, file, offset):
-        found, offset = crc32(block[:count].data, found), offset + count
-    return found
-
-
-def _page_sums_of(path: Path) -> bytes:
-    """Return the concatenated checksums of a file's pages, little-endian."""
-    found = []
-    with open(path, "rb") as file:
-        while page := file.read(_PAGE_BYTES):
-            found.append(crc32(page))
-    return np.array(found, "<u4").tobytes()
 
 
 def describe_os_error(error: OSError) -> str:
@@ -582,14 +569,25 @@ class Manifest:
 
     def infos(self, held_out: bool = False) -> list[tuple[str, ShardInfo]]:
         """Return the shards' paths, as written in the manifest, and their metadata."""
-        alike = (self.dtype, self.vocab_size, self.tokenizer, self.end_id)
         checksums = self.checksums or [""] * (len(self.train) + len(self.held_out))
         rows, own = (
             (self.held_out, checksums[len(self.train) :]) if held_out else (self.train, checksums[: len(self.train)])
         )
         return [
-            (name, ShardInfo(*alike, tokens, documents, num_bytes, checksum=checksum))
-            for (name, tokens, documents, num_bytes), checksum in zip(rows, own, strict=True)
+            (
+                name,
+                ShardInfo(
+                    dtype=self.dtype,
+                    vocab_size=self.vocab_size,
+                    tokenizer=self.tokenizer,
+                    end_id=self.end_id,
+                    num_tokens=num_tokens,
+                    num_documents=num_documents,
+                    num_bytes=num_bytes,
+                    checksum=checksum,
+                ),
+            )
+            for (name, num_tokens, num_documents, num_bytes), checksum in zip(rows, own, strict=True)
         ]
 
 
@@ -681,7 +679,8 @@ class DescriptorCache:
         with self._lock:
             descriptor = self._open.get(file)  # another thread may just have opened it
             if descriptor is None:
-                for other in list(self._open)[: max(0, len(self._open) + 1 - self._max_open())]:
+                max_open = max(1, min(MAX_OPEN_FILES, file_limit() // 4))
+                for other in list(self._open)[: max(0, len(self._open) + 1 - max_open)]:
                     del self._open[other]
                 descriptor = self._open[file] = self._open_file(file[0])
             return descriptor
@@ -694,9 +693,6 @@ class DescriptorCache:
                 raise
         self._open.clear()  # the rest of the process has used up the limit: make do with one descriptor
         return _Descriptor(path)
-
-    def _max_open(self) -> int:
-        return max(1, min(MAX_OPEN_FILES, file_limit() // 4))
 
     def _reset_lock(self) -> None:
         self._lock = threading.Lock()  # a thread of the parent may have held it during the fork

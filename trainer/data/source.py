@@ -315,13 +315,10 @@ class TokenSource(Source):
                 self._read(row, start)
             except ShardError as error:
                 raise ShardError(f"sample {index} cannot be read: {error}") from error
-        if self._has_unknown_ids(rows):
+        if self._can_hold_unknown_ids and rows.max(initial=0) >= self.vocab_size:
             number = int(np.argmax((rows >= self.vocab_size).any(axis=1)))
             raise ShardError(self._out_of_vocabulary_message(rows[number], indices[number], starts[number]))
         return rows
-
-    def _has_unknown_ids(self, found: NDArray[np.unsignedinteger[Any]]) -> bool:
-        return self._can_hold_unknown_ids and bool(found.max(initial=0) >= self.vocab_size)
 
     def _out_of_vocabulary_message(self, found: NDArray[np.unsignedinteger[Any]], index: int, start: int) -> str:
         """Return the message about the first id beyond the vocabulary."""
@@ -375,6 +372,8 @@ def sample_content(shards: Sequence[Shard]) -> str:
             digest.update(shard.peek(start, count).tobytes())
     return digest.hexdigest()
 
+
+# -- fingerprints -----------------------------------------------------------------------------------------------------
 
 _KEYS_ALLOWING_OTHER_DATA = frozenset({"data", "data.path", "data.source", "data.tokenizer", "data.bos"})
 _KEYS_ALLOWING_OTHER_WINDOWS = frozenset(

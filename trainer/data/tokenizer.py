@@ -84,7 +84,7 @@ class FileTokenizer(Tokenizer):
 
     Text never becomes a special token, even if it spells one.  A document starts and ends with the tokens that the
     tokenizer's post-processor adds, and ends with the end-of-document token.  That is the one named in the
-    configuration files next to the tokenizer (see `configured_eos`), otherwise the last one that the post-processor
+    configuration files next to the tokenizer (see `_configured_id`), otherwise the last one that the post-processor
     adds, otherwise one of END_OF_DOCUMENT.
 
     bos: whether documents start with the beginning-of-text token; None to do what the post-processor does.
@@ -118,7 +118,7 @@ class FileTokenizer(Tokenizer):
         self.vocab_size = max(ids.values()) + 1  # not len(ids): there may be gaps
         self.start_ids, added_after = added_ids(self._tokenizer)
         if bos is not None:
-            begin = configured_bos(Path(path).expanduser(), ids, key)
+            begin = _configured_id(_BOS_KEYS, Path(path).expanduser(), ids, key)
             if begin is None and self.start_ids:
                 begin = self.start_ids[0]
             if begin is None:
@@ -139,7 +139,7 @@ class FileTokenizer(Tokenizer):
         return self._tokenizer
 
     def _find_end(self, path: Path, ids: dict[str, int], added_after: tuple[int, ...], key: str) -> int:
-        end = configured_eos(path, ids, key)
+        end = _configured_id(_EOS_KEYS, path, ids, key)
         if end is None and added_after:
             end = added_after[-1]
         if end is None:
@@ -223,24 +223,16 @@ def added_ids(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[i
     return (), ()  # no text encodes to any token
 
 
-def configured_eos(path: Path, ids: Mapping[str, int], key: str) -> int | None:
-    """Return the id of the EOS token from the configuration files next to the tokenizer, or None if no file names it.
+def _configured_id(files: Sequence[tuple[str, str]], path: Path, ids: Mapping[str, int], key: str) -> int | None:
+    """Return the id of a special token from the configuration files next to the tokenizer, or None if none names it.
 
+    files: _EOS_KEYS or _BOS_KEYS.
     path: the tokenizer file.  The configuration files are ignored unless it is called tokenizer.json.
     ids: the vocabulary.
     key: the setting to name in errors.
 
     Raises UserError if a file cannot be read, or names a token that is not in the vocabulary.
     """
-    return _configured_id(_EOS_KEYS, path, ids, key)
-
-
-def configured_bos(path: Path, ids: Mapping[str, int], key: str) -> int | None:
-    """Return the id of the BOS token; see `configured_eos`."""
-    return _configured_id(_BOS_KEYS, path, ids, key)
-
-
-def _configured_id(files: Sequence[tuple[str, str]], path: Path, ids: Mapping[str, int], key: str) -> int | None:
     for name, field in files if path.name == "tokenizer.json" else ():
         value = _read_config(path, name, key).get(field)
         if isinstance(value, list):
