@@ -233,8 +233,8 @@ def prepare(folder: Path, recipe: str, overrides: Sequence[str], warmup: int, st
     import torch
 
     from trainer import load_config
-    from trainer.data.sample_order import sample_at
-    from trainer.data.source_factory import open_source
+    from trainer.data.mixture import sample_at
+    from trainer.data.opening import open_source
     from trainer.data.stdlib import StdlibCorpus
     from trainer.data.tokenizer import find_tokenizer
     from trainer.model.materialize import materialize

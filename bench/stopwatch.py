@@ -48,7 +48,7 @@ PACKAGES = {
 METHODS = {
     "trainer.config.load": {"load_config": "configuration"},
     "trainer.config.rules": {"check_config": "configuration"},
-    "trainer.data.source_factory": {"open_source": "data"},
+    "trainer.data.opening": {"open_source": "data"},
     "trainer.distributed.world": {"World.__init__": "process group", "World.mesh_of": "process group"},
     "trainer.lifecycle.selfcheck": {"check_same_run": "self-check", "check_start": "self-check"},
     "trainer.plan.forecast": {"resolve_auto": "planner's forecast", "Forecast.sentence": "planner's forecast"},

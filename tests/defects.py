@@ -912,9 +912,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "descriptor-per-shard",
         "many-shards",
-        "DescriptorCache._max_open",
-        "return max(1, min(MAX_OPEN_FILES, file_limit() // 4))",
-        "return 10**9",
+        "DescriptorCache._get_or_open",
+        "max_open = max(1, min(MAX_OPEN_FILES, file_limit() // 4))",
+        "max_open = 10**9",
     ),
     Defect(
         "left-step-is-counted",
@@ -975,9 +975,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "ids-unchecked",
         "damaged-data",
-        "TokenSource._has_unknown_ids",
-        "return self._can_hold_unknown_ids and bool(found.max(initial=0) >= self.vocab_size)",
-        "return self._can_hold_unknown_ids and bool(found.max(initial=0) > 10**6)",
+        "TokenSource._read_rows",
+        "if self._can_hold_unknown_ids and rows.max(initial=0) >= self.vocab_size:",
+        "if self._can_hold_unknown_ids and rows.max(initial=0) > 10**6:",
     ),
 ]
 

@@ -16,7 +16,7 @@ from trainer import Trainer, UserError, load_config, load_weights
 from trainer.checkpoint.stored_weights import StoredWeights, find_checkpoint
 from trainer.checkpoints import command_line as checkpoints
 from trainer.config import MeshShape
-from trainer.data.source_factory import open_source
+from trainer.data.opening import open_source
 from trainer.evaluate import main as evaluate
 from trainer.export import command_line as export
 from trainer.plan.machine import find_machine

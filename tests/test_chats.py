@@ -17,14 +17,13 @@ from tests.ranks import merged
 from trainer import UserError, load_config, prepare, run
 from trainer.config import DataSection, check_config
 from trainer.config.changes import compare_configs
-from trainer.data.chat.conversation import BadChat, Conversation
-from trainer.data.chat.masking import Encoder
+from trainer.data.chat.formats import BadChat, Conversation
+from trainer.data.chat.masking import ChatTokenizer, Encoder
 from trainer.data.chat.source import ChatSource
 from trainer.data.chat.template import find_template
-from trainer.data.chat.tokens import ChatTokenizer
-from trainer.data.packing import best_fit
+from trainer.data.documents import best_fit
+from trainer.data.opening import open_source
 from trainer.data.source import IGNORE, Source, as_mapping
-from trainer.data.source_factory import open_source
 
 
 def encoder_of(folder: Path, family: Family) -> Encoder:

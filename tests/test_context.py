@@ -21,7 +21,7 @@ from trainer import Trainer, UserError, load_config
 from trainer.config import MeshShape, Slices, check_config, find_slices, resolve_context_method, smallest_mesh
 from trainer.config.context_parallel import with_context
 from trainer.data.loader import EvalLoader, TrainLoader, slice_batch
-from trainer.data.source_factory import open_source
+from trainer.data.opening import open_source
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan, planned
 from trainer.plan.search import remedies, settle

@@ -27,7 +27,7 @@ from tests.test_data import write_shards
 from tests.tiny import fit, lines, tiny_config
 from trainer import Trainer, UserError, checkpoints, export, load_config, run
 from trainer.config import DataSection, check_config, compare_configs
-from trainer.data.source_factory import open_source
+from trainer.data.opening import open_source
 from trainer.errors import is_masked, mask_credentials, masked, print_stderr, print_stdout, printable, setting_error
 from trainer.lifecycle.folder import RunFolder
 from trainer.metrics.console import ConsoleSink

@@ -27,7 +27,7 @@ from tests.ranks import run_ranks, tiny_overrides
 from tests.tiny import full
 from trainer import Recipe, RunConfig, Trainer, UserError, load_config, register
 from trainer.data.loader import TrainLoader
-from trainer.data.source_factory import open_source
+from trainer.data.opening import open_source
 from trainer.model.gradients import gradient_sync, norm_and_clip_factor
 from trainer.model.materialize import materialize
 from trainer.model.parameters import count_parameters

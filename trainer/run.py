@@ -200,10 +200,8 @@ def _check_without_torch(
 
     Text that has not been tokenized yet is tokenized by all ranks together, unless `tokenizes` is False.
     """
-    from trainer.data.mixed_source import find_order
-    from trainer.data.resolve import resolve_from_data
-    from trainer.data.source_factory import is_untokenized, open_source, refuse_pairs
-    from trainer.data.tokenizer_check import check_tokenizer
+    from trainer.data.mixture import find_order
+    from trainer.data.opening import check_tokenizer, is_untokenized, open_source, refuse_pairs, resolve_from_data
 
     check_config(config, world_size, local_world_size)
     check_requirements(config, likely_device(config.run.device))
@@ -238,8 +236,7 @@ def _check_as_printed(config: RunConfig, nproc: int | None, env: Environment) ->
 
 def _with_steps(config: RunConfig) -> RunConfig:
     """Return the configuration to print, with `train.epochs` converted to steps if the data is available."""
-    from trainer.data.resolve import resolve_from_data
-    from trainer.data.source_factory import is_untokenized
+    from trainer.data.opening import is_untokenized, resolve_from_data
 
     return resolve_from_data(config) if config.data.path and not is_untokenized(config.data) else config
 

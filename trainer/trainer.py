@@ -21,8 +21,7 @@ from trainer.checkpoint.store import Checkpoints, SaveSettings
 from trainer.config import RunConfig
 from trainer.config.requirements import compiles_blocks
 from trainer.data.loader import Batch, EvalLoader, TrainLoader, attended_length
-from trainer.data.resolve import resolve_from_data
-from trainer.data.source_factory import open_source
+from trainer.data.opening import open_source, resolve_from_data
 from trainer.data.transfer import prefetch_to_device
 from trainer.distributed.random_state import RandomState, seed_everything
 from trainer.distributed.step_sync import StepSync

@@ -86,10 +86,13 @@ class StdlibCorpus:
         def build(folder: Path) -> None:
             _write_shard(folder / "text.bin", tokenizer, self.documents(split))
 
+        def load(folder: Path) -> Shard:
+            shard = Shard(folder / "text.bin")
+            shard.verify()
+            return shard
+
         name = f"stdlib-{self._fingerprint(tokenizer)}-{split}"
-        return get_or_build(
-            cache_dir, name, "tokenized text", build, lambda folder: _load_verified(folder / "text.bin")
-        )
+        return get_or_build(cache_dir, name, "tokenized text", build, load)
 
     def _find_names(self, split: Split) -> list[str]:
         return [file.name for file in self._files if _is_held_out(file.name) == (split == "eval")]
@@ -98,12 +101,6 @@ class StdlibCorpus:
         """Return a digest of everything that determines the tokens, without reading the files."""
         content = json.dumps([ShardInfo.format, sys.version, str(self._folder), tokenizer.name, self._files])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-
-def _load_verified(path: Path) -> Shard:
-    shard = Shard(path)
-    shard.verify()
-    return shard
 
 
 def _is_held_out(name: str) -> bool:

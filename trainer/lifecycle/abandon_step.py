@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from trainer.data.loader import EvalLoader, TrainLoader
-from trainer.data.prefetch import WaitAbandoned
+from trainer.data.loader import EvalLoader, TrainLoader, WaitAbandoned
 from trainer.distributed.step_sync import StepSync
 
 PATIENCE_S = 5.0

@@ -19,13 +19,12 @@ from trainer.config import RunConfig
 from trainer.config.auto_model import MODEL
 from trainer.config.requirements import compiles_blocks
 from trainer.data.loader import TrainLoader
-from trainer.data.mixed_source import MixedSource
+from trainer.data.mixture import MixedSource, describe_usage
+from trainer.data.opening import open_source
 from trainer.data.prompts import chat_end_ids, chat_prompt_tokens
 from trainer.data.source import SourceSubset
-from trainer.data.source_factory import open_source
 from trainer.data.stdlib import Split, gzip_bits_per_byte, held_out_text
 from trainer.data.tokenizer import tokenizer_of
-from trainer.data.usage import describe_usage
 from trainer.distributed.world import CONTEXT, REPLICATE, SHARD, World
 from trainer.errors import UserError
 from trainer.lifecycle.resume import Resume

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
-from trainer.data.mixed_source import SOURCE, MixedSource
+from trainer.data.mixture import SOURCE, MixedSource
 from trainer.loss import IGNORE, row_losses
 from trainer.metrics.logged_sums import Amount
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from trainer.config import RunConfig, find_slices
 from trainer.config.requirements import compiles_when_planned
-from trainer.data.source_factory import open_source
+from trainer.data.opening import open_source
 from trainer.errors import UserError, setting_error
 from trainer.loss import by_row, find_loss
 from trainer.model.fake import fake_tensors

@@ -1,4 +1,4 @@
-"""Tokenization engines: turn batches of documents into ids.
+"""Tokenizes documents: engines turn batches of documents into ids, and long documents are split first.
 
 The tokenizer's own library is the reference.  A faster engine is used if it gives the same ids, both on texts designed
 to tell engines apart, before any input is read, and on a sample of each unit.  If a single id differs, the unit is
@@ -8,18 +8,22 @@ redone with the reference.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeAlias
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, cached_property
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.ingest import fast_json
+from trainer.data.ingest.documents import dump_json, load_json
 from trainer.data.shards import find_dtype
-from trainer.data.tokenizer import FileTokenizer, Tokenizer
+from trainer.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
-Encoded: TypeAlias = "tuple[NDArray[np.integer[Any]], NDArray[np.int64]]"
+IdsAndCounts: TypeAlias = "tuple[NDArray[np.integer[Any]], NDArray[np.int64]]"
 """The concatenated ids of some texts, and the number of ids of each text."""
 
 _NUM_SAMPLES, _SAMPLE_BYTES = 8, 1024
@@ -30,14 +34,14 @@ class IdsDiffer(Exception):
     """An engine gives different ids than the tokenizer's own library."""
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """Tokenizes texts, without the ids that start and end a document."""
 
-    name: str
+    name = ""
 
-    def encode(self, texts: Sequence[bytes]) -> Encoded:
+    @abstractmethod
+    def encode(self, texts: Sequence[bytes]) -> IdsAndCounts:
         """Return the ids of UTF-8 texts."""
-        ...
 
 
 def find_engine(tokenizer: Tokenizer) -> Engine:
@@ -60,11 +64,9 @@ def find_reference(tokenizer: Tokenizer) -> Engine:
 def check_sample(engine: Engine, reference: Engine, texts: Sequence[bytes]) -> None:
     """Compare an engine with the reference on the first bytes of a sample of `texts`.  Raises IdsDiffer."""
     if engine is not reference and texts:
-        _compare(engine, reference, [_prefix(text) for text in texts[:: -(-len(texts) // _NUM_SAMPLES)]])
-
-
-def _prefix(text: bytes) -> bytes:
-    return text[:_SAMPLE_BYTES].decode(errors="ignore").encode()
+        sample = texts[:: -(-len(texts) // _NUM_SAMPLES)]
+        whole_characters = [text[:_SAMPLE_BYTES].decode(errors="ignore").encode() for text in sample]
+        _compare(engine, reference, whole_characters)
 
 
 def _compare(engine: Engine, reference: Engine, texts: Sequence[bytes]) -> None:
@@ -73,7 +75,7 @@ def _compare(engine: Engine, reference: Engine, texts: Sequence[bytes]) -> None:
         raise IdsDiffer(f"{engine.name} gives different ids than the tokenizer's own library")
 
 
-class _ByteEngine:
+class _ByteEngine(Engine):
     """The byte tokenizer, which can encode the concatenated texts at once."""
 
     name = "bytes"
@@ -81,11 +83,11 @@ class _ByteEngine:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def encode(self, texts: Sequence[bytes]) -> Encoded:
+    def encode(self, texts: Sequence[bytes]) -> IdsAndCounts:
         return self._tokenizer.encode(b"".join(texts)), np.fromiter(map(len, texts), np.int64, len(texts))
 
 
-class _TokenizersEngine:
+class _TokenizersEngine(Engine):
     """Hugging Face's library `tokenizers`."""
 
     name = "tokenizers"
@@ -94,7 +96,7 @@ class _TokenizersEngine:
         self._library = tokenizer.library
         self._dtype = find_dtype(tokenizer.vocab_size)
 
-    def encode(self, texts: Sequence[bytes]) -> Encoded:
+    def encode(self, texts: Sequence[bytes]) -> IdsAndCounts:
         with _single_threaded():
             found = self._library.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
             return _concatenate([np.array(each.ids, dtype=np.uint32) for each in found], self._dtype)
@@ -115,16 +117,14 @@ def _single_threaded() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _concatenate(ids: Sequence[NDArray[Any]], dtype: str) -> Encoded:
+def _concatenate(ids: Sequence[NDArray[Any]], dtype: str) -> IdsAndCounts:
     """Concatenate ids into one array of `dtype`, which should be narrow, since the array is copied again later."""
     counts = np.fromiter(map(len, ids), np.int64, len(ids))
     return np.concatenate([np.empty(0, dtype), *ids], dtype=dtype, casting="unsafe"), counts
 
 
-class _FastEngine:
+class _FastEngine(Engine):
     """Base class of fast engines, which know no added tokens; the reference encodes texts that contain one."""
-
-    name = ""
 
     _ids_of: Callable[[bytes], NDArray[np.uint32]]
     """The ids of one text."""
@@ -134,7 +134,7 @@ class _FastEngine:
         self._dtype = find_dtype(tokenizer.vocab_size)
         self._added = np.array(sorted(tokenizer.library.get_added_tokens_decoder()), np.uint32)
 
-    def encode(self, texts: Sequence[bytes]) -> Encoded:
+    def encode(self, texts: Sequence[bytes]) -> IdsAndCounts:
         try:
             ids = list(map(self._ids_of, texts))
         except (KeyboardInterrupt, SystemExit):
@@ -167,10 +167,10 @@ class _Gigatoken(_FastEngine):
         import gigatoken
 
         super().__init__(tokenizer, reference)
-        content = fast_json.loads(tokenizer.library.to_str().encode())
+        content = load_json(tokenizer.library.to_str().encode())
         content["added_tokens"] = [each for each in content["added_tokens"] if not each["special"]]
         content["post_processor"] = None
-        self._ids_of = gigatoken.Tokenizer.from_json(fast_json.dumps(content)).backend.encode
+        self._ids_of = gigatoken.Tokenizer.from_json(dump_json(content)).backend.encode
 
 
 class _Tiktoken(_FastEngine):
@@ -182,11 +182,11 @@ class _Tiktoken(_FastEngine):
         import tiktoken
 
         super().__init__(tokenizer, reference)
-        content = fast_json.loads(tokenizer.library.to_str().encode())
+        content = load_json(tokenizer.library.to_str().encode())
         if content["model"]["type"] != "BPE" or content["normalizer"] is not None:
             raise IdsDiffer("is not a plain byte-level BPE")
         ranks, id_of_rank = _ranks(content["model"])
-        pattern = _pattern(content["pre_tokenizer"])
+        pattern = _split_pattern(content["pre_tokenizer"])
         encoding = tiktoken.Encoding("tokenizer", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
 
         def ids_of(text: bytes) -> NDArray[np.uint32]:
@@ -198,7 +198,7 @@ class _Tiktoken(_FastEngine):
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-def _pattern(before: dict[str, Any] | None) -> str:
+def _split_pattern(before: dict[str, Any] | None) -> str:
     """Return the regular expression that a pre-tokenizer splits text with.  Raises IdsDiffer for any other one."""
     steps = (before or {}).get("pretokenizers", [before])
     last = steps[-1] or {}
@@ -215,7 +215,10 @@ def _pattern(before: dict[str, Any] | None) -> str:
 
 def _ranks(model: dict[str, Any]) -> tuple[dict[bytes, int], NDArray[np.uint32]]:
     """Return the rank of each mergeable token, as bytes, and the id of each rank."""
-    byte_of = _bytes_of_characters()
+    # Each byte is spelled as one character: printable bytes represent themselves, the others follow from 256 on.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    byte_of = {**{chr(byte): byte for byte in printable}, **{chr(256 + n): byte for n, byte in enumerate(others)}}
     vocabulary: dict[str, int] = model["vocab"]
     tokens = [*byte_of]
     for merge in model["merges"]:
@@ -227,13 +230,6 @@ def _ranks(model: dict[str, Any]) -> tuple[dict[bytes, int], NDArray[np.uint32]]
         ranks[bytes(byte_of[character] for character in token)] = len(ids)
         ids.append(vocabulary[token])
     return ranks, np.array(ids, dtype=np.uint32)
-
-
-def _bytes_of_characters() -> dict[str, int]:
-    """Return the byte for each character of a byte-level vocabulary; printable bytes represent themselves."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {**{chr(byte): byte for byte in printable}, **{chr(256 + n): byte for n, byte in enumerate(others)}}
 
 
 _PROBES = (
@@ -263,3 +259,146 @@ def _probe_texts(tokenizer: FileTokenizer) -> list[bytes]:
         *(f"a{text}b {text} \n{text}\n {text[:-1]}" for text in spelled),
     ]
     return [text.encode() for text in texts]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Splitting long documents into pieces whose ids, concatenated, are those of the full document
+#
+# Tokens do not cross the boundaries of the pre-tokenizer.  Candidate boundaries are those after a newline between two
+# non-space characters, and before a space between two letters.  Whether a tokenizer always splits there is tested on
+# every pair of ASCII characters and some of each script, since the result can depend on the adjacent characters.  If it
+# does not, documents are tokenized in one piece, whatever memory that takes.
+
+
+MAX_PIECE_BYTES = 1 << 20
+"""Maximum size of a piece in bytes, if it can be cut: tokenizing takes about 200 bytes of memory per byte."""
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+_RANGES = [
+    (0x21, 0x7E), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3), (0x3041, 0x3096), (0x30A1, 0x30FA), (0x410, 0x42F),
+    (0x430, 0x44F), (0x391, 0x3A1), (0x3B1, 0x3C9), (0x627, 0x64A), (0x5D0, 0x5EA), (0xE01, 0xE2E),
+    (0x905, 0x939), (0x985, 0x9A8), (0xE0, 0xF6), (0xF8, 0xFF), (0xC0, 0xD6),
+]  # fmt: skip
+"""Ranges (first, last) of similar characters: outside ASCII, tokenizers treat all characters of a range alike."""
+
+_PUNCTUATION = "".join(
+    map(chr, (0x3002, 0x3001, 0xFF0C, 0xFF01, 0xFF1F, 0xFF1A, 0xFF1B, 0x300D, 0x300F, 0xFF09, 0x201D))
+)
+"""Punctuation that ends lines in other scripts."""
+
+_WORD_CHARACTERS = "".join(f"{re.escape(chr(first))}-{re.escape(chr(last))}" for first, last in _RANGES)
+
+_LINE_END = re.compile(f"[{_WORD_CHARACTERS}{_PUNCTUATION}]\n(?=[{_WORD_CHARACTERS}])")
+
+_SPACE = re.compile("[a-z](?= [a-z])")
+
+_SEARCH_BYTES = 1 << 14
+"""The last bytes of a piece, which are searched for a boundary first."""
+
+
+class DocumentSplitter:
+    """Splits long documents for one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def is_long(self, text: bytes) -> bool:
+        """Return whether a document is long enough to be split."""
+        return len(text) > MAX_PIECE_BYTES
+
+    def cut(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
+        """Yield a document in pieces of at most `MAX_PIECE_BYTES`, or longer ones if it has no boundary."""
+        held, searched_to = b"", 0
+        for piece in pieces:
+            held += piece
+            while len(held) > MAX_PIECE_BYTES:
+                end = self._find_boundary(held, searched_to)
+                if not end:
+                    searched_to = max(
+                        MAX_PIECE_BYTES, len(held) - _SEARCH_BYTES
+                    )  # a boundary may span the end of `held`
+                    break
+                yield held[:end]
+                held, searched_to = held[end:], 0
+        if held:
+            yield held
+
+    def _find_boundary(self, text: bytes, searched_to: int) -> int:
+        """Return the last boundary within `MAX_PIECE_BYTES`, else the first one after that, else 0.
+
+        `text` is known to have no boundary before `searched_to`.
+        """
+        if isinstance(self._tokenizer, ByteTokenizer):
+            return MAX_PIECE_BYTES
+        if not searched_to:
+            for start in (max(0, MAX_PIECE_BYTES - _SEARCH_BYTES), 0):
+                for pattern in self._boundary_patterns:
+                    if end := _last_match_end(pattern, text[start:MAX_PIECE_BYTES]):
+                        return start + end
+        found = (
+            _first_match_end(pattern, text[max(MAX_PIECE_BYTES, searched_to) - 8 :])
+            for pattern in self._boundary_patterns
+        )
+        ends = [end for end in found if end]
+        return max(MAX_PIECE_BYTES, searched_to) - 8 + min(ends) if ends else 0
+
+    @cached_property
+    def _boundary_patterns(self) -> list[re.Pattern[str]]:
+        """Patterns of the boundaries that this tokenizer's tokens never cross."""
+        if not isinstance(self._tokenizer, FileTokenizer):
+            return []
+        library = self._tokenizer.library
+        added = [token for token in library.get_added_tokens_decoder().values() if not token.special]
+        if library.pre_tokenizer is None or any(
+            token.lstrip or token.rstrip or re.search(r"\s", token.content) for token in added
+        ):
+            return []  # tokens may cross the pre-tokenizer's boundaries: an added token may include white space
+        found = []
+        left, right = _example_characters(_PUNCTUATION), _example_characters("")
+        if _always_splits(library, ((f"{first}\n", second) for first in left for second in right)):
+            found.append(_LINE_END)
+        if _always_splits(library, ((left, f" {right}") for left, right in itertools.product(_LETTERS, _LETTERS))):
+            found.append(_SPACE)
+        return found
+
+
+def _last_match_end(pattern: re.Pattern[str], text: bytes) -> int:
+    """Return the byte offset at which the last match ends, or 0.  `text` may begin or end within a character."""
+    shown = text.decode(errors="surrogateescape")
+    last = max((found.end() for found in pattern.finditer(shown)), default=0)
+    return len(shown[:last].encode(errors="surrogateescape"))
+
+
+def _first_match_end(pattern: re.Pattern[str], text: bytes) -> int:
+    found = pattern.search(text.decode(errors="surrogateescape"))
+    return len(found.string[: found.end()].encode(errors="surrogateescape")) if found else 0
+
+
+def _example_characters(more: str) -> list[str]:
+    """Return every character of the first range (ASCII), three of each other range, and those in `more`."""
+    (first, last), *others = _RANGES
+    every = [*range(first, last + 1), *(code for a, b in others for code in (a, (a + b) // 2, b))]
+    return [*map(chr, every), *more]
+
+
+_CONTEXTS = (("", ""), ("x", "x"), ("1", "1"), (".", "."), (" ", " "), ("X", "X"), ("the ", " end"))
+"""Text before and after the pair, to vary the context."""
+
+
+def _always_splits(library: Any, pairs: Iterable[tuple[str, str]]) -> bool:
+    """Return whether the pre-tokenizer always splits between the texts of each pair, in all contexts."""
+    normalize: Callable[[str], str] = library.normalizer.normalize_str if library.normalizer else str
+    split = library.pre_tokenizer.pre_tokenize_str
+
+    def words(text: str) -> list[str]:
+        return [word for word, _ in split(normalize(text))]
+
+    words_of_half = cache(words)  # each half occurs in hundreds of pairs
+    contexts = itertools.cycle(_CONTEXTS)
+    for left, right in pairs:
+        before, behind = next(contexts)
+        first, second = before + left, right + behind
+        if words(first + second) != words_of_half(first) + words_of_half(second):
+            return False
+    return True
