@@ -394,7 +394,7 @@ PLANTED = (
     "loss-scale",
     "norm-over-replicas",
     "shares-overlap",
-    "parts-from-the-beginning",
+    "tail-of-another-rank",
 )
 """Defects of tests/defects.py that a comparison with an undisturbed run must notice."""
 

@@ -191,6 +191,25 @@ BAD = {
         [],
         ["data.chat_template=model: chats.jsonl:3: messages[1].tool_calls"],
     ),
+    "reasoning without a place": (
+        {"messages": [*ANSWERED[:1], {**ANSWERED[1], "reasoning_content": "hm"}]},
+        [],
+        ["data.chat_template=model: chats.jsonl:3: messages[1].reasoning_content: the chat template has no place"],
+    ),
+    "a system prompt beside the messages": (
+        {"messages": ANSWERED, "system": "You are a pirate."},
+        [],
+        ["data.path=", "chats.jsonl:3: has the key 'system' beside 'messages'", "the first message"],
+    ),
+    "two formats in one file": (
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]},
+        [],
+        [
+            "data.path=",
+            "chats.jsonl:3: has no key 'messages'",
+            "the format sharegpt, while the file begins with messages",
+        ],
+    ),
     "a call of nothing": (
         {"messages": [*ANSWERED[:1], {"role": "assistant", "tool_calls": [{"function": {}}]}]},
         [],

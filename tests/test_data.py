@@ -25,6 +25,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.forked import REPOSITORY
+from tests.gate import wait_until
 from trainer.config import DataSection
 from trainer.data import stdlib as stdlib_module
 from trainer.data.loader import EvalLoader, Prefetcher, TrainLoader
@@ -201,6 +203,31 @@ def test_global_batches_do_not_depend_on_ranks_or_micro_batches(num_ranks: int, 
 def test_workers_change_nothing() -> None:
     expected = take_all_ranks(2, 3, 5)
     assert take_all_ranks(2, 3, 5, num_workers=2).tolist() == expected.tolist()
+
+
+KILLED_WITH_WORKERS = """
+import multiprocessing, os, signal, sys
+from trainer.data.loader import TrainLoader
+from trainer.data.source import SyntheticSource
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method(sys.argv[1])
+    source = SyntheticSource(16, 50, 0, "train")
+    loader = TrainLoader(source, seed=0, global_batch_size=4, micro_batch_size=2, num_workers=1)
+    next(loader)
+    print(multiprocessing.active_children()[0].pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("fork", marks=pytest.mark.campaign)])
+def test_workers_end_when_their_rank_is_killed(method: str, tmp_path: Path) -> None:
+    (tmp_path / "killed.py").write_text(KILLED_WITH_WORKERS)
+    with (tmp_path / "out").open("w") as out:  # no pipe, which a worker that lives on would hold open
+        subprocess.run([sys.executable, str(tmp_path / "killed.py"), method], stdout=out, cwd=REPOSITORY, timeout=120)
+    worker = Path("/proc", (tmp_path / "out").read_text().strip())
+    wait_until(lambda: not worker.exists() or "\nState:\tZ" in (worker / "status").read_text(), "the worker ended", 20)
 
 
 def test_far_more_updates_than_are_planned_at_a_time() -> None:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import atexit
 import math
+import multiprocessing
+import os
 import signal
 import threading
 import time
@@ -43,7 +45,7 @@ from trainer.data.opening import check_tokenizer
 from trainer.data.shards import ShardError
 from trainer.data.source import Fingerprint, Source, as_mapping
 from trainer.distributed.stop_request import STOP_SIGNALS
-from trainer.errors import TrainingFailed, UserError, setting_error
+from trainer.errors import EXIT_FAILED, TrainingFailed, UserError, setting_error
 from trainer.sequence import find_borders
 
 Batch: TypeAlias = "dict[str, Tensor]"
@@ -566,7 +568,7 @@ class _Workers:
                 batch_sampler=_group_into_messages(indices, max_per_message),
                 collate_fn=_identity,
                 num_workers=num_workers,
-                worker_init_fn=_ignore_signals,
+                worker_init_fn=_prepare_worker,
                 # The loader draws a seed for its workers, by default from the global generator.
                 generator=torch.Generator(),
                 # Never snapshot: the loader's own state would only load on the same number of workers.
@@ -635,10 +637,22 @@ def _identity(message: Message) -> Message:
     return message
 
 
-def _ignore_signals(worker_id: int) -> None:
-    """Ignore stop signals to the process group in a worker: its rank must still finish the step and save."""
+def _prepare_worker(worker_id: int) -> None:
+    """Let a worker ignore stop signals to the process group, but end when its rank does.
+
+    The rank must still finish the step and save.  If it is killed, torch's own check misses that where the start method
+    is forkserver, the default from Python 3.14 on: it watches the worker's parent, which is then the fork server.
+    """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_rank, name="exit-with-rank", daemon=True).start()
+
+
+def _exit_with_rank() -> None:
+    rank = multiprocessing.parent_process()
+    if rank is not None:
+        rank.join()
+        os._exit(EXIT_FAILED)
 
 
 def _close_if_alive(reference: weakref.ref[TrainLoader]) -> None:

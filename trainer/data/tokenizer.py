@@ -110,7 +110,7 @@ class FileTokenizer(Tokenizer):
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             rule = f"is not a Hugging Face tokenizer.json ({error})"
-            raise setting_error(key, path, rule, "bytes") from error
+            raise setting_error(key, path, rule, fix="download or save the file again") from error
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()  # the file may have been saved with a model's maximum length
         self._tokenizer.no_padding()

@@ -6,14 +6,14 @@ rank reads only the rows that it holds, without communication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trainer.errors import UserError
+from trainer.errors import UserError, print_stderr
 from trainer.model.parameters import local, local_rows, tied_names
 from trainer.recipe import WeightSource as WeightSource
 
@@ -36,10 +36,12 @@ def fill(
 
     Raises UserError on all ranks, before anything is written, if the source does not fit the model (see
     `find_weights`).  Raises UserError on those ranks whose rows of a parameter hold NaN or infinity, which no loss
-    survives.  Errors of the source while reading may be raised on a single rank.
+    survives; warns of matrices whose rows here are all zero.  Errors of the source while reading may be raised on a
+    single rank.
     """
     model_weights, dtypes = named_weights(model), source.dtypes
     is_finite: dict[str, torch.Tensor] = {}
+    is_zero: dict[str, torch.Tensor] = {}
     for name, stored in find_weights(model, source, setting, only).items():
         weight = model_weights[name].detach()
         rows = local_rows(weight)
@@ -56,12 +58,25 @@ def fill(
                 local(weight)[start - first : stop - first].copy_(source.read(stored, start, stop))
         if isinstance(model_weights[name], nn.Parameter):  # a buffer may well hold -inf, as a causal mask does
             is_finite[stored] = torch.isfinite(local(weight)).all()
+            if weight.ndim > 1 and local(weight).numel():
+                is_zero[stored] = ~local(weight).any()
     if is_finite and not torch.stack([*is_finite.values()]).all():
-        names = [name for name, flag in is_finite.items() if not flag]
-        listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        listed = _listed(name for name, flag in is_finite.items() if not flag)
         raise UserError(
             f"{setting}: the weights in {source.description} are not all finite: NaN or infinity in {listed}"
         )
+    is_main = not dist.is_initialized() or dist.get_rank() == 0
+    if is_main and is_zero and torch.stack([*is_zero.values()]).any():
+        zeros = [name for name, flag in is_zero.items() if flag]
+        print_stderr(
+            f"warning: {setting}: {len(zeros)} of {len(is_zero)} matrices in {source.description} are all zero, as "
+            f"after an interrupted download: {_listed(zeros)}"
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def find_weights(
@@ -93,8 +108,16 @@ def find_weights(
             untied += [f"{stored[0]} and {other} are one tensor here, but two there" for other in others]
         elif name in parameters:
             missing.append(f"missing there: {name} {model_weights[name]}")
+    dtypes = source.dtypes
+    integers = [
+        f"{stored}: {str(dtypes[stored]).removeprefix('torch.')} there, as in a quantized folder whose scales are "
+        "missing; floating point here"
+        for name, stored in found.items()
+        if name in parameters and not dtypes[stored].is_floating_point
+    ]
     differences = [
         *missing,
+        *integers,
         *(f"missing here: {name} {shape}" for name, shape in source_shapes.items() if name not in model_weights),
         *(
             f"{name}: {source_shapes[name]} there, {shape} here"
@@ -105,7 +128,10 @@ def find_weights(
     ]
     if differences:
         listed = "\n  ".join(differences)
-        raise UserError(f"{setting}: the weights in {source.description} do not fit the model:\n  {listed}")
+        raise UserError(
+            f"{setting}: the weights in {source.description} do not fit the model:\n  {listed}\n"
+            "  to fix: download or export the folder again if it is incomplete, or set model.* to what it holds"
+        )
     return found
 
 

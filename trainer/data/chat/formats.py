@@ -67,11 +67,16 @@ class Format:
     def read(self, record: Mapping[str, Any]) -> Sample | Pair:
         """Convert a record to a conversation, a completion or a pair.  Raises BadChat."""
         values = {key: record.get(self._columns.get(key, key)) for key in COLUMNS[self.name]}
+        _check_no_other_system(record, values)
         missing = sorted(self._columns.get(key, key) for key in _REQUIRED[self.name] if values[key] is None)
         if missing:
             if missing[0] in record:
                 raise BadChat(f"{missing[0]!r} is null", fix="remove the record, or set its value")
             rule = f"has no key {missing[0]!r}; its keys: {', '.join(record) or 'none'}"
+            others = [name for name, needed in _REQUIRED.items() if needed <= set(record)]
+            if others and not self._columns:
+                rule += f", which is the format {others[0]}, while the file begins with {self.name}"
+                raise BadChat(rule, fix="write the records of each format to a file of their own, or convert them")
             fix = f"map the file's keys, for example data.columns={_mapping_for(record)!r}, or set data.format"
             raise BadChat(rule, "data.columns", fix=fix)
         readers: dict[str, Callable[[Mapping[str, Any]], Sample | Pair]] = {
@@ -101,6 +106,17 @@ def _mapping_for(record: Mapping[str, Any]) -> str:
     if found["prompt"] and found["completion"]:
         return f"{{prompt: {found['prompt']}, completion: {found['completion']}}}"
     return f"{{messages: {found['messages'] or 'dialog'}}}"
+
+
+def _check_no_other_system(record: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Raise BadChat for a system prompt beside `messages`, a place in which this format has none."""
+    messages, system = values.get("messages"), record.get("system")
+    if not isinstance(messages, list) or not isinstance(system, str) or not system.strip() or "system" in values:
+        return
+    first = messages[0] if messages and isinstance(messages[0], Mapping) else {}
+    if first.get("role") != "system" or first.get("content") != system:
+        rule = "has the key 'system' beside 'messages', where it would be left out"
+        raise BadChat(rule, fix="make it the first message, with the role system, or remove it")
 
 
 def _read_messages(values: Mapping[str, Any]) -> Sample:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.chat.conversation import BadChat, Completion, Conversation, Sample
-from trainer.data.chat.template import ChatTemplate, Rendered
+from trainer.data.chat.template import REASONING_KEYS, ChatTemplate, Rendered
 from trainer.data.chat.tokens import QUOTE, ChatTokenizer
 from trainer.stopping import stop_if_asked
 
@@ -180,13 +180,18 @@ class Encoder:
 
 
 def _check_support(chat: Conversation, template: ChatTemplate) -> None:
-    """Raise BadChat for tools or tool calls that the template would silently omit."""
+    """Raise BadChat for tools, tool calls or reasoning that the template would silently omit."""
     if chat.tools and not template.reads_tools:
         raise BadChat("has tools, which the chat template does not support", "data.chat_template", fix=_FIX_NO_TOOLS)
     calls = [number for number, message in enumerate(chat.messages) if message.get("tool_calls")]
     if calls and not template.reads_tool_calls:
         rule = f"messages[{calls[0]}].tool_calls: the chat template does not support tool calls"
         raise BadChat(rule, "data.chat_template", fix=_FIX_NO_TOOLS)
+    thoughts = [(number, key) for number, m in enumerate(chat.messages) for key in REASONING_KEYS if m.get(key)]
+    if thoughts and not template.reads_reasoning:
+        number, key = thoughts[0]
+        rule = f"messages[{number}].{key}: the chat template has no place for it"
+        raise BadChat(rule, "data.chat_template", fix=f"{_FIX_NO_TOOLS}, or remove {key} from the records")
 
 
 _FIX_NO_TEMPLATE = "data.chat_template=chatml, or a .jinja file"

@@ -31,7 +31,7 @@ from trainer.errors import setting_error
 from trainer.files import read_json
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys under which a message may hold its reasoning; templates read one of the first two."""
 
 
@@ -81,6 +81,11 @@ class ChatTemplate:
     def reads_tool_calls(self) -> bool:
         """True if the template refers to a message's `tool_calls`."""
         return any("tool_calls" in text for text in self.sources.values())
+
+    @cached_property
+    def reads_reasoning(self) -> bool:
+        """True if the template refers to a message's reasoning."""
+        return any(key in text for text in self.sources.values() for key in REASONING_KEYS)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] = (), prompts: bool = False) -> Rendered:
         """Render `messages`; with `prompts`, add the generation prompt for the assistant's next message.
@@ -147,7 +152,7 @@ _FIX_OTHER_TEMPLATE = "give another template, in a .jinja file"
 
 def _aliased(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message with its reasoning under both keys that templates read."""
-    reasoning = next((message[name] for name in _REASONING if name in message), None)
+    reasoning = next((message[name] for name in REASONING_KEYS if name in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
