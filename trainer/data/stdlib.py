@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
@@ -84,7 +84,15 @@ class StdlibCorpus:
         """Return the tokenized split from the cache, one document per file; see `get_or_build`."""
 
         def build(folder: Path) -> None:
-            _write_shard(folder / "text.bin", tokenizer, self.documents(split))
+            writer = ShardWriter(folder / "text.bin", tokenizer)
+            try:
+                for text in self.documents(split):
+                    writer.write(tokenizer.encode(text), len(text))
+                    writer.end_document()
+                writer.close()
+                writer.publish()
+            finally:
+                writer.discard()
 
         def load(folder: Path) -> Shard:
             shard = Shard(folder / "text.bin")
@@ -105,18 +113,6 @@ class StdlibCorpus:
 
 def _is_held_out(name: str) -> bool:
     return hashlib.sha256(name.encode()).digest()[0] % 20 == 0
-
-
-def _write_shard(path: Path, tokenizer: Tokenizer, documents: Sequence[bytes]) -> None:
-    writer = ShardWriter(path, tokenizer)
-    try:
-        for text in documents:
-            writer.write(tokenizer.encode(text), len(text))
-            writer.end_document()
-        writer.close()
-        writer.publish()
-    finally:
-        writer.discard()
 
 
 def held_out_text(data: DataSection) -> bytes | None:
