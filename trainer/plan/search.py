@@ -63,7 +63,7 @@ def uses_auto(config: RunConfig) -> bool:
     return AUTO in chosen_settings(config).values()
 
 
-def settle(config: RunConfig, mesh: MeshShape, machine: Machine) -> Choice:
+def fastest_choice(config: RunConfig, mesh: MeshShape, machine: Machine) -> Choice:
     """Return the fastest choice of the `auto` settings in `config` that fits `machine`.
 
     Raises NothingFits if no choice fits; its message lists changes to other settings that would.
@@ -109,8 +109,16 @@ class _Search:
     def best(self) -> Choice:
         fitting: list[Plan] = []
         smallest: Plan | None = None
-        for micro in self._micro_batches:
-            for kind in self._checkpointing:  # least memory first: if that kind does not fit, no later kind does
+        train = self.config.train
+        for_each_rank = train.global_batch_size // self.config.num_groups(self.mesh.num_ranks)
+        sizes = [size for size in range(1, for_each_rank + 1) if for_each_rank % size == 0]
+        if train.micro_batch_size != AUTO:
+            sizes = [int(train.micro_batch_size)]
+        kinds = [train.activation_checkpoint]
+        if train.activation_checkpoint == AUTO:  # least memory first
+            kinds = sorted(checkpointing_choices(self.config), key=("full", "selective", 2, 4, "none").index)
+        for micro in sizes:
+            for kind in kinds:  # if a kind does not fit, no later kind does
                 plans = list(self._with_resharding(micro, kind))
                 smallest = min([*plans, *([smallest] if smallest else [])], key=lambda plan: plan.memory.peak.total)
                 found = [plan for plan in plans if plan.fits]
@@ -126,22 +134,6 @@ class _Search:
         best = min(near, key=lambda plan: plan.memory.peak.total)
         others = sorted(fitting, key=lambda plan: plan.time.total_s)
         return Choice(self._simplified(best), tuple(_distinct(best, others)), self.num_candidates)
-
-    @cached_property
-    def _micro_batches(self) -> list[int]:
-        micro = self.config.train.micro_batch_size
-        if micro != AUTO:
-            return [int(micro)]
-        for_each_rank = self.config.train.global_batch_size // self.config.num_groups(self.mesh.num_ranks)
-        return [size for size in range(1, for_each_rank + 1) if for_each_rank % size == 0]
-
-    @cached_property
-    def _checkpointing(self) -> list[int | str]:
-        setting = self.config.train.activation_checkpoint
-        if setting != AUTO:
-            return [setting]
-        frugal = ("full", "selective", 2, 4, "none")
-        return sorted(checkpointing_choices(self.config), key=frugal.index)
 
     def _plan(self, micro: int, checkpointing: int | str, reshard: int | str | list[int | str]) -> Plan:
         self.num_candidates += 1

@@ -112,16 +112,14 @@ def _draw_grad_norm(axes: Any, runs: Sequence[Run]) -> None:
     _scale(axes, is_log)
 
 
-def _draw_lr(axes: Any, runs: Sequence[Run]) -> None:
+def _draw_column(column: str, form: Callable[[float], str] | None, axes: Any, runs: Sequence[Run]) -> None:
+    """Draw a column from zero; `form` formats the values that are clipped as outliers, and None clips none."""
     for run, colour in _coloured(runs):
-        _draw_line(axes, run.train["step"], run.train["lr"], colour)
-    axes.set_ylim(bottom=0)
-
-
-def _draw_tokens_per_s(axes: Any, runs: Sequence[Run]) -> None:
-    for run, colour in _coloured(runs):
-        _draw_line(axes, run.train["step"], run.train["tokens_per_s"], colour)
-    _limit(axes, [run.train["tokens_per_s"] for run in runs], readable_count)
+        _draw_line(axes, run.train["step"], run.train[column], colour)
+    if form is None:
+        axes.set_ylim(bottom=0)
+    else:
+        _limit(axes, [run.train[column] for run in runs], form)
 
 
 def _draw_step_s(axes: Any, runs: Sequence[Run]) -> None:
@@ -135,19 +133,13 @@ def _draw_step_s(axes: Any, runs: Sequence[Run]) -> None:
     _legend(axes, runs)
 
 
-def _draw_memory(axes: Any, runs: Sequence[Run]) -> None:
-    for run, colour in _coloured(runs):
-        _draw_line(axes, run.train["step"], run.train["peak_memory_gib"], colour)
-    _limit(axes, [run.train["peak_memory_gib"] for run in runs], lambda value: f"{value:.3g} GiB")
-
-
 PANELS: dict[str, Callable[[Any, Sequence[Run]], None]] = {
     "loss": _draw_loss,
     "gradient norm, before clipping": _draw_grad_norm,
-    "learning rate": _draw_lr,
-    "target tokens per second": _draw_tokens_per_s,
+    "learning rate": partial(_draw_column, "lr", None),
+    "target tokens per second": partial(_draw_column, "tokens_per_s", readable_count),
     "seconds per step": _draw_step_s,
-    "peak memory per rank, GiB": _draw_memory,
+    "peak memory per rank, GiB": partial(_draw_column, "peak_memory_gib", lambda value: f"{value:.3g} GiB"),
 }
 """The drawing function of each panel, by title."""
 
@@ -240,8 +232,8 @@ def _mark_attempts(axes: Any, run: Run) -> None:
     """Mark restarts, the steps lost to them and, along the lower edge, checkpoints."""
     for before, attempt in zip(run.attempts, run.restarts, strict=False):
         if before.lost_steps:
-            stretch = (attempt.resumed_step, attempt.resumed_step + before.lost_steps)
-            axes.axvspan(*stretch, color=COLOURS["red"], alpha=0.13, linewidth=0, zorder=0)
+            last = attempt.resumed_step + before.lost_steps
+            axes.axvspan(attempt.resumed_step, last, color=COLOURS["red"], alpha=0.13, linewidth=0, zorder=0)
         axes.axvline(attempt.resumed_step, color=COLOURS["muted"], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
     saved = columns(run.saved, run.saved).x
     place = {"transform": axes.get_xaxis_transform(), "zorder": 4}
@@ -290,7 +282,7 @@ def _seconds(value: float) -> str:
 
 
 @contextmanager
-def _house_style() -> Iterator[None]:
+def _chart_style() -> Iterator[None]:
     """Apply the style shared by all charts.  Math parsing is off because a run name may contain `$`."""
     import matplotlib
 
@@ -333,7 +325,7 @@ def draw_png(runs: Sequence[Run], title: str, facts: str) -> bytes:
     panels: dict[str, Callable[[Any, Sequence[Run]], None]] = {name: partial(_draw_logged, name) for name in logged}
     panels |= PANELS
     num_rows = -(-len(panels) // 2)
-    with _house_style():
+    with _chart_style():
         figure = Figure(figsize=(11.5, 1.2 + 3 * num_rows), dpi=130, facecolor="white", layout="constrained")
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
         top, middle, bottom = figure.subfigures(3, 1, height_ratios=(0.62, 3 * num_rows, 1.0))

@@ -5,6 +5,7 @@ All text that comes from a run (its name, reason, configuration) is passed throu
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,11 +15,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from trainer.checkpoint.interval import costs_of, describe_costs
+from trainer.config import CheckpointSection, RunConfig
 from trainer.metrics.console import readable_count, readable_duration
 from trainer.report.charts import PARTS, SERIES
-from trainer.report.history import Run
-from trainer.report.saving import saving_of
-from trainer.report.series import NUM_POINTS, data_of
+from trainer.report.history import NUM_POINTS, Run, data_of
 
 NONE = "&ndash;"
 """Placeholder for a missing value."""
@@ -29,10 +30,10 @@ STYLE = (resources.files("trainer.report") / "page.css").read_text(encoding="utf
 SCRIPT = (resources.files("trainer.report") / "charts.js").read_text(encoding="utf-8")
 
 
-def write_page(run: Run, beside: Path | None = None, is_served: bool = False) -> str:
+def write_page(run: Run, page_folder: Path | None = None, is_served: bool = False) -> str:
     """Return the page of one run.
 
-    beside: the folder that will hold the page, which links are relative to; None for no links.
+    page_folder: the folder that will hold the page, which links are relative to; None for no links.
     is_served: link only to traces, because a browser on another machine cannot open a checkpoint folder.
     """
     name, state = escape(run.name), escape(run.state)
@@ -47,7 +48,7 @@ def write_page(run: Run, beside: Path | None = None, is_served: bool = False) ->
         _sources(run),
         _logged(run),
         _samples(run),
-        _files(run, beside, is_served),
+        _files(run, page_folder, is_served),
         _attempts(run),
         _saving(run),
         _configuration(run),
@@ -157,7 +158,7 @@ _CONTROLS = """\
 <option value="log">logarithmic</option></select></label>
 <label>smoothing <input type="range" name="smoothing" min="0" max="0.98" step="0.02"></label>
 <label><input type="checkbox" name="live">refresh during training</label></section>
-<noscript><p class="card">The charts need JavaScript. The picture beside this page has them too.</p></noscript>
+<noscript><p class="card">The charts need JavaScript. The PNG next to this page has them too.</p></noscript>
 """
 
 
@@ -218,17 +219,17 @@ def _samples(run: Run) -> str:
     return f'<section class="card samples"><h2>Samples</h2>{"".join(shown)}</section>'
 
 
-def _files(run: Run, beside: Path | None, is_served: bool) -> str:
+def _files(run: Run, page_folder: Path | None, is_served: bool) -> str:
     """Return the list of existing checkpoints and traces, with links relative to the page's folder."""
     checkpoints = sorted((run.folder / "checkpoints").glob("step_*"))
     traces = [path for name in dict.fromkeys(run.traces) if (path := run.folder / "profile" / name).is_file()]
     found = [*checkpoints, *traces]
-    if beside is None or not found:
+    if page_folder is None or not found:
         return ""
     items = [
         f"<li>{escape(str(path))}</li>"
         if is_served and path in checkpoints
-        else f'<li><a href="{escape(quote(os.path.relpath(path, beside)))}">{escape(path.name)}</a></li>'
+        else f'<li><a href="{escape(quote(os.path.relpath(path, page_folder)))}">{escape(path.name)}</a></li>'
         for path in found
     ]
     hint = '<p class="muted">Traces open in <b>ui.perfetto.dev</b>.</p>' if traces else ""
@@ -299,6 +300,29 @@ def _attempts(run: Run) -> str:
     heads = ("", "began", "mesh", "ended", "ranks", "from step", "to step", "steps lost", "loading", "wall time")
     table = _table((*heads, "goodput"), rows, num_text=4)
     return f'<section class="card"><h2>Attempts</h2>{table}</section>'
+
+
+def saving_of(run: Run) -> dict[str, str]:
+    """Describe how saves and failures affect the run's goodput, based on its history, as text by topic.
+
+    Returns an empty mapping if the run has saved nothing yet, saves only at its end, or did not record its number of
+    nodes.
+    """
+    num_nodes = _positive(run.attempts[-1].facts.get("nodes")) if run.attempts else None
+    every = run.checkpoint.get("every")
+    if not run.experience.saves or not num_nodes or not every:
+        return {}
+    section = CheckpointSection()
+    if mtbf_h := _positive(run.checkpoint.get("node_mtbf_h")):
+        section = dataclasses.replace(section, node_mtbf_h=mtbf_h)
+    costs = costs_of(RunConfig(checkpoint=section), int(num_nodes), 0.0, run.experience)
+    step_s = run.median("step_s")
+    every_s = every * step_s if isinstance(every, int) and step_s else costs.best_s
+    return describe_costs(costs, every_s, int(num_nodes))
+
+
+def _positive(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and value > 0 else None
 
 
 def _saving(run: Run) -> str:
