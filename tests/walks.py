@@ -1,4 +1,4 @@
-"""Counts the files that five paths through the code enter, by tracing a tiny run.
+"""Counts the files that six paths through the code enter, by tracing a tiny run.
 
     python -m tests.walks            # print each path: its files, in the order in which they are entered
     python -m tests.walks --write    # also write the numbers of files into docs/architecture.md
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +45,7 @@ class Walk:
 
 
 WALKS = {
+    "step": Walk("the maths of a step, without the model's own code", "`Trainer.train_step()`"),
     "save": Walk("a save", "`Trainer.save_checkpoint(wait=True)`"),
     "resume": Walk("a resume", "`Trainer.load_checkpoint()`"),
     "text": Walk("raw text to a sample", "`Trainer.build_loader()`, up to the first micro-batch"),
@@ -77,6 +78,16 @@ def walk(name: str, files: dict[str, list[str]]) -> Iterator[None]:
     files[name] = [file for file in inside if file not in LEFT_OUT]
 
 
+def traced(name: str, function: Callable[..., Any], files: dict[str, list[str]]) -> Callable[..., Any]:
+    """Return `function` with each call traced as the walk `name`."""
+
+    def call(*arguments: Any) -> Any:
+        with walk(name, files):
+            return function(*arguments)
+
+    return call
+
+
 def take_walks(folder: Path) -> dict[str, list[str]]:
     """Train, save, resume and import weights on this rank; return the files of each walk."""
     import torch
@@ -104,7 +115,8 @@ def take_walks(folder: Path) -> dict[str, list[str]]:
     with walk("text", files):
         next(iter(Trainer.build_loader(unbuilt)))
     trainer = Trainer(config("run"))
-    next(trainer.steps())
+    with mock.patch.object(Trainer, "train_step", traced("step", Trainer.train_step, files)):
+        next(trainer.steps())
     with walk("save", files):
         saved = trainer.save_checkpoint(wait=True)
     trainer.close()
@@ -115,13 +127,8 @@ def take_walks(folder: Path) -> dict[str, list[str]]:
 
     exported = folder / f"exported{rank}"
     export_checkpoint(saved, exported)
-    load = assembly.load_initial_weights
-
-    def load_traced(*arguments: Any) -> str:
-        with walk("weights", files):
-            return load(*arguments)
-
-    with mock.patch.object(assembly, "load_initial_weights", load_traced):
+    load = traced("weights", assembly.load_initial_weights, files)
+    with mock.patch.object(assembly, "load_initial_weights", load):
         trainer = Trainer(config("tuned", f"train.init_from={exported}"))
         trainer.load_checkpoint()
     trainer.close()
