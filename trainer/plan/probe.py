@@ -230,7 +230,7 @@ class NotRepeated(Exception):
 
 
 @dataclass(frozen=True)
-class _Run:
+class _BlockRun:
     """Consecutive blocks that repeat with a period.
 
     The first two periods are run; the second represents the `num_skipped` blocks after it.  Then the rest are run.
@@ -246,12 +246,12 @@ class _Run:
         return 2 * self.period
 
     @property
-    def first_behind(self) -> int:
+    def first_after(self) -> int:
         return self.first_skipped + self.num_skipped
 
     @property
     def skipped(self) -> tuple[nn.Module, ...]:
-        return self.blocks[self.first_skipped : self.first_behind]
+        return self.blocks[self.first_skipped : self.first_after]
 
 
 class Repetition:
@@ -260,10 +260,12 @@ class Repetition:
     def __init__(self, model: nn.Module, units: Sequence[ShardUnit], checkpointed: set[int]) -> None:
         self.runs = _find_runs(model, checkpointed) if units else []
         self.left_out = {id(m) for run in self.runs for block in run.skipped for m in block.modules()}
-        self._place: list[tuple[_Run, int]] = []  # watched blocks, indexed by the number in their marks
+        self._place: list[tuple[_BlockRun, int]] = []  # watched blocks, indexed by the number in their marks
         self._calls: dict[int, list[tuple[int, Any]]] = {id(run): [] for run in self.runs}
         self._further_outputs: dict[int, tuple[Any, ...] | None] = {}  # by run: the outputs of a block after the first
-        self._unit_home: dict[int, tuple[_Run, int, str]] = {}  # by unit: its run, its block, and its name in the block
+        self._unit_home: dict[
+            int, tuple[_BlockRun, int, str]
+        ] = {}  # by unit: its run, its block, and its name in the block
         self._unit_at: dict[tuple[int, int, str], int] = {}
         for run in self.runs:
             for position, block in enumerate(run.blocks):
@@ -282,11 +284,11 @@ class Repetition:
                 recorder.watch_block(block, len(self._place))
                 self._place.append((run, position))
                 if block in run.skipped:
-                    block.forward = self._passing_on(run)  # type: ignore[method-assign]
+                    block.forward = self._skipping_forward(run)  # type: ignore[method-assign]
                 else:
                     block.register_forward_hook(self._note_output(run))
 
-    def _note_output(self, run: _Run) -> Callable[..., None]:
+    def _note_output(self, run: _BlockRun) -> Callable[..., None]:
         """Return a hook that raises NotRepeated unless a block's first output can serve as the next block's input."""
 
         def note(block: nn.Module, args: Any, output: Any) -> None:
@@ -300,10 +302,10 @@ class Repetition:
 
         return note
 
-    def _passing_on(self, run: _Run) -> Callable[..., Any]:
+    def _skipping_forward(self, run: _BlockRun) -> Callable[..., Any]:
         """Return the forward function of skipped blocks: it returns its input, and zeros for any further outputs."""
 
-        def pass_on(*args: Any, **kwargs: Any) -> Any:
+        def skip(*args: Any, **kwargs: Any) -> Any:
             if not args:
                 raise NotRepeated
             # A separate node in the graph, so that the gradients of the blocks' outputs are computed one after another.
@@ -311,19 +313,19 @@ class Repetition:
             further = self._further_outputs[id(run)]
             return first if further is None else (first, *pytree.tree_map_only(torch.Tensor, torch.zeros_like, further))
 
-        return pass_on
+        return skip
 
     def with_skipped(self, names: set[str]) -> set[str]:
         """Return `names` of parameters, plus those of the corresponding parameters in skipped blocks."""
         found = set(names)
         for run in self.runs:
-            for position in range(run.first_skipped, run.first_behind):
+            for position in range(run.first_skipped, run.first_after):
                 template = run.names[run.period + position % run.period]
                 inside = f"{template}."
                 found |= {f"{run.names[position]}.{n.removeprefix(inside)}" for n in names if n.startswith(inside)}
         return found
 
-    def _note_call(self, run: _Run, position: int) -> Callable[..., None]:
+    def _note_call(self, run: _BlockRun, position: int) -> Callable[..., None]:
         def note(block: nn.Module, args: Any, kwargs: Any) -> None:
             self._calls[id(run)].append((position, _form((args, kwargs))))
 
@@ -346,7 +348,7 @@ class Repetition:
             for event, following in itertools.pairwise(events):
                 if event.mark == "block_return" and following.mark == "block_forward":
                     place, position = self._place[event.unit]
-                    if place is run and run.period <= position < run.first_behind:
+                    if place is run and run.period <= position < run.first_after:
                         between.setdefault(position % run.period, set()).add(frozenset(following.before.work))
             if any(len(kinds) > 1 for kinds in between.values()):
                 raise NotRepeated
@@ -367,26 +369,26 @@ class Repetition:
             if not event.mark.startswith("block"):
                 continue
             run, position = self._place[event.unit]
-            if event.mark == "block_forward" and position == run.first_skipped < run.first_behind:
+            if event.mark == "block_forward" and position == run.first_skipped < run.first_after:
                 first = max(n for n, e in enumerate(events[:number]) if self._is_at(e, event.mark, run, run.period))
                 done += self._copies(events[first + 1 : number], run, range(0, run.num_skipped, run.period))
-                number = self._next(events, number, event.mark, run, run.first_behind) + 1
-            elif event.mark == "block_backward" and position == run.first_behind - 1 >= run.first_skipped:
+                number = self._next(events, number, event.mark, run, run.first_after) + 1
+            elif event.mark == "block_backward" and position == run.first_after - 1 >= run.first_skipped:
                 number = self._next(events, number, event.mark, run, run.first_skipped - 1) + 1
                 end = self._next(events, number, event.mark, run, run.period - 1) + 1
                 done += self._copies(events[number:end], run, range(run.num_skipped - run.period, -1, -run.period))
         return done
 
-    def _is_at(self, event: Event, mark: Mark, run: _Run, position: int) -> bool:
+    def _is_at(self, event: Event, mark: Mark, run: _BlockRun, position: int) -> bool:
         return event.mark == mark and self._place[event.unit] == (run, position)
 
-    def _next(self, events: Sequence[Event], start: int, mark: Mark, run: _Run, position: int) -> int:
+    def _next(self, events: Sequence[Event], start: int, mark: Mark, run: _BlockRun, position: int) -> int:
         for number in range(start, len(events)):
             if self._is_at(events[number], mark, run, position):
                 return number
         raise NotRepeated
 
-    def _copies(self, template: Sequence[Event], run: _Run, offsets: Iterable[int]) -> Iterator[Event]:
+    def _copies(self, template: Sequence[Event], run: _BlockRun, offsets: Iterable[int]) -> Iterator[Event]:
         for offset in offsets:
             for event in template:
                 unit = event.unit
@@ -417,9 +419,9 @@ def without_block_marks(events: Iterable[Event]) -> Iterator[Event]:
             held = Segment()
 
 
-def _find_runs(model: nn.Module, checkpointed: set[int]) -> list[_Run]:
+def _find_runs(model: nn.Module, checkpointed: set[int]) -> list[_BlockRun]:
     """Return the runs of identical blocks that are worth shortening, in outermost ModuleLists and Sequentials."""
-    runs: list[_Run] = []
+    runs: list[_BlockRun] = []
     inside: set[int] = set()
     shared = {id(model.get_parameter(group[0])) for group in tied_names(model)}
     for parent_name, parent in model.named_modules():
@@ -437,7 +439,7 @@ def _find_runs(model: nn.Module, checkpointed: set[int]) -> list[_Run]:
                     break
                 inner = "".join([parent_name, "."] if parent_name else [])
                 names = tuple(f"{inner}{name}" for name, _ in parent.named_children())
-                runs.append(_Run(blocks, names, period, num_skipped))
+                runs.append(_BlockRun(blocks, names, period, num_skipped))
                 inside |= {id(module) for block in blocks for module in block.modules()}
                 break
     return runs

@@ -154,7 +154,7 @@ class MemoryMeter(TorchDispatchMode):
         self._log: list[tuple[int, int]] = []
         """Pairs of serial number and bytes, negative when freed; serial number 0 is the gradient of a parameter."""
         self._operators: list[Operator] = []
-        self._stretches: list[_Stretch] = []
+        self._raw_segments: list[_RawSegment] = []
         self._made_forward: set[int] = set()
         """Serial numbers of the storages that blocks have allocated in their forward pass."""
         self._not_counted = {
@@ -233,16 +233,16 @@ class MemoryMeter(TorchDispatchMode):
 
     def cut(self) -> None:
         """End the current segment and start the next one."""
-        self._stretches.append(_Stretch(self._log, self._operators, frozenset(self._serials.values())))
+        self._raw_segments.append(_RawSegment(self._log, self._operators, frozenset(self._serials.values())))
         self._log, self._operators = [], []
         self._casts.clear()
 
     def segments(self) -> list[Segment]:
         """Return the segments so far, in order."""
         if not self._fuses:
-            return [_segment_of(one.log, Counter(o.work for o in one.operators)) for one in self._stretches]
+            return [_segment_of(one.log, Counter(o.work for o in one.operators)) for one in self._raw_segments]
         found, forgotten = list[Segment](), set[int]()
-        for one, unread in zip(self._stretches, self._unread(), strict=True):
+        for one, unread in zip(self._raw_segments, self._unread(), strict=True):
             sizes = dict(one.log)
             dropped = {serial for serial in unread if serial in one.alive}
             work, never_made = fuse(one.operators, one.alive - dropped)
@@ -258,15 +258,15 @@ class MemoryMeter(TorchDispatchMode):
         Compiled code does not save them, whatever the checkpointing policy says.
         """
         last_read: dict[int, int] = {}
-        for number, one in enumerate(self._stretches):
+        for number, one in enumerate(self._raw_segments):
             last_read |= {serial: number for operator in one.operators for serial in operator.reads}
         return [
             {serial for serial, size in one.log if serial in self._made_forward and last_read.get(serial, 0) <= number}
-            for number, one in enumerate(self._stretches)
+            for number, one in enumerate(self._raw_segments)
         ]
 
 
-class _Stretch(NamedTuple):
+class _RawSegment(NamedTuple):
     """A segment as recorded, before fusion."""
 
     log: list[tuple[int, int]]

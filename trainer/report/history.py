@@ -57,7 +57,7 @@ class Attempt:
 
 
 @dataclass
-class Run:
+class RecordedRun:
     """Everything that the report shows about one run."""
 
     folder: Path
@@ -151,7 +151,7 @@ class _RecordCollector:
             self.attempts[-1].ended = str(record.get("reason"))
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RecordedRun:
     """Read a run from its folder.  Raises UserError if the folder has no metrics records."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
@@ -170,7 +170,7 @@ def read_run(folder: Path) -> Run:
     if attempts and not attempts[-1].ended:
         attempts[-1].ended = "running" if state == "running" else "killed"
     config_yaml, values = _read_config(folder / "config.yaml")
-    return Run(
+    return RecordedRun(
         folder=folder,
         name=str(_find(values, "run", "name") or folder.absolute().name),
         model=str(_find(values, "model", "name") or ""),
@@ -335,7 +335,7 @@ PANELS = (
 )
 
 
-def panels_of(runs: Sequence[Run]) -> list[Panel]:
+def panels_of(runs: Sequence[RecordedRun]) -> list[Panel]:
     """Return the panels of a page.
 
     These are the standard panels, one panel per field logged with `Trainer.log` and, for a single run with several data
@@ -348,7 +348,7 @@ def panels_of(runs: Sequence[Run]) -> list[Panel]:
     return [PANELS[0], *([Panel("loss by source", tuple(lines))] if lines else []), *own, *PANELS[1:]]
 
 
-def data_of(runs: Sequence[Run], names: Sequence[str], refresh_s: float) -> str:
+def data_of(runs: Sequence[RecordedRun], names: Sequence[str], refresh_s: float) -> str:
     """Return the data for the page's script, as JSON that is safe to embed in HTML.
 
     refresh_s: seconds between reloads of the page, or 0 for a static page.
@@ -363,7 +363,7 @@ def data_of(runs: Sequence[Run], names: Sequence[str], refresh_s: float) -> str:
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def _series_of(run: Run, name: str) -> dict[str, Any]:
+def _series_of(run: RecordedRun, name: str) -> dict[str, Any]:
     train, evals = thinned(_with_hours(run, run.train)), thinned(_with_hours(run, run.evals))
     if run.train["step"].size and run.evals["step"].size:
         tokens = np.interp(run.evals["step"], run.train["step"], np.nan_to_num(run.train["tokens"]))
@@ -383,7 +383,7 @@ def _series_of(run: Run, name: str) -> dict[str, Any]:
     }
 
 
-def _with_hours(run: Run, table: Mapping[str, Column]) -> dict[str, Column]:
+def _with_hours(run: RecordedRun, table: Mapping[str, Column]) -> dict[str, Column]:
     facts = run.attempts[0].facts if run.attempts else {}
     began = facts.get("started") or facts.get("time")
     times = table.get("time", np.full(table["step"].size, math.nan))
