@@ -132,8 +132,13 @@ class _Search:
         fastest_s = min(plan.time.total_s for plan in fitting)
         near = [plan for plan in fitting if plan.time.total_s <= (1 + _TIME_TOLERANCE) * fastest_s]
         best = min(near, key=lambda plan: plan.memory.peak.total)
-        others = sorted(fitting, key=lambda plan: plan.time.total_s)
-        return Choice(self._simplified(best), tuple(_distinct(best, others)), self.num_candidates)
+        runners_up: list[Plan] = []  # the next best that differ in more than the number of units left unsharded
+        families = {_family(best)}
+        for plan in sorted(fitting, key=lambda plan: plan.time.total_s):
+            if _family(plan) not in families and len(runners_up) < 4:
+                families.add(_family(plan))
+                runners_up.append(plan)
+        return Choice(self._simplified(best), tuple(runners_up), self.num_candidates)
 
     def _plan(self, micro: int, checkpointing: int | str, reshard: int | str | list[int | str]) -> Plan:
         self.num_candidates += 1
@@ -299,15 +304,6 @@ def _with(config: RunConfig, **train: object) -> RunConfig:
 def _as_list(plan: Plan) -> list[int | str]:
     setting = plan.config.fsdp.reshard_after_forward
     return list(setting) if isinstance(setting, list) else [setting] * plan.trace.root
-
-
-def _distinct(best: Plan, others: list[Plan], limit: int = 4) -> Iterator[Plan]:
-    """Yield the next best plans that differ in more than the number of units left unsharded."""
-    seen = {_family(best)}
-    for plan in others:
-        if _family(plan) not in seen and len(seen) <= limit:
-            seen.add(_family(plan))
-            yield plan
 
 
 def _family(plan: Plan) -> tuple[object, ...]:

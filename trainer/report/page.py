@@ -177,20 +177,23 @@ def _differences(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
     ]
     if not differing:
         return '<section class="card"><h2>What differs</h2><p class="muted">No setting.</p></section>'
-    rows = [[escape(key), *(_collapsed(_setting(values, key)) for values in settings)] for key in differing]
+    rows = []
+    for key in differing:
+        texts = [_setting(values, key) for values in settings]
+        cells = [
+            escape(text)
+            if len(text) <= _LONG_SETTING
+            else f"<details><summary>{escape(text[:_LONG_SETTING])}&hellip;</summary>{escape(text)}</details>"
+            for text in texts
+        ]
+        rows.append([escape(key), *cells])
     table = _table(("", *map(escape, names)), rows, num_text=len(names) + 1)
     return f'<section class="card wraps"><h2>What differs</h2>{table}</section>'
 
 
 _LONG_SETTING = 120
-"""Maximum number of characters of a setting shown in a table: a model's full `config.json` has thousands."""
-
-
-def _collapsed(text: str) -> str:
-    """Return the table cell for a setting's value.  A long value is truncated, and expands on a click."""
-    if len(text) <= _LONG_SETTING:
-        return escape(text)
-    return f"<details><summary>{escape(text[:_LONG_SETTING])}&hellip;</summary>{escape(text)}</details>"
+"""Number of characters from which a setting in a table is truncated, and expands on a click: a model's full
+`config.json` has thousands."""
 
 
 def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
