@@ -169,7 +169,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "fused-across-products",
         "plan-published",
-        "trainer.plan.fusion:_groups",
+        "trainer.plan.kernels:_groups",
         "(operator.is_fused and not is_fused)",
         "0",
     ),
@@ -812,8 +812,8 @@ DEFECTS: list[Defect] = [
         "steps-twice",
         "metrics-file",
         "_stays",
-        'not in _MADE_ANEW or record["step"] <= resumed_step',
-        'not in _MADE_ANEW or record["step"] <= resumed_step + 1',
+        'not in _WRITTEN_AGAIN or record["step"] <= resumed_step',
+        'not in _WRITTEN_AGAIN or record["step"] <= resumed_step + 1',
     ),
     Defect(
         "curves-twice",

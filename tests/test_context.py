@@ -24,7 +24,7 @@ from trainer.data.loader import EvalLoader, TrainLoader, slice_batch
 from trainer.data.opening import open_source
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan, planned
-from trainer.plan.search import remedies, settle
+from trainer.plan.search import fastest_choice, remedies
 from trainer.sequence import Documents, attend, attention, context, positions, sliced
 
 CAMPAIGN = pytest.mark.campaign
@@ -206,8 +206,8 @@ def test_the_planner_chooses_slices_where_a_sequence_does_not_fit() -> None:
     narrow = plain.machine.with_budget(1.05 * eighth.memory.peak.total)
     assert any("mesh.context=8" in line for line in remedies(replace(plain, machine=narrow), limit=9))
     asks = replace(config, mesh=replace(config.mesh, context="auto"))
-    assert settle(asks, mesh, narrow).plan.config.context == 8
-    assert settle(asks, mesh, plain.machine).plan.config.context == 1, "there is room for all"
+    assert fastest_choice(asks, mesh, narrow).plan.config.context == 8
+    assert fastest_choice(asks, mesh, plain.machine).plan.config.context == 1, "there is room for all"
     sent = {found[:3] for found in eighth.collectives if found.axis == "context"}
     assert sent == {("all_gather", "context", 8), ("reduce_scatter", "context", 8)}
 

@@ -147,8 +147,8 @@ def test_the_end_of_a_document_is_the_one_of_its_configuration(
         ({"tokenizer_config": {"eos_token": "<|no|>"}}, r"tokenizer_config\.json has eos_token=<\|no\|>, which"),
         ({"generation_config": {"eos_token_id": [9999]}}, r"generation_config\.json has eos_token_id=9999, which"),
         ({"config": {"eos_token_id": True}}, r"config\.json has eos_token_id=true, which"),
-        ({"tokenizer_config": "{"}, r"tokenizer_config\.json beside it cannot be read"),
-        ({"tokenizer_config": "[]"}, r"tokenizer_config\.json beside it cannot be read"),
+        ({"tokenizer_config": "{"}, r"tokenizer_config\.json in the same folder cannot be read"),
+        ({"tokenizer_config": "[]"}, r"tokenizer_config\.json in the same folder cannot be read"),
     ],
 )
 def test_a_configuration_that_does_not_go_with_its_tokenizer(

@@ -25,7 +25,7 @@ from trainer.checkpoint.save_policy import AdaptiveInterval
 from trainer.config import CheckpointSection, RunConfig
 from trainer.metrics.goodput import RunHistory, TimeLedger
 from trainer.report.history import read_run
-from trainer.report.saving import saving_of
+from trainer.report.page import saving_of
 
 YEAR_S = 365.25 * 24 * 3600.0
 BLOCKED_S, TOTAL_S, RESTART_S, STEP_S = 3.0, 60.0, 480.0, 10.0

@@ -138,7 +138,9 @@ def prepare(
     made_by = find_tokenizer(tokenizer, "--tokenizer", bos)
     with text_files(inputs, "INPUT") as (files, fetch):
         job = _make_job(files, made_by, text_key, holdout, shard_tokens, bad, bos)
-        stem = _find_stem(out)
+        stem = Path(out).expanduser()  # the common prefix of the shards' paths
+        if out.endswith(os.sep) or stem.is_dir():
+            raise setting_error("--out", out, "is a folder; add a name for the shards", os.path.join(out, "corpus"))
         with writing_to("--out", stem, _min_bytes(job, stem)), _folder_of(stem, out):
             manifest = _build(job, stem, out, overwrite, procs or default_num_procs(), fetch)
     return _describe(stem, manifest, tokenizer, bos)
@@ -245,14 +247,6 @@ def _round_up(share: float) -> float:
         if rounded < min(1.0, 2 * share):
             return rounded
     return share
-
-
-def _find_stem(out: str) -> Path:
-    """Return the common prefix of the shards' paths."""
-    stem = Path(out).expanduser()
-    if out.endswith(os.sep) or stem.is_dir():
-        raise setting_error("--out", out, "is a folder; add a name for the shards", os.path.join(out, "corpus"))
-    return stem
 
 
 @contextmanager

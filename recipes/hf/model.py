@@ -41,7 +41,7 @@ def build(config: HfConfig) -> transformers.PreTrainedModel:
         if config.attention is None or not isinstance(error, (ImportError, ValueError)):
             rule = f"transformers cannot build it ({_first_line(error)})"
             raise setting_error("model.path", config.path, rule) from error
-        rule = f"transformers cannot compute it so ({_first_line(error)})"
+        rule = f"transformers cannot compute attention this way ({_first_line(error)})"
         raise setting_error("model.attention", config.attention, rule, None) from error
     _train_padding_too(model)
     library: Any = type(model)

@@ -259,4 +259,4 @@ def _read_config(path: Path, name: str, key: str) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise setting_error(key, path, f"{name} beside it cannot be read ({error})") from error
+        raise setting_error(key, path, f"{name} in the same folder cannot be read ({error})") from error

@@ -261,7 +261,7 @@ def _untied(model: nn.Module, ties: Sequence[Sequence[str]], exempt: Sequence[st
         for alias in aliases:
             # A name that no longer exists was removed on purpose.
             if {first, alias} <= names and alias not in home and not _matches(alias, exempt):
-                yield f"{alias} is a parameter of its own; expected: one with {first}, as the model was built"
+                yield f"{alias} is a separate parameter; expected: tied to {first}, as the model was built"
 
 
 def _examine(

@@ -41,7 +41,7 @@ class Sink(Protocol):
 class JsonLines:
     """`metrics.jsonl`: one JSON object per line, appended and written immediately.
 
-    A resumed run first drops the lines past its checkpoint that it will write again (the kinds in `_MADE_ANEW`).
+    A resumed run first drops the lines past its checkpoint that it will write again (the kinds in `_WRITTEN_AGAIN`).
     Dropped lines are appended to `metrics_superseded.jsonl`, and the rest is rewritten atomically, so a crash leaves
     either the old or the new file.  `lost_steps` and `before` are computed before any lines are dropped.
     """
@@ -160,11 +160,11 @@ _DELETED_FOR_S = 1.0
 SUPERSEDED = "metrics_superseded.jsonl"
 """File for the lines that a resume removed from the metrics because the run was going to write them again."""
 
-_MADE_ANEW = ("train", "eval", "profile", "sample", "norms")
+_WRITTEN_AGAIN = ("train", "eval", "profile", "sample", "norms")
 
 
 def _stays(record: Mapping[str, Any], resumed_step: int) -> bool:
-    return record.get("kind") not in _MADE_ANEW or record["step"] <= resumed_step
+    return record.get("kind") not in _WRITTEN_AGAIN or record["step"] <= resumed_step
 
 
 def _finite(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from trainer.model.parameters import local
 from trainer.optim.optimizer import AVERAGE_SIZE, Optimizer, training_bytes
 from trainer.plan.machine import GIB, Machine, find_machine
 from trainer.plan.plan import Plan, make_plan
-from trainer.plan.search import Choice, remedies, settle, uses_auto
+from trainer.plan.search import Choice, fastest_choice, remedies, uses_auto
 from trainer.plan.show import choice_text, memory_text
 
 _MISS = 0.1
@@ -58,7 +58,7 @@ def resolve_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunC
     def choose() -> None:
         nonlocal choice
         if world.is_main:
-            choice = settle(config, mesh, replace(machine_of(config, world), memory_gib=-least))
+            choice = fastest_choice(config, mesh, replace(machine_of(config, world), memory_gib=-least))
 
     world.agreed(choose)
     settings = world.broadcast(choice and choice.settings)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from trainer.model.replicas import bucket_numel, cut_into_buckets
 from trainer.plan.trace import ParameterFacts, Segment, Trace, UnitFacts
@@ -68,8 +68,8 @@ class Layout:
         return self.replicate * self.shard
 
 
-class Watcher(Protocol):
-    """Receives every event of a step, in the order in which the host issues it.
+class Watcher:
+    """Receives every event of a step, in the order in which the host issues it; does nothing by default.
 
     `begin` starts a micro-batch that represents `repeats` of them.  A gather is issued first and waited for later.
     """

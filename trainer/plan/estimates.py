@@ -1,19 +1,187 @@
-"""Estimates the time of a step: kernels on one stream, collectives on three others, with FSDP2's waits between them.
+"""Estimates the memory, the collectives and the time of one step, each by a `Watcher` of the simulated step.
 
-The host is assumed to run ahead of the device; the least time it needs is reported separately.  For the streams, see
-FSDPCommContext in torch.distributed.fsdp and the notes there; for collectives, Patarasuk and Yuan 2009, "Bandwidth
-optimal all-reduce algorithms for clusters of workstations".
+Memory: the peak per rank, when it occurs, and its breakdown by kind.
+
+Collectives: those that FSDP2 issues, by operation, mesh axis and size.  Sizes are those of the full tensor: the output
+of an all-gather, the input of a reduce-scatter, the buffer of an all-reduce.
+
+Time: kernels on one stream, collectives on three others, with FSDP2's waits between them.  The host is assumed to run
+ahead of the device; the least time it needs is reported separately.  For the streams, see FSDPCommContext in
+torch.distributed.fsdp and the notes there; for collectives, Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce
+algorithms for clusters of workstations".
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple, get_args
 
 from trainer.optim.optimizer import AVERAGE_SIZE
 from trainer.plan.kernels import Work
-from trainer.plan.step import Axis, Kind, Layout, Step
+from trainer.plan.step import Axis, Kind, Layout, Operation, Step, Watcher, padded_numel
 from trainer.plan.trace import Segment, Trace
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Memory at one moment of a step: the bytes of each kind, and the position in the step."""
+
+    place: str
+    by_kind: dict[Kind, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_kind.values())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Tensor memory of one rank over one step, in bytes, from the second step on, when the optimizer state exists."""
+
+    peak: Moment
+    curve: tuple[Moment, ...]
+    """One moment per mark of the step, in order, for the picture; empty unless requested."""
+
+
+class _MemoryWatcher(Watcher):
+    """Watcher that sums allocations and frees."""
+
+    def __init__(self, trace: Trace, at_rest: dict[Kind, int], draws: bool) -> None:
+        self._trace, self._draws = trace, draws
+        self._live: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0) | at_rest
+        self._total = sum(at_rest.values())
+        self._where: tuple[int, bool] | None = None
+        self._peak: tuple[tuple[int, bool] | None, dict[Kind, int]] = (None, dict(self._live))
+        self._peak_total = self._total
+        self.curve: list[Moment] = []
+
+    def allocate(self, kind: Kind, num_bytes: int) -> None:
+        self._live[kind] += num_bytes
+        self._total += num_bytes
+        if self._total > self._peak_total:
+            self._note_peak(0)
+
+    def free(self, kind: Kind, num_bytes: int) -> None:
+        self._live[kind] -= num_bytes
+        self._total -= num_bytes
+
+    def compute(self, segment: Segment, unit: int, is_backward: bool, accumulates: bool) -> None:
+        above = segment.peak_accumulating if accumulates else segment.peak
+        self._where = unit, is_backward
+        if self._total + above > self._peak_total:
+            self._note_peak(above)
+        if self._draws:
+            self.curve.append(Moment(self._place, self._with("temporaries", above)))
+        self._live["activations"] += segment.net
+        self._total += segment.net
+
+    def _with(self, kind: Kind, num_bytes: int) -> dict[Kind, int]:
+        return {**self._live, kind: self._live[kind] + num_bytes}
+
+    def _note_peak(self, temporaries: int) -> None:
+        self._peak_total = self._total + temporaries
+        self._peak = self._where, self._with("temporaries", temporaries)
+
+    @property
+    def _place(self) -> str:
+        return self._name(self._where)
+
+    def _name(self, where: tuple[int, bool] | None) -> str:
+        if where is None:
+            return "time before the first step"
+        unit, is_backward = where
+        return f"{'backward' if is_backward else 'forward'} of {self._trace.units[unit].name}"
+
+    @property
+    def peak(self) -> Moment:
+        where, by_kind = self._peak
+        return Moment(self._name(where), by_kind)
+
+
+def memory_of(trace: Trace, layout: Layout, num_micro_batches: int, draws: bool = False) -> Memory:
+    """Return the memory of a rank over one step on `layout`, with the full curve if `draws`."""
+    watcher = _MemoryWatcher(trace, at_rest(trace, layout), draws)
+    Step(trace, layout, num_micro_batches, watcher).run()
+    return Memory(watcher.peak, tuple(watcher.curve))
+
+
+def at_rest(trace: Trace, layout: Layout) -> dict[Kind, int]:
+    """Return the bytes of each kind that occupy a rank's device memory between two steps."""
+    kinds: dict[Kind, int] = {"buffers and inputs": trace.buffer_bytes + trace.input_bytes}
+    if layout.cpu_offload:
+        return kinds
+    parameters = [p for unit in trace.units for p in unit.parameters]
+    shards = [(p, padded_numel(p, layout.shard) // layout.shard) for p in parameters]
+    kinds["parameters"] = (1 + layout.has_reference_model) * sum(numel * p.element_size for p, numel in shards)
+    average = AVERAGE_SIZE * layout.averages
+    kinds["optimizer"] = sum(numel * (p.moments * p.moment_size + average * p.is_trained) for p, numel in shards)
+    return kinds
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Collectives
+
+
+class Collective(NamedTuple):
+    """One kind of collective: the operation, the mesh axis, the number of participating ranks, and the bytes."""
+
+    operation: Operation
+    axis: Axis
+    num_ranks: int
+    num_bytes: int
+
+
+class _CollectiveCounter(Watcher):
+    """Watcher that counts the collectives of a step."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._repeats = 1
+        self.counts: Counter[Collective] = Counter()
+
+    def begin(self, repeats: int) -> None:
+        self._repeats = repeats
+
+    def gather(self, unit: int, axis: Axis, num_ranks: int, num_bytes: int) -> None:
+        self.counts[Collective("all_gather", axis, num_ranks, num_bytes)] += self._repeats
+
+    def reduce(self, unit: int, scattered: int, reduced: int) -> None:
+        if self._layout.shard > 1:
+            self.counts[Collective("reduce_scatter", "shard", self._layout.shard, scattered)] += self._repeats
+        if self._layout.replicate > 1 and reduced:
+            self.counts[Collective("all_reduce", "replicate", self._layout.replicate, reduced)] += self._repeats
+
+    def compute(self, segment: Segment, unit: int, is_backward: bool, accumulates: bool) -> None:
+        num_ranks = self._layout.context
+        for work, count in segment.work:
+            if work.operation is not None:
+                self.counts[Collective(work.operation, "context", num_ranks, work.num_bytes)] += count * self._repeats
+
+
+_NORM_BYTES, _LOSS_BYTES, _MESSAGE_BYTES = 4, 8, 8 * 8
+
+
+def collectives_of(trace: Trace, layout: Layout, num_micro_batches: int) -> Counter[Collective]:
+    """Return the number of times that a step issues each kind of collective.
+
+    Besides FSDP's collectives, this counts the training step's three small all-reduces: the message in which the ranks
+    agree (through host memory), the squared gradient norm over the shard axis, and the loss over all ranks.  The
+    collectives with which Muon gathers full matrices are not counted.
+    """
+    watcher = _CollectiveCounter(layout)
+    Step(trace, layout, num_micro_batches, watcher).run()
+    if layout.num_ranks > 1:
+        watcher.counts[Collective("all_reduce", "world", layout.num_ranks, _MESSAGE_BYTES)] += 1
+        watcher.counts[Collective("all_reduce", "world", layout.num_ranks, _LOSS_BYTES)] += 1
+    if layout.shard > 1:
+        watcher.counts[Collective("all_reduce", "shard", layout.shard, _NORM_BYTES)] += 1
+    return watcher.counts
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Time
 
 
 @dataclass(frozen=True)
@@ -84,7 +252,7 @@ class StepTime:
     """Host time to issue all operators: a lower bound on the step time."""
 
 
-class _Clock:
+class _Clock(Watcher):
     """Watcher that tracks the time on each stream; a micro-batch that represents `repeats` counts that many times."""
 
     def __init__(self, layout: Layout, rates: Rates) -> None:
@@ -171,10 +339,6 @@ class _Clock:
 
     def _communicates(self, seconds: float) -> None:
         self.communication_s += self._repeats * seconds
-
-    def allocate(self, kind: Kind, num_bytes: int) -> None: ...
-
-    def free(self, kind: Kind, num_bytes: int) -> None: ...
 
 
 def time_of(trace: Trace, layout: Layout, num_micro_batches: int, rates: Rates) -> StepTime:
