@@ -18,9 +18,9 @@ from tests.ranks import Ran, merged, run_command, run_python_module, run_ranks, 
 from tests.runs import Shared
 from tests.tiny import fit
 from trainer import Trainer, UserError, load_config, load_weights
+from trainer.checkpoint.reader import StoredWeights, find_checkpoint
 from trainer.checkpoint.state_tree import join, split
 from trainer.checkpoint.storage import open_storage
-from trainer.checkpoint.stored_weights import StoredWeights, find_checkpoint
 from trainer.export import command_line as export
 from trainer.metrics.step_metrics import Update
 from trainer.prepare import command_line as prepare

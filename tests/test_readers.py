@@ -18,8 +18,8 @@ from tests.gate import wait_until
 from tests.runs import Shared
 from trainer import evaluate, export, load_weights
 from trainer.checkpoint import stored_weights
+from trainer.checkpoint.reader import StoredWeights, find_checkpoint, open_checkpoint
 from trainer.checkpoint.storage import LocalStorage, open_storage
-from trainer.checkpoint.stored_weights import StoredWeights, find_checkpoint, open_checkpoint
 from trainer.checkpoints import list_checkpoints
 from trainer.errors import UserError
 

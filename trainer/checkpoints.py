@@ -20,12 +20,11 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from trainer.checkpoint.blocks import Damaged
 from trainer.checkpoint.layout import StoredTensor
 from trainer.checkpoint.manifest import find_damage, find_index_damage, name_of, read_manifest
+from trainer.checkpoint.reader import StoredWeights, find_checkpoints, is_checkpoint
 from trainer.checkpoint.retention import best_step, list_steps
-from trainer.checkpoint.storage import COMMIT, Storage, open_storage, split_parent
-from trainer.checkpoint.stored_weights import StoredWeights, find_checkpoints, is_checkpoint
+from trainer.checkpoint.storage import COMMIT, Damaged, Storage, open_storage, split_parent
 from trainer.config import compare_stored
 from trainer.errors import (
     EXIT_FAILED,

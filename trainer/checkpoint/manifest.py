@@ -20,8 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trainer.checkpoint.blocks import BlockReader, Blocks, Damaged, checksum_of
-from trainer.checkpoint.storage import COMMIT, Storage, split_parent
+from trainer.checkpoint.storage import COMMIT, BlockReader, Blocks, Damaged, Storage, checksum_of, split_parent
 from trainer.errors import UserError
 from trainer.files import crc32
 

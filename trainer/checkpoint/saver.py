@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from trainer.checkpoint.error_messages import DISK_FULL_ADVICE
 from trainer.checkpoint.interval import estimated_save_s
 from trainer.checkpoint.manifest import name_of
 from trainer.checkpoint.retention import find_best
 from trainer.checkpoint.save_policy import SavePolicy, build_save_policy
 from trainer.checkpoint.snapshot import Savable
+from trainer.checkpoint.storage import DISK_FULL_ADVICE
 from trainer.checkpoint.store import Checkpoints, SaveResult
 from trainer.config import RunConfig
 from trainer.distributed.step_sync import StepSync

@@ -25,8 +25,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from trainer.checkpoint.blocks import checksum_of
-from trainer.checkpoint.error_messages import DISK_FULL_ADVICE, describe, merge_errors
 from trainer.checkpoint.layout import WrittenChunks, layout_of, layout_to_json
 from trainer.checkpoint.manifest import (
     INDEX,
@@ -38,7 +36,6 @@ from trainer.checkpoint.manifest import (
 )
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.retention import RetentionPolicy
-from trainer.checkpoint.small_files import check_visible, write_files
 from trainer.checkpoint.snapshot import (
     RunInfo,
     Savable,
@@ -47,7 +44,17 @@ from trainer.checkpoint.snapshot import (
     parts_differing_between_ranks,
     store_per_rank,
 )
-from trainer.checkpoint.storage import COMMIT, DOUBTFUL, Storage
+from trainer.checkpoint.storage import (
+    COMMIT,
+    DISK_FULL_ADVICE,
+    DOUBTFUL,
+    Storage,
+    check_visible,
+    checksum_of,
+    describe,
+    merge_errors,
+    write_files,
+)
 from trainer.checkpoint.tensors import SavePlans, Staging, write_tensors
 from trainer.config import CheckpointSection
 from trainer.distributed.channel import Channel

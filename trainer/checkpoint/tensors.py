@@ -21,11 +21,19 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.blocks import BlockReader, Blocks, BlockWriter, Damaged
-from trainer.checkpoint.chunk_table import Boxes
-from trainer.checkpoint.layout import Box, Chunk, Layout, PlannedTensor, ReadRequest, StoredTensor, Tensors, WriteResult
-from trainer.checkpoint.storage import Storage
-from trainer.checkpoint.writers import choose_writers
+from trainer.checkpoint.layout import (
+    Box,
+    Boxes,
+    Chunk,
+    Layout,
+    PlannedTensor,
+    ReadRequest,
+    StoredTensor,
+    Tensors,
+    WriteResult,
+    choose_writers,
+)
+from trainer.checkpoint.storage import BlockReader, Blocks, BlockWriter, Damaged, Storage
 from trainer.distributed.channel import Channel
 from trainer.errors import print_stderr
 from trainer.model.parameters import local

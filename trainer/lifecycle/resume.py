@@ -11,13 +11,11 @@ from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 
-from trainer.checkpoint.compatibility import IncompatibleCheckpoint
 from trainer.checkpoint.manifest import name_of
-from trainer.checkpoint.reader import RestoredCheckpoint
+from trainer.checkpoint.reader import IncompatibleCheckpoint, RestoredCheckpoint, find_checkpoint
 from trainer.checkpoint.snapshot import Savable
 from trainer.checkpoint.storage import SUPERSEDED, is_same_location, open_storage
 from trainer.checkpoint.store import Checkpoints
-from trainer.checkpoint.stored_weights import find_checkpoint
 from trainer.config import RunConfig, compare_configs, stored_value
 from trainer.distributed.world import World
 from trainer.errors import UserError, masked
