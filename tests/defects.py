@@ -155,9 +155,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "each-rank-decides-when-to-save",
         "pays",
-        "build_save_policy",
-        "policy.is_agreed = lambda: asked.any_yes",
-        "policy.is_agreed = pace.is_time",
+        "AdaptiveInterval.falls_due",
+        "self._is_time.any_yes",
+        "self.is_time()",
     ),
     Defect(
         "tied-table-not-gathered-back",

@@ -19,7 +19,7 @@ from tests.runs import Shared
 from tests.tiny import fit
 from trainer import Trainer, UserError, load_config, load_weights
 from trainer.checkpoint.reader import StoredWeights, find_checkpoint
-from trainer.checkpoint.state_tree import join, split
+from trainer.checkpoint.state_parts import join, split
 from trainer.checkpoint.storage import open_storage
 from trainer.export import command_line as export
 from trainer.metrics.step_metrics import Update

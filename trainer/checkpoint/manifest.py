@@ -80,6 +80,18 @@ class Manifest:
         return json.dumps({**content, "sha256": _digest(content)}, indent=1)
 
 
+@dataclass(frozen=True)
+class RunInfo:
+    """The run that wrote a checkpoint: its configuration, mesh and job."""
+
+    config_yaml: str
+    mesh: Mapping[str, int]
+    job: str = ""
+    """The launcher's identifier of the job."""
+    restarts: int = 0
+    """How often the launcher had restarted the job."""
+
+
 def name_of(step: int) -> str:
     """Return the folder name of a step's checkpoint."""
     return f"{PREFIX}{step:08d}"

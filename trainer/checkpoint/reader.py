@@ -11,20 +11,24 @@ import json
 import os
 import re
 import shlex
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import safetensors.torch
 import torch
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.layout import Layout, StoredTensor, layout_from_json
+from trainer.checkpoint.layout import Chunk, Layout, ReadRequest, StoredTensor, Tensors, layout_from_json
 from trainer.checkpoint.manifest import (
     PREFIX,
     Manifest,
+    RunInfo,
     StoredBlocks,
     check_format,
     find_damage,
@@ -34,11 +38,12 @@ from trainer.checkpoint.manifest import (
     read_manifest,
 )
 from trainer.checkpoint.retention import best_step, list_steps, newest_step
-from trainer.checkpoint.snapshot import ComparablePart, DependentPart, RestartablePart, RunInfo, Savable, Stateful
-from trainer.checkpoint.state_tree import join, split
+from trainer.checkpoint.state_parts import StatePart, join, split
 from trainer.checkpoint.storage import (
     COMMIT,
     DAMAGED,
+    BlockReader,
+    Blocks,
     Damaged,
     LocalStorage,
     PinnedStorage,
@@ -48,12 +53,14 @@ from trainer.checkpoint.storage import (
     list_configured_folder,
     open_storage,
 )
-from trainer.checkpoint.tensors import read_rows, read_tensors
 from trainer.config import stored_value
 from trainer.config.run_paths import CONFIG, relocated, run_of_best
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError, is_masked, nearest, setting_error
 from trainer.files import find_folder
+
+if TYPE_CHECKING:
+    from trainer.lifecycle.state import TrainState
 
 Result = TypeVar("Result")
 
@@ -77,6 +84,18 @@ class RestoredCheckpoint:
 Compare = Callable[[str], tuple[list[str], list[str]]]
 """Compares the current configuration with a checkpoint's, given as YAML.  Returns the differences that forbid resuming
 and those that do not, one line each.  Has no side effects."""
+
+
+@dataclass(frozen=True)
+class RestoreRequest:
+    """The state to restore, and under which conditions."""
+
+    state: TrainState
+    compare: Compare
+    allowed: frozenset[str]
+    """Keys and parts of the state that may differ (`checkpoint.allow_changes`)."""
+    careful: bool
+    """Verify every byte before anything is overwritten, because the current state must not be lost."""
 
 
 class CheckpointReader:
@@ -107,12 +126,9 @@ class CheckpointReader:
         """True if this rank sees an empty or missing folder.  Not collective."""
         return not list_configured_folder(self.storage)
 
-    def restore(
-        self, state: Savable, compare: Compare, allowed: frozenset[str], careful: bool
-    ) -> RestoredCheckpoint | None:
-        """Restore `state` from the newest good checkpoint; return None if there are no checkpoints.
+    def restore(self, request: RestoreRequest) -> RestoredCheckpoint | None:
+        """Restore a state from the newest good checkpoint; return None if there are no checkpoints.
 
-        `careful`: verify every byte before anything is overwritten, if the current state must not be lost.
         Damaged checkpoints are quarantined once a good one has been restored.  A checkpoint that was saved while steps
         were skipped is used only if there is no other.
 
@@ -122,7 +138,14 @@ class CheckpointReader:
         damaged: dict[str, list[str]] = {}
         put_off: dict[str, int] = {}
         for name in chain.from_iterable((names, put_off)):  # read lazily: `put_off` fills up during the first pass
-            found, damage = self._try(name, put_off, state, compare, allowed, careful)
+            storage = self.storage / name
+            manifest, problem = self._manifest(storage)
+            found, damage = None, [problem]
+            if manifest is not None:
+                if manifest.num_skipped and name not in put_off:
+                    put_off[name] = manifest.num_skipped
+                    continue
+                found, damage = self._load(storage, manifest, request)
             if damage:
                 damaged[name] = damage
             if found is not None:
@@ -137,38 +160,15 @@ class CheckpointReader:
             )
         return None
 
-    def _try(
-        self,
-        name: str,
-        put_off: dict[str, int],
-        state: Savable,
-        compare: Compare,
-        allowed: frozenset[str],
-        careful: bool,
-    ) -> tuple[RestoredCheckpoint | None, list[str]]:
-        """Load a checkpoint (see `_load`), or postpone it: note its number of skipped steps in `put_off`."""
-        storage = self.storage / name
-        manifest, problem = self._manifest(storage)
-        if manifest is None:
-            return None, [problem]
-        if manifest.num_skipped and name not in put_off:
-            put_off[name] = manifest.num_skipped
-            return None, []
-        return self._load(storage, manifest, state, compare, allowed, careful)
-
-    def load(
-        self, storage: Storage, state: Savable, compare: Compare, allowed: frozenset[str], careful: bool
-    ) -> RestoredCheckpoint:
-        """Restore `state` from the checkpoint at `storage`, on any mesh.
-
-        `careful`: verify every byte before anything is overwritten, if the current state must not be lost.
+    def load(self, storage: Storage, request: RestoreRequest) -> RestoredCheckpoint:
+        """Restore a state from the checkpoint at `storage`, on any mesh.
 
         Raises UserError if there is no checkpoint or it is incompatible, TrainingFailed if it is damaged.
         """
         manifest, problem = self._manifest(storage)
         found, damage = None, [problem]
         if manifest is not None:
-            found, damage = self._load(storage, manifest, state, compare, allowed, careful)
+            found, damage = self._load(storage, manifest, request)
         if found is None:
             listed = "\n".join(f"  {line}" for line in damage)
             raise TrainingFailed(f"the checkpoint {storage} is damaged:\n{listed}")
@@ -191,16 +191,11 @@ class CheckpointReader:
         return manifest, problem
 
     def _load(
-        self,
-        storage: Storage,
-        manifest: Manifest,
-        state: Savable,
-        compare: Compare,
-        allowed: frozenset[str],
-        careful: bool,
+        self, storage: Storage, manifest: Manifest, request: RestoreRequest
     ) -> tuple[RestoredCheckpoint | None, list[str]]:
         """Restore from `storage`.  Returns the restored checkpoint, or None and the damage."""
-        depth = "sizes" if not self._checksums else "full" if careful else "frames"
+        state = request.state
+        depth = "sizes" if not self._checksums else "full" if request.careful else "frames"
         _, damage = self._attempt(lambda: _look_for_damage(storage, manifest, depth, self.world))
         if damage:
             return None, damage
@@ -208,30 +203,27 @@ class CheckpointReader:
         if stored is None or damage:
             return None, damage
         document, layout = stored.document, stored.layout
-        different, changed = self.world.agreed(lambda: compare(stored.config_yaml))
+        different, changed = self.world.agreed(lambda: request.compare(stored.config_yaml))
         is_same_size = stored.own is not None
-        fit = (state, document, layout, allowed, is_same_size)
-        left_out, warnings = self.world.agreed(lambda: check_compatible(storage, different, *fit))
+        left_out, warnings = self.world.agreed(
+            lambda: check_compatible(storage, different, state, document, layout, request.allowed, is_same_size)
+        )
         targets = self.world.agreed(lambda: find_targets(state, layout, left_out))
-        _, damage = self._attempt(lambda: self._read(storage, manifest, layout, targets))
+        blocks = StoredBlocks(storage, manifest)
+        _, damage = self._attempt(lambda: read_tensors(storage, layout, blocks, targets, check=self._checksums))
         if damage:
             return None, damage
         self.world.agreed(lambda: apply(state, document, targets, stored.own, left_out))
         state.step = manifest.step
         if not is_same_size:
             for part in state.per_rank_parts.values():
-                if isinstance(part, RestartablePart):
-                    part.restart(manifest.step)
+                StatePart.of(part).restart(manifest.step)
             if document.get("unlike"):
                 keys = ", ".join(document["unlike"])
                 warnings.append(
                     f"each of {manifest.world_size} ranks had its own values; using those of rank 0: {keys}"
                 )
         return RestoredCheckpoint(str(storage), manifest, stored.config_yaml, warnings=warnings, changed=changed), []
-
-    def _read(self, storage: Storage, manifest: Manifest, layout: Layout, targets: Mapping[str, torch.Tensor]) -> None:
-        blocks = StoredBlocks(storage, manifest)
-        read_tensors(storage, layout, blocks, targets, check=self._checksums)
 
     def _attempt(self, work: Callable[[], Result]) -> tuple[Result | None, list[str]]:
         """Return this rank's result of `work`, and the damage that any rank found, the same lines on all ranks."""
@@ -339,7 +331,7 @@ class StoredState:
         self.own = read_file(storage, manifest, rank_file(world.rank)) if is_same_size else None
 
 
-def find_targets(state: Savable, layout: Layout, left_out: set[str]) -> dict[str, torch.Tensor]:
+def find_targets(state: TrainState, layout: Layout, left_out: set[str]) -> dict[str, torch.Tensor]:
     """Return the tensor to read each stored tensor into: the live tensor if it exists and has the same shape."""
     targets: dict[str, torch.Tensor] = {}
     with torch.no_grad():
@@ -347,8 +339,7 @@ def find_targets(state: Savable, layout: Layout, left_out: set[str]) -> dict[str
             if name in left_out:
                 continue
             stored = _within(layout, name)
-            if isinstance(part, ComparablePart):
-                part.prepare(stored)
+            StatePart.of(part).prepare(stored)
             _, live = split(part.state_dict(), (name,))
             by_key = {".".join(path): tensor for path, tensor in live.items()}
             for key in stored:
@@ -367,7 +358,7 @@ def _within(layout: Layout, name: str) -> dict[str, StoredTensor]:
 def check_compatible(
     storage: Storage,
     different: list[str],
-    state: Savable,
+    state: TrainState,
     document: Mapping[str, Any],
     layout: Layout,
     allowed: frozenset[str],
@@ -380,8 +371,8 @@ def check_compatible(
     unfit, left_out = find_differences(state, document, layout, allowed, is_same_size)
     all_remarks: list[str] = []
     for name, part in state.parts.items():
-        if isinstance(part, DependentPart) and name in document["parts"] and f"state.{name}" not in allowed:
-            changed, remarks = part.changes_outside(document["parts"][name], allowed)
+        if name in document["parts"] and f"state.{name}" not in allowed:
+            changed, remarks = StatePart.of(part).changes_outside(document["parts"][name], allowed)
             if changed:
                 unfit[name] = unfit.get(name, []) + changed
             all_remarks += remarks
@@ -391,7 +382,7 @@ def check_compatible(
 
 
 def find_differences(
-    state: Savable, document: Mapping[str, Any], layout: Layout, allowed: frozenset[str], is_same_size: bool
+    state: TrainState, document: Mapping[str, Any], layout: Layout, allowed: frozenset[str], is_same_size: bool
 ) -> tuple[dict[str, list[str]], set[str]]:
     """Return one line per difference, by part, and the parts left unrestored because the user allows it."""
     # The earliest checkpoints of this format did not list per-rank parts.
@@ -406,17 +397,16 @@ def find_differences(
             raise setting_error("checkpoint.allow_changes", [named], rule, meant=meant, fix=fix)
     lines: dict[str, list[str]] = {}
     left_out = set()
-    for name, part in [*state.parts.items(), *state.per_rank_parts.items()]:
-        unfit: list[str] = []
+    for name, thing in [*state.parts.items(), *state.per_rank_parts.items()]:
+        part, unfit = StatePart.of(thing), list[str]()
         if name not in (parts if name in state.parts else per_rank_parts):
-            unfit = [] if getattr(part, "may_be_absent", False) else [_other_state(name, "not in the checkpoint")]
+            unfit = [] if part.may_be_absent else [_other_state(name, "not in the checkpoint")]
         elif name in state.per_rank_parts:
-            if not is_same_size and not isinstance(part, RestartablePart):
+            if not is_same_size and not part.can_restart:
                 unfit = [_other_state(name, "per-rank state, saved with a different number of ranks")]
-        elif isinstance(part, ComparablePart):
-            unfit = part.differences(parts[name], _within(layout, name))
         else:
-            unfit = _sharded_differences(name, part, layout)
+            found = part.differences(parts[name], _within(layout, name))
+            unfit = _sharded_differences(name, part, layout) if found is None else found
         if unfit and f"state.{name}" in allowed:
             left_out.add(name)
         elif unfit:
@@ -452,7 +442,8 @@ def _other_state(name: str, where: str) -> str:
     return f"state {name!r}: {where} (allow it: checkpoint.allow_changes=[state.{name}])"
 
 
-def _sharded_differences(name: str, part: Stateful, layout: Layout) -> list[str]:
+def _sharded_differences(name: str, part: StatePart, layout: Layout) -> list[str]:
+    """Return one line per DTensor of another shape."""
     with torch.no_grad():
         _, live = split(part.state_dict(), (name,))
     lines = []
@@ -489,14 +480,18 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def apply(
-    state: Savable,
+    state: TrainState,
     document: Mapping[str, Any],
     targets: Mapping[str, torch.Tensor],
     own: bytes | None,
     left_out: set[str],
 ) -> None:
     """Load every part's state.  Call this only after everything has been read and verified."""
-    plain, tensors = ({}, {}) if own is None else read_own(own)
+    plain: dict[str, Any] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    if own is not None:
+        header = json.loads(own[8 : 8 + int.from_bytes(own[:8], "little")])
+        plain, tensors = json.loads(header["__metadata__"]["state"]), safetensors.torch.load(own)
     differing = {key: tensors[key] for key in document.get("unlike", []) if key in tensors}
     with torch.no_grad():
         for name, part in state.parts.items():
@@ -505,12 +500,6 @@ def apply(
         for name, part in state.per_rank_parts.items():
             if name in plain and name not in left_out:
                 part.load_state_dict(join(plain[name], tensors))
-
-
-def read_own(own: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the plain values and the tensors in a per-rank file."""
-    header = json.loads(own[8 : 8 + int.from_bytes(own[:8], "little")])
-    return json.loads(header["__metadata__"]["state"]), safetensors.torch.load(own)
 
 
 _TRIES = 50
@@ -548,28 +537,17 @@ class StoredWeights:
         except Damaged as error:
             raise TrainingFailed(f"the checkpoint {storage} is damaged:\n  {error}") from error
         self.layout = layout
-        self._stored = {k.removeprefix("model."): stored for k, stored in layout.items() if k.startswith("model.")}
-        if averaged and not self.has_average:
+        weights = _within(layout, "model")
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: stored.shape for name, stored in weights.items()}
+        self.dtypes: Mapping[str, torch.dtype] = {name: stored.dtype for name, stored in weights.items()}
+        if averaged and not any(key.startswith(_AVERAGE) for key in layout):
             raise UserError(f"{storage}: has no averaged weights: its run had train.ema=0")
-        self._keys = {name: f"{_AVERAGE}{name}" for name in self._stored if averaged and f"{_AVERAGE}{name}" in layout}
-
-    @property
-    def has_average(self) -> bool:
-        """True if the checkpoint also holds averaged weights."""
-        return any(key.startswith(_AVERAGE) for key in self.layout)
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: stored.shape for name, stored in self._stored.items()}
-
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        return {name: stored.dtype for name, stored in self._stored.items()}
+        self._keys = {name: f"{_AVERAGE}{name}" for name in weights if averaged and f"{_AVERAGE}{name}" in layout}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a parameter, all by default.  Raises TrainingFailed if they are damaged."""
         if name in self._keys:
-            return self.read_stored(self._keys[name], start, stop).to(self._stored[name].dtype)
+            return self.read_stored(self._keys[name], start, stop).to(self.dtypes[name])
         return self.read_stored(f"model.{name}", start, stop)
 
     def read_stored(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
@@ -652,3 +630,128 @@ def _elsewhere(run: Storage) -> list[Storage]:
     if not (isinstance(stored, str) and stored):
         return []
     return [open_storage(relocated(stored, str(run_dir or run), str(run)))]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Tensors
+
+
+def read_tensors(
+    storage: Storage, layout: Layout, blocks: Mapping[str, Blocks], targets: Tensors, check: bool = True
+) -> None:
+    """Read this rank's parts of `targets` (DTensors of any mesh, or plain tensors) in place, and verify them.
+
+    No collective.  Raises Damaged or OSError; some targets may then have been overwritten.
+    """
+    from trainer.checkpoint.dcp import load
+
+    reader = ChunkReader(storage, blocks, check)
+    try:
+        load(targets, layout, reader)
+    finally:
+        reader.close()
+
+
+class ChunkReader:
+    """Reads parts of chunks from the files of one checkpoint."""
+
+    _NUM_THREADS = 2
+    """The threads take the blocks of a file in turn: one waits for the disk while the other computes a checksum.  With
+    whole tensors per thread, which defeats the kernel's read-ahead, reading took 1.3 to 3 times as long."""
+    _WAITING_BYTES = 64 << 20
+    """Limit of the data in flight: reads that have started and are not yet finished."""
+
+    def __init__(self, storage: Storage, blocks: Mapping[str, Blocks], check: bool = True) -> None:
+        self._place, self._blocks, self._check = storage, blocks, check
+        self._open: dict[str, BlockReader] = {}
+
+    def read_parts(self, parts: Iterable[ReadRequest]) -> None:
+        """Fill the targets, in file order."""
+        waiting: deque[_Reading] = deque()
+        with ThreadPoolExecutor(self._NUM_THREADS) as threads:
+            try:
+                for part in sorted(parts, key=lambda part: (part.chunk.file, part.chunk.start)):
+                    if part.target.numel():
+                        waiting.append(self._begin(threads, part))
+                    while sum(reading.num_bytes for reading in waiting) > self._WAITING_BYTES:
+                        waiting.popleft().finish()
+                for reading in waiting:
+                    reading.finish()
+            except BaseException:
+                threads.shutdown(wait=True, cancel_futures=True)
+                raise
+
+    def _begin(self, threads: ThreadPoolExecutor, part: ReadRequest) -> _Reading:
+        """Start reading a part of a chunk, directly into the target if the target has the same memory layout."""
+        chunk, target = part.chunk, part.target
+        rows_only = part.sizes[1:] == chunk.sizes[1:]
+        row_bytes = int(np.prod(chunk.sizes[1:], dtype=np.int64)) * part.dtype.itemsize
+        start = chunk.data_start + (part.offsets[0] * row_bytes if rows_only and part.offsets else 0)
+        fits = rows_only and target.device.type == "cpu" and target.dtype == part.dtype and target.is_contiguous()
+        buffer = target if fits else torch.empty(part.sizes if rows_only else chunk.sizes, dtype=part.dtype)
+        jobs = [threads.submit(read) for read in self._file(chunk.file).parts(_bytes_of(buffer), start)]
+        if fits:
+            return _Reading(jobs, None, None, buffer.nbytes)
+        box = () if rows_only else tuple(slice(o, o + n) for o, n in zip(part.offsets, part.sizes, strict=True))
+        return _Reading(jobs, buffer[box], target, buffer.nbytes)
+
+    def _file(self, name: str) -> BlockReader:
+        if name not in self._open:
+            if name not in self._blocks:
+                raise Damaged(f"{self._place}/{name}: is not in the manifest")
+            self._open[name] = BlockReader(self._place, name, self._blocks[name], self._check)
+        return self._open[name]
+
+    def read_rows(self, chunk: Chunk, start: int, rows: torch.Tensor) -> None:
+        """Read rows of one chunk, from row `start` on."""
+        position = chunk.data_start + start * (rows.nbytes // len(rows) if rows.ndim else 0)
+        self._file(chunk.file).read_into(_bytes_of(rows), position)
+
+    def close(self) -> None:
+        for reader in self._open.values():
+            reader.close()
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A read in progress of a part of a chunk."""
+
+    jobs: Sequence[Future[None]]
+    source: torch.Tensor | None
+    """Intermediate buffer, if the data is not read directly into the target."""
+    target: torch.Tensor | None
+    num_bytes: int
+
+    def finish(self) -> None:
+        for job in self.jobs:
+            job.result()
+        if self.source is not None and self.target is not None:
+            self.target.copy_(self.source)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def read_rows(
+    storage: Storage, stored: StoredTensor, blocks: Mapping[str, Blocks], start: int = 0, stop: int | None = None
+) -> torch.Tensor:
+    """Return rows [start, stop) along dim 0 of one tensor, all by default, on the CPU.  Raises Damaged or OSError."""
+    rows = stored.shape[0] if stored.shape else 1
+    stop = rows if stop is None else stop
+    out = torch.empty((stop - start, *stored.shape[1:]) if stored.shape else (), dtype=stored.dtype)
+    reader = ChunkReader(storage, blocks)
+    try:
+        offsets = (start, *(0 for _ in stored.shape[1:])) if stored.shape else ()
+        for chunk in stored.chunks.meeting(offsets, tuple(out.shape)):
+            first = chunk.offsets[0] if chunk.offsets else 0
+            height = chunk.sizes[0] if chunk.sizes else 1
+            low, high = max(start, first), min(stop, first + height)
+            whole = torch.empty((high - low, *chunk.sizes[1:]) if stored.shape else (), dtype=stored.dtype)
+            reader.read_rows(chunk, low - first, whole)
+            within = (low - start, *chunk.offsets[1:])
+            box = tuple(slice(o, o + n) for o, n in zip(within, whole.shape, strict=True)) if stored.shape else ()
+            out[box].copy_(whole)
+    finally:
+        reader.close()
+    return out
