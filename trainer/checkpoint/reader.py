@@ -1,4 +1,4 @@
-"""Finds checkpoints and restores a state from one.
+"""Finds checkpoints, compares one with the state to restore, and loads it; reads single weights for other commands.
 
 Manifest, sizes and checksums are verified, in parallel across ranks.  If a checkpoint is damaged, it is reported and
 the previous one is tried.  All ranks restore the same checkpoint.
@@ -277,6 +277,9 @@ def _look_for_damage(storage: Storage, manifest: Manifest, depth: str, world: Wo
         raise Damaged("\n".join(damage))
 
 
+# ---------------------------------------------------------------------------------------------------------------
+# Comparing a checkpoint with the state to restore
+
 _ALLOW_HINT = re.compile(r"allow it: checkpoint\.allow_changes=\[([^\]]+)\]")
 
 
@@ -502,6 +505,70 @@ def apply(
                 part.load_state_dict(join(plain[name], tensors))
 
 
+# ---------------------------------------------------------------------------------------------------------------
+# Finding the checkpoint that a path refers to
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Return whether `path`, a folder or URL, is a single checkpoint, even if it is damaged or lacks its manifest."""
+    return bool({COMMIT, "state.json", "layout.json"} & set(list_configured_folder(open_storage(path))))
+
+
+def find_checkpoints(path: str | os.PathLike[str]) -> Storage:
+    """Return the folder of checkpoints at `path`, which is that folder itself or a run folder.  Raises UserError."""
+    storage = open_storage(path)
+    for folder in (storage, storage / "checkpoints", *_elsewhere(storage)):
+        if any(name.startswith(PREFIX) for name in folder.names()) or folder.quarantined_names():
+            return folder
+    local = find_folder(path)
+    rule = "has no checkpoints"
+    if local is not None and not local.is_dir():
+        rule = "is a file" if local.exists() else "no such folder"
+    raise UserError(f"{path}: {rule}\n  to fix: give a run folder, or the folder in checkpoint.dir")
+
+
+def find_checkpoint(path: str | os.PathLike[str]) -> Storage:
+    """Return the checkpoint that `path` refers to.
+
+    `path` is a checkpoint itself, a run folder (for its newest checkpoint; one saved while steps were skipped only if
+    there is no other), or `RUN/best` (for the one with the best evaluation).  Raises UserError.
+
+    The checkpoint may be damaged: only reading it will show that.
+    """
+    if is_checkpoint(path):
+        return open_storage(path)
+    if (run := run_of_best(os.fspath(path))) is not None:
+        folder = find_checkpoints(run)
+        best = best_step(folder)
+        if best is None:
+            raise UserError(f"{path}: none of the checkpoints in {folder} was evaluated when it was saved")
+        return folder / name_of(best)
+    folder = find_checkpoints(path)
+    step = newest_step(folder)
+    if step is None:
+        raise UserError(f"{path}: has no checkpoint")
+    return folder / name_of(step)
+
+
+def _elsewhere(run: Storage) -> list[Storage]:
+    """Return the checkpoint folder from a run's stored configuration, or an empty list if it sets none."""
+    try:
+        text = run.read(CONFIG).decode(errors="replace")
+        stored, run_dir = stored_value(text, "checkpoint.dir"), stored_value(text, "run.dir")
+    except (OSError, UserError):  # not a run folder
+        return []
+    if is_masked(stored):
+        raise UserError(
+            f"{run}: its checkpoints are at {stored}, whose credentials are not stored; give the complete URL"
+        )
+    if not (isinstance(stored, str) and stored):
+        return []
+    return [open_storage(relocated(stored, str(run_dir or run), str(run)))]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Weights by name, any rows of them, in one process and without a process group
+
 _TRIES = 50
 """Attempts to open the newest checkpoint of a live run, if each one is pruned before it can be opened."""
 _AVERAGE = "ema.weights."
@@ -575,65 +642,8 @@ def open_checkpoint(path: str | os.PathLike[str], averaged: bool = False) -> Sto
     raise UserError(f"{path}: its checkpoints are deleted faster than they can be opened\n  to fix: {fix}")
 
 
-def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Return whether `path`, a folder or URL, is a single checkpoint, even if it is damaged or lacks its manifest."""
-    return bool({COMMIT, "state.json", "layout.json"} & set(list_configured_folder(open_storage(path))))
-
-
-def find_checkpoints(path: str | os.PathLike[str]) -> Storage:
-    """Return the folder of checkpoints at `path`, which is that folder itself or a run folder.  Raises UserError."""
-    storage = open_storage(path)
-    for folder in (storage, storage / "checkpoints", *_elsewhere(storage)):
-        if any(name.startswith(PREFIX) for name in folder.names()) or folder.quarantined_names():
-            return folder
-    local = find_folder(path)
-    rule = "has no checkpoints"
-    if local is not None and not local.is_dir():
-        rule = "is a file" if local.exists() else "no such folder"
-    raise UserError(f"{path}: {rule}\n  to fix: give a run folder, or the folder in checkpoint.dir")
-
-
-def find_checkpoint(path: str | os.PathLike[str]) -> Storage:
-    """Return the checkpoint that `path` refers to.
-
-    `path` is a checkpoint itself, a run folder (for its newest checkpoint; one saved while steps were skipped only if
-    there is no other), or `RUN/best` (for the one with the best evaluation).  Raises UserError.
-
-    The checkpoint may be damaged: only reading it will show that.
-    """
-    if is_checkpoint(path):
-        return open_storage(path)
-    if (run := run_of_best(os.fspath(path))) is not None:
-        folder = find_checkpoints(run)
-        best = best_step(folder)
-        if best is None:
-            raise UserError(f"{path}: none of the checkpoints in {folder} was evaluated when it was saved")
-        return folder / name_of(best)
-    folder = find_checkpoints(path)
-    step = newest_step(folder)
-    if step is None:
-        raise UserError(f"{path}: has no checkpoint")
-    return folder / name_of(step)
-
-
-def _elsewhere(run: Storage) -> list[Storage]:
-    """Return the checkpoint folder from a run's stored configuration, or an empty list if it sets none."""
-    try:
-        text = run.read(CONFIG).decode(errors="replace")
-        stored, run_dir = stored_value(text, "checkpoint.dir"), stored_value(text, "run.dir")
-    except (OSError, UserError):  # not a run folder
-        return []
-    if is_masked(stored):
-        raise UserError(
-            f"{run}: its checkpoints are at {stored}, whose credentials are not stored; give the complete URL"
-        )
-    if not (isinstance(stored, str) and stored):
-        return []
-    return [open_storage(relocated(stored, str(run_dir or run), str(run)))]
-
-
 # ---------------------------------------------------------------------------------------------------------------
-# Tensors
+# Tensors from the data files
 
 
 def read_tensors(

@@ -712,10 +712,7 @@ class Staging:
     def _buffer_for(self, parts: Tensors) -> np.ndarray[Any, Any]:
         needed = sum(_padded(part) for part in parts.values())
         if needed > self._buffer.nbytes:
-            if self._is_locked:
-                self._is_locked = False
-                cudart: Any = torch.cuda.cudart()
-                torch.cuda.check_error(cudart.cudaHostUnregister(self._buffer.ctypes.data))
+            self._unlock()
             self._buffer = np.empty(0, dtype=np.uint8)  # free it before the larger one is allocated
             self._buffer = np.zeros(needed, dtype=np.uint8)
             if self._device.type == "cuda":
@@ -736,6 +733,12 @@ class Staging:
             )
             return False
         return True
+
+    def _unlock(self) -> None:
+        if self._is_locked:
+            self._is_locked = False
+            cudart: Any = torch.cuda.cudart()
+            torch.cuda.check_error(cudart.cudaHostUnregister(self._buffer.ctypes.data))
 
 
 def _padded(tensor: torch.Tensor) -> int:
