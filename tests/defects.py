@@ -178,7 +178,7 @@ DEFECTS: list[Defect] = [
         "save-postponed-for-good",
         "streaks",
         "SaveSchedule.is_due",
-        "return falls_due or self._is_postponed",
+        "return falls_due or self.is_postponed",
         "return falls_due",
     ),
     Defect(
@@ -576,7 +576,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "pruned-one-too-many",
         "pruning",
-        "RetentionPolicy._older_than_the_last",
+        "RetentionPolicy.obsolete",
         "if step < last[-1] and",
         "if step <= last[-1] and",
     ),

@@ -166,7 +166,7 @@ class Trainer:
             folder=self.folder,
             relocation=relocation,
             resume=self.resume,
-            accounts=self.accounts,
+            step_metrics=self.accounts,
             watchdog=self.watchdog,
             metrics=self.metrics,
             expected_bytes=weights + kept,

@@ -78,24 +78,20 @@ def _metadata(layout: Layout, chunks: Mapping[str, Sequence[Chunk]]) -> Metadata
 
 def load(targets: Tensors, layout: Layout, reader: ChunkReader) -> None:
     """Fill this rank's parts of `targets` (DTensors of any mesh, or plain tensors) by `reader`.  No collective."""
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose: each rank reads alone
-            storage = _Storage(layout, _needed(targets, layout), reader)
-            dcp.load(dict(targets), storage_reader=storage, planner=planner, no_dist=True)
-    except CheckpointException as failure:  # DCP's wrapper derives from BaseException
-        (error, _), *_ = failure.failures.values()
-        raise error from failure
-
-
-def _needed(targets: Tensors, layout: Layout) -> dict[str, list[Chunk]]:
-    """Return the chunks that overlap this rank's parts of `targets`: given all chunks, DCP would examine every one."""
+    # Only the chunks that overlap this rank's parts: given all chunks, DCP would examine every one.
     needed: dict[str, dict[Chunk, None]] = {key: {} for key in targets if key in layout}
     for box in held_boxes(targets):
         if box.key in needed:
             needed[box.key] |= dict.fromkeys(layout[box.key].chunks.meeting(box.offsets, box.sizes))
-    return {key: list(chunks) for key, chunks in needed.items()}
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose: each rank reads alone
+            storage = _Storage(layout, {key: list(chunks) for key, chunks in needed.items()}, reader)
+            dcp.load(dict(targets), storage_reader=storage, planner=planner, no_dist=True)
+    except CheckpointException as failure:  # DCP's wrapper derives from BaseException
+        (error, _), *_ = failure.failures.values()
+        raise error from failure
 
 
 class _Storage(StorageReader):

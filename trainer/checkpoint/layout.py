@@ -283,7 +283,12 @@ class Boxes:
         width = max((boxes.sizes.shape[1] for boxes in many), default=0)
         keys = [key for boxes in many for key in boxes.keys]
         offsets, sizes = (
-            np.concatenate([_widened(rows, width, missing) for rows in columns] or [np.empty((0, width), np.int64)])
+            np.concatenate(
+                [
+                    np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=missing)
+                    for rows in columns or [np.empty((0, width), np.int64)]
+                ]
+            )
             for columns, missing in (([b.offsets for b in many], 0), ([b.sizes for b in many], 1))
         )
         return cls(keys, offsets, sizes)
@@ -297,10 +302,6 @@ class Boxes:
             return np.fromiter(map(known.__getitem__, self.keys), dtype=np.int64, count=len(self.keys))
         except KeyError as error:
             raise ValueError(f"{error.args[0]}: not all ranks hold this tensor") from None
-
-
-def _widened(rows: Rows, width: int, missing: int) -> Rows:
-    return np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=missing)
 
 
 def choose_writers(held: Sequence[Boxes], tensors: Tensors) -> tuple[list[Rows], dict[str, PlannedTensor]]:
@@ -344,25 +345,24 @@ def _chosen(ranks: Rows, starts: Rows, num_bytes: Rows, num_ranks: int) -> Rows:
 
 
 def _planned(rows: Rows, tensors: Tensors) -> dict[str, PlannedTensor]:
-    """Return the planned chunks of each tensor.  rows: tensor number, offsets and sizes of each box, sorted."""
+    """Return the planned chunks of each tensor.  rows: tensor number, offsets and sizes of each box, sorted.
+
+    Raises ValueError unless the boxes cover every tensor.
+    """
     width = (rows.shape[1] - 1) // 2
     bounds = np.searchsorted(rows[:, 0], np.arange(len(tensors) + 1)).tolist()
     planned = {}
     for (key, tensor), start, stop in zip(tensors.items(), bounds, bounds[1:], strict=False):
         own, shape = rows[start:stop], tuple(tensor.shape)
         offsets, sizes = own[:, 1 : 1 + len(shape)], own[:, 1 + width : 1 + width + len(shape)]
-        _check_coverage(key, shape, offsets, sizes)
+        # The boxes must cover the tensor.  DCP checks this only for several ranks, and never on load.
+        filled, numel = int(sizes.prod(axis=1).sum()), int(np.prod(shape, dtype=np.int64))
+        if filled != numel:
+            raise ValueError(f"{key}: the ranks hold {filled} of its {numel} elements")
+        if (offsets + sizes > shape).any() or _overlap(offsets, sizes):
+            raise ValueError(f"{key}: the ranks hold parts of it that overlap or lie outside of it")
         planned[key] = PlannedTensor(tensor.dtype, shape, offsets, sizes)
     return planned
-
-
-def _check_coverage(key: str, shape: tuple[int, ...], offsets: Rows, sizes: Rows) -> None:
-    """Raise ValueError unless the boxes cover a tensor.  DCP checks this only for several ranks, and never on load."""
-    filled, numel = int(sizes.prod(axis=1).sum()), int(np.prod(shape, dtype=np.int64))
-    if filled != numel:
-        raise ValueError(f"{key}: the ranks hold {filled} of its {numel} elements")
-    if (offsets + sizes > shape).any() or _overlap(offsets, sizes):
-        raise ValueError(f"{key}: the ranks hold parts of it that overlap or lie outside of it")
 
 
 def _overlap(offsets: Rows, sizes: Rows) -> bool:

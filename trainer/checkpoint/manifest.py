@@ -209,7 +209,7 @@ def find_damage(storage: Storage, manifest: Manifest, depth: str, share: int = 0
 
     depth: `sizes` checks sizes only; `frames` checks all bytes except those of tensors, which `read_tensors` verifies
     as it reads them; `full` checks all bytes.  `share` and `num_shares` divide the files among ranks.  The index for
-    torch's tools is not checked (see `find_index_damage`), since nothing here depends on it.
+    torch's tools is not checked, since nothing here depends on it.
     """
     damage = []
     needed = sorted((name, size) for name, (size, _) in manifest.files.items() if name != INDEX)
@@ -223,15 +223,6 @@ def find_damage(storage: Storage, manifest: Manifest, depth: str, share: int = 0
         except OSError as error:
             damage.append(f"{storage}/{name}: {_reason(error)}")
     return damage
-
-
-def find_index_damage(storage: Storage, manifest: Manifest) -> str:
-    """Return the problem with the index for torch's tools; empty if there is none."""
-    try:
-        read_file(storage, manifest, INDEX)
-    except Damaged as error:
-        return str(error)
-    return ""
 
 
 def _check_file(storage: Storage, manifest: Manifest, name: str, size: int, depth: str) -> None:

@@ -7,7 +7,7 @@ name of another step.  Such a checkpoint never replaces a good one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -32,8 +32,11 @@ def newest_step(storage: Storage) -> int | None:
     reading it will show that.
     """
     steps = list_steps(storage)
-    settled = (step for step in reversed(steps) if not _num_skipped(storage / name_of(step)))
-    return next(settled, steps[-1] if steps else None)
+    for step in reversed(steps):
+        manifest = _read(storage / name_of(step))
+        if manifest is None or not manifest.num_skipped:
+            return step
+    return steps[-1] if steps else None
 
 
 def best_step(storage: Storage) -> int | None:
@@ -51,11 +54,6 @@ def find_best(storage: Storage) -> tuple[float, int] | None:
     good = [manifest for manifest in manifests if manifest.evaluation and not manifest.num_skipped]
     scored = [(m.evaluation[good[-1].metric], m.step) for m in good if good[-1].metric in m.evaluation]
     return min(scored, default=None)
-
-
-def _num_skipped(storage: Storage) -> int:
-    manifest = _read(storage)
-    return 0 if manifest is None else manifest.num_skipped
 
 
 def _read(storage: Storage) -> Manifest | None:
@@ -96,28 +94,28 @@ class RetentionPolicy:
         good = (manifest for manifest in found if manifest is not None and not manifest.num_skipped)
         return sum(m.evaluation.get(self._metric, math.inf) <= value for m in good) < self._keep_best
 
-    def obsolete(self) -> list[str]:
-        """Return the names of the checkpoints to prune.  Propagates errors of the storage."""
-        return self._older_than_the_last(self._keep_last)
+    def obsolete(self, before_next: bool = False) -> list[str]:
+        """Return the names of the checkpoints to prune: older than the newest good ones, and kept by no other rule.
 
-    def obsolete_after_next(self) -> list[str]:
-        """Return the names of the checkpoints that will be pruned once another good one is published.
+        `before_next`: those that will be pruned once another good one is published.  If the disk is too full for the
+        new checkpoint, they can be pruned first.  At least one good checkpoint always remains.
 
-        If the disk is too full for the new checkpoint, they can be pruned first.  At least one good checkpoint always
-        remains.
+        Propagates errors of the storage.
         """
-        return self._older_than_the_last(self._keep_last - 1) if self._keep_last > 1 else []
-
-    def _older_than_the_last(self, number: int) -> list[str]:
-        """Return checkpoints older than the newest `number` good ones that no other rule keeps."""
+        number = self._keep_last - 1 if before_next else self._keep_last
         steps = list_steps(self._place)
-        last = list(islice((step for step in reversed(steps) if self._is_good(step)), number))
+        last = list(islice((step for step in reversed(steps) if self._is_good(step)), max(0, number)))
         if not last or len(last) < number:
             return []
-        best = self._best(steps)
-        return [
-            name_of(step) for step in steps if step < last[-1] and step not in best and not self._is_kept_for_good(step)
-        ]
+        manifests = {step: self._look_at(step) for step in steps}
+        evaluated = [m for m in manifests.values() if m and not m.num_skipped and self._metric in m.evaluation]
+        best = sorted((m.evaluation[self._metric], m.step) for m in evaluated)[: self._keep_best]  # a tie: the older
+        kept = {step for _, step in best}
+        for step, manifest in manifests.items():
+            stands_for = (step, *(manifest.due if manifest is not None else ()))
+            if self._keep_every > 0 and any(due % self._keep_every == 0 for due in stands_for):
+                kept.add(step)
+        return [name_of(step) for step in steps if step < last[-1] and step not in kept]
 
     def names_to_quarantine(self, since: int) -> list[str]:
         """Return the names of the good checkpoints saved at or after step `since`, from which on every step failed.
@@ -131,17 +129,6 @@ class RetentionPolicy:
             return []
         aside = self._place.quarantined_names()
         return [name_of(step) for step in good if step >= since and f"{DOUBTFUL}-{name_of(step)}" not in aside]
-
-    def _is_kept_for_good(self, step: int) -> bool:
-        every, manifest = self._keep_every, self._look_at(step)
-        stands_for = (step, *(manifest.due if manifest is not None else ()))
-        return every > 0 and any(due % every == 0 for due in stands_for)
-
-    def _best(self, steps: Sequence[int]) -> set[int]:
-        """Return the steps of the good checkpoints kept for their evaluation; a tie goes to the older one."""
-        good = [m for step in steps if (m := self._look_at(step)) is not None and not m.num_skipped]
-        scored = sorted((m.evaluation[self._metric], m.step) for m in good if self._metric in m.evaluation)
-        return {step for _, step in scored[: self._keep_best]}
 
     def _is_good(self, step: int) -> bool:
         manifest = self._look_at(step)

@@ -57,7 +57,7 @@ class Saver:
         folder: RunFolder,
         relocation: Relocation,
         resume: Resume,
-        accounts: StepMetrics,
+        step_metrics: StepMetrics,
         watchdog: Watchdog,
         metrics: Metrics,
         expected_bytes: int,
@@ -65,7 +65,7 @@ class Saver:
         """`expected_bytes`: estimate of the bytes that this rank writes per save."""
         self._checkpoints, self._config, self._world = checkpoints, config.checkpoint, checkpoints.world
         self._folder, self._relocation, self._resume = folder, relocation, resume
-        self._accounts, self._watchdog, self._metrics = accounts, watchdog, metrics
+        self._step_metrics, self._watchdog, self._metrics = step_metrics, watchdog, metrics
         self._expected_bytes = expected_bytes
         policy: SavePolicy
         if isinstance(config.checkpoint.every, int):
@@ -76,12 +76,12 @@ class Saver:
                 config.checkpoint,
                 costs=functools.partial(costs_of, config, num_nodes, expected_bytes),
                 num_nodes=num_nodes,
-                step_s=lambda: accounts.step_s,
+                step_s=lambda: step_metrics.step_s,
                 step_sync=step_sync,
                 is_main=self._world.is_main,
             )
         self.schedule = SaveSchedule(policy)
-        accounts.is_saved_after = policy.falls_due
+        step_metrics.is_saved_after = policy.falls_due
         self._is_written = step_sync.register(lambda: checkpoints.is_written)
         self._is_overdue = step_sync.register(lambda: checkpoints.is_overdue)
         self._may_retry = step_sync.register(lambda: self._world.is_main and self.schedule.may_retry())
@@ -124,9 +124,9 @@ class Saver:
         is_begun = self._started == self._mark(state)  # it was already saved as one of the best
         if self._checkpoints.in_flight and (is_begun or (may_skip and self._config.when_busy == "skip")):
             return
-        self._accounts.settle()
+        self._step_metrics.settle()
         if state.num_skipped:
-            self.schedule.postpone()
+            self.schedule.is_postponed = True
             return
         self.finish()
         if self._is_saved(state) and not self.schedule.num_failures:
@@ -243,7 +243,7 @@ class Saver:
         self._world.agreed(self._folder.acquire)
         self._relocation.check()
         self._resume.confirm(state.step)
-        self._accounts.settle()
+        self._step_metrics.settle()
         self._started = self._mark(state)
         self._watchdog.save_begins(lambda: self._checkpoints.stage)
         with self._watchdog.during("save"):
@@ -296,7 +296,8 @@ class SaveSchedule:
         self.num_failures = 0
         """Number of consecutive failed saves."""
         self._retry_at = 0.0
-        self._is_postponed = False
+        self.is_postponed = False
+        """True if the save that is due was put off to the next step, because the state was not worth saving."""
         self._owed: list[int] = []
 
     def may_retry(self) -> bool:
@@ -310,15 +311,11 @@ class SaveSchedule:
             self._owed.append(step)
         if self.num_failures:
             return may_retry
-        return falls_due or self._is_postponed
-
-    def postpone(self) -> None:
-        """Postpone the save that is due to the next step, because the current state is not worth saving."""
-        self._is_postponed = True
+        return falls_due or self.is_postponed
 
     def begin(self, step: int) -> list[int]:
         """Note that a save of step `step` begins; return the earlier steps whose due saves it replaces."""
-        self._is_postponed = False
+        self.is_postponed = False
         self.policy.began()
         return [due for due in self._owed if due < step]
 

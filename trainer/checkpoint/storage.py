@@ -503,7 +503,7 @@ class BlockWriter:
         self.blocks: list[tuple[int, int]] = []
         self._position = 0
         self._small_bytes, self._small_crc = 0, 0
-        self.inspect: Callable[[memoryview], None] = _not_at_all
+        self.inspect: Callable[[memoryview], None] = lambda part: None
         """Called with all data before it is written.  `write` raises whatever this raises."""
 
     def write(self, data: Any) -> int:
@@ -547,10 +547,6 @@ class BlockWriter:
         if self._small_bytes:
             self.blocks.append((self._small_bytes, self._small_crc))
             self._small_bytes, self._small_crc = 0, 0
-
-
-def _not_at_all(part: memoryview) -> None:
-    """Inspect nothing."""
 
 
 def checksum_of(blocks: Blocks) -> int:
@@ -648,12 +644,9 @@ def write_files(folder: Storage, contents: Mapping[str, bytes]) -> dict[str, tup
             file.close()
         kept = folder.read(name)
         if kept != data:
-            raise OSError(f"{folder}/{name}: the storage has kept {_part(kept, data)}, but reported no error")
+            part = f"{len(kept)} of {len(data)} bytes" if len(kept) != len(data) else "other bytes"
+            raise OSError(f"{folder}/{name}: the storage has kept {part}, but reported no error")
     return {name: (len(data), crc32(data)) for name, data in contents.items()}
-
-
-def _part(kept: bytes, data: bytes) -> str:
-    return f"{len(kept)} of {len(data)} bytes" if len(kept) != len(data) else "other bytes"
 
 
 DISK_FULL_ADVICE = "to fix: free some space there, or set checkpoint.keep_last=1 or a checkpoint.dir on another disk"

@@ -357,7 +357,7 @@ class Checkpoints:
             self.wait_for_deleting()
             free = self.storage.free_bytes()
             if free is not None and free < all_bytes * _FREE_MARGIN and may_prune:
-                for name in self.retention.obsolete_after_next():
+                for name in self.retention.obsolete(before_next=True):
                     self.storage.delete(self.storage.unpublish(name))
                 free = self.storage.free_bytes()
             if free is not None and free < all_bytes * _FREE_MARGIN:
