@@ -123,6 +123,16 @@ class SaveResult:
     """What did not respond in time, if that was the failure."""
 
 
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank has written, as it reports it to rank 0."""
+
+    files: Mapping[str, tuple[int, int]]
+    """Size and checksum of each file."""
+    chunks: WrittenChunks | None
+    """The positions in its data file; None if they are those of the save before."""
+
+
 class Checkpoints:
     """The checkpoints in one folder.  All ranks must call each method, unless it says otherwise."""
 
@@ -176,10 +186,6 @@ class Checkpoints:
     def is_overdue(self) -> bool:
         """True if the save in flight has exceeded its time limit on this rank."""
         return self.in_flight and not self.is_written and time.monotonic() > self._overdue_at
-
-    def _open_channel(self) -> Channel:
-        # Ranks wait here for storage, which takes longer than any other message between ranks.
-        return self.world.open_channel(timedelta(seconds=2 * self.settings.timeout_s))
 
     def check(self, state: TrainState) -> None:
         """Raise UserError on all ranks if the state cannot be saved, before hours of training are spent on it."""
@@ -245,49 +251,6 @@ class Checkpoints:
         blocked_s = time.perf_counter() - started if background else None
         self._in_flight = self._thread.submit(self._save, snapshot, tensors, failure, state, started, blocked_s)
 
-    def take(self, has_ended: bool = False) -> SaveResult:
-        """Wait for the save in flight and return its result, the same on all ranks.  Collective: one gather.
-
-        After the time limit of a save, the result says that the storage does not respond.  `has_ended`: the save has
-        ended on every rank, so that a rank that does not respond now is lost for reasons other than its storage.
-        """
-        future = self._in_flight
-        assert future is not None
-        self.is_throttled = False  # training waits here
-        try:
-            result = future.result(max(0.0, self._overdue_at - time.monotonic()))
-        except FutureTimeout:
-            path = f"{self.storage}/{PREFIX}*"
-            late = f"rank {self.world.rank} is still {self.stage} after {self.settings.timeout_s:.0f} s"
-            result = SaveResult(-1, path, error=late, lost="storage")
-        channel = self.world if has_ended else self._results
-        everybody = channel.gather((result.error, result.lost, self.stage))
-        lost = {kind for _, kind, _ in everybody}
-        if lost != {""}:
-            to_blame = [error for error, kind, stage in everybody if kind and stage != _WAITING]
-            first = next(error for error in [*to_blame, *(error for error, *_ in everybody)] if error)
-            result = dataclasses.replace(result, error=first, lost="storage" if "storage" in lost else "ranks")
-            if result.lost == "ranks":  # messages of the failed save may be left in the old channel
-                self._channel = self._open_channel()
-                self._layout_files, self._chunks_by_rank, self._sent_chunks = {}, {}, None
-        self._in_flight = None
-        return result
-
-    def wait(self, timeout_s: float) -> None:
-        """Give a save in flight time to end before this rank exits.  Not collective."""
-        future = self._in_flight
-        self.is_throttled = False
-        if future is not None:
-            with contextlib.suppress(FutureTimeout):
-                future.exception(timeout_s)  # any exception is raised when the result is taken
-
-    def wait_for_deleting(self) -> None:
-        """Wait for the deletion of pruned checkpoints, up to a limit; the next start deletes the rest."""
-        deleting, self._deleting = self._deleting, None
-        if deleting is not None:
-            with contextlib.suppress(FutureTimeout):
-                deleting.result(_DELETE_TIMEOUT_S)
-
     def _save(
         self,
         snapshot: Snapshot,
@@ -311,8 +274,9 @@ class Checkpoints:
                     written, error = self._in_stage(
                         f"writing {folder}", lambda: self._write_own(self.storage / unpublished, snapshot, tensors)
                     )
-                reports = self._channel.gather_to_main((error, written))
-                failed = merge_errors(report[0] for report in reports)
+                everybody = self._channel.gather_to_main((error, written))
+                failed = merge_errors(error for error, _ in everybody)
+                reports = [report for _, report in everybody]
                 published = self._in_stage(
                     f"publishing {folder}", lambda: self._finish(unpublished, final, snapshot, reports, failed)
                 )
@@ -333,18 +297,6 @@ class Checkpoints:
         blocked_s = total_s if blocked_s is None else blocked_s
         lost: Literal["", "ranks"] = "ranks" if lost_ranks else ""
         return SaveResult(snapshot.step, path, num_bytes, blocked_s, total_s, failed, warning, lost)
-
-    def _in_stage(self, stage: str, work: Callable[[], Result]) -> Result:
-        """Run a part of a save that may hang, with `stage` describing it meanwhile."""
-        self.stage = stage
-        result = work()
-        self.stage = _WAITING
-        return result
-
-    def _failed(self, step: int, error: str, started: float) -> SaveResult:
-        elapsed = time.perf_counter() - started
-        path = f"{self.storage}/{name_of(step)}"
-        return SaveResult(step, path, 0, elapsed, elapsed, f"{path}: {error}")
 
     def _begin(self, final: str, all_bytes: int, may_prune: bool) -> tuple[str, str]:
         """On rank 0, check the free space and create the folder.  Returns its temporary name, or an error.
@@ -369,7 +321,7 @@ class Checkpoints:
 
     def _write_own(
         self, folder: Storage, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor]
-    ) -> tuple[dict[str, Any] | None, str]:
+    ) -> tuple[RankReport | None, str]:
         """Write this rank's files.  Returns a report for rank 0, or an error."""
         rank = self.world.rank
 
@@ -391,21 +343,22 @@ class Checkpoints:
         chunks = written.chunks if written is not None else []
         is_known = chunks == self._sent_chunks
         self._sent_chunks = chunks
-        return {"files": files, "chunks": None if is_known or written is None else written.placed}, ""
+        return RankReport(files, None if is_known or written is None else written.placed), ""
 
     def _finish(
-        self, unpublished: str, final: str, snapshot: Snapshot, reports: list[Any], failed: str
+        self, unpublished: str, final: str, snapshot: Snapshot, reports: Sequence[RankReport | None], failed: str
     ) -> tuple[str, int]:
         """On rank 0, publish the checkpoint or delete the failed attempt.  Returns the error and the total bytes."""
         if not self.world.is_main:
             return "", 0
-        for rank, (_, report) in enumerate(reports):  # ranks report the positions only if they have changed
-            if report is not None and report["chunks"] is not None:
-                self._chunks_by_rank[rank] = report["chunks"]
+        for rank, report in enumerate(reports):
+            if report is not None and report.chunks is not None:
+                self._chunks_by_rank[rank] = report.chunks
                 self._layout_files = {}
         if not failed:
             try:
-                manifest = self._write_common(self.storage / unpublished, snapshot, reports)
+                written = [report for report in reports if report is not None]  # no rank has failed
+                manifest = self._write_common(self.storage / unpublished, snapshot, written)
                 self.storage.publish(unpublished, final)
             except Exception as error:
                 failed = f"rank 0: {describe(error)}"
@@ -416,7 +369,7 @@ class Checkpoints:
             self.storage.delete(unpublished)
         return failed, 0
 
-    def _write_common(self, folder: Storage, snapshot: Snapshot, reports: list[Any]) -> Manifest:
+    def _write_common(self, folder: Storage, snapshot: Snapshot, reports: Sequence[RankReport]) -> Manifest:
         """Write the files that are common to all ranks, the manifest last."""
         from trainer.checkpoint.dcp import pickled_metadata
 
@@ -432,9 +385,9 @@ class Checkpoints:
             "state.json": snapshot.document.encode(),
             "config.yaml": self.facts.config_yaml.encode(),
         }
-        files = {name: entry for _, report in reports for name, entry in report["files"].items()}
-        for rank, (_, report) in enumerate(reports):
-            for name, (size, _) in report["files"].items():
+        files = {name: entry for report in reports for name, entry in report.files.items()}
+        for rank, report in enumerate(reports):
+            for name, (size, _) in report.files.items():
                 check_visible(folder, name, size, rank)
         files |= write_files(folder, common)
         manifest = Manifest(
@@ -484,11 +437,70 @@ class Checkpoints:
         except Exception as error:  # the next start deletes the rest
             self._warning = f"cannot delete old checkpoints: {describe(error)}"
 
+    def take(self, has_ended: bool = False) -> SaveResult:
+        """Wait for the save in flight and return its result, the same on all ranks.  Collective: one gather.
+
+        After the time limit of a save, the result says that the storage does not respond.  `has_ended`: the save has
+        ended on every rank, so that a rank that does not respond now is lost for reasons other than its storage.
+        """
+        future = self._in_flight
+        assert future is not None
+        self.is_throttled = False  # training waits here
+        try:
+            result = future.result(max(0.0, self._overdue_at - time.monotonic()))
+        except FutureTimeout:
+            path = f"{self.storage}/{PREFIX}*"
+            late = f"rank {self.world.rank} is still {self.stage} after {self.settings.timeout_s:.0f} s"
+            result = SaveResult(-1, path, error=late, lost="storage")
+        channel = self.world if has_ended else self._results
+        everybody = channel.gather((result.error, result.lost, self.stage))
+        lost = {kind for _, kind, _ in everybody}
+        if lost != {""}:
+            to_blame = [error for error, kind, stage in everybody if kind and stage != _WAITING]
+            first = next(error for error in [*to_blame, *(error for error, *_ in everybody)] if error)
+            result = dataclasses.replace(result, error=first, lost="storage" if "storage" in lost else "ranks")
+            if result.lost == "ranks":  # messages of the failed save may be left in the old channel
+                self._channel = self._open_channel()
+                self._layout_files, self._chunks_by_rank, self._sent_chunks = {}, {}, None
+        self._in_flight = None
+        return result
+
+    def wait(self, timeout_s: float) -> None:
+        """Give a save in flight time to end before this rank exits.  Not collective."""
+        future = self._in_flight
+        self.is_throttled = False
+        if future is not None:
+            with contextlib.suppress(FutureTimeout):
+                future.exception(timeout_s)  # any exception is raised when the result is taken
+
+    def wait_for_deleting(self) -> None:
+        """Wait for the deletion of pruned checkpoints, up to a limit; the next start deletes the rest."""
+        deleting, self._deleting = self._deleting, None
+        if deleting is not None:
+            with contextlib.suppress(FutureTimeout):
+                deleting.result(_DELETE_TIMEOUT_S)
+
     def clean(self) -> None:
         """Delete the leftovers of interrupted saves, on rank 0.  Only the owner of the run may call this."""
         if self.world.is_main:
             self.wait_for_deleting()
             self.storage.clean(PREFIX)
+
+    def _in_stage(self, stage: str, work: Callable[[], Result]) -> Result:
+        """Run a part of a save that may hang, with `stage` describing it meanwhile."""
+        self.stage = stage
+        result = work()
+        self.stage = _WAITING
+        return result
+
+    def _failed(self, step: int, error: str, started: float) -> SaveResult:
+        elapsed = time.perf_counter() - started
+        path = f"{self.storage}/{name_of(step)}"
+        return SaveResult(step, path, 0, elapsed, elapsed, f"{path}: {error}")
+
+    def _open_channel(self) -> Channel:
+        # Ranks wait here for storage, which takes longer than any other message between ranks.
+        return self.world.open_channel(timedelta(seconds=2 * self.settings.timeout_s))
 
 
 def _lower_priority() -> None:
