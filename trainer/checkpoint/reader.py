@@ -202,24 +202,22 @@ class CheckpointReader:
         stored, damage = self._attempt(lambda: StoredState(storage, manifest, self.world))
         if stored is None or damage:
             return None, damage
-        document, layout = stored.document, stored.layout
+        layout, blocks = stored.layout, StoredBlocks(storage, manifest)
         different, changed = self.world.agreed(lambda: request.compare(stored.config_yaml))
-        is_same_size = stored.own is not None
         left_out, warnings = self.world.agreed(
-            lambda: check_compatible(storage, different, state, document, layout, request.allowed, is_same_size)
+            lambda: check_compatible(storage, different, state, stored, request.allowed)
         )
         targets = self.world.agreed(lambda: find_targets(state, layout, left_out))
-        blocks = StoredBlocks(storage, manifest)
         _, damage = self._attempt(lambda: read_tensors(storage, layout, blocks, targets, check=self._checksums))
         if damage:
             return None, damage
-        self.world.agreed(lambda: apply(state, document, targets, stored.own, left_out))
+        self.world.agreed(lambda: apply(state, stored, targets, left_out))
         state.step = manifest.step
-        if not is_same_size:
+        if stored.own is None:
             for part in state.per_rank_parts.values():
                 StatePart.of(part).restart(manifest.step)
-            if document.get("unlike"):
-                keys = ", ".join(document["unlike"])
+            if stored.document.get("unlike"):
+                keys = ", ".join(stored.document["unlike"])
                 warnings.append(
                     f"each of {manifest.world_size} ranks had its own values; using those of rank 0: {keys}"
                 )
@@ -332,6 +330,7 @@ class StoredState:
         self.config_yaml = read_file(storage, manifest, "config.yaml").decode()
         is_same_size = manifest.world_size == world.size
         self.own = read_file(storage, manifest, rank_file(world.rank)) if is_same_size else None
+        """This rank's file of per-rank state; None if the checkpoint has a different number of ranks."""
 
 
 def find_targets(state: TrainState, layout: Layout, left_out: set[str]) -> dict[str, torch.Tensor]:
@@ -359,37 +358,15 @@ def _within(layout: Layout, name: str) -> dict[str, StoredTensor]:
 
 
 def check_compatible(
-    storage: Storage,
-    different: list[str],
-    state: TrainState,
-    document: Mapping[str, Any],
-    layout: Layout,
-    allowed: frozenset[str],
-    is_same_size: bool,
+    storage: Storage, different: list[str], state: TrainState, stored: StoredState, allowed: frozenset[str]
 ) -> tuple[set[str], list[str]]:
     """Return the parts that may be left unrestored because the user allows it, and remarks to print.
 
     Raises IncompatibleCheckpoint with all differences, `different` first.
     """
-    unfit, left_out = find_differences(state, document, layout, allowed, is_same_size)
-    all_remarks: list[str] = []
-    for name, part in state.parts.items():
-        if name in document["parts"] and f"state.{name}" not in allowed:
-            changed, remarks = StatePart.of(part).changes_outside(document["parts"][name], allowed)
-            if changed:
-                unfit[name] = unfit.get(name, []) + changed
-            all_remarks += remarks
-    if different or unfit:
-        raise IncompatibleCheckpoint(storage, different, unfit)
-    return left_out, all_remarks
-
-
-def find_differences(
-    state: TrainState, document: Mapping[str, Any], layout: Layout, allowed: frozenset[str], is_same_size: bool
-) -> tuple[dict[str, list[str]], set[str]]:
-    """Return one line per difference, by part, and the parts left unrestored because the user allows it."""
     # The earliest checkpoints of this format did not list per-rank parts.
-    parts, per_rank_parts = document["parts"], document.get("rank_parts", list(state.per_rank_parts))
+    parts = stored.document["parts"]
+    per_rank_parts = stored.document.get("rank_parts", list(state.per_rank_parts))
     known = {*state.parts, *state.per_rank_parts, *parts, *per_rank_parts}
     for named in allowed:
         if named.startswith("state.") and named.removeprefix("state.") not in known:
@@ -405,11 +382,11 @@ def find_differences(
         if name not in (parts if name in state.parts else per_rank_parts):
             unfit = [] if part.may_be_absent else [_other_state(name, "not in the checkpoint")]
         elif name in state.per_rank_parts:
-            if not is_same_size and not part.can_restart:
+            if stored.own is None and not part.can_restart:
                 unfit = [_other_state(name, "per-rank state, saved with a different number of ranks")]
         else:
-            found = part.differences(parts[name], _within(layout, name))
-            unfit = _sharded_differences(name, part, layout) if found is None else found
+            found = part.differences(parts[name], _within(stored.layout, name))
+            unfit = _sharded_differences(name, part, stored.layout) if found is None else found
         if unfit and f"state.{name}" in allowed:
             left_out.add(name)
         elif unfit:
@@ -417,7 +394,16 @@ def find_differences(
     for name in [*parts, *per_rank_parts]:
         if name not in {*state.parts, *state.per_rank_parts} and f"state.{name}" not in allowed:
             lines[name] = [_other_state(name, "only in the checkpoint")]
-    return lines, left_out
+    all_remarks: list[str] = []
+    for name, thing in state.parts.items():
+        if name in parts and f"state.{name}" not in allowed:
+            changed, remarks = StatePart.of(thing).changes_outside(parts[name], allowed)
+            if changed:
+                lines[name] = lines.get(name, []) + changed
+            all_remarks += remarks
+    if different or lines:
+        raise IncompatibleCheckpoint(storage, different, lines)
+    return left_out, all_remarks
 
 
 def advice_for(different: list[str], unfit: list[str], parts: Sequence[str] = ()) -> str:
@@ -482,24 +468,18 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def apply(
-    state: TrainState,
-    document: Mapping[str, Any],
-    targets: Mapping[str, torch.Tensor],
-    own: bytes | None,
-    left_out: set[str],
-) -> None:
+def apply(state: TrainState, stored: StoredState, targets: Mapping[str, torch.Tensor], left_out: set[str]) -> None:
     """Load every part's state.  Call this only after everything has been read and verified."""
     plain: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
-    if own is not None:
-        header = json.loads(own[8 : 8 + int.from_bytes(own[:8], "little")])
-        plain, tensors = json.loads(header["__metadata__"]["state"]), safetensors.torch.load(own)
-    differing = {key: tensors[key] for key in document.get("unlike", []) if key in tensors}
+    if stored.own is not None:
+        header = json.loads(stored.own[8 : 8 + int.from_bytes(stored.own[:8], "little")])
+        plain, tensors = json.loads(header["__metadata__"]["state"]), safetensors.torch.load(stored.own)
+    differing = {key: tensors[key] for key in stored.document.get("unlike", []) if key in tensors}
     with torch.no_grad():
         for name, part in state.parts.items():
-            if name in document["parts"] and name not in left_out:
-                part.load_state_dict(join(document["parts"][name], {**targets, **differing}))
+            if name in stored.document["parts"] and name not in left_out:
+                part.load_state_dict(join(stored.document["parts"][name], {**targets, **differing}))
         for name, part in state.per_rank_parts.items():
             if name in plain and name not in left_out:
                 part.load_state_dict(join(plain[name], tensors))
