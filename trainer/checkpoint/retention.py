@@ -1,4 +1,4 @@
-"""Retention: decides which published checkpoints are kept, and which of them count as good.
+"""Retention: decides which published checkpoints are kept, which of them count as good, and whether they will fit.
 
 A checkpoint is not good if it was saved while steps were skipped, if its manifest is damaged, or if its folder has the
 name of another step.  Such a checkpoint never replaces a good one.
@@ -139,6 +139,10 @@ class RetentionPolicy:
         if step not in self._known:
             self._known[step] = _read(self._place / name_of(step))
         return self._known[step]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Whether the checkpoints that are kept will fit on the disk
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,12 @@ The two publish a folder atomically in different ways.  On a file system the fol
 flushed to disk and renamed.  An object store has no atomic rename: there the manifest is written last and acts as the
 commit, and a folder without a manifest does not count.  Names are relative paths with slashes.  This module stores
 bytes and does not interpret them.
+
+Large files have a checksum per block, computed during the write, so that any part can be read and verified.  Without
+checksums, 169 of 200 random bit flips in a torch.distributed.checkpoint data file load silently as wrong values.  Here
+a file is a sequence of blocks of at most `BLOCK_BYTES`, each with its CRC-32, and a reader verifies every block that it
+touches.  CRC-32 detects every single-bit error and every burst of up to 32 bits.  It protects against accidental
+corruption, not against tampering.
 """
 
 from __future__ import annotations
@@ -151,6 +157,12 @@ def is_same_location(one: str, other: str) -> bool:
     if here is None or there is None:
         return one.rstrip("/") == other.rstrip("/")
     return os.path.realpath(here) == os.path.realpath(there)
+
+
+def split_parent(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """Split a path or URL into its parent folder and its name."""
+    parent, _, name = os.fspath(path).rstrip("/").rpartition("/")
+    return parent or ("/" if os.fspath(path).startswith("/") else "."), name
 
 
 class LocalStorage:
@@ -467,11 +479,8 @@ class _RemoteFile:
         pass
 
 
-def split_parent(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """Split a path or URL into its parent folder and its name."""
-    parent, _, name = os.fspath(path).rstrip("/").rpartition("/")
-    return parent or ("/" if os.fspath(path).startswith("/") else "."), name
-
+# ---------------------------------------------------------------------------------------------------------------
+# Files with checksums
 
 BLOCK_BYTES = 4 << 20
 _WRITE_BYTES, _READ_BYTES = 128 << 10, 512 << 10
@@ -618,6 +627,10 @@ class BlockReader:
         return memory
 
 
+# ---------------------------------------------------------------------------------------------------------------
+# Small files
+
+
 def check_visible(folder: Storage, name: str, size: int, rank: int) -> None:
     """Raise OSError unless rank 0 sees a file that another rank wrote, with the right size."""
     try:
@@ -648,6 +661,9 @@ def write_files(folder: Storage, contents: Mapping[str, bytes]) -> dict[str, tup
             raise OSError(f"{folder}/{name}: the storage has kept {part}, but reported no error")
     return {name: (len(data), crc32(data)) for name, data in contents.items()}
 
+
+# ---------------------------------------------------------------------------------------------------------------
+# Errors of a save or load as one message for all ranks
 
 DISK_FULL_ADVICE = "to fix: free some space there, or set checkpoint.keep_last=1 or a checkpoint.dir on another disk"
 """Ends the message of a save that failed because the disk is full.  A final save recognizes it and retries later."""

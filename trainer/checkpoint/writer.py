@@ -770,7 +770,8 @@ def _views(buffer: np.ndarray[Any, Any], like: Tensors) -> dict[str, torch.Tenso
 
 # ---------------------------------------------------------------------------------------------------------------
 # The data file of one rank.  It has the format of DCP's (torch.distributed.checkpoint's) `FileSystemWriter`, so that
-# its `FileSystemReader` and other tools can read it.
+# its `FileSystemReader` and other tools can read it.  In addition, checksums are computed during the write, the layout
+# is stored as JSON, and data is read directly into the target tensors.
 
 
 def write_tensors(
