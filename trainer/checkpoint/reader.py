@@ -584,12 +584,12 @@ class StoredWeights:
         except Damaged as error:
             raise TrainingFailed(f"the checkpoint {storage} is damaged:\n  {error}") from error
         self.layout = layout
-        weights = _within(layout, "model")
-        self.shapes: Mapping[str, tuple[int, ...]] = {name: stored.shape for name, stored in weights.items()}
-        self.dtypes: Mapping[str, torch.dtype] = {name: stored.dtype for name, stored in weights.items()}
+        self._stored = _within(layout, "model")
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: stored.shape for name, stored in self._stored.items()}
+        self.dtypes: Mapping[str, torch.dtype] = {name: stored.dtype for name, stored in self._stored.items()}
         if averaged and not any(key.startswith(_AVERAGE) for key in layout):
             raise UserError(f"{storage}: has no averaged weights: its run had train.ema=0")
-        self._keys = {name: f"{_AVERAGE}{name}" for name in weights if averaged and f"{_AVERAGE}{name}" in layout}
+        self._keys = {name: f"{_AVERAGE}{name}" for name in self._stored if averaged and f"{_AVERAGE}{name}" in layout}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a parameter, all by default.  Raises TrainingFailed if they are damaged."""
