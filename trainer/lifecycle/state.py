@@ -65,7 +65,9 @@ class TrainState:
             "counters": _Counters(self),
             "skipped_updates": skips,
         }
+        """Parts that are the same on all ranks, or sharded (DTensors).  They can be restored on any mesh."""
         self.per_rank_parts: dict[str, Stateful] = {"random": random_state}
+        """Per-rank parts.  They are restored if the number of ranks is the same; otherwise those restart that can."""
         if base is not None:
             self.parts[BASE] = base
         self._known: list[object] = [model, *optimizer.parts, optimizer, skips, random_state]
@@ -73,6 +75,7 @@ class TrainState:
 
     @property
     def weights(self) -> dict[str, float]:
+        """Magnitude limit of each parameter, by key.  To be published, values must be finite and below it."""
         kept = self.parts["model"].state_dict()
         named = ((clean_name(name), parameter) for name, parameter in self.model.named_parameters())
         return {
@@ -87,6 +90,7 @@ class TrainState:
 
     @property
     def num_skipped(self) -> int:
+        """Number of consecutive steps skipped, the same on all ranks.  If it is above 0, the weights may be bad."""
         return self.skips.in_a_row
 
     def add(self, name: str, part: Any, per_rank: bool = False) -> None:
