@@ -155,9 +155,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "each-rank-decides-when-to-save",
         "pays",
-        "build_save_policy",
-        "policy.is_agreed = lambda: asked.any_yes",
-        "policy.is_agreed = pace.is_time",
+        "AdaptiveInterval.falls_due",
+        "self._is_time.any_yes",
+        "self.is_time()",
     ),
     Defect(
         "tied-table-not-gathered-back",
@@ -178,7 +178,7 @@ DEFECTS: list[Defect] = [
         "save-postponed-for-good",
         "streaks",
         "SaveSchedule.is_due",
-        "return falls_due or self._is_postponed",
+        "return falls_due or self.is_postponed",
         "return falls_due",
     ),
     Defect(
@@ -576,7 +576,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "pruned-one-too-many",
         "pruning",
-        "RetentionPolicy._older_than_the_last",
+        "RetentionPolicy.obsolete",
         "if step < last[-1] and",
         "if step <= last[-1] and",
     ),

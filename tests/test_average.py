@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from tests.ranks import run_tiny
 from tests.tiny import full, lines, tiny_config
 from trainer import Trainer, UserError, load_config, load_weights
-from trainer.checkpoint.stored_weights import StoredWeights, find_checkpoint
+from trainer.checkpoint.reader import StoredWeights, find_checkpoint
 from trainer.checkpoints import command_line as checkpoints
 from trainer.config import MeshShape
 from trainer.data.opening import open_source

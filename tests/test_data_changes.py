@@ -20,7 +20,7 @@ from tests.ranks import run_ranks, run_tiny
 from tests.test_data import Numbered, make_loader, without_checksums, write_shards
 from tests.tiny import fit, tiny_config
 from trainer import Trainer, UserError
-from trainer.checkpoint.compatibility import advice_for
+from trainer.checkpoint.reader import advice_for
 from trainer.config import DataSection, compare_configs, load_config
 from trainer.data import opening
 from trainer.data.loader import TrainLoader

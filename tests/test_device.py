@@ -11,7 +11,7 @@ import torch
 from torch.distributed import HashStore
 
 from trainer import UserError
-from trainer.checkpoint.tensors import Staging
+from trainer.checkpoint.writer import Staging
 from trainer.distributed.device import choose_gpu, claim, use_deterministic_kernels
 from trainer.distributed.environment import Environment
 from trainer.distributed.rendezvous import agree_to_start
@@ -120,7 +120,7 @@ def test_memory_that_cannot_be_page_locked(monkeypatch: pytest.MonkeyPatch, caps
 
     cudart = SimpleNamespace(cudaHostRegister=lock, cudaHostUnregister=locked.append)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr("trainer.checkpoint.tensors.torch.zeros", lambda *_, device: None)
+    monkeypatch.setattr("trainer.checkpoint.writer.torch.zeros", lambda *_, device: None)
     staging = Staging(torch.device("cuda"))
     assert staging._buffer_for({"w": torch.ones(100)}).nbytes >= 400
     assert "cannot be page-locked (out of memory)" in capsys.readouterr().err

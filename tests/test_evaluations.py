@@ -15,7 +15,7 @@ import torch
 
 from tests.tiny import lines, tiny_config
 from trainer import Trainer, UserError, load_config, load_weights
-from trainer.checkpoint.stored_weights import find_checkpoint
+from trainer.checkpoint.reader import find_checkpoint
 from trainer.checkpoints import list_checkpoints
 from trainer.config import check_config
 from trainer.export import command_line as export
@@ -72,7 +72,7 @@ def test_the_best_checkpoints_are_kept_and_known_after_a_resume(mode: str, tmp_p
 
 
 def find_place_of(run: Path) -> Any:
-    from trainer.checkpoint.stored_weights import find_checkpoints
+    from trainer.checkpoint.reader import find_checkpoints
 
     return find_checkpoints(run)
 

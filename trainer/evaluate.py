@@ -51,7 +51,7 @@ from trainer.tables import table_lines
 if TYPE_CHECKING:
     import torch
 
-    from trainer.checkpoint.stored_weights import StoredWeights
+    from trainer.checkpoint.reader import StoredWeights
     from trainer.trainer import Trainer
 
 _EVALUATION_OVERRIDES = {
@@ -94,8 +94,8 @@ def find_subject(
     A Hugging Face folder is evaluated with default settings and the overrides; training data need not be given.  Raises
     UserError for invalid input, and TrainingFailed for a corrupt checkpoint.
     """
+    from trainer.checkpoint.reader import is_checkpoint, open_checkpoint
     from trainer.checkpoint.storage import PinnedStorage
-    from trainer.checkpoint.stored_weights import is_checkpoint, open_checkpoint
 
     source = None
     check_no_gguf(path, "path")
@@ -171,7 +171,7 @@ def evaluate(trainer: Trainer, subject: Subject) -> Record | None:
     Writes no run files.  Raises UserError if there is no held-out data, or if the weights under adapters or of a
     reference model differ from those that the run used.  Collective.
     """
-    from trainer.checkpoint.stored_weights import StoredWeights
+    from trainer.checkpoint.reader import StoredWeights
     from trainer.weights.loading import load_initial_weights
 
     if trainer.eval_loader is None:
@@ -283,7 +283,7 @@ def lm_eval(path: str, tasks: Sequence[str], more_tasks: str | None = None) -> d
     if importlib.util.find_spec("lm_eval") is None:
         fix = "pip install 'meshtrainer[lm-eval]'"
         raise setting_error("--lm-eval", ",".join(tasks), "needs the library lm_eval", fix=fix)
-    from trainer.checkpoint.stored_weights import is_checkpoint
+    from trainer.checkpoint.reader import is_checkpoint
     from trainer.export import export_checkpoint
 
     harness, known = importlib.import_module("lm_eval"), importlib.import_module("lm_eval.tasks")

@@ -19,7 +19,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from trainer.checkpoint.stored_weights import open_checkpoint
+from trainer.checkpoint.reader import open_checkpoint
 from trainer.config import RunConfig, config_from_yaml
 from trainer.config.initial_weights import allows_another
 from trainer.data.ingest.inputs import kind_of

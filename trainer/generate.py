@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.checkpoint.stored_weights import is_checkpoint, open_checkpoint
+from trainer.checkpoint.reader import is_checkpoint, open_checkpoint
 from trainer.config import config_from_yaml
 from trainer.config.initial_weights import check_tokenizer_of_folder
 from trainer.config.pretrained import (

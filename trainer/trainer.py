@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.checkpoint.manifest import RunInfo
 from trainer.checkpoint.saver import Saver
-from trainer.checkpoint.snapshot import RunInfo
 from trainer.checkpoint.storage import open_storage
-from trainer.checkpoint.store import Checkpoints, SaveSettings
+from trainer.checkpoint.writer import Checkpoints, SaveSettings
 from trainer.config import RunConfig
 from trainer.config.requirements import compiles_blocks
 from trainer.data.loader import Batch, EvalLoader, TrainLoader, attended_length
@@ -36,7 +36,6 @@ from trainer.lifecycle.phases import watch_phases
 from trainer.lifecycle.relocation import Relocation
 from trainer.lifecycle.resume import Resume
 from trainer.lifecycle.samples import Samples
-from trainer.lifecycle.save_events import RunSaveListener
 from trainer.lifecycle.selfcheck import check_same_run, check_shape, check_start
 from trainer.lifecycle.state import TrainState
 from trainer.lifecycle.summary import (
@@ -158,9 +157,19 @@ class Trainer:
         self.accounts = StepMetrics(config, world, *counted, self.watchdog, observers, self.loader, self.forecast.count)
         self.resume = Resume(config, world, self.checkpoints, self.folder, self.metrics)
         relocation = Relocation(world, self.folder, self.checkpoints, self.metrics)
-        saves = RunSaveListener(world, self.folder, relocation, self.resume, self.accounts, self.watchdog, self.metrics)
         weights, _, kept = training_bytes(self.model, config.optim, config.train.ema > 0)
-        self.saver = Saver(self.checkpoints, config, self.step_sync, saves, weights + kept)
+        self.saver = Saver(
+            self.checkpoints,
+            config,
+            self.step_sync,
+            folder=self.folder,
+            relocation=relocation,
+            resume=self.resume,
+            step_metrics=self.accounts,
+            watchdog=self.watchdog,
+            metrics=self.metrics,
+            expected_bytes=weights + kept,
+        )
         samples = Samples(config, world, self.model, self.average, self.metrics)
         world.agreed(samples.check)
         self.evaluations = EvaluationRunner(self.state, self.watchdog, self.horizon, self.saver, samples)

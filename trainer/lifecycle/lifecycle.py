@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
-from trainer.checkpoint.saver import Resumable, Saver
+from trainer.checkpoint.saver import Saver
 from trainer.config import RunConfig, find_deadline
 from trainer.distributed.environment import take_start
 from trainer.distributed.step_sync import StepSync
@@ -38,6 +38,7 @@ from trainer.lifecycle.abandon_step import StepAbandoner
 from trainer.lifecycle.folder import RunFolder
 from trainer.lifecycle.on_end import run_end_command
 from trainer.lifecycle.relocation import Relocation
+from trainer.lifecycle.state import TrainState
 from trainer.lifecycle.summary import closing
 from trainer.lifecycle.watchdog import Watchdog
 from trainer.metrics.hub import Metrics
@@ -76,7 +77,7 @@ class Lifecycle:
         self,
         config: RunConfig,
         world: World,
-        progress: Resumable,
+        progress: TrainState,
         step_sync: StepSync,
         folder: RunFolder,
         relocation: Relocation,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from trainer.checkpoint.storage import open_storage
-from trainer.checkpoint.store import Checkpoints
+from trainer.checkpoint.writer import Checkpoints
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError
 from trainer.lifecycle.folder import FolderLoss, RunFolder

@@ -11,18 +11,16 @@ from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 
-from trainer.checkpoint.compatibility import IncompatibleCheckpoint
 from trainer.checkpoint.manifest import name_of
-from trainer.checkpoint.reader import RestoredCheckpoint
-from trainer.checkpoint.snapshot import Savable
+from trainer.checkpoint.reader import IncompatibleCheckpoint, RestoredCheckpoint, RestoreRequest, find_checkpoint
 from trainer.checkpoint.storage import SUPERSEDED, is_same_location, open_storage
-from trainer.checkpoint.store import Checkpoints
-from trainer.checkpoint.stored_weights import find_checkpoint
+from trainer.checkpoint.writer import Checkpoints
 from trainer.config import RunConfig, compare_configs, stored_value
 from trainer.distributed.world import World
 from trainer.errors import UserError, masked
 from trainer.lifecycle.earlier_attempts import EarlierAttempts
 from trainer.lifecycle.folder import RECORD, RunFolder
+from trainer.lifecycle.state import TrainState
 from trainer.metrics.hub import Metrics
 from trainer.metrics.sinks import warn
 
@@ -51,7 +49,7 @@ class Resume:
         """Time spent loading, in seconds."""
         self._has_gone_back = False
 
-    def load(self, state: Savable, path: str | Path | None, is_running: bool) -> RestoredCheckpoint | None:
+    def load(self, state: TrainState, path: str | Path | None, is_running: bool) -> RestoredCheckpoint | None:
         """Restore `state` from `path`, by default from the checkpoint that `checkpoint.resume` selects.
 
         Returns None for a fresh start.  Raises UserError for an incompatible checkpoint, with the first differences and
@@ -71,27 +69,29 @@ class Resume:
             _report(found)
         return found
 
-    def _find(self, state: Savable, path: str | None, is_running: bool) -> RestoredCheckpoint | None:
+    def _find(self, state: TrainState, path: str | None, is_running: bool) -> RestoredCheckpoint | None:
         resume = path or self._config.checkpoint.resume
         if path is None and self._is_restart(resume):
             resume = "auto"
         allowed = frozenset(self._config.checkpoint.allow_changes)
         if allowed & {"optim", "optim.name", "state.model"}:
             allowed |= {"state.optimizer"}  # starts without moments if the stored ones do not fit
-        how = (state, lambda stored: compare_configs(self._config, stored), allowed, is_running)
+        request = RestoreRequest(
+            state, compare=lambda stored: compare_configs(self._config, stored), allowed=allowed, careful=is_running
+        )
         if resume == "none":
             return None
         if resume == "auto":
             is_empty = self._world.broadcast(self._world.agreed(lambda: self._checkpoints.reader.is_empty))
             with self._listing():
-                found = None if is_empty else self._checkpoints.reader.restore(*how)
+                found = None if is_empty else self._checkpoints.reader.restore(request)
             if self.step is None and not is_running:
                 self._world.agreed(lambda: self.earlier_attempts.check(found))
             return found
         # Rank 0 decides, because the newest checkpoint of a live run may change at any moment.
         named = self._world.agreed(lambda: str(find_checkpoint(resume)) if self._world.is_main else "")
         with self._listing():
-            return self._checkpoints.reader.load(open_storage(self._world.broadcast(named)), *how)
+            return self._checkpoints.reader.load(open_storage(self._world.broadcast(named)), request)
 
     @contextmanager
     def _listing(self) -> Iterator[None]:

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.compatibility import tensor_differences
 from trainer.checkpoint.layout import StoredTensor
-from trainer.checkpoint.snapshot import Stateful
+from trainer.checkpoint.reader import tensor_differences
+from trainer.checkpoint.state_parts import Stateful, StatePart
 from trainer.data.loader import TrainLoader
 from trainer.distributed.channel import Channel
 from trainer.distributed.random_state import RandomState
@@ -65,7 +65,9 @@ class TrainState:
             "counters": _Counters(self),
             "skipped_updates": skips,
         }
+        """Parts that are the same on all ranks, or sharded (DTensors).  They can be restored on any mesh."""
         self.per_rank_parts: dict[str, Stateful] = {"random": random_state}
+        """Per-rank parts.  They are restored if the number of ranks is the same; otherwise those restart that can."""
         if base is not None:
             self.parts[BASE] = base
         self._known: list[object] = [model, *optimizer.parts, optimizer, skips, random_state]
@@ -73,6 +75,7 @@ class TrainState:
 
     @property
     def weights(self) -> dict[str, float]:
+        """Magnitude limit of each parameter, by key.  To be published, values must be finite and below it."""
         kept = self.parts["model"].state_dict()
         named = ((clean_name(name), parameter) for name, parameter in self.model.named_parameters())
         return {
@@ -87,6 +90,7 @@ class TrainState:
 
     @property
     def num_skipped(self) -> int:
+        """Number of consecutive steps skipped, the same on all ranks.  If it is above 0, the weights may be bad."""
         return self.skips.in_a_row
 
     def add(self, name: str, part: Any, per_rank: bool = False) -> None:
@@ -223,7 +227,7 @@ _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] 
 }
 
 
-class _Generator:
+class _Generator(StatePart):
     def __init__(self, generator: Any, read: Callable[[Any], Any], write: Callable[[Any, Any], Any]) -> None:
         self._generator, self._read, self._write = generator, read, write
 
@@ -244,7 +248,7 @@ def clean_name(name: str) -> str:
     return name
 
 
-class ModelState:
+class ModelState(StatePart):
     """Parameters and persistent buffers by name, except those in `elsewhere`.
 
     A tied parameter appears once, under its first name.
@@ -279,9 +283,6 @@ class ModelState:
         own = {name: value for name, value in self.state_dict().items() if isinstance(value, torch.Tensor)}
         return list(tensor_differences(own, stored))
 
-    def prepare(self, stored: Mapping[str, StoredTensor]) -> None:
-        """Do nothing: all tensors already exist."""
-
     def may_differ(self, key: str) -> bool:
         """Return True for buffers, such as running means of the data that a rank has seen."""
         return key in {clean_name(name) for name, _ in self.model.named_buffers()}
@@ -298,7 +299,7 @@ def _algorithm(part: torch.optim.Optimizer) -> str:
     return getattr(type(part), "algorithm", type(part).__name__)
 
 
-class OptimizerState:
+class OptimizerState(StatePart):
     """The optimizer's moments by parameter name.  Hyperparameters come from the configuration, not the checkpoint.
 
     However, hyperparameters that the optimizer itself changed during training are state and are restored, except the
@@ -370,10 +371,6 @@ class OptimizerState:
             lines.append(f"optimizer: holds moments of parameters with another shape or dtype: {', '.join(others)}")
         return lines
 
-    def may_differ(self, key: str) -> bool:
-        """Return False: all ranks perform the same optimizer step."""
-        return False
-
     def prepare(self, stored: Mapping[str, StoredTensor]) -> None:
         """Allocate the moments that the checkpoint has, sharded like their parameters, and drop all others.
 
@@ -411,7 +408,7 @@ def _moment_like(parameter: torch.Tensor, group: Mapping[str, Any], field: str, 
     return torch.empty(stored.shape, dtype=stored.dtype, device=device if on_device else "cpu")
 
 
-class _Counters:
+class _Counters(StatePart):
     def __init__(self, state: TrainState) -> None:
         self.state = state
 

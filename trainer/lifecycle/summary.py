@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.disk_space import disk_space_warning
+from trainer.checkpoint.retention import disk_space_warning
 from trainer.checkpoint.storage import Storage
 from trainer.config import RunConfig
 from trainer.config.auto_model import MODEL

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from trainer.checkpoint.state_parts import StatePart
 from trainer.files import crc32
 from trainer.model.lora import ADAPTER, adapter_part, plain_name
 from trainer.weights.state_dict import WeightSource, row_blocks
@@ -23,7 +24,7 @@ REFERENCE = "reference"
 """Key of the state entry that identifies the weights of a separate reference model."""
 
 
-class BaseWeights:
+class BaseWeights(StatePart):
     """Identifies the weights under a run's adapters, or of its reference model: part of its state, the same on all
     ranks.
 
@@ -38,7 +39,7 @@ class BaseWeights:
     def state_dict(self) -> dict[str, Any]:
         return {"path": self.path, "checksum": self.checksum}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Do nothing: the weights are read from their path, and `changes_outside` has verified them."""
 
     def changes_outside(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:

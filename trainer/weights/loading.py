@@ -17,8 +17,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from trainer.checkpoint.state_tree import join
-from trainer.checkpoint.stored_weights import StoredWeights, find_checkpoint, is_checkpoint, open_checkpoint
+from trainer.checkpoint.reader import StoredWeights, find_checkpoint, is_checkpoint, open_checkpoint
+from trainer.checkpoint.state_parts import join
 from trainer.config import RunConfig, config_from_yaml, declared_by_yaml, stored_value
 from trainer.config.pretrained import (
     CONFIG,

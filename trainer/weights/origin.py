@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.checkpoint.state_parts import StatePart
 from trainer.config.chats import CHATML, CHATML_TEMPLATE
 from trainer.config.pretrained import CONFIG, check_links
 from trainer.errors import setting_error
@@ -47,7 +48,7 @@ TOKENIZER_FILES = (
 """Names and glob patterns of tokenizer files, as used by transformers."""
 
 
-class Origin:
+class Origin(StatePart):
     """The files that came with a model: part of a run's state, the same on all ranks.
 
     files: from the Hugging Face folder that training started from, by name; empty if it did not start from one.
@@ -65,7 +66,7 @@ class Origin:
     def state_dict(self) -> dict[str, Any]:
         return {"files": _pack(self.files), "tokenizer": _pack(self.tokenizer)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.files, self.tokenizer = _unpack(state["files"]), _unpack(state["tokenizer"])
 
 

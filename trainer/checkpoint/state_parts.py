@@ -1,4 +1,4 @@
-"""Splits a state dict into tensors and JSON, and joins them again without loss.
+"""What a part of the state is to a checkpoint, and how a state dict is split into tensors and JSON.
 
 There is no pickle, so that reading a checkpoint cannot run code.
 """
@@ -6,11 +6,83 @@ There is no pickle, so that reading a checkpoint cannot run code.
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from trainer.checkpoint.layout import StoredTensor
+
+
+class Stateful(Protocol):
+    """Anything that can be saved and restored, such as a module of torch."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class StatePart:
+    """One part of the state: `state_dict`, `load_state_dict`, and methods with defaults for what is special about it.
+
+    Classes of higher layers derive from it.  Any other object with the two methods can be a part as well, and may have
+    the other ones: `StatePart.of` returns it with the defaults for those that it lacks.
+    """
+
+    may_be_absent = False
+    """True if a checkpoint without this part can be restored: older ones do not have it."""
+    can_restart = False
+    """True if `restart` replaces this rank's stored state, if the checkpoint has a different number of ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def differences(self, plain: Any, stored: Mapping[str, StoredTensor]) -> list[str] | None:
+        """Compare the part with its stored form, before anything is loaded.  Returns one line per difference.
+
+        `stored` maps keys within the part to stored tensors.  By default None: only shapes of DTensors are compared.
+        """
+        return None
+
+    def prepare(self, stored: Mapping[str, StoredTensor]) -> None:
+        """Allocate the tensors that loading will fill; by default all exist already."""
+
+    def may_differ(self, key: str) -> bool:
+        """Return whether ranks may hold different values of this plain tensor; each rank then restores its own."""
+        return False
+
+    def changes_outside(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
+        """Compare what the part depends on outside the checkpoint, as a position depends on its data.
+
+        Returns the changes since `plain` was stored, one line each: those that forbid resuming, and remarks.
+        """
+        return [], []
+
+    def restart(self, step: int) -> None:
+        """Reinitialize a per-rank part at `step`, if the checkpoint has a different number of ranks."""
+
+    @staticmethod
+    def of(thing: Stateful) -> StatePart:
+        """Return `thing` as a part of the state."""
+        return thing if isinstance(thing, StatePart) else _OtherPart(thing)
+
+
+class _OtherPart(StatePart):
+    """An object that does not derive from StatePart, with its own methods where it has them."""
+
+    def __init__(self, thing: Any) -> None:
+        own = ["state_dict", "load_state_dict"]
+        # The three belong together: the user's object may have a method `prepare` for another purpose.
+        comparing = ("differences", "prepare", "may_differ")
+        own += comparing if all(hasattr(thing, name) for name in comparing) else ()
+        own += [name for name in ("changes_outside", "restart", "may_be_absent") if hasattr(thing, name)]
+        vars(self).update({name: getattr(thing, name) for name in own})
+        self.can_restart = "restart" in own
+
 
 _TAG = "!"
 """Key that marks values without a JSON type."""
@@ -44,13 +116,10 @@ def join(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if kind == "bytes":
         return base64.b64decode(value)
     if kind == "dict":
-        return {_hashable(join(name, tensors)): join(item, tensors) for name, item in value}
+        joined = ((join(name, tensors), join(item, tensors)) for name, item in value)
+        return {tuple(name) if isinstance(name, list) else name: item for name, item in joined}
     items = [join(item, tensors) for item in value]
     return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](items)
-
-
-def _hashable(key: Any) -> Any:
-    return tuple(key) if isinstance(key, list) else key
 
 
 def _plain(value: Any, path: Path, tensors: dict[Path, torch.Tensor]) -> Any:
