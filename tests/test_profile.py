@@ -475,7 +475,7 @@ def test_nothing_is_done_without_a_profile(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(torch.profiler, "profile", started)
     own = Trainer(profiled_config(tmp_path, "log.profile_steps=null"))
     for _ in own.steps():
-        assert own.watchdog.observers == [own.metrics.console], "the status bar alone"
+        assert own.watchdog.observers == [own.metrics.console.enter_phase], "the status bar alone"
     own.close()
 
 
@@ -649,7 +649,7 @@ def test_a_loop_that_is_left_and_taken_up_again(tmp_path: Path) -> None:
         if record.step == 4:
             break
     assert files(tmp_path) == ["trace_3-4_rank0.json.gz"], "nothing of what the user does then"
-    assert own.watchdog.observers == [own.metrics.console], "the status bar alone"
+    assert own.watchdog.observers == [own.metrics.console.enter_phase], "the status bar alone"
     assert [record.step for record in own.steps()] == [5, 6, 7, 8]
     own.close()
     assert files(tmp_path) == ["trace_3-4_rank0.json.gz", "trace_5-5_rank0.json.gz"]

@@ -30,7 +30,7 @@ from trainer.data.source_factory import open_source
 from trainer.data.tokenizer import find_tokenizer
 from trainer.export import export_checkpoint
 from trainer.generate import open_generator
-from trainer.lifecycle.samples import Samples
+from trainer.metrics.callbacks import Samples
 
 NUM_CHATS = 40
 

@@ -201,7 +201,7 @@ def test_the_phases_of_an_update_note_themselves(dog: Watchdog) -> None:
     optimizer = torch.optim.SGD(model.parameters())
     watch_phases(dog, model, [optimizer])
     seen: list[str] = []
-    dog.observers.append(SimpleNamespace(enter_phase=seen.append))
+    dog.observers.append(seen.append)
     dog.begin_step(1)
     for _ in range(2):
         model(torch.ones(2, 3)).sum().backward()

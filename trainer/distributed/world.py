@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -35,10 +35,13 @@ from trainer.distributed.environment import (
     raise_file_limit,
 )
 from trainer.distributed.exchange import register_group
-from trainer.distributed.failure_watch import FAILURE, FailureListener, FailureWatch
+from trainer.distributed.failure_watch import FAILURE, FailureWatch
 from trainer.distributed.network_interface import choose_interface
 from trainer.distributed.rendezvous import agree_to_start, join_store
 from trainer.errors import PeerFailed, UserError, print_stderr
+
+if TYPE_CHECKING:
+    from trainer.lifecycle.lifecycle import Lifecycle
 
 REPLICATE, SHARD, CONTEXT = "replicate", "shard", "context"
 """Names of the mesh axes, and of the context-parallel groups, which subdivide `shard`."""
@@ -89,7 +92,7 @@ class World(Channel):
         self._with_own_timeout: set[dist.ProcessGroup] = set()
         self.first_failure: str | None = None
         """The first failure, if it was on another rank; set by `announce_failure`."""
-        self.failure_listeners: list[FailureListener] = []
+        self.failure_listeners: list[Lifecycle] = []
         self._processes = self.gather(this_process())
         self._watch = None
         if self._store is not None:

@@ -39,7 +39,7 @@ from trainer.errors import EXIT_FAILED, PeerFailed, print_stderr
 from trainer.lifecycle.flight_recorder import dump_record, progress_of, read_record
 from trainer.lifecycle.phases import IN_STEP
 from trainer.lifecycle.rank_status import RankStatus, find_stragglers, is_stuck, reason_of, table
-from trainer.metrics.observer import PhaseObserver
+from trainer.metrics.callbacks import Callback
 
 _POLL_S, _ASK_EVERY = 0.5, 4
 _ANSWER_S, _VERDICT_S, _GRACE_S, _SAVE_GRACE_S = 6.0, 15.0, 3.0, 60.0
@@ -49,7 +49,7 @@ _TIMED_OUT = "a collective has timed out"
 _IN_BACKGROUND = "a save in the background"
 
 
-class Watchdog:
+class Watchdog(Callback):
     """Tracks what this rank is doing, at the cost of setting two attributes per phase, and detects hangs.
 
     On rank 0 it calls the world's failure listeners, from the watching thread, to record the failure.
@@ -60,7 +60,8 @@ class Watchdog:
         self._save_limit_s = config.checkpoint.timeout_s
         self._save_stage: Callable[[], str] = str
         self.phase, self.since, self.num_phases_entered, self.step = "start", time.monotonic(), 0, 0
-        self.observers: list[PhaseObserver] = []
+        self.observers: list[Callable[[str], None]] = []
+        """Functions that are called with each phase that this rank enters, possibly from any thread."""
         self._round = 0
         """Number of completed reports; each report uses separate keys in the store."""
         self._armed: tuple[float, str, float] | None = None
@@ -78,8 +79,8 @@ class Watchdog:
         """Enter a phase."""
         self.phase, self.since = phase, time.monotonic()
         self.num_phases_entered += 1
-        for observer in self.observers:
-            observer.enter_phase(phase)
+        for observe in self.observers:
+            observe(phase)
 
     def begin_step(self, step: int) -> None:
         """Begin a step, in the phase `data`."""

@@ -13,7 +13,6 @@ from trainer.config import RunConfig
 from trainer.metrics.clock import Clock
 from trainer.metrics.console import ConsoleSink
 from trainer.metrics.goodput import RunHistory, TimeLedger
-from trainer.metrics.observer import Phases
 from trainer.metrics.record import Record
 from trainer.metrics.screen import PlainScreen, find_screen
 from trainer.metrics.sinks import JsonLines, SampleFile, Sink, TensorBoard, WandB, warn
@@ -76,12 +75,6 @@ class Metrics:
             sink = WandB(self._config, warn, self.wandb_id)
             self.wandb_id = sink.id
             self._sinks.append(sink)
-
-    def show_phases(self, phases: Phases, compiles: bool) -> None:
-        """Show the phases of this rank on the console.  `compiles` is True if the first step compiles the model."""
-        if self.console is not None:
-            self.console.first_step = "compiling" if compiles else ""
-            phases.observers.append(self.console)
 
     def go_back(self, step: int) -> None:
         """Drop the lines past `step` from the metrics file, because those steps will be repeated.

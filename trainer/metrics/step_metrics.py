@@ -9,27 +9,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.config import RunConfig
 from trainer.data.loader import TrainLoader
 from trainer.data.source import Source
 from trainer.data.transfer import HostScalars
-from trainer.distributed.world import World
 from trainer.errors import TrainingFailed
-from trainer.metrics.hub import Metrics
 from trainer.metrics.logged_sums import Amount, Fields, LoggedSums
-from trainer.metrics.observer import Phases, StepObserver
 from trainer.metrics.record import EVAL_FIELDS, TRAIN_FIELDS, Record
-from trainer.metrics.skips import SkipCounter
 from trainer.metrics.step_timer import StepMeans, StepTimer, peak_flops, peak_memory_gib
-from trainer.metrics.stop_criterion import StopCriterion
+
+if TYPE_CHECKING:
+    from trainer.lifecycle.assembly import Run
 
 
 class Update:
@@ -86,36 +83,16 @@ class _Queued:
     """The record to write once the step has been counted, or None if no line is due."""
 
 
-class Progress(Protocol):
-    """The counters of a run."""
-
-    step: int
-    tokens: int
-
-
 class StepMetrics:
     """Times each step, counts good and skipped steps, and writes their records.  Runs identically on all ranks."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        world: World,
-        metrics: Metrics,
-        skips: SkipCounter,
-        horizon: StopCriterion,
-        phases: Phases,
-        observers: Sequence[StepObserver],
-        loader: object,
-        on_time: Callable[[float, bool], None],
-    ) -> None:
-        """`on_time(seconds, is_profiled)` is called once the duration of a step is known; `is_profiled` is True if a
-        profiler slowed the step down.
-        """
-        self._config, self._world, self._metrics = config, world, metrics
-        self._skips, self._phases, self._observers, self._loader = skips, phases, observers, loader
-        self._on_time = on_time
-        self.horizon = horizon
-        self.reads_late = world.device.type != "cpu"
+    def __init__(self, run: Run, loader: object) -> None:
+        """`loader`: the training data; epochs are recorded if it is a TrainLoader."""
+        self._config, self._world, self._state, self._metrics = run.config, run.world, run.state, run.metrics
+        self._skips, self._watchdog, self._checkpoints = run.state.skips, run.watchdog, run.checkpoints
+        self._callbacks, self._forecast, self._loader = run.callbacks, run.forecast, loader
+        self.horizon = run.horizon
+        self.reads_late = run.world.device.type != "cpu"
         """True if the numbers of a step are read, and its line written, only after the next step has been queued.  The
         same on all ranks."""
         self.productive_s = 0.0
@@ -131,7 +108,7 @@ class StepMetrics:
         """The last measured step and the time at which it ended."""
         self.pending: _Queued | None = None
         """The step that has not been counted yet, if any."""
-        self._logged, self._logged_aside = LoggedSums(world, TRAIN_FIELDS), LoggedSums(world, EVAL_FIELDS)
+        self._logged, self._logged_aside = LoggedSums(run.world, TRAIN_FIELDS), LoggedSums(run.world, EVAL_FIELDS)
         self.restart()
 
     def restart(self) -> None:
@@ -145,29 +122,29 @@ class StepMetrics:
     # -- one step ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def step(self, progress: Progress) -> Iterator[None]:
+    def step(self) -> Iterator[None]:
         """Measure one step.  Inside the block, get the micro-batches from `take` and finish the step with `record`."""
-        step = progress.step + 1
-        for observer in self._observers:
-            observer.begin_step(step)
+        step = self._state.step + 1
+        self._checkpoints.begin_step(step)
+        for callback in self._callbacks:
+            callback.begin_step(step)
         self._started = time.perf_counter()
         yield
-        for observer in reversed(self._observers):
-            observer.end_step(step)
+        for callback in reversed(self._callbacks):
+            callback.end_step(step)
+        self._checkpoints.end_step(step)
 
-    def take(self, batches: Iterator[Any], number: int, step: int) -> list[Any]:
-        """Return the micro-batches of `step`.  Raises TrainingFailed if the loader is exhausted."""
+    def take(self, batches: Iterator[Any], number: int) -> list[Any]:
+        """Return the micro-batches of the step.  Raises TrainingFailed if the loader is exhausted."""
         taken = list(islice(batches, number))
         if len(taken) < number:
-            raise TrainingFailed(f"step {step}: the loader from build_loader ended; it must be endless")
+            raise TrainingFailed(f"step {self._state.step + 1}: the loader from build_loader ended; it must be endless")
         self._data_s = time.perf_counter() - self._started
-        self._phases.enter("forward")
+        self._watchdog.enter("forward")
         return taken
 
-    def record(
-        self, update: Update, progress: Progress, lr: float, flops_per_token: Callable[[], float], is_last: bool
-    ) -> Record:
-        """Finish the step that `progress` has just completed and return its record.
+    def record(self, update: Update, lr: float, flops_per_token: Callable[[], float], is_last: bool) -> Record:
+        """Finish the step that the state has just counted and return its record.
 
         If a line is due, the record is also written: immediately, or, if `reads_late`, once the step's numbers have
         been read.  `flops_per_token` walks all modules of the model, so it is called only when `mfu` is read.
@@ -175,7 +152,7 @@ class StepMetrics:
         Collective if a line is due: one small CPU all-reduce, plus those of `LoggedSums.take`.  Raises TrainingFailed
         on all ranks after too many consecutive skipped steps.
         """
-        step = progress.step
+        step = self._state.step
         is_needed = step == 1 or self.horizon.may_end_at(step) or is_last
         is_line = is_needed or self._config.log.due(step)
         self.settle()
@@ -187,7 +164,7 @@ class StepMetrics:
             mine = (peak_memory_gib(self._world.device), *self._logged.news())
             self._memory_gib, *news = self._world.max(mine)
             logged = self._logged.take(news)
-        record = self._train_record(queued, progress, lr, flops_per_token, logged)
+        record = self._train_record(queued, lr, flops_per_token, logged)
         queued.line, queued.closed_at = record if is_line else None, time.perf_counter()
         self._metrics.progress(step)
         # Evaluation and saving are timed separately: settle this step first so that their times do not include it and
@@ -212,7 +189,7 @@ class StepMetrics:
             queued.means = self._meter.read()
             self.step_s = queued.seconds if self._num_steps else 0.0
             self._num_steps += 1
-            self._on_time(queued.seconds, queued.is_profiled)
+            self._forecast.count(queued.seconds, queued.is_profiled)
         return queued.means
 
     def settle(self) -> None:
@@ -237,20 +214,6 @@ class StepMetrics:
         """Gradient norm of the last step before clipping.  Waits for the device."""
         return math.nan if self._latest is None else self._latest.grad_norm
 
-    @property
-    def in_streak(self) -> bool:
-        """True if the most recent step was skipped."""
-        return self._skips.in_a_row > 0
-
-    @property
-    def good_until(self) -> int | None:
-        """The last good step if too many steps have been skipped since, otherwise None."""
-        return self._skips.failed_since
-
-    def check_end(self, step: int) -> None:
-        """Raise TrainingFailed if the run ends at `step` and its last steps were skipped."""
-        self._skips.check_end(step)
-
     def discard(self) -> None:
         """Drop the pending step and the fields logged for the next line, after an earlier checkpoint was loaded."""
         if self.pending is not None:
@@ -274,23 +237,16 @@ class StepMetrics:
         finally:
             self._logged, self._logged_aside = self._logged_aside, self._logged
 
-    def _train_record(
-        self,
-        queued: _Queued,
-        progress: Progress,
-        lr: float,
-        flops_per_token: Callable[[], float],
-        logged: Fields,
-    ) -> Record:
+    def _train_record(self, queued: _Queued, lr: float, flops_per_token: Callable[[], float], logged: Fields) -> Record:
         update, skipped_before = queued.update, self._skips.total
         return Record(
             kind="train",
-            step=progress.step,
+            step=queued.step,
             loss=lambda: update.loss,
             mean_loss=lambda: self._measured(queued).loss,
             grad_norm=lambda: update.grad_norm,
             lr=lr,
-            tokens=progress.tokens,
+            tokens=self._state.tokens,
             tokens_per_s=lambda: self._measured(queued).tokens_per_s,
             step_s=lambda: self._measured(queued).step_s,
             data_s=lambda: self._measured(queued).data_s,
