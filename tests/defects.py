@@ -968,7 +968,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "slices-unchecked",
         "context-refused",
-        "trainer.lifecycle.context_check:check_context",
+        "trainer.lifecycle.selfcheck:check_context",
         "if not abs(one - other) <= tolerance * abs(one):",
         "if abs(one) > 1e30:",
     ),

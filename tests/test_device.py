@@ -12,9 +12,8 @@ from torch.distributed import HashStore
 
 from trainer import UserError
 from trainer.checkpoint.tensors import Staging
-from trainer.distributed.device import choose_gpu, claim, use_deterministic_kernels
 from trainer.distributed.environment import Environment
-from trainer.distributed.rendezvous import agree_to_start
+from trainer.distributed.world import agree_to_start, choose_gpu, claim, use_deterministic_kernels
 
 ONE, ALL = {"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
 UUID = {"CUDA_VISIBLE_DEVICES": "GPU-8a1b,"}

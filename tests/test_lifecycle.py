@@ -15,10 +15,10 @@ import pytest
 
 from tests.ranks import tiny_overrides
 from trainer.config import load_config
-from trainer.distributed.step_sync import StepSync
+from trainer.distributed.channel import StepSync
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, TrainingFailed, UserError
 from trainer.lifecycle.lifecycle import TRANSITIONS, Event, Lifecycle, Phase
-from trainer.metrics.skips import SkipCounter
+from trainer.metrics.step_metrics import SkipCounter
 from trainer.metrics.stop_criterion import StopCriterion
 
 

@@ -33,7 +33,7 @@ from trainer.errors import UserError
 from trainer.metrics.goodput import find_goodput
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import JsonLines
-from trainer.metrics.step_timer import StepTimer
+from trainer.metrics.step_metrics import StepTimer
 from trainer.metrics.time_breakdown import (
     ATTENTION,
     COMMUNICATION,
@@ -863,8 +863,7 @@ def test_on_a_gpu(tmp_path: Path) -> None:
 
 
 def test_a_record_without_shares_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    from trainer.metrics.console import ConsoleSink
-    from trainer.metrics.screen import PlainScreen
+    from trainer.metrics.console import ConsoleSink, PlainScreen
 
     none = dict.fromkeys(KINDS)
     ConsoleSink(5, PlainScreen(sys.stdout)).write(

@@ -21,7 +21,7 @@ from trainer import Trainer, UserError, load_config
 from trainer.config import check_config, compare_configs
 from trainer.lifecycle import lifecycle
 from trainer.lifecycle.summary import closing
-from trainer.metrics.lr_range import RangeTest, find_horizon, suggested_lr
+from trainer.metrics.stop_criterion import RangeTest, find_horizon, suggested_lr
 
 RANGE = ["schedule.name=range", "train.steps=12", "schedule.lr_range=[1e-4, 1e3]", "optim.max_grad_norm=null"]
 

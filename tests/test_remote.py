@@ -39,7 +39,7 @@ from trainer.data.remote import transport
 from trainer.data.shards import Shard
 from trainer.data.source import Source, SyntheticSource, sample_content
 from trainer.data.source_factory import open_source
-from trainer.distributed.step_sync import StepSync
+from trainer.distributed.channel import StepSync
 from trainer.errors import UserError
 from trainer.lifecycle import lifecycle
 from trainer.prepare import prepare

@@ -18,9 +18,8 @@ from tests.tiny import fit, full, lines, tiny_config
 from trainer import Trainer, UserError, load_config, load_weights
 from trainer.config import check_config
 from trainer.data.tokenizer import find_tokenizer
-from trainer.metrics.console import ConsoleSink
+from trainer.metrics.console import ConsoleSink, PlainScreen
 from trainer.metrics.record import Record
-from trainer.metrics.screen import PlainScreen
 from trainer.metrics.terminal import Terminal
 from trainer.model.sample import CachedDecoder, Sampling, generate_tokens
 

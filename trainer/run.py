@@ -56,9 +56,8 @@ from trainer.errors import (
     run_command,
     setting_error,
 )
-from trainer.lifecycle.dry_run import dry_run_config
-from trainer.lifecycle.launch import spawn
-from trainer.metrics.clock import uptime
+from trainer.lifecycle.launch import dry_run_config, spawn
+from trainer.metrics.record import uptime
 from trainer.recipe import add_working_folder_to_path
 from trainer.stopping import StopRequested, interruptible, stopped, unwrapping
 from trainer.tables import fit_to_width

@@ -19,18 +19,15 @@ from trainer.data.loader import Batch, EvalLoader, TrainLoader, attended_length
 from trainer.data.resolve import resolve_from_data
 from trainer.data.source_factory import open_source
 from trainer.data.transfer import prefetch_to_device
-from trainer.distributed.random_state import seed_everything
 from trainer.distributed.world import World
 from trainer.lifecycle.assembly import assemble_run
-from trainer.lifecycle.context_check import check_context
-from trainer.lifecycle.document_check import check_documents
-from trainer.lifecycle.selfcheck import check_same_run, check_shape, check_start
+from trainer.lifecycle.selfcheck import check_context, check_documents, check_same_run, check_shape, check_start
+from trainer.lifecycle.state import seed_everything
 from trainer.lifecycle.summary import show_result, start_facts, start_notes, start_record
 from trainer.loss import count_targets, find_loss
 from trainer.metrics.callbacks import loss_by_source
-from trainer.metrics.logged_sums import Amount
 from trainer.metrics.record import Record
-from trainer.metrics.step_metrics import Update
+from trainer.metrics.step_metrics import Amount, Update
 from trainer.model.experts import global_balance
 from trainer.model.flops import flops_of
 from trainer.model.gradients import evaluation_mode, gradient_sync, norm_and_clip_factor

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from trainer.checkpoint.interval import Costs, costs_of, describe_costs
 from trainer.config import CheckpointSection, RunConfig
-from trainer.distributed.step_sync import StepSync
+from trainer.distributed.channel import StepSync
 from trainer.distributed.world import World
 from trainer.metrics.goodput import RunHistory
 

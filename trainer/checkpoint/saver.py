@@ -16,7 +16,7 @@ from trainer.checkpoint.save_policy import SavePolicy, build_save_policy
 from trainer.checkpoint.snapshot import Savable
 from trainer.checkpoint.store import Checkpoints, SaveResult
 from trainer.config import RunConfig
-from trainer.distributed.step_sync import StepSync
+from trainer.distributed.channel import StepSync
 from trainer.errors import TrainingFailed
 from trainer.files import find_folder
 from trainer.metrics.goodput import RunHistory

@@ -13,24 +13,20 @@ from trainer.checkpoint.storage import open_storage
 from trainer.checkpoint.store import Checkpoints, SaveSettings
 from trainer.config import RunConfig
 from trainer.config.requirements import compiles_blocks
-from trainer.distributed.random_state import RandomState
-from trainer.distributed.step_sync import StepSync
+from trainer.distributed.channel import StepSync
 from trainer.distributed.world import World
 from trainer.lifecycle.folder import RunFolder
 from trainer.lifecycle.lifecycle import Lifecycle, RunSaveListener
-from trainer.lifecycle.phases import watch_phases
 from trainer.lifecycle.relocation import Relocation
 from trainer.lifecycle.resume import Resume
-from trainer.lifecycle.state import TrainState
+from trainer.lifecycle.state import RandomState, TrainState
 from trainer.lifecycle.summary import mesh_sizes
-from trainer.lifecycle.watchdog import Watchdog
+from trainer.lifecycle.watchdog import Watchdog, watch_phases
 from trainer.metrics.callbacks import Callback, GarbageCollection, Samples, UnitNorms
-from trainer.metrics.hub import Metrics
-from trainer.metrics.lr_range import find_horizon
 from trainer.metrics.profile import Profile
-from trainer.metrics.skips import SkipCounter
-from trainer.metrics.step_metrics import StepMetrics
-from trainer.metrics.stop_criterion import StopCriterion
+from trainer.metrics.sinks import Metrics
+from trainer.metrics.step_metrics import SkipCounter, StepMetrics
+from trainer.metrics.stop_criterion import StopCriterion, find_horizon
 from trainer.optim.average import EMA, WeightAverage
 from trainer.optim.optimizer import training_bytes
 from trainer.plan.forecast import Forecast, describe_choice

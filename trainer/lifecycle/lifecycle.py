@@ -27,8 +27,8 @@ from trainer.checkpoint.store import SaveResult
 from trainer.config import find_deadline
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.prefetch import WaitAbandoned
+from trainer.distributed.channel import StepSync
 from trainer.distributed.environment import take_start
-from trainer.distributed.step_sync import StepSync
 from trainer.distributed.stop_request import (
     GIVING_UP,
     NOTICE,
@@ -73,7 +73,7 @@ class Lifecycle:
     """One run in this process: its phase, its folder, requests to stop, and how it ends.
 
     `World.failure_listeners` has it, which the failure watch tells of failures of other ranks (`peer_failed`,
-    `before_exit`), and the watchdog of a hang of this rank's main thread (`give_up`).  Both call from their own threads.
+    `before_exit`), and the watchdog of a hang of this rank's main thread (`give_up`).  Both have own threads.
     """
 
     def __init__(self, run: Run, loader: object, eval_loader: object, started: float) -> None:
@@ -463,7 +463,7 @@ class _StepAbandoned(Exception):
 
 
 class StepAbandoner:
-    """Abandons a step if its data does not arrive on a rank that was asked to stop, which may wait for a lost connection.
+    """Abandons a step if its data does not arrive on a rank that was asked to stop (a connection may be lost).
 
     The rank that gives up votes for it in the step's first all-reduce, which the other ranks take part in when they
     begin the step.  None of them has changed any state by then, so that all ranks can save the state from before the

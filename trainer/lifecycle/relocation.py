@@ -15,7 +15,7 @@ from trainer.checkpoint.store import Checkpoints
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError
 from trainer.lifecycle.folder import FolderLoss, RunFolder
-from trainer.metrics.hub import Metrics
+from trainer.metrics.sinks import Metrics
 
 Result = TypeVar("Result")
 

@@ -23,9 +23,8 @@ from trainer.checkpoint.layout import StoredTensor
 from trainer.checkpoint.snapshot import Stateful
 from trainer.data.loader import TrainLoader
 from trainer.distributed.channel import Channel
-from trainer.distributed.random_state import RandomState
 from trainer.errors import UserError
-from trainer.metrics.skips import SkipCounter
+from trainer.metrics.step_metrics import SkipCounter
 from trainer.model.parameters import for_checkpoint, local, num_writes, tied_names
 from trainer.optim.optimizer import Optimizer
 from trainer.weights.adapters import BASE, BaseWeights
@@ -429,3 +428,43 @@ class _Counters:
         self.state.eval_pending = state.get("owes_evaluation", False)
         self.state.evaluation = state.get("evaluation", {})
         self.state.zero_after_end = state.get("zero_after_end", False)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Random states
+
+
+def seed_everything(seed: int, rank: int, step: int = 0) -> None:
+    """Seed Python, numpy and torch with a value that differs between ranks (and so does dropout)."""
+    mixed = int(np.random.SeedSequence([seed, rank, step] if step else [seed, rank]).generate_state(1)[0])
+    random.seed(mixed)
+    np.random.seed(mixed)
+    torch.manual_seed(mixed)
+
+
+class RandomState:
+    """The random states of this rank as one resumable object."""
+
+    def __init__(self, seed: int, rank: int) -> None:
+        self._seed, self._rank = seed, rank
+
+    def restart(self, step: int) -> None:
+        """Reseed at `step`, if this rank has no stored state, so that the first steps' noise does not repeat."""
+        seed_everything(self._seed, self._rank, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])

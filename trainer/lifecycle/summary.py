@@ -29,7 +29,7 @@ from trainer.distributed.world import CONTEXT, REPLICATE, SHARD, World
 from trainer.errors import UserError
 from trainer.lifecycle.resume import Resume
 from trainer.metrics.console import readable_bytes, readable_count, readable_duration
-from trainer.metrics.hub import Metrics
+from trainer.metrics.sinks import Metrics
 from trainer.metrics.stop_criterion import StopCriterion
 from trainer.model.gradients import evaluation_mode
 from trainer.model.parameters import count_parameters, count_trained_parameters

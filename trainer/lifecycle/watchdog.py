@@ -19,26 +19,29 @@ The watchdog uses no collectives and works for any model.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from trainer.config import RunConfig
 from trainer.distributed import exchange
 from trainer.distributed.channel import TimedStore
 from trainer.distributed.world import CONTEXT, World
 from trainer.errors import EXIT_FAILED, PeerFailed, print_stderr
-from trainer.lifecycle.flight_recorder import dump_record, progress_of, read_record
-from trainer.lifecycle.phases import IN_STEP
-from trainer.lifecycle.rank_status import RankStatus, find_stragglers, is_stuck, reason_of, table
 from trainer.metrics.callbacks import Callback
 
 _POLL_S, _ASK_EVERY = 0.5, 4
@@ -388,3 +391,221 @@ def _lines(frame: FrameType | None) -> list[str]:
             break
         frame = frame.f_back
     return lines[:_MAX_FRAMES][::-1]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Phases of a step, found by hooks so that custom train steps work too
+
+
+IN_STEP = ("data", "forward", "backward", "reduce", "optimizer")
+"""Phases of a step, in order.  Other phases: start, evaluate, save, profile and between steps."""
+
+
+class PhaseTracker(Protocol):
+    """Tracks the phase of this rank; implemented by the watchdog."""
+
+    phase: str
+
+    def enter(self, phase: str) -> None: ...
+    def begin_forward(self) -> None: ...
+
+
+def watch_phases(tracker: PhaseTracker, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Register hooks on the model and the optimizers that report the phases of a step to `watched`."""
+
+    def before_forward(module: nn.Module, inputs: Any) -> None:
+        tracker.begin_forward()
+
+    def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
+        if tracker.phase == "forward" and torch.is_grad_enabled():
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(in_backward)
+
+    def in_backward(gradient: torch.Tensor) -> None:
+        if tracker.phase == "forward":
+            tracker.enter("backward")
+            torch.autograd.Variable._execution_engine.queue_callback(after_backward)
+
+    def after_backward() -> None:
+        if tracker.phase == "backward":
+            tracker.enter("reduce")
+
+    def before_optimizer(*_: Any) -> None:
+        if tracker.phase in IN_STEP:
+            tracker.enter("optimizer")
+
+    # Before FSDP's hook, which all-gathers and waits.
+    model.register_forward_pre_hook(before_forward, prepend=True)
+    model.register_forward_hook(after_forward)
+    for optimizer in optimizers:
+        optimizer.register_step_pre_hook(before_optimizer)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What each rank is doing, which ranks the others wait for, and the table that shows it
+
+
+_MAX_ROWS = 32
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """The status of one rank."""
+
+    rank: int
+    phase: str
+    phase_s: float
+    """Time since the rank entered the phase."""
+    step: int
+    """The current step, or the last one."""
+    num_phases_entered: int
+    """Number of phases entered since the step began."""
+    is_waiting: bool
+    """True if the rank is in a collective, so that it waits for another rank."""
+    is_within_limit: bool = False
+    """True during a save, an evaluation or the writing of a profile that is still within its own time limit."""
+    is_responding: bool = True
+    stack: list[str] = field(default_factory=list)
+    """Stack of the main thread, and of the saving thread if the main thread waits for it."""
+    collectives: list[int] = field(default_factory=list)
+    """Numbers of collectives completed, started and enqueued on its GPU; empty without a GPU."""
+    device: str = ""
+    """Description of the collective that its GPU waits for."""
+    group: str = ""
+    """`context` if the rank is in a collective of its context-parallel group, otherwise empty."""
+
+
+def find_stragglers(statuses: Sequence[RankStatus]) -> list[RankStatus]:
+    """Return the ranks that the others wait for.
+
+    These are the ranks that do not answer; otherwise the ranks furthest behind among those outside collectives.  If all
+    ranks are in collectives, which then do not match, these are the ranks whose GPUs (on a CPU: whose step and phase)
+    are furthest behind.
+    """
+    silent = [status for status in statuses if not status.is_responding]
+    if silent:
+        return silent
+    busy = [status for status in statuses if not status.is_waiting]
+    if not busy and all(status.collectives for status in statuses):
+        slowest = min(status.collectives for status in statuses)
+        return [status for status in statuses if status.collectives == slowest]
+    busy = busy or [*statuses]
+    least = min((status.step, status.num_phases_entered) for status in busy)
+    return [status for status in busy if (status.step, status.num_phases_entered) == least]
+
+
+def is_stuck(statuses: Sequence[RankStatus]) -> bool:
+    """Return whether a save in flight cannot finish, so that no rank needs to wait for it.
+
+    Either the save itself has timed out, or a rank that others wait for does not answer.
+    """
+    late = find_stragglers(statuses)
+    return any(not status.is_responding or (status.phase == "save" and not status.is_within_limit) for status in late)
+
+
+def reason_of(why: str, statuses: Sequence[RankStatus]) -> str:
+    """Describe in one line which ranks are late, in which phase, and which limit has passed."""
+    late = find_stragglers(statuses)
+    ranks = ", ".join(str(status.rank) for status in late[:8]) + (", ..." if len(late) > 8 else "")
+    who = f"rank {ranks}" if len(late) == 1 else f"ranks {ranks}"
+    first = late[0]
+    if not first.is_responding:
+        return f"watchdog: {who} did not answer ({why})"
+    device = f", the device in {first.device}" if first.device else ""
+    return (
+        f"watchdog: {who} made no progress in {first.phase} of step {first.step} for {first.phase_s:g} s{device} "
+        f"({why})"
+    )
+
+
+def table(why: str, statuses: Sequence[RankStatus]) -> str:
+    """Return the table to print: one row per rank, with the late ranks marked, and the stacks of late ranks."""
+    late = find_stragglers(statuses)
+    rows = [*late, *(status for status in statuses if status not in late)]
+    lines = [reason_of(why, statuses), "     rank    step  phase            for"]
+    for row in sorted(rows[:_MAX_ROWS], key=lambda row: row.rank):
+        if not row.is_responding:
+            lines.append(f"  >> {row.rank:4}  does not answer")
+            continue
+        waits_for = f"waits for its {row.group} group" if row.group else "waits for others"
+        state = "late" if row in late else waits_for if row.is_waiting else ""
+        mark = ">>" if row in late else "  "
+        lines.append(f"  {mark} {row.rank:4}  {row.step:6}  {row.phase:15}  {row.phase_s:6.1f} s  {state}".rstrip())
+    if len(rows) > _MAX_ROWS:
+        lines.append(f"     and {len(rows) - _MAX_ROWS} more that are not late")
+    answering = [row for row in late[:4] if row.is_responding]
+    for row in answering:
+        lines += [f"rank {row.rank} is at", *(f"  {line}" for line in row.stack)]
+    if not answering:  # no stack of a late rank is known: show one of a waiting rank
+        for row in sorted((row for row in rows if row.is_waiting), key=lambda row: not row.group)[:1]:
+            lines += [f"rank {row.rank} waits at", *(f"  {line}" for line in row.stack)]
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# NCCL's flight recorder: in host memory, so that it can be read while the GPU hangs
+
+
+@dataclass(frozen=True)
+class CollectiveProgress:
+    """Numbers of collectives completed, started and enqueued by this rank, over all its process groups.
+
+    All ranks call the same collectives, so the numbers of different ranks can be compared.  `waiting_for` describes the
+    oldest unfinished collective.
+    """
+
+    completed: int
+    started: int
+    enqueued: int
+    waiting_for: str
+
+
+def has_record() -> bool:
+    """Return whether NCCL is in use in this process."""
+    return dist.is_nccl_available() and torch.cuda.is_initialized()
+
+
+def read_record() -> bytes:
+    """Return NCCL's record as JSON; empty if NCCL is not in use."""
+    if not has_record():
+        return b""
+    return bytes(_recorder()._dump_nccl_trace_json(includeCollectives=True, onlyActive=False))
+
+
+def _recorder() -> Any:
+    from torch._C import _distributed_c10d
+
+    return _distributed_c10d
+
+
+def progress_of(record: bytes) -> CollectiveProgress | None:
+    """Return the progress of the collectives in a record; None if the record does not contain it."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+        content = json.loads(record)
+        groups: Mapping[str, Mapping[str, Any]] = content["pg_status"]
+        completed, started, enqueued = (
+            sum(max(0, int(group[key])) for group in groups.values())
+            for key in ("last_completed_collective", "last_started_collective", "last_enqueued_collective")
+        )
+        unfinished = [entry for entry in content.get("entries", ()) if entry["state"] != "completed"]
+        return CollectiveProgress(completed, started, enqueued, _in_words(unfinished[0]) if unfinished else "")
+    return None
+
+
+def _in_words(entry: Mapping[str, Any]) -> str:
+    """Describe a collective, such as `all_gather number 12 of group 0 (default_pg)`."""
+    name = str(entry["profiling_name"]).removeprefix("nccl:").lstrip("_")
+    group, *of = entry["process_group"]
+    words = f"{name} number {entry['collective_seq_id']} of group {group}"
+    return f"{words} ({of[0]})" if of and of[0] else words
+
+
+def dump_record(folder: Path, rank: int) -> None:
+    """Dump the record, if there is one, into `folder`.
+
+    Name and format are those of NCCL's own dumps, for `python -m torch.distributed.flight_recorder.fr_trace`.
+    """
+    if has_record():
+        with contextlib.suppress(OSError):
+            (folder / f"collectives_rank_{rank}").write_bytes(_recorder()._dump_nccl_trace(includeCollectives=True))

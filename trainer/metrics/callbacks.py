@@ -25,9 +25,9 @@ from trainer.data.tokenizer import find_tokenizer
 from trainer.data.transfer import HostScalars
 from trainer.distributed.world import World
 from trainer.loss import IGNORE, row_losses
-from trainer.metrics.hub import Metrics
-from trainer.metrics.logged_sums import Amount
 from trainer.metrics.record import Record
+from trainer.metrics.sinks import Metrics
+from trainer.metrics.step_metrics import Amount
 from trainer.model.gradients import evaluation_mode
 from trainer.model.parameters import local
 from trainer.model.sample import generate_sample

@@ -20,9 +20,8 @@ import torch
 from trainer.config import RunConfig
 from trainer.files import replacing
 from trainer.metrics.callbacks import Callback
-from trainer.metrics.hub import Metrics
 from trainer.metrics.record import Record
-from trainer.metrics.sinks import warn
+from trainer.metrics.sinks import Metrics, warn
 from trainer.metrics.time_breakdown import KINDS, PHASE, STEP, Timeline, find_events
 
 if TYPE_CHECKING:

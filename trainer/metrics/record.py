@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -107,3 +108,37 @@ def _parse(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) else None
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The clock of a run
+
+
+def uptime() -> float:
+    """Return the seconds since this machine booted, including time in suspend.  Monotonic."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+def find_boot() -> str:
+    """Return an identifier of the current boot, or an empty string if the system provides none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+class Clock:
+    """The clock of one attempt."""
+
+    def __init__(self) -> None:
+        self.boot = find_boot()
+        self.booted = time.time() - uptime()
+        """Boot time in seconds since the epoch, according to the system clock when this object was created."""
+
+    def now(self) -> float:
+        """Return the current time in seconds since the epoch."""
+        return self.at(uptime())
+
+    def at(self, uptime_s: float) -> float:
+        """Return the time at which the machine had been up for `uptime_s` seconds."""
+        return self.booted + uptime_s
