@@ -568,9 +568,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "copy-appends-to-the-originals-wandb",
         "run-folders",
-        "EarlierAttempts.drop_wandb_identity",
-        'self._folder.move_aside("wandb")',
-        "self._folder.move_aside()",
+        "Resume._supersede",
+        'self._folder.move_aside(["wandb"])',
+        "self._folder.move_aside([])",
         by_campaign=True,
     ),
     Defect(

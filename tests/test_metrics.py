@@ -721,7 +721,10 @@ def test_a_reader_that_reads_no_more_holds_nothing_up(monkeypatch: pytest.Monkey
 @pytest.mark.slow
 def test_the_memory_of_whatever_has_started_a_run_is_not_the_runs() -> None:
     held = torch.ones(200 << 20, dtype=torch.uint8)
-    code = "import torch; from trainer.metrics.step_metrics import peak_memory_gib as peak; print(peak(torch.device('cpu')))"
+    code = (
+        "import torch; from trainer.metrics.step_metrics import peak_memory_gib; "
+        "print(peak_memory_gib(torch.device('cpu')))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
     here = peak_memory_gib(held.device)
     assert 0.1 < float(done.stdout) < here - 0.1

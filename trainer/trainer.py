@@ -227,8 +227,9 @@ class Trainer:
             self.start()
             if self.horizon.is_reached(self.state.step):
                 return
-            with self.state.keeping_random_state():
-                batches = iter(self.loader)
+            random_state = self.state.random.state_dict()
+            batches = iter(self.loader)
+            self.state.random.load_state_dict(random_state)  # a loader of your own may draw random numbers there
             self.accounts.restart()
             while not self.horizon.is_reached(self.state.step) and not self.stopping:
                 self.resume.confirm(self.state.step)
@@ -323,18 +324,19 @@ class Trainer:
         """
         self.saver.finish()
         self.world.agreed(self.folder.acquire)
-        with self.resume.timed():
-            found = self.resume.load(self.state, path, self.lifecycle.is_running)
-            if found is not None:
-                self.schedule.zero_after_end = self.state.zero_after_end
-                self.accounts.discard()
-                self.saver.loaded(self.state, self.resume.is_own)
-                self.horizon.loaded(self.resume.is_own)
-                if any(line.startswith(("data.tokenizer:", "data.chat_template:")) for line in self.resume.changed):
-                    store_tokenizer(self.origin, self.config, self.world)
-                self.lifecycle.restore()
-            elif self.lifecycle.phase == "built":
-                self.begun_from = load_initial_weights(self.model, self.origin, self.config, self.world)
+        started = time.perf_counter()
+        found = self.resume.load(self.state, path, self.lifecycle.is_running)
+        if found is not None:
+            self.schedule.zero_after_end = self.state.zero_after_end
+            self.accounts.discard()
+            self.saver.loaded(self.state, self.resume.is_own)
+            self.horizon.loaded(self.resume.is_own)
+            if any(line.startswith(("data.tokenizer:", "data.chat_template:")) for line in self.resume.changed):
+                store_tokenizer(self.origin, self.config, self.world)
+            self.lifecycle.restore()
+        elif self.lifecycle.phase == "built":
+            self.begun_from = load_initial_weights(self.model, self.origin, self.config, self.world)
+        self.resume.seconds += time.perf_counter() - started
         return self.resume.step
 
     def finish(self) -> int:

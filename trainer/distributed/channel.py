@@ -1,4 +1,7 @@
-"""Small messages between ranks: CPU collectives that never wait for the device, and a key-value store with timeouts."""
+"""Small messages between ranks: CPU collectives that never wait for the device, and a key-value store with timeouts.
+
+One small all-reduce per step (`StepSync`) carries everything that the ranks must agree on.
+"""
 
 from __future__ import annotations
 
@@ -192,7 +195,10 @@ class Vote:
 
 
 class StepSync:
-    """Sums a step's values over all ranks, and collects every vote in the same all-reduce."""
+    """Sums a step's values over all ranks, and collects every vote in the same all-reduce.
+
+    Each component registers its own votes when it is created, in the same order on every rank.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel

@@ -180,22 +180,6 @@ def limit_spinning(env: MutableMapping[str, str] = os.environ) -> None:
         env["GOMP_SPINCOUNT"] = "10000"
 
 
-def limit_compile_processes(num_cores: int, local_world_size: int, env: MutableMapping[str, str] = os.environ) -> None:
-    """Limit the compile processes of all ranks on a node to its number of cores, unless the user configured this.
-
-    By default each rank starts 32.  The variable is read when torch's compiler is imported.
-    """
-    env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, min(32, num_cores // local_world_size))))
-
-
-def connect_lazily(env: MutableMapping[str, str] = os.environ) -> None:
-    """Make gloo connect two ranks lazily, unless the user configured this.  Call before opening a process group.
-
-    By default each group connects every pair of ranks: on 256 ranks, more than a thousand sockets per rank.
-    """
-    env.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-
-
 def use_expandable_segments(env: MutableMapping[str, str] = os.environ) -> None:
     """Use expandable segments for CUDA memory, unless the user configured this.  Call before importing torch.
 
@@ -339,6 +323,9 @@ _SIOCGIFADDR = 0x8915
 
 def choose_interface(env: Environment, variables: MutableMapping[str, str] = os.environ) -> str:
     """Make gloo listen on the interface that other nodes can reach, unless the user chose one.
+
+    gloo listens on the address that the host name resolves to, which is 127.0.1.1 on many systems, so that ranks on
+    other nodes cannot connect and time out.  The route to the rendezvous address shows the right interface.
 
     Returns the interface's name, or an empty string if gloo chooses.  Call before opening the process group.
     """

@@ -30,12 +30,10 @@ from trainer.distributed.environment import (
     EXPANDABLE,
     Environment,
     choose_interface,
-    connect_lazily,
     export_slurm_rendezvous,
     find_environment,
     follow_parent,
     keep_freed_memory,
-    limit_compile_processes,
     raise_file_limit,
 )
 from trainer.distributed.exchange import register_group
@@ -74,7 +72,10 @@ class World(Channel):
                 raise
             problem = str(error)  # the rendezvous tells the other ranks
         torch.set_num_threads(config.run.threads or max(1, _num_cores() // self.env.local_world_size))
-        limit_compile_processes(_num_cores(), self.env.local_world_size)
+        # By default each rank starts 32 compile processes; all ranks of a node share its cores.  Torch's compiler reads
+        # the variable when it is imported.
+        num_compile = max(1, min(32, _num_cores() // self.env.local_world_size))
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(num_compile))
         if config.run.deterministic:
             use_deterministic_kernels()
         if self.device.type == "cpu":
@@ -121,11 +122,15 @@ class World(Channel):
         # owner has set another timeout.
         groups = list(dist.distributed_c10d._world.pg_map) if self.owns_group else self._groups
         for group in set(groups) - self._with_own_timeout:
-            if group in self._groups or _timeout_of(group, self.device) in (None, before, *_DEFAULT_TIMEOUTS):
+            known = None
+            if group not in self._groups:  # None as well if the backend does not expose it
+                known = getattr(getattr(group._get_backend(self.device), "options", None), "_timeout", None)
+            if known in (None, before, *_DEFAULT_TIMEOUTS):
                 _set_timeout(self.timeout, group)
 
     def _open_group(self, meeting_s: timedelta, problem: str) -> None:
-        connect_lazily()
+        # By default each gloo group connects every pair of ranks: on 256 ranks, over a thousand sockets per rank.
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         backend = "cuda:nccl" if self.device.type == "cuda" else "gloo"
         device_id = self.device if self.device.type == "cuda" else None
         if self.env.launcher == "single":
@@ -136,7 +141,10 @@ class World(Channel):
             self.interface = choose_interface(self.env)
             store, rank, size = join_store(meeting_s)
             store = self._store = PrefixStore(f"meshtrainer/{next(_openings)}", store)
-            problem = problem or claim_gpu(store, rank, self.env, self.device)
+            if self.device.type == "cuda" and self.env.local_world_size > torch.cuda.device_count():
+                # Other ranks may see the same GPU: NCCL would fail later, with a less helpful message.
+                uuid = str(torch.cuda.get_device_properties(self.device).uuid)
+                problem = problem or claim_gpu(store, rank, uuid, self.env.local_world_size)
             agree_to_start(store, rank, size, meeting_s.total_seconds(), problem)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=size, timeout=self.timeout, device_id=device_id
@@ -215,15 +223,10 @@ class World(Channel):
             first = TimedStore(self._store, _ANSWER_S).compare_set(FAILURE, "", dead or message)
         except RuntimeError:  # the process that hosts the store is gone
             first = self.first_failure or dead or message
-        if first == dead:
-            self._report_once(dead)
+        if first == dead and self.env.launcher != "nproc":  # which reports dead ranks itself
+            self.once("death", lambda: print_stderr(f"error: {dead}"))  # on one of the ranks that noticed
         self.first_failure = None if first == message else first
         return self.first_failure
-
-    def _report_once(self, dead: str) -> None:
-        """Report a dead rank on one of the ranks that noticed, unless the launcher reports it."""
-        if self.env.launcher != "nproc":
-            self.once("death", lambda: print_stderr(f"error: {dead}"))
 
     def remember_failure(self) -> None:
         """Fetch the failure that another rank announced while the store is still there.
@@ -295,12 +298,6 @@ def _set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
         public(timeout, group)
     else:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
-
-
-def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """Return the timeout of a group's collectives on `device`, or None if the backend does not expose it."""
-    options = getattr(group._get_backend(device), "options", None)
-    return getattr(options, "_timeout", None)
 
 
 def _record_collectives(folder: Path) -> None:
@@ -399,24 +396,14 @@ def choose_gpu(wanted: str, env: Environment, num_gpus: int, variables: Mapping[
         return None
     if env.local_rank < env.local_world_size <= num_gpus:
         return env.local_rank
-    is_given_its_own = env.launcher == "srun" or (env.launcher != "nproc" and _names_one_gpu(variables))
-    if num_gpus == 1 and is_given_its_own:
+    visible = variables.get("CUDA_VISIBLE_DEVICES", variables.get("HIP_VISIBLE_DEVICES", ""))
+    names_one = len([name for name in visible.split(",") if name.strip()]) == 1
+    if num_gpus == 1 and (env.launcher == "srun" or (env.launcher != "nproc" and names_one)):
         return 0
     raise _too_few(env.local_world_size, num_gpus)
 
 
-def claim_gpu(store: Store, rank: int, env: Environment, device: torch.device) -> str:
-    """Claim this rank's GPU if other ranks on the node may see the same one; return an error message or "".
-
-    GPUs are identified by UUID.  Without this check NCCL would fail later, with a less helpful message.
-    """
-    if device.type != "cuda" or env.local_world_size <= torch.cuda.device_count():
-        return ""
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    return claim(store, rank, uuid, env.local_world_size)
-
-
-def claim(store: Store, rank: int, uuid: str, num_ranks: int) -> str:
+def claim_gpu(store: Store, rank: int, uuid: str, num_ranks: int) -> str:
     """Claim a GPU by UUID for one of the node's `num_ranks` ranks; return an error message if it is taken, or ""."""
     owner = store.compare_set(f"meeting/gpu/{uuid}", "", str(rank)).decode()
     return "" if owner == str(rank) else str(_too_few(num_ranks, 1, f"; ranks {owner} and {rank} see the same one"))
@@ -427,16 +414,11 @@ def _too_few(ranks: int, num_gpus: int, how: str = "") -> UserError:
     return setting_error("nproc", ranks, rule, fix=f"nproc={num_gpus}, or run.device=cpu")
 
 
-def _names_one_gpu(variables: Mapping[str, str]) -> bool:
-    visible = variables.get("CUDA_VISIBLE_DEVICES", variables.get("HIP_VISIBLE_DEVICES", ""))
-    return len([name for name in visible.split(",") if name.strip()]) == 1
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # Rendezvous: all ranks join a store, and decide there whether to start, before any collective can hang
 
 
-_ANSWER_S = 5.0
+_READ_S = 5.0
 """How long rank 0, which may host the store, waits for the others to read a decision to stop."""
 
 
@@ -505,7 +487,7 @@ def agree_to_start(store: Store, rank: int, size: int, timeout_s: float, problem
 def _let_all_read(store: Store, rank: int, size: int) -> None:
     """On rank 0, which may host the store, wait until the other ranks have read it."""
     store.add("meeting/left", 1)
-    until = time.monotonic() + _ANSWER_S
+    until = time.monotonic() + _READ_S
     while rank == 0 and store.add("meeting/left", 0) < size and time.monotonic() < until:
         time.sleep(0.02)
 

@@ -1,4 +1,7 @@
-"""Starts the ranks of `nproc=N` on this machine through torch's elastic launcher, and reports how they ended."""
+"""Starts the ranks of `nproc=N` on this machine through torch's elastic launcher, and reports how they ended.
+
+A dry run does everything that a start does before the first step, in a temporary folder.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +105,7 @@ def _note_end(config: RunConfig, before: Mapping[str, Any], reason: str) -> None
 # Dry runs
 
 
-_FOLDER = "MESHTRAINER_DRY_RUN"
+_DRY_RUN_FOLDER = "MESHTRAINER_DRY_RUN"
 """The folder of a dry run, set by the process that starts the ranks."""
 
 
@@ -112,9 +115,13 @@ def dry_run_config(config: RunConfig, env: Environment) -> Iterator[RunConfig]:
 
     A dry run resumes as the run itself would, without changing its checkpoints.
     """
-    inherited = os.environ.get(_FOLDER)
-    folder = Path(inherited or _name_of(config, env))
-    os.environ[_FOLDER] = str(folder)
+    # The same folder on all ranks of a node, with any launcher.
+    started_by = os.environ.get("TORCHELASTIC_RUN_ID") or env.job or os.getpid()
+    seed = f"{os.getuid()} {started_by} {Path(config.run.dir).absolute()}"
+    own = Path(tempfile.gettempdir()) / f"meshtrainer-dry-run-{hashlib.sha256(seed.encode()).hexdigest()[:16]}"
+    inherited = os.environ.get(_DRY_RUN_FOLDER)
+    folder = Path(inherited or own)
+    os.environ[_DRY_RUN_FOLDER] = str(folder)
     checkpoint_dir = config.checkpoint.dir or f"{config.run.dir}/checkpoints"
     resume = config.checkpoint.resume
     if resume == "auto":
@@ -128,13 +135,6 @@ def dry_run_config(config: RunConfig, env: Environment) -> Iterator[RunConfig]:
         )
     finally:
         if inherited is None:
-            os.environ.pop(_FOLDER)
+            os.environ.pop(_DRY_RUN_FOLDER)
             if env.rank == 0:  # only rank 0 writes
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _name_of(config: RunConfig, env: Environment) -> Path:
-    """Return the temporary folder, the same on all ranks of a node with any launcher."""
-    started_by = os.environ.get("TORCHELASTIC_RUN_ID") or env.job or os.getpid()
-    seed = f"{os.getuid()} {started_by} {Path(config.run.dir).absolute()}"
-    return Path(tempfile.gettempdir()) / f"meshtrainer-dry-run-{hashlib.sha256(seed.encode()).hexdigest()[:16]}"

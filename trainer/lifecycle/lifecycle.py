@@ -128,26 +128,27 @@ class Lifecycle:
         facts: the start block on the console.  record: fields of the start record.  notes: further lines to print.
         Collective; the folder must already be acquired.
         """
-        opening = (self._folder.metrics, record["resumed_step"] or 0)
-        for work in (self._folder.begin, lambda: self._metrics.open(*opening)):
+        resumed_step = record["resumed_step"] or 0
+        for work in (self._folder.begin, lambda: self._metrics.open(self._folder.metrics, resumed_step)):
             self._world.agreed(partial(self._folder.using, work))
         self._metrics.wandb_id = self._world.broadcast(self._metrics.wandb_id)
         self._enter("begin")
-        self._watch_for_a_stop()
+        if self._world.is_main:
+            notice = self._folder.path / NOTICE
+            if self._stale_notice and identity(notice) == self._stale_notice:
+                notice.unlink(missing_ok=True)  # it was meant for an earlier attempt
+            self.stop.watch(notice, find_deadline(self._config))
         self._folder.write_status("running", None, self._state.step, "")
         self._metrics.start(facts)
         for note in notes:
             self._metrics.say(note)
+        clock, command = self._metrics.clock, take_start()
+        # The start of the command, or of this Trainer if that is unknown, in seconds since the epoch.
+        started = clock.now() - (time.monotonic() - self._started) if command is None else clock.at(command)
         nodes = self._world.env.num_nodes
-        start = Record(kind="start", **record, nodes=nodes, started=self._began_at(), **self._metrics.before)
-        self._metrics.write(start)
+        self._metrics.write(Record(kind="start", **record, nodes=nodes, started=started, **self._metrics.before))
         for note in self._saver.begin():  # after the start record, from which it takes measurements
             self._metrics.say(note)
-
-    def _began_at(self) -> float:
-        """Return the start time of the command, or of this Trainer if unknown, in seconds since the epoch."""
-        clock, command = self._metrics.clock, take_start()
-        return clock.now() - (time.monotonic() - self._started) if command is None else clock.at(command)
 
     def end(self) -> int:
         """End the run as finished, or as stopped on request.  Returns the exit code.  Collective.
@@ -214,8 +215,12 @@ class Lifecycle:
 
     def fail(self, error: BaseException) -> None:
         """Record how the run failed.  Uses no collective, because the other ranks may be anywhere."""
-        if isinstance(error, StopRequested):
-            self._stop_promptly(error)
+        if isinstance(error, StopRequested):  # before the first step of this attempt
+            self._watchdog.stop()
+            if self.phase == "running":
+                self._end("stopped", EXIT_STOPPED, error.name)
+            else:
+                self._folder.release()
             return
         self._watchdog.explain(error)
         self._watchdog.stop()
@@ -228,14 +233,6 @@ class Lifecycle:
             return
         exit_code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED
         self._end("failed", exit_code, first or f"{type(error).__name__}: {error}")
-
-    def _stop_promptly(self, request: StopRequested) -> None:
-        """Record a stop before the first step of this attempt.  Uses no collective."""
-        self._watchdog.stop()
-        if self.phase == "running":
-            self._end("stopped", EXIT_STOPPED, request.name)
-        else:
-            self._folder.release()
 
     def _record_prompt_stop(self) -> None:
         """Record the stop from another thread while the main thread is blocked."""
@@ -259,17 +256,14 @@ class Lifecycle:
                 self._metrics.say(f"not as planned: {miss}")
         self._metrics.write(Record(kind="end", **facts, **self._metrics.totals()))
         self._folder.write_status(state, exit_code, self._state.step, reason)
-        self._run_end_command(state, exit_code)
-        self._metrics.close()
-        self._release()
-
-    def _run_end_command(self, state: str, exit_code: int) -> None:
         command, step = self._config.run.on_end, self._state.step
         if command and self._world.is_main and not self._has_run_end_command:
             self._has_run_end_command = True  # the watchdog and the main thread may both detect the failure
             facts = {"RUN_DIR": self._folder.path, "STATE": state, "EXIT_CODE": exit_code, "STEP": step}
             if failure := run_end_command(command, facts):
                 self._metrics.say(failure, "yellow")
+        self._metrics.close()
+        self._release()
 
     def _release(self) -> None:
         forget_slices()
@@ -361,14 +355,6 @@ class Lifecycle:
     def _stopping_s(self) -> float:
         """Return the expected time to stop: two steps and the longest save so far, with a margin."""
         return 2.0 * self._step_metrics.step_s + 1.5 * self._saver.expected_s + 5.0
-
-    def _watch_for_a_stop(self) -> None:
-        """Watch for the notice file and the deadline, on rank 0.  A stale notice of an earlier attempt is deleted."""
-        if self._world.is_main:
-            notice = self._folder.path / NOTICE
-            if self._stale_notice and identity(notice) == self._stale_notice:
-                notice.unlink(missing_ok=True)
-            self.stop.watch(notice, find_deadline(self._config))
 
     def _quit(self) -> None:
         """Restore the terminal and release the folder after a second Ctrl-C, before the process ends."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ from trainer.config import RunConfig, compare_configs, stored_value
 from trainer.config.run_paths import is_another_run, shared_checkpoints_rule
 from trainer.distributed.world import World
 from trainer.errors import UserError, masked, setting_error
-from trainer.lifecycle.folder import RECORD, RunFolder
+from trainer.lifecycle.folder import RECORD, RunFolder, read_status
 from trainer.metrics.record import read_kinds
 from trainer.metrics.sinks import Metrics, warn
 
@@ -53,7 +51,7 @@ class Resume:
         self.changed: list[str] = []
         """Settings that differ from those of the checkpoint, one line each."""
         self.seconds = 0.0
-        """Time spent loading, in seconds."""
+        """Time spent loading, in seconds; the Trainer measures it."""
         self._has_gone_back = False
 
     def load(self, state: Savable, path: str | Path | None, is_running: bool) -> RestoredCheckpoint | None:
@@ -73,7 +71,11 @@ class Resume:
             self._metrics.wandb_id = None  # it belongs to the other run
         self._has_gone_back = is_running
         if self._world.is_main:
-            _report(found)
+            for name, damage in found.damaged.items():
+                listed = "\n".join(f"  {line}" for line in damage)
+                warn(f"checkpoint {name} is damaged and was set aside:\n{listed}")
+            for warning in found.warnings:
+                warn(f"{found.path}: {warning}")
         return found
 
     def _find(self, state: Savable, path: str | None, is_running: bool) -> RestoredCheckpoint | None:
@@ -83,20 +85,22 @@ class Resume:
         allowed = frozenset(self._config.checkpoint.allow_changes)
         if allowed & {"optim", "optim.name", "state.model"}:
             allowed |= {"state.optimizer"}  # starts without moments if the stored ones do not fit
-        how = (state, lambda stored: compare_configs(self._config, stored), allowed, is_running)
+        compare = partial(compare_configs, self._config)
+        reader = self._checkpoints.reader
         if resume == "none":
             return None
         if resume == "auto":
-            is_empty = self._world.broadcast(self._world.agreed(lambda: self._checkpoints.reader.is_empty))
+            is_empty = self._world.broadcast(self._world.agreed(lambda: reader.is_empty))
             with self._listing():
-                found = None if is_empty else self._checkpoints.reader.restore(*how)
+                found = None if is_empty else reader.restore(state, compare, allowed, is_running)
             if self.step is None and not is_running:
                 self._world.agreed(lambda: self.earlier_attempts.check(found))
             return found
         # Rank 0 decides, because the newest checkpoint of a live run may change at any moment.
         named = self._world.agreed(lambda: str(find_checkpoint(resume)) if self._world.is_main else "")
         with self._listing():
-            return self._checkpoints.reader.load(open_storage(self._world.broadcast(named)), *how)
+            storage = open_storage(self._world.broadcast(named))
+            return reader.load(storage, state, compare, allowed, is_running)
 
     @contextmanager
     def _listing(self) -> Iterator[None]:
@@ -111,15 +115,6 @@ class Resume:
                 raise
             text = "\n".join([str(error), "", "all of it:", *error.lines, ""])
             raise UserError(error.message(_write_temporary(self._folder.path, text))) from error
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Add the time inside the block to the loading time.  Not collective."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds += time.perf_counter() - started
 
     def _is_restart(self, resume: str) -> bool:
         """Return whether the newest checkpoint here is from an attempt that was started with the same `resume`.
@@ -177,13 +172,14 @@ class Resume:
                 self._checkpoints.storage.quarantine(name, SUPERSEDED)
             later = []
         is_asked = self._config.checkpoint.resume == "none" and self.step is None
-        record = RECORD if begins and (is_asked or has_past) else ()
-        aside = self._folder.move_aside(*(f"checkpoints/{name}" for name in later), *record)
+        starts_over = begins and (is_asked or has_past)
+        names = [f"checkpoints/{name}" for name in later]
+        aside = self._folder.move_aside(names + list(RECORD if starts_over else ()))
         if aside is not None:
-            what = "earlier run" if record else f"checkpoints after step {step}"
+            what = "earlier run" if starts_over else f"checkpoints after step {step}"
             self._metrics.say(f"moved the {what} to {aside}")
-        if not is_running:
-            self.earlier_attempts.drop_wandb_identity()
+        if not is_running and self.earlier_attempts.copied_from():
+            self._folder.move_aside(["wandb"])  # it identifies the original in Weights & Biases
 
 
 def _write_temporary(folder: Path, text: str) -> str:
@@ -196,14 +192,6 @@ def _write_temporary(folder: Path, text: str) -> str:
             file.write(text)
         return path
     return ""
-
-
-def _report(found: RestoredCheckpoint) -> None:
-    for name, damage in found.damaged.items():
-        listed = "\n".join(f"  {line}" for line in damage)
-        warn(f"checkpoint {name} is damaged and was set aside:\n{listed}")
-    for warning in found.warnings:
-        warn(f"{found.path}: {warning}")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -232,7 +220,7 @@ def read_recorded_progress(folder: Path) -> RecordedProgress:
                 past = RecordedProgress(_step(record.get("resumed_step")), METRICS)
             else:
                 past = RecordedProgress(max(past.newest_saved or 0, _step(record.get("step")) or 0), METRICS)
-    status = _read_status(folder)
+    status = read_status(folder)
     step = _step(status.get("step"))
     # If the run ended in order, or resumed at a step, that step was saved.  A custom loop ends as "closed" either way.
     is_saved = status.get("state") in ("finished", "stopped", "running") and status.get("reason") != "closed"
@@ -245,16 +233,13 @@ def _step(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _read_status(folder: Path) -> dict[str, Any]:
-    try:
-        status = json.loads((folder / STATUS).read_text())
-    except (OSError, ValueError):
-        return {}
-    return status if isinstance(status, dict) else {}
-
-
 class EarlierAttempts:
-    """The earlier attempts of the run in a folder, whose checkpoints are expected in `checkpoint_dir`."""
+    """The earlier attempts of the run in a folder, whose checkpoints are expected in `checkpoint_dir`.
+
+    A run whose checkpoints have disappeared must not silently start over, and a copy of a run must not touch the
+    checkpoints of the original.  So rank 0 compares the records in the folder with the checkpoints before anything is
+    written.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder, self._config = folder, folder.config
@@ -262,7 +247,7 @@ class EarlierAttempts:
 
     def check_checkpoint_dir(self) -> None:
         """Raise UserError if this folder is a copy of a run and would use the checkpoints of the original."""
-        if not self._folder.is_main or not (origin := self._copied_from()):
+        if not self._folder.is_main or not (origin := self.copied_from()):
             return
         kept = stored_value(self._folder.previous_config or "", "checkpoint.dir")
         if is_same_location(str(masked(self.checkpoint_dir)), str(kept) if kept else f"{origin}/checkpoints"):
@@ -282,28 +267,24 @@ class EarlierAttempts:
         if found is None:
             raise UserError(self._nothing_found(past))
         missing = name_of(past.newest_saved)
-        if found.manifest.step < past.newest_saved and missing not in found.damaged and not self._is_aside(missing):
+        if found.manifest.step >= past.newest_saved or missing in found.damaged:
+            return
+        storage = open_storage(self.checkpoint_dir)
+        moved = [path.name for path in self._folder.path.glob(f"previous_*/{missing}")]
+        # Not missing if the run itself has quarantined or moved it, or did not choose it.
+        if not storage.is_published(missing) and not any(
+            missing in name for name in [*moved, *storage.quarantined_names()]
+        ):
             warn(
                 f"{past.source_file} mentions a checkpoint of step {past.newest_saved}, but the newest in "
                 f"{self.checkpoint_dir} is from step {found.manifest.step}: resuming from there"
             )
 
-    def _is_aside(self, name: str) -> bool:
-        """Return whether the run itself has quarantined or moved this checkpoint, or did not choose it."""
-        aside = [path.name for path in self._folder.path.glob(f"previous_*/{name}")]
-        storage = open_storage(self.checkpoint_dir)
-        return storage.is_published(name) or any(name in one for one in [*aside, *storage.quarantined_names()])
-
     def is_copied(self, found: RestoredCheckpoint) -> bool:
         """Return whether the checkpoint was written by another run that still exists."""
         return _is_another(stored_value(found.config_yaml, "run.dir"), self._folder.path)
 
-    def drop_wandb_identity(self) -> None:
-        """If this folder is a copy, move aside the files that identify the original in Weights & Biases."""
-        if self._folder.is_main and self._copied_from():
-            self._folder.move_aside("wandb")
-
-    def _copied_from(self) -> str | None:
+    def copied_from(self) -> str | None:
         """Return the folder of the run that this one is a copy of, or None if it is not a copy."""
         stored = stored_value(self._folder.previous_config or "", "run.dir")
         return str(stored) if _is_another(stored, self._folder.path) else None

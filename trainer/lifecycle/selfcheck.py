@@ -238,7 +238,11 @@ def check_start(
             found.setdefault(problem, []).append(rank)
     lines = [f"{_ranks(ranks)}: {problem}" for problem, ranks in found.items()]
     if len({report.digest for report in reports}) > 1:
-        lines += _different_parameters(channel.gather({piece.name: piece.facts for piece in pieces}))
+        parameters: list[dict[str, str]] = channel.gather({piece.name: piece.facts for piece in pieces})
+        for name in dict.fromkeys(name for facts in parameters for name in facts):
+            values = [facts.get(name, "missing") for facts in parameters]
+            if len(set(values)) > 1:
+                lines.append(f"{name} is {_by_value(values)}; expected: the same on all")
     else:
         lines += _compare_pieces(pieces, np.stack([report.pieces for report in reports]))
     lines += _compare_data(reports, loader)
@@ -333,14 +337,6 @@ def _checksum(piece: _Piece) -> int:
     return zlib.crc32(torch.cat(sums).cpu().numpy().tobytes())
 
 
-def _different_parameters(of_ranks: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    names = dict.fromkeys(name for facts in of_ranks for name in facts)
-    for name in names:
-        values = [facts.get(name, "missing") for facts in of_ranks]
-        if len(set(values)) > 1:
-            yield f"{name} is {_by_value(values)}; expected: the same on all"
-
-
 def _compare_pieces(pieces: Sequence[_Piece], tables: NDArray[np.int64]) -> Iterator[str]:
     """Yield inconsistencies between ranks.  tables: start, length and checksum by rank and parameter."""
     for number, piece in enumerate(pieces):
@@ -362,18 +358,14 @@ def _compare_pieces(pieces: Sequence[_Piece], tables: NDArray[np.int64]) -> Iter
                     f"expected: {piece.copies}"
                 )
             end = max(end, start + length)
-            yield from _compare_replicas(piece.name, ranks, tables[ranks, number, 2].tolist())
+            checksums: list[int] = tables[ranks, number, 2].tolist()
+            right = max(checksums, key=checksums.count)  # the majority; of two replicas, the first one
+            for rank, checksum in zip(ranks, checksums, strict=True):
+                if checksum != right:
+                    model = ranks[checksums.index(right)]
+                    yield f"rank {rank}: {piece.name} differs from its replica on rank {model}"
         if end != piece.total:
             yield f"all ranks: the pieces of {piece.name} end at row {end}; expected: {piece.total}"
-
-
-def _compare_replicas(name: str, ranks: Sequence[int], checksums: Sequence[int]) -> Iterator[str]:
-    # The majority is taken to be right; with two replicas, the first one.
-    right = max(checksums, key=checksums.count)
-    model = ranks[checksums.index(right)]
-    for rank, checksum in zip(ranks, checksums, strict=True):
-        if checksum != right:
-            yield f"rank {rank}: {name} differs from its replica on rank {model}"
 
 
 def _compare_data(reports: Sequence[_Report], loader: object) -> Iterator[str]:
@@ -426,6 +418,9 @@ hardly attend to anything, so that even restarting positions in each slice chang
 
 def check_context(world: World, model: nn.Module, loader: object, config: RunConfig) -> None:
     """Raise UserError on all ranks if the model's loss on slices differs from that on complete sequences.
+
+    A model that mixes or counts tokens outside `trainer.sequence` computes a different loss on slices of sequences, and
+    nothing in its loss curve shows that.  The check runs the model itself and works for any recipe.
 
     The test input is the beginning of this rank's next sample; no gradients are computed.  A no-op without context
     parallelism, or with a custom loader.  Collectives: those of two forward passes, and a gather of two numbers.
@@ -488,6 +483,9 @@ _DEFAULT_LOGIT_TOLERANCE = 3e-2
 
 def check_documents(world: World, model: nn.Module, loader: object, config: RunConfig) -> None:
     """Raise UserError on all ranks if documents share rows and the model lets them attend to each other.
+
+    A model that accepts document ids but ignores them trains on contexts that it will never see, and only its outputs
+    show that.  The check runs the model itself and works for any recipe.
 
     The logits of a document must be the same after one document, after another one, and alone.  A no-op if documents do
     not share rows, or with a custom loader.  Collectives: those of one forward pass of three short rows.

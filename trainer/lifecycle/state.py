@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -121,13 +120,6 @@ class TrainState:
         losses = {name: value for name, value in record.items() if name == "loss" or name.startswith("loss_")}
         self.evaluation = {k: v for k, v in losses.items() if isinstance(v, float) and math.isfinite(v)}
 
-    @contextmanager
-    def keeping_random_state(self) -> Iterator[None]:
-        """Restore the random state after the block, in which random numbers may be drawn."""
-        before = self.random.state_dict()
-        yield
-        self.random.load_state_dict(before)
-
     def leave_out(self, *things: object) -> None:
         """Exclude objects that need not be restored, for example because they are rebuilt from the configuration."""
         self._known += things
@@ -144,7 +136,10 @@ class TrainState:
         forgotten = {
             name: thing
             for name, thing in _attributes(self._owner)
-            if _has_state(thing) and id(thing) not in known and not self._is_constant(thing)
+            if not isinstance(thing, type)
+            and (_is_stateful(thing) or isinstance(thing, tuple(_GENERATORS)))
+            and id(thing) not in known
+            and not self._is_constant(thing)
         }
         if forgotten:
             kind = type(self._owner).__name__
@@ -191,10 +186,6 @@ def _attributes(owner: object) -> Iterator[tuple[str, Any]]:
 
 def _is_stateful(thing: object) -> bool:
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
-
-
-def _has_state(thing: object) -> bool:
-    return not isinstance(thing, type) and (_is_stateful(thing) or isinstance(thing, tuple(_GENERATORS)))
 
 
 def _as_part(part: Any) -> Stateful:

@@ -277,10 +277,10 @@ def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metr
     tokenizer, is_chat = tokenizer_of(config.data), config.data.source == "chat"
     prompt = _prompt_of_chat(config) if is_chat else [*tokenizer.start_ids, *tokenizer.encode("def ").tolist()]
     ends = chat_end_ids(config.data.tokenizer, config.data.chat_template) if is_chat else set()
-    sizes = config.log.sample_tokens, config.data.seq_len
+    num_tokens, seq_len = config.log.sample_tokens, config.data.seq_len
     compiles = compiles_blocks(config.train.compile, world.device.type)
     with evaluation_mode(model):
-        tokens = generate_sample(model, world, prompt, *sizes, compiles, ends)
+        tokens = generate_sample(model, world, prompt, num_tokens, seq_len, compiles, ends)
     if is_chat:
         metrics.say("\nsample answer from the model, to:\n", "bold")
         metrics.say(tokenizer.decode(prompt))

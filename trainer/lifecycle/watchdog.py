@@ -30,7 +30,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -239,8 +239,13 @@ class Watchdog(Callback):
                     self._world.announce_failure(PeerFailed(reason_of(why, statuses)))
                 store.set(self._key("verdict"), verdict)
                 if verdict != "go on":
+                    # The store ends with this process: the others would report its loss if they had not read it yet.
                     others = [status.rank for status in statuses if status.is_responding and status.rank != rank]
-                    _wait_until_set(store, [self._key(f"heard/{other}") for other in others])
+                    unheard, until = [self._key(f"heard/{other}") for other in others], time.monotonic() + _ANSWER_S
+                    with suppress(RuntimeError):
+                        while unheard and time.monotonic() < until:
+                            if unheard := [key for key in unheard if not store.check(key)]:
+                                time.sleep(0.1)
             else:
                 store.wait(self._key("verdict"), _VERDICT_S)
                 verdict = store.get(self._key("verdict"))
@@ -271,14 +276,15 @@ class Watchdog(Callback):
 
     def _end(self, reason: str, is_stuck: bool) -> NoReturn:
         """Record the failure, within a time limit, and exit."""
-        recording = threading.Thread(target=self._record, args=(reason,), daemon=True)
+
+        def record() -> None:
+            for listener in self._world.failure_listeners:
+                listener.give_up(reason)
+
+        recording = threading.Thread(target=record, daemon=True)
         recording.start()
         recording.join(_GRACE_S)
         self._leave(is_stuck)
-
-    def _record(self, reason: str) -> None:
-        for listener in self._world.failure_listeners:
-            listener.give_up(reason)
 
     def _leave(self, is_stuck: bool) -> NoReturn:
         """Exit this process, whose main thread may hang.  A save in flight may finish first, unless it is stuck."""
@@ -301,28 +307,32 @@ class Watchdog(Callback):
         stack, is_waiting = _lines(main), bool(self._timed_out) or _is_in_a_collective(main)
         progress = progress_of(read_record()) if why else None
         collectives = [] if progress is None else [progress.completed, progress.started, progress.enqueued]
-        if _is_waiting_for_the_device(main):
+        if main is not None and main.f_code.co_filename.endswith(_WAITS_FOR_DEVICE):
             phase, is_waiting = "device", True  # the host may already be in the next step
         if why.startswith(_IN_BACKGROUND):
             is_waiting = saving is None or _is_in_a_collective(saving)  # no saving frame: its part is done
             if saving is not None:
                 phase, since, stack = "save", self._saving_since or since, [self._save_stage(), *_lines(saving)]
                 is_within_limit = time.monotonic() < since + limit
-        elif saving is not None and _is_in_another_thread(main):
+        elif saving is not None and main is not None and main.f_code.co_filename == threading.__file__:
             is_waiting = _is_in_a_collective(saving)
             stack = [*stack, f"and the thread that saves, {self._save_stage()}, at", *_lines(saving)]
-        seconds = round(time.monotonic() - since, 1)
-        device = "" if progress is None else progress.waiting_for
-        own = (self._world.rank, phase, seconds, self.step, self.num_phases_entered, is_waiting, is_within_limit)
-        return RankStatus(*own, collectives=collectives, device=device, group=_group_of(main), stack=stack)
-
-
-def _wait_until_set(store: TimedStore, keys: Sequence[str]) -> None:
-    """Wait for the others to read the verdict: the store ends with this process, and they would report its loss."""
-    until = time.monotonic() + _ANSWER_S
-    with suppress(RuntimeError):
-        while (keys := [key for key in keys if not store.check(key)]) and time.monotonic() < until:
-            time.sleep(0.1)
+        frame = main
+        while frame is not None and frame.f_code.co_filename != exchange.__file__:
+            frame = frame.f_back
+        return RankStatus(
+            rank=self._world.rank,
+            phase=phase,
+            phase_s=round(time.monotonic() - since, 1),
+            step=self.step,
+            num_phases_entered=self.num_phases_entered,
+            is_waiting=is_waiting,
+            is_within_limit=is_within_limit,
+            stack=stack,
+            collectives=collectives,
+            device="" if progress is None else progress.waiting_for,
+            group="" if frame is None else CONTEXT,
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -349,24 +359,8 @@ def _is_in_a_collective(frame: FrameType | None) -> bool:
     return False
 
 
-def _group_of(frame: FrameType | None) -> str:
-    """Return `context` inside a collective of the context-parallel group, otherwise an empty string."""
-    while frame is not None and frame.f_code.co_filename != exchange.__file__:
-        frame = frame.f_back
-    return "" if frame is None else CONTEXT
-
-
-def _is_waiting_for_the_device(frame: FrameType | None) -> bool:
-    """Return whether the innermost frame waits for work queued on a GPU, where a collective may hang."""
-    return frame is not None and frame.f_code.co_filename.endswith(_WAITS_FOR_DEVICE)
-
-
 _WAITS_FOR_DEVICE = tuple(os.sep + os.path.join("torch", "cuda", name) for name in ("streams.py", "__init__.py"))
-
-
-def _is_in_another_thread(frame: FrameType | None) -> bool:
-    return frame is not None and frame.f_code.co_filename == threading.__file__
-
+"""Files whose functions wait for work queued on a GPU, where a collective may hang."""
 
 _OF_OPERATORS = ("_ops.py", "_compile.py", "_library/custom_ops.py", "_library/autograd.py", "_dynamo/eval_frame.py")
 _OF_TORCH = ("nn/modules/module.py", "autograd/function.py", *_OF_OPERATORS)
@@ -401,42 +395,30 @@ IN_STEP = ("data", "forward", "backward", "reduce", "optimizer")
 """Phases of a step, in order.  Other phases: start, evaluate, save, profile and between steps."""
 
 
-class PhaseTracker(Protocol):
-    """Tracks the phase of this rank; implemented by the watchdog."""
-
-    phase: str
-
-    def enter(self, phase: str) -> None: ...
-    def begin_forward(self) -> None: ...
-
-
-def watch_phases(tracker: PhaseTracker, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Register hooks on the model and the optimizers that report the phases of a step to `watched`."""
-
-    def before_forward(module: nn.Module, inputs: Any) -> None:
-        tracker.begin_forward()
+def watch_phases(watchdog: Watchdog, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Register hooks on the model and the optimizers that report the phases of a step to the watchdog."""
 
     def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
-        if tracker.phase == "forward" and torch.is_grad_enabled():
+        if watchdog.phase == "forward" and torch.is_grad_enabled():
             for tensor in tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     tensor.register_hook(in_backward)
 
     def in_backward(gradient: torch.Tensor) -> None:
-        if tracker.phase == "forward":
-            tracker.enter("backward")
+        if watchdog.phase == "forward":
+            watchdog.enter("backward")
             torch.autograd.Variable._execution_engine.queue_callback(after_backward)
 
     def after_backward() -> None:
-        if tracker.phase == "backward":
-            tracker.enter("reduce")
+        if watchdog.phase == "backward":
+            watchdog.enter("reduce")
 
     def before_optimizer(*_: Any) -> None:
-        if tracker.phase in IN_STEP:
-            tracker.enter("optimizer")
+        if watchdog.phase in IN_STEP:
+            watchdog.enter("optimizer")
 
     # Before FSDP's hook, which all-gathers and waits.
-    model.register_forward_pre_hook(before_forward, prepend=True)
+    model.register_forward_pre_hook(lambda module, inputs: watchdog.begin_forward(), prepend=True)
     model.register_forward_hook(after_forward)
     for optimizer in optimizers:
         optimizer.register_step_pre_hook(before_optimizer)
@@ -589,20 +571,19 @@ def progress_of(record: bytes) -> CollectiveProgress | None:
             for key in ("last_completed_collective", "last_started_collective", "last_enqueued_collective")
         )
         unfinished = [entry for entry in content.get("entries", ()) if entry["state"] != "completed"]
-        return CollectiveProgress(completed, started, enqueued, _in_words(unfinished[0]) if unfinished else "")
+        waiting_for = ""
+        if unfinished:  # such as `all_gather number 12 of group 0 (default_pg)`
+            entry = unfinished[0]
+            name = str(entry["profiling_name"]).removeprefix("nccl:").lstrip("_")
+            group, *of = entry["process_group"]
+            waiting_for = f"{name} number {entry['collective_seq_id']} of group {group}"
+            waiting_for += f" ({of[0]})" if of and of[0] else ""
+        return CollectiveProgress(completed, started, enqueued, waiting_for)
     return None
 
 
-def _in_words(entry: Mapping[str, Any]) -> str:
-    """Describe a collective, such as `all_gather number 12 of group 0 (default_pg)`."""
-    name = str(entry["profiling_name"]).removeprefix("nccl:").lstrip("_")
-    group, *of = entry["process_group"]
-    words = f"{name} number {entry['collective_seq_id']} of group {group}"
-    return f"{words} ({of[0]})" if of and of[0] else words
-
-
 def dump_record(folder: Path, rank: int) -> None:
-    """Dump the record, if there is one, into `folder`.
+    """Dump the record, if there is one, into `folder`.  On a thread of its own, since the file system may hang.
 
     Name and format are those of NCCL's own dumps, for `python -m torch.distributed.flight_recorder.fr_trace`.
     """

@@ -1,4 +1,7 @@
-"""Console output: a summary at the start, one line per logging interval, and a status bar on a terminal."""
+"""Console output: a summary at the start, one line per logging interval, and a status bar on a terminal.
+
+It goes to a screen (a terminal or plain lines), which writes to a stream that can neither stop nor block the run.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,15 @@ class ConsoleSink:
             self._print(f"sample step {record.step:>5}  {record.prompt}", "bold")
             self._print(record.text)
         elif record.kind == "norms":
-            self._print_fitted([(0, f"norms step {record.step:>6}"), *_extremes(record)])
+            norms = [(norm, name) for name, norm in record.grad_norm.items() if norm is not None]
+            fields = [(0, f"norms step {record.step:>6}")]
+            if norms:
+                (least, lowest), (most, highest) = min(norms), max(norms)
+                fields += [(0, f"gradients {least:.3g} to {most:.3g}")]
+                fields += [(1, f"largest: {highest}"), (2, f"smallest: {lowest}")]
+            else:
+                fields.append((0, "not finite"))
+            self._print_fitted(fields)
         elif record.kind == "checkpoint":
             size = readable_bytes(record.bytes)
             self._print(f"saved step {record.step:>6}  {size} in {record.total_s:.1f} s", "blue")
@@ -149,15 +160,6 @@ def fitted(fields: Sequence[tuple[int, str]], width: int | None) -> str:
             return " ".join(" ".join(text.split()) for _, text in kept)
         kept = [(rank, text) for rank, text in kept if rank != least]
     return "  ".join(text for _, text in kept)
-
-
-def _extremes(record: Record) -> list[tuple[int, str]]:
-    """Return the smallest and largest gradient norms and their units as the fields of a line."""
-    norms = [(norm, name) for name, norm in record.grad_norm.items() if norm is not None]
-    if not norms:
-        return [(0, "not finite")]
-    (least, lowest), (most, highest) = min(norms), max(norms)
-    return [(0, f"gradients {least:.3g} to {most:.3g}"), (1, f"largest: {highest}"), (2, f"smallest: {lowest}")]
 
 
 def _shares(record: Record) -> str:
@@ -271,6 +273,9 @@ def find_screen(stream: TextIO) -> Screen:
 
 class NonBlockingStream(io.TextIOBase):
     """A wrapper around a text stream that never blocks: if the stream is a pipe or a terminal, a thread writes to it.
+
+    The reader of a pipe or a terminal may exit (`| head`, a closed terminal), which makes the next write fail, or stop
+    reading (a pager, a suspended `tee`), which makes a write block forever.  Neither affects training.
 
     Text is dropped silently while the reader is `_MAX_WAITING` writes behind, and if the reader has not caught up
     `CLOSE_S` seconds after `close`.  After the reader has exited, all text is dropped, with a single warning on stderr.

@@ -1,4 +1,4 @@
-"""Metrics records (the fields of one line of `metrics.jsonl`), and functions that read them back."""
+"""Metrics records (the fields of one line of `metrics.jsonl`), functions that read them back, and the run's clock."""
 
 from __future__ import annotations
 
@@ -128,7 +128,11 @@ def find_boot() -> str:
 
 
 class Clock:
-    """The clock of one attempt."""
+    """The clock of one attempt: seconds since the Unix epoch, unaffected by adjustments of the system clock.
+
+    It reads the system clock once and measures time with a monotonic clock from then on.  The boot is recorded as well,
+    so that the next attempt on the same machine knows the elapsed time even if the system clock was changed in between.
+    """
 
     def __init__(self) -> None:
         self.boot = find_boot()

@@ -1,6 +1,6 @@
 """Sinks for metrics records: `metrics.jsonl`, `samples.txt`, TensorBoard and Weights & Biases.
 
-The console sink is in `console.py`.
+`Metrics` creates those of a run and sends each record to all of them.  The console sink is in `console.py`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ class JsonLines:
     def write(self, record: Record) -> None:
         """Append the record.  If the disk is full or unavailable, keep the line in memory and retry later."""
         had_failed = bool(self._unwritten)
-        self._unwritten += json.dumps(_finite(record)).encode() + b"\n"
+        # Without secrets, and with None in place of non-finite numbers, which JSON lacks.
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        line = {k: redact(v) if isinstance(v, str) and k != "kind" else v for k, v in finite.items()}
+        self._unwritten += json.dumps(line).encode() + b"\n"
         try:
             self._put_back(_DELETED_FOR_S)
             self._flush()
@@ -166,12 +169,6 @@ _MADE_ANEW = ("train", "eval", "profile", "sample", "norms")
 
 def _stays(record: Mapping[str, Any], resumed_step: int) -> bool:
     return record.get("kind") not in _MADE_ANEW or record["step"] <= resumed_step
-
-
-def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record with None in place of non-finite numbers, which JSON lacks, and with secrets redacted."""
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-    return {k: redact(v) if isinstance(v, str) and k != "kind" else v for k, v in finite.items()}
 
 
 class SampleFile:
@@ -251,20 +248,14 @@ class WandB:
         if self._thread.is_alive():
             self._is_given_up = True
             self._warn(f"Weights & Biases did not finish within {self.FINISH_S:.0f} s; the run ends without it")
-            self._kill_service()
+            # The client offers no other way to stop its service process at this point, which would otherwise outlive
+            # this process by up to a minute while it retries.  The data remains in the run folder for `wandb sync`.
+            for service in _services() - self._others:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(service, signal.SIGKILL)
             ending = threading.Thread(target=self._tear_down, name="wandb-teardown", daemon=True)
             ending.start()
             ending.join(self._TEARDOWN_S)
-
-    def _kill_service(self) -> None:
-        """Kill the service process that the client started, which would otherwise outlive this process by up to a
-        minute while it retries.
-
-        The client offers no other way to stop it at this point.  The data remains in the run folder for `wandb sync`.
-        """
-        for service in _services() - self._others:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(service, signal.SIGKILL)
 
     def _tear_down(self) -> None:
         """Remove the client's exit hook, which would wait for the service at interpreter exit."""

@@ -108,7 +108,11 @@ def find_horizon(config: RunConfig) -> StopCriterion:
 
 
 class RangeTest(StopCriterion):
-    """The horizon of a range test, which ends at `train.steps` or as soon as the loss diverges."""
+    """The horizon of a range test, which ends at `train.steps` or as soon as the loss diverges.
+
+    The test raises the learning rate every step and suggests the rate at which the loss falls fastest.  Source: Smith
+    2017, "Cyclical Learning Rates for Training Neural Networks", arXiv:1506.01186, section 3.3.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
