@@ -2,7 +2,7 @@
 
 Override one method to change one thing: `build_mesh`, `build_model`, `build_optimizer`, `build_loader`, `loss`,
 `train_step`, `evaluate`, `on_step`, `fit`.  Saving, resuming, metrics, and the start and end of a run are handled by
-the parts of a `Run` (`lifecycle/assembly.py`); the Trainer decides when they act.
+the parts of a `TrainingRun` (`lifecycle/assembly.py`); the Trainer decides when they act.
 """
 
 from __future__ import annotations

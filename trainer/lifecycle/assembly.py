@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """What a Trainer works with besides its model, optimizer and data.
 
     The fields without a value at first are set by `assemble_run`, in their order: each uses those before it.
@@ -93,7 +93,7 @@ class Run:
                 callback.end_loop(has_failed)
 
 
-def assemble_run(trainer: Trainer, started: float) -> Run:
+def assemble_run(trainer: Trainer, started: float) -> TrainingRun:
     """Create what `trainer` works with.  Collective.
 
     The order matters: parts of the state are stored, and votes of the step's all-reduce are exchanged, in the order in
@@ -129,7 +129,7 @@ def assemble_run(trainer: Trainer, started: float) -> Run:
     norms = UnitNorms(config.log, model, trainer.units, trainer.mesh, metrics, lambda: run.step_metrics.grad_norm)
     optimizer.step_listeners.append(norms)
     samples = Samples(config, world, model, average, metrics)
-    run = Run(
+    run = TrainingRun(
         config=config,
         world=world,
         forecast=trainer.forecast,

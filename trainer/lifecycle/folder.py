@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from trainer.config import RunConfig
 from trainer.config.run_paths import CONFIG
-from trainer.errors import EXIT_FAILED, UserError, masked, print_stderr, redact, setting_error, typed
+from trainer.errors import EXIT_FAILED, UserError, masked, print_stderr, redact, setting_error
 from trainer.files import find_folder, write_and_sync, write_atomically
 from trainer.metrics.record import find_boot
 
@@ -152,13 +152,6 @@ class RunFolder:
         checkpoint_dir = find_folder(self.checkpoint_dir) if self.checkpoint_dir else None
         if checkpoint_dir is not None and self.path.absolute() in checkpoint_dir.parents:
             self._locks[0].make(checkpoint_dir.parent)
-
-    @property
-    def moved_settings(self) -> str:
-        """Command-line settings for the folders that the run has moved to; empty if it has not moved."""
-        before = {"run.dir": self.config.run_dir, "checkpoint.dir": self.config.checkpoint.dir}
-        now = {"run.dir": self.path, "checkpoint.dir": self.checkpoint_dir}
-        return " ".join(typed(key, now[key]) for key in now if now[key] != before[key])
 
     def using(self, work: Callable[[], object]) -> None:
         """Run `work`, and turn errors of this folder, such as a full disk, into UserError."""

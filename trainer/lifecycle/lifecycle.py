@@ -49,7 +49,7 @@ from trainer.sequence import forget_slices
 from trainer.stopping import StopRequested
 
 if TYPE_CHECKING:
-    from trainer.lifecycle.assembly import Run
+    from trainer.lifecycle.assembly import TrainingRun
 
 Phase = Literal["built", "restored", "running", "ended"]
 Event = Literal["restore", "begin", "end"]
@@ -72,21 +72,16 @@ TRANSITIONS: Mapping[tuple[Phase, Event], Phase] = {
 class Lifecycle:
     """One run in this process: its phase, its folder, requests to stop, and how it ends.
 
-    `World.failure_listeners` has it, which the failure watch tells of failures of other ranks (`peer_failed`,
-    `before_exit`), and the watchdog of a hang of this rank's main thread (`give_up`).  Both have own threads.
+    It is in `World.failure_listeners`: the failure watch calls `peer_failed` and `before_exit` after failures of other
+    ranks, and the watchdog calls `give_up` if this rank's main thread hangs, each from a thread of its own.
     """
 
-    def __init__(self, run: Run, loader: object, eval_loader: object, started: float) -> None:
+    def __init__(self, run: TrainingRun, loader: object, eval_loader: object, started: float) -> None:
         """started: when the Trainer was created, by `time.monotonic`."""
         self._config, self._world, self._state = run.config, run.world, run.state
-        self._folder, self._relocation, self._metrics, self._watchdog = (
-            run.folder,
-            run.relocation,
-            run.metrics,
-            run.watchdog,
-        )
-        self._step_metrics, self._horizon, self._saver = run.step_metrics, run.horizon, run.saver
-        self._forecast, self._loader, self._started = run.forecast, loader, started
+        self._folder, self._relocation, self._metrics = run.folder, run.relocation, run.metrics
+        self._watchdog, self._step_metrics, self._horizon = run.watchdog, run.step_metrics, run.horizon
+        self._saver, self._forecast, self._loader, self._started = run.saver, run.forecast, loader, started
         self._earlier_error = sys.exc_info()[1]  # an exception that is already being handled
         self.phase: Phase = "built"
         self._has_run_end_command = False
@@ -316,7 +311,12 @@ class Lifecycle:
                 self._world.close()
             return
         try:
-            self._settle()
+            self._saver.finish()
+            if self.is_running:
+                self._end_if_lost(saves=False)
+                self._step_metrics.settle()
+                if self._horizon.is_reached(self._state.step):
+                    self._state.skips.check_end(self._state.step)
         except BaseException as failure:
             self.fail(failure)
             raise
@@ -327,15 +327,6 @@ class Lifecycle:
         self._watchdog.stop()
         self._release()
         self._world.close()
-
-    def _settle(self) -> None:
-        """Finish what is still pending: a save, and the metrics of the last step."""
-        self._saver.finish()
-        if self.is_running:
-            self._end_if_lost(saves=False)
-            self._step_metrics.settle()
-            if self._horizon.is_reached(self._state.step):
-                self._state.skips.check_end(self._state.step)
 
     # -- requests to stop ----------------------------------------------------------------------------------------
 
@@ -396,7 +387,7 @@ class Lifecycle:
 class RunSaveListener:
     """The SaveListener of a run: acquires the folder, resolves pending metrics, and times and records the save."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         self._run = run
 
     @property

@@ -30,7 +30,7 @@ from trainer.metrics.devices import find_device
 from trainer.metrics.record import EVAL_FIELDS, TRAIN_FIELDS, Record
 
 if TYPE_CHECKING:
-    from trainer.lifecycle.assembly import Run
+    from trainer.lifecycle.assembly import TrainingRun
 
 
 class Update:
@@ -90,7 +90,7 @@ class _Queued:
 class StepMetrics:
     """Times each step, counts good and skipped steps, and writes their records.  Runs identically on all ranks."""
 
-    def __init__(self, run: Run, loader: object) -> None:
+    def __init__(self, run: TrainingRun, loader: object) -> None:
         """`loader`: the training data; epochs are recorded if it is a TrainLoader."""
         self._config, self._world, self._state, self._metrics = run.config, run.world, run.state, run.metrics
         self._skips, self._watchdog, self._checkpoints = run.state.skips, run.watchdog, run.checkpoints
@@ -188,8 +188,8 @@ class StepMetrics:
             ended_at = update.ended_at(*self._ended) or queued.closed_at
             queued.seconds = ended_at - max(queued.began_at, self._ended[1])
             self._ended = update, ended_at
-            self._meter.count(queued.seconds, queued.data_s, update.num_targets, queued.is_profiled)
-            self._meter.count_loss(update.loss, update.skipped)
+            loss = None if update.skipped else update.loss
+            self._meter.count(queued.seconds, queued.data_s, update.num_targets, queued.is_profiled, loss)
             queued.means = self._meter.read()
             self.step_s = queued.seconds if self._num_steps else 0.0
             self._num_steps += 1
@@ -372,13 +372,15 @@ class StepTimer:
         self._steps, self._profiled = _Totals(), _Totals()
         self._loss_sum, self._num_losses = 0.0, 0
 
-    def count(self, seconds: float, data_s: float, num_tokens: int, is_profiled: bool = False) -> None:
-        """Add a step: its duration, the time it waited for data, and its number of target tokens."""
-        (self._profiled if is_profiled else self._steps).add(seconds, data_s, num_tokens)
+    def count(
+        self, seconds: float, data_s: float, num_tokens: int, is_profiled: bool = False, loss: float | None = None
+    ) -> None:
+        """Add a step: its duration, the time it waited for data, its number of target tokens, and its loss.
 
-    def count_loss(self, loss: float, is_skipped: bool) -> None:
-        """Add the loss of a step to the mean, unless the step was skipped."""
-        if not is_skipped:
+        `loss`: None if the step was skipped.
+        """
+        (self._profiled if is_profiled else self._steps).add(seconds, data_s, num_tokens)
+        if loss is not None:
             self._loss_sum += loss
             self._num_losses += 1
 
