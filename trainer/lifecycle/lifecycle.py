@@ -94,7 +94,8 @@ class Lifecycle:
         if self.stop.prompt is not None:
             self.stop.prompt.before_exit = self._record_prompt_stop
         run.step_sync.register(self._is_asked_to_stop, self._begin_to_stop)
-        run.step_sync.register(lambda: run.folder.loss is not None, self._stop_for_good)
+        # If a folder of the run is lost, the current step is the last one.  Rank 0 has printed a message.
+        run.step_sync.register(lambda: run.folder.loss is not None, partial(setattr, self, "stopping", True))
         self.step_abandoner = StepAbandoner(run.step_sync, loader, eval_loader, self._is_asked_to_stop)
         run.world.failure_listeners.append(self)
 
@@ -338,10 +339,6 @@ class Lifecycle:
             self.stopping = True
             if not self.stop.is_acknowledged:
                 self._metrics.say(STOPPING, "yellow")
-
-    def _stop_for_good(self) -> None:
-        """Make the current step the last one, because a folder of the run is lost.  Rank 0 has printed a message."""
-        self.stopping = True
 
     def _stopping_s(self) -> float:
         """Return the expected time to stop: two steps and the longest save so far, with a margin."""
