@@ -5,6 +5,8 @@
     any ----end----> ended                   finished, stopped or failed: end record, status.json, folder released
 
 A user error before `begin` leaves an existing run unchanged: no transition, no record.
+
+Below `Lifecycle`: what happens around a save, steps that are abandoned, and the command of `run.on_end`.
 """
 
 from __future__ import annotations

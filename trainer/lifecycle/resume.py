@@ -1,4 +1,7 @@
-"""Resume: selects the checkpoint that a run starts from, and moves aside what the run does not continue."""
+"""Resume: selects the checkpoint that a run starts from, and moves aside what the run does not continue.
+
+`EarlierAttempts` compares the records in the run's folder with its checkpoints, so that missing ones are noticed.
+"""
 
 from __future__ import annotations
 

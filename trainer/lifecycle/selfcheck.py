@@ -6,7 +6,8 @@ replicas that differ once never become equal again, and samples that two ranks r
 Not checked: custom loaders, which have no sample indices to compare; buffers, which may differ between ranks (saved
 ones are compared at the save); and models other than `Trainer.model`, such as a teacher or an average.
 
-The check changes nothing, draws no random numbers, and works for any recipe.
+The check changes nothing, draws no random numbers, and works for any recipe.  Two further checks run the model itself:
+context parallelism (`check_context`) and documents packed into one row (`check_documents`) must not change its loss.
 """
 
 from __future__ import annotations
