@@ -25,7 +25,7 @@ from bench.variants import ForeachAdamW, WholeLoss
 from trainer import RunConfig, Trainer, load_config
 from trainer.loss import linear_cross_entropy
 from trainer.metrics.record import Record
-from trainer.metrics.step_timer import peak_flops, peak_memory_gib
+from trainer.metrics.step_metrics import peak_flops, peak_memory_gib
 
 if TYPE_CHECKING:
     from bench.gpu import Row

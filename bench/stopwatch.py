@@ -62,7 +62,7 @@ METHODS = {
         "Trainer.train_step": "first step",
     },
     "trainer.lifecycle.folder": {"RunFolder.begin": "checkpoints, folder, metrics"},
-    "trainer.metrics.hub": {"Metrics.open": "checkpoints, folder, metrics"},
+    "trainer.metrics.sinks": {"Metrics.open": "checkpoints, folder, metrics"},
 }
 """Functions that are timed, by module, and the part they belong to; a missing function is an error."""
 
@@ -141,7 +141,7 @@ class Finder:
                 execute(module)
             for path, part in METHODS.get(name, {}).items():
                 self._watch(module, path, part)
-            if name == "trainer.metrics.hub":
+            if name == "trainer.metrics.sinks":
                 self._leave_after_first_line(module.Metrics)
 
         return counted

@@ -568,9 +568,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "copy-appends-to-the-originals-wandb",
         "run-folders",
-        "EarlierAttempts.drop_wandb_identity",
-        'self._folder.move_aside("wandb")',
-        "self._folder.move_aside()",
+        "Resume._supersede",
+        'self._folder.move_aside(["wandb"])',
+        "self._folder.move_aside([])",
         by_campaign=True,
     ),
     Defect(
@@ -968,7 +968,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "slices-unchecked",
         "context-refused",
-        "trainer.lifecycle.context_check:check_context",
+        "trainer.lifecycle.selfcheck:check_context",
         "if not abs(one - other) <= tolerance * abs(one):",
         "if abs(one) > 1e30:",
     ),

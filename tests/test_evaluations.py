@@ -116,7 +116,7 @@ def test_a_run_ends_when_its_evaluations_do_not_get_better(tmp_path: Path, capsy
     first = Scripted(tiny_config(run, *OWN, *patient))
     for record in first.steps():  # as a loop of one's own, stopped in the middle of the wait
         if record.step % 2 == 0:
-            first.evaluations.run(first.evaluate)
+            first._run_evaluation()
         if record.step == 7:
             first.save_checkpoint(wait=True)
             break

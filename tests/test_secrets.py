@@ -30,8 +30,7 @@ from trainer.config import DataSection, check_config, compare_configs
 from trainer.data.opening import open_source
 from trainer.errors import is_masked, mask_credentials, masked, print_stderr, print_stdout, printable, setting_error
 from trainer.lifecycle.folder import RunFolder
-from trainer.metrics.console import ConsoleSink
-from trainer.metrics.screen import PlainScreen
+from trainer.metrics.console import ConsoleSink, PlainScreen
 from trainer.metrics.terminal import Terminal
 from trainer.report.__main__ import write_report
 

@@ -29,7 +29,7 @@ from trainer.data.source import IGNORE
 from trainer.data.tokenizer import find_tokenizer
 from trainer.export import export_checkpoint
 from trainer.generate import open_generator
-from trainer.lifecycle.samples import Samples
+from trainer.metrics.callbacks import Samples
 
 NUM_CHATS = 40
 

@@ -56,9 +56,8 @@ from trainer.errors import (
     run_command,
     setting_error,
 )
-from trainer.lifecycle.dry_run import dry_run_config
-from trainer.lifecycle.launch import spawn
-from trainer.metrics.clock import uptime
+from trainer.lifecycle.launch import dry_run_config, spawn
+from trainer.metrics.record import uptime
 from trainer.recipe import add_working_folder_to_path
 from trainer.stopping import StopRequested, interruptible, stopped, unwrapping
 from trainer.tables import fit_to_width
@@ -112,7 +111,7 @@ def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
             stop_request.stop_catching_signals()
     note_start(began)
     is_dry = arguments.asks_for("--dry-run")
-    act = partial(_rehearse, config) if is_dry else _fit
+    act = partial(_rehearse, config) if is_dry else lambda trainer: trainer.fit()
     with dry_run_config(config, env) if is_dry else contextlib.nullcontext(config) as config:
         if is_spawning:
             return spawn(arguments.nproc or 1, _command(arguments, trainer), config)
@@ -150,7 +149,11 @@ def _read(arguments: Arguments, env: Environment) -> RunConfig | None:
     config = load_config(recipe, overrides, arguments.allow_import)
     if arguments.asks_for("--print-config"):
         _check_as_printed(config, arguments.nproc, env)
-        print_stdout(_with_steps(config).to_yaml(), end="")
+        from trainer.data.opening import is_untokenized, resolve_from_data
+
+        if config.data.path and not is_untokenized(config.data):
+            config = resolve_from_data(config)  # converts train.epochs to steps, which takes the data
+        print_stdout(config.to_yaml(), end="")
         return None
     config, note = find_free_name(config, recipe, overrides)
     if env.launcher != "nproc":  # with nproc, the parent process has done this
@@ -180,8 +183,8 @@ def should_spawn(nproc: int | None, env: Environment) -> bool:
 
 def _check(config: RunConfig, nproc: int, env: Environment, is_spawning: bool, builds_own: bool) -> None:
     """Check the configuration, and the data, before any process is started.  Raises UserError."""
-    sizes = (nproc, nproc) if is_spawning else (env.world_size, env.local_world_size)
-    _check_without_torch(config, *sizes, env, builds_own)
+    num_ranks, num_local = (nproc, nproc) if is_spawning else (env.world_size, env.local_world_size)
+    _check_without_torch(config, num_ranks, num_local, env, builds_own)
     if is_spawning and (config.fsdp.wrap != "block" or isinstance(config.fsdp.reshard_after_forward, list)):
         from trainer.model.shard import check_sharding
 
@@ -232,13 +235,6 @@ def _check_as_printed(config: RunConfig, nproc: int | None, env: Environment) ->
         num_ranks = nproc or env.world_size
         local = env.local_world_size if env.is_distributed else num_ranks
         _check_without_torch(config, num_ranks, local, env, tokenizes=False)
-
-
-def _with_steps(config: RunConfig) -> RunConfig:
-    """Return the configuration to print, with `train.epochs` converted to steps if the data is available."""
-    from trainer.data.opening import is_untokenized, resolve_from_data
-
-    return resolve_from_data(config) if config.data.path and not is_untokenized(config.data) else config
 
 
 def report(error: UserError | TrainingFailed, env: Environment, exit_code: int = EXIT_USER_ERROR) -> int:
@@ -313,10 +309,6 @@ def run_trainer(config: RunConfig, own: type[Trainer] | None, act: Callable[[Tra
         elif first is None and not isinstance(error, PeerFailed):
             print_stderr(traceback.format_exc().rstrip())
         return EXIT_FAILED
-
-
-def _fit(trainer: Trainer) -> int:
-    return trainer.fit()
 
 
 def _rehearse(config: RunConfig, trainer: Trainer) -> int:

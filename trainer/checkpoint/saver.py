@@ -19,13 +19,12 @@ from trainer.checkpoint.retention import find_best
 from trainer.checkpoint.storage import DISK_FULL_ADVICE, DOUBTFUL, describe
 from trainer.checkpoint.writer import Checkpoints, SaveResult
 from trainer.config import CheckpointSection, RunConfig
-from trainer.distributed.step_sync import StepSync
+from trainer.distributed.channel import StepSync
 from trainer.errors import TrainingFailed
 from trainer.files import find_folder
 from trainer.metrics.goodput import RunHistory
-from trainer.metrics.hub import Metrics
 from trainer.metrics.record import Record
-from trainer.metrics.sinks import warn
+from trainer.metrics.sinks import Metrics, warn
 from trainer.metrics.step_metrics import StepMetrics
 
 if TYPE_CHECKING:

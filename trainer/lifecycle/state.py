@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -23,9 +22,8 @@ from trainer.checkpoint.reader import tensor_differences
 from trainer.checkpoint.state_parts import Stateful, StatePart
 from trainer.data.loader import TrainLoader
 from trainer.distributed.channel import Channel
-from trainer.distributed.random_state import RandomState
 from trainer.errors import UserError
-from trainer.metrics.skips import SkipCounter
+from trainer.metrics.step_metrics import SkipCounter
 from trainer.model.parameters import for_checkpoint, local, num_writes, tied_names
 from trainer.optim.optimizer import Optimizer
 from trainer.weights.adapters import BASE, BaseWeights
@@ -126,13 +124,6 @@ class TrainState:
         losses = {name: value for name, value in record.items() if name == "loss" or name.startswith("loss_")}
         self.evaluation = {k: v for k, v in losses.items() if isinstance(v, float) and math.isfinite(v)}
 
-    @contextmanager
-    def keeping_random_state(self) -> Iterator[None]:
-        """Restore the random state after the block, in which random numbers may be drawn."""
-        before = self.random.state_dict()
-        yield
-        self.random.load_state_dict(before)
-
     def leave_out(self, *things: object) -> None:
         """Exclude objects that need not be restored, for example because they are rebuilt from the configuration."""
         self._known += things
@@ -149,7 +140,10 @@ class TrainState:
         forgotten = {
             name: thing
             for name, thing in _attributes(self._owner)
-            if _has_state(thing) and id(thing) not in known and not self._is_constant(thing)
+            if not isinstance(thing, type)
+            and (_is_stateful(thing) or isinstance(thing, tuple(_GENERATORS)))
+            and id(thing) not in known
+            and not self._is_constant(thing)
         }
         if forgotten:
             kind = type(self._owner).__name__
@@ -196,10 +190,6 @@ def _attributes(owner: object) -> Iterator[tuple[str, Any]]:
 
 def _is_stateful(thing: object) -> bool:
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
-
-
-def _has_state(thing: object) -> bool:
-    return not isinstance(thing, type) and (_is_stateful(thing) or isinstance(thing, tuple(_GENERATORS)))
 
 
 def _as_part(part: Any) -> Stateful:
@@ -426,3 +416,43 @@ class _Counters(StatePart):
         self.state.eval_pending = state.get("owes_evaluation", False)
         self.state.evaluation = state.get("evaluation", {})
         self.state.zero_after_end = state.get("zero_after_end", False)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Random states
+
+
+def seed_everything(seed: int, rank: int, step: int = 0) -> None:
+    """Seed Python, numpy and torch with a value that differs between ranks (and so does dropout)."""
+    mixed = int(np.random.SeedSequence([seed, rank, step] if step else [seed, rank]).generate_state(1)[0])
+    random.seed(mixed)
+    np.random.seed(mixed)
+    torch.manual_seed(mixed)
+
+
+class RandomState:
+    """The random states of this rank as one resumable object."""
+
+    def __init__(self, seed: int, rank: int) -> None:
+        self._seed, self._rank = seed, rank
+
+    def restart(self, step: int) -> None:
+        """Reseed at `step`, if this rank has no stored state, so that the first steps' noise does not repeat."""
+        seed_everything(self._seed, self._rank, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])

@@ -16,7 +16,7 @@ from trainer.config import MeshShape, RunConfig, resolve_context_method
 from trainer.distributed.world import World
 from trainer.errors import UserError, print_stderr, redact
 from trainer.metrics.console import readable_bytes
-from trainer.metrics.step_timer import peak_memory_gib, resident_gib
+from trainer.metrics.step_metrics import peak_memory_gib, resident_gib
 from trainer.model.parameters import local
 from trainer.optim.optimizer import AVERAGE_SIZE, Optimizer, training_bytes
 from trainer.plan.machine import GIB, Machine, find_machine
