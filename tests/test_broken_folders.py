@@ -17,8 +17,8 @@ from tests.broken_folders import CASES, CHAT, write_good
 from trainer import UserError, load_config, load_weights
 from trainer.files import link_outside
 from trainer.report.live import Pages
-from trainer.weights.huggingface import SafetensorsFolder
-from trainer.weights.origin import read_model_files
+from trainer.weights.exporting import read_model_files
+from trainer.weights.sources import SafetensorsFolder
 
 pytest.importorskip("tokenizers")
 

@@ -18,8 +18,7 @@ from trainer import Trainer, UserError, load_config, load_weights, run
 from trainer.data.tokenizer import find_tokenizer
 from trainer.export import command_line as main
 from trainer.recipe import Recipe
-from trainer.weights.exporting import export
-from trainer.weights.origin import Origin, read_model_files, read_tokenizer
+from trainer.weights.exporting import Origin, export, read_model_files, read_tokenizer
 
 LIKE_TINY = ["data.source=synthetic", "data.seq_len=16", "train.global_batch_size=2", "train.micro_batch_size=2"]
 SOURCE = replace(TINY, **STRETCHED, norm_eps=1e-6, init_std=0.05)

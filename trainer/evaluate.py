@@ -192,7 +192,7 @@ def _fill(trainer: Trainer, stored: StoredWeights) -> None:
     """Load the checkpoint into the model.  Weights that it only refers to were loaded when the Trainer was built."""
     from trainer.model.lora import is_base_weight
     from trainer.weights.adapters import BASE, BaseWeights
-    from trainer.weights.state_dict import fill
+    from trainer.weights.sources import fill
 
     for name, part in trainer.state.parts.items():
         if isinstance(part, BaseWeights) and name in stored.parts:

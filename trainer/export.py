@@ -28,11 +28,16 @@ from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import EXIT_FINISHED, CommandParser, UserError, print_stderr, print_stdout, run_command
 from trainer.files import replacing, writing_to
 from trainer.recipe import WeightSource, add_working_folder_to_path
-from trainer.weights.adapters import BASE
-from trainer.weights.exporting import export
+from trainer.weights.adapters import BASE, export_adapter
+from trainer.weights.exporting import (
+    TOKENIZER,
+    Origin,
+    as_temporary_folder,
+    export,
+    is_tokenizer_file,
+    tokenizer_settings,
+)
 from trainer.weights.loading import build_meta_model, load_unsharded, model_files_of, with_merged_adapters
-from trainer.weights.origin import TOKENIZER, Origin, as_temporary_folder, is_tokenizer_file, tokenizer_settings
-from trainer.weights.peft import export_adapter
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -55,8 +55,8 @@ from trainer.model.sample import (
     supports_kv_cache,
 )
 from trainer.recipe import add_working_folder_to_path, all_recipes
+from trainer.weights.exporting import GENERATION, read_model_files, settings_for_folder, tokenizer_settings
 from trainer.weights.loading import load_weights, model_files_of, model_of
-from trainer.weights.origin import GENERATION, read_model_files, settings_for_folder, tokenizer_settings
 
 _SHOWN = 60
 """Longest prompt that an error message shows in full, in characters."""

@@ -73,6 +73,7 @@ from trainer.optim.average import EMA, WeightAverage
 from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer, training_bytes
 from trainer.plan.forecast import Forecast, describe_choice, resolve_auto
 from trainer.sequence import slice_sequences
+from trainer.weights.exporting import Origin
 from trainer.weights.loading import (
     ORIGIN,
     init_weights,
@@ -81,7 +82,6 @@ from trainer.weights.loading import (
     load_weights,
     store_tokenizer,
 )
-from trainer.weights.origin import Origin
 
 
 class Trainer:

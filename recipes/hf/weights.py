@@ -35,8 +35,7 @@ from transformers.core_model_loading import (
 
 from trainer.errors import setting_error
 from trainer.recipe import WeightSource
-from trainer.weights.huggingface import SafetensorsFolder
-from trainer.weights.state_dict import find_weights
+from trainer.weights.sources import SafetensorsFolder, find_weights
 
 _LEFT_OUT = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers in old files that models now compute themselves; the library ignores them for every model."""

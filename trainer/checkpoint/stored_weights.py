@@ -24,6 +24,7 @@ from trainer.checkpoint.storage import (
 )
 from trainer.checkpoint.tensors import read_rows
 from trainer.config import stored_value
+from trainer.config.location import CHECKPOINT_FILES
 from trainer.config.run_paths import CONFIG, relocated, run_of_best
 from trainer.errors import TrainingFailed, UserError, is_masked
 from trainer.files import find_folder
@@ -114,7 +115,7 @@ def open_checkpoint(path: str | os.PathLike[str], averaged: bool = False) -> Sto
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Return whether `path`, a folder or URL, is a single checkpoint, even if it is damaged or lacks its manifest."""
-    return bool({COMMIT, "state.json", "layout.json"} & set(list_configured_folder(open_storage(path))))
+    return not CHECKPOINT_FILES.isdisjoint(list_configured_folder(open_storage(path)))
 
 
 def find_checkpoints(path: str | os.PathLike[str]) -> Storage:

@@ -46,9 +46,8 @@ from trainer.weights.adapters import (
     without_adapters,
     wrong_base_message,
 )
-from trainer.weights.huggingface import SafetensorsFolder
-from trainer.weights.origin import Origin, read_model_files, read_tokenizer
-from trainer.weights.state_dict import WeightSource, fill, find_weights
+from trainer.weights.exporting import Origin, read_model_files, read_tokenizer
+from trainer.weights.sources import SafetensorsFolder, WeightSource, fill, find_weights
 
 ORIGIN = "origin"
 """Key of the state entry for the files that came with the model."""
