@@ -72,7 +72,7 @@ def test_weights_that_are_not_finite_are_refused(name: str, tmp_path: Path) -> N
 def test_an_index_stays_in_its_folder(name: str, tmp_path: Path) -> None:
     folder = broken(tmp_path, name)
     with pytest.raises(UserError, match=r"model.safetensors.index.json"):
-        SafetensorsFolder.as_stored(folder, "model.path")
+        SafetensorsFolder(folder, setting="model.path")
 
 
 @pytest.mark.parametrize("name", ["merges.txt", "tokenizer_config.json", "generation_config.json"])

@@ -27,7 +27,8 @@ from trainer import run
 from trainer.config import RunConfig, check_config, load_config, stored_value
 from trainer.config.arguments import parse, split_allow_import
 from trainer.config.load import check_imports, read_stored
-from trainer.config.pretrained import check_no_gguf, check_weights, find_native, is_folder_of_weights
+from trainer.config.location import locate
+from trainer.config.pretrained import check_no_gguf, check_weights, find_native
 from trainer.config.requirements import check_requirements, likely_device
 from trainer.distributed import stop_request
 from trainer.distributed.environment import Environment, find_environment, follow_parent, limit_spinning
@@ -95,23 +96,24 @@ def find_subject(
     UserError for invalid input, and TrainingFailed for a corrupt checkpoint.
     """
     from trainer.checkpoint.storage import PinnedStorage
-    from trainer.checkpoint.stored_weights import is_checkpoint, open_checkpoint
+    from trainer.checkpoint.stored_weights import open_checkpoint
 
-    source = None
+    source, location = None, locate(path)
     check_no_gguf(path, "path")
     given = {override.partition("=")[0] for override in overrides}
-    if is_folder_of_weights(path) and not is_checkpoint(path):
+    if location.kind == "huggingface":
+        folder = location.path
         if "model.fresh" not in given:
-            check_weights(path, "path")
-        native = find_native(path)
-        model = {"name": native[0].name} if native else {"name": "hf", "path": path}
-        data = {"tokenizer": path} if (Path(path) / "tokenizer.json").is_file() else {}
-        text, weights, step = json.dumps({"model": model, "data": data}), path, None
-        first = {"train.init_from": weights if native else "null"}
+            check_weights(folder, "path")
+        native = find_native(folder)
+        model = {"name": native[0].name} if native else {"name": "hf", "path": folder}
+        data = {"tokenizer": folder} if (Path(folder) / "tokenizer.json").is_file() else {}
+        text, weights, step = json.dumps({"model": model, "data": data}), folder, None
+        first = {"train.init_from": folder if native else "null"}
         held_out = dict(override.split("=", 1) for override in overrides if "=" in override).get("data.eval_path")
         first |= {} if held_out is None else {"data.path": held_out}  # never opened
     else:
-        source = open_checkpoint(path)
+        source = open_checkpoint(location.path)
         text, weights, step = source.config_yaml, str(source.storage), source.manifest.step
         place = source.storage
         where = stack.enter_context(place.lasting()) if stack and isinstance(place, PinnedStorage) else str(place)
@@ -283,7 +285,6 @@ def lm_eval(path: str, tasks: Sequence[str], more_tasks: str | None = None) -> d
     if importlib.util.find_spec("lm_eval") is None:
         fix = "pip install 'meshtrainer[lm-eval]'"
         raise setting_error("--lm-eval", ",".join(tasks), "needs the library lm_eval", fix=fix)
-    from trainer.checkpoint.stored_weights import is_checkpoint
     from trainer.export import export_checkpoint
 
     harness, known = importlib.import_module("lm_eval"), importlib.import_module("lm_eval.tasks")
@@ -292,8 +293,9 @@ def lm_eval(path: str, tasks: Sequence[str], more_tasks: str | None = None) -> d
         if not manager.match_tasks([task]):
             raise choice_error("--lm-eval", task, manager.all_tasks, "a task of lm_eval;")
     with tempfile.TemporaryDirectory() as exported:
-        folder = path
-        if is_checkpoint(path) or not is_folder_of_weights(path):
+        location = locate(path)
+        folder = location.path
+        if location.kind != "huggingface":
             folder = str(Path(exported) / "model")
             export_checkpoint(path, folder, merges=True)
         settings = {"pretrained": folder, "dtype": "float32"}

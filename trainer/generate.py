@@ -20,15 +20,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.checkpoint.stored_weights import is_checkpoint, open_checkpoint
+from trainer.checkpoint.stored_weights import open_checkpoint
 from trainer.config import config_from_yaml
 from trainer.config.initial_weights import check_tokenizer_of_folder
+from trainer.config.location import Location, locate
 from trainer.config.pretrained import (
     CONFIG,
     check_no_gguf,
     check_weights,
     has_config_only,
-    is_folder_of_weights,
     model_config_of,
 )
 from trainer.data.prompts import chat_end_ids, chat_prompt_tokens, prompt_tokens
@@ -56,7 +56,7 @@ from trainer.model.sample import (
 )
 from trainer.recipe import add_working_folder_to_path, all_recipes
 from trainer.weights.exporting import GENERATION, read_model_files, settings_for_folder, tokenizer_settings
-from trainer.weights.loading import load_weights, model_files_of, model_of
+from trainer.weights.loading import model_files_of, model_of_checkpoint, model_of_folder
 
 _SHOWN = 60
 """Longest prompt that an error message shows in full, in characters."""
@@ -123,34 +123,34 @@ def open_generator(
     Raises UserError if the model cannot be read.
     """
     check_no_gguf(path, "path")
-    if is_folder_of_weights(path) and not is_checkpoint(path):
-        folder = Path(path)
+    location = locate(path)
+    if location.kind == "huggingface":
+        folder = Path(location.path)
         if has_config_only(folder):
             check_weights(folder, "path")
         check_tokenizer_of_folder(folder)
-        return TextGenerator(
-            _load_folder(folder, device), device, *settings_for_folder(folder), _settings(read_model_files(folder))
-        )
-    source = open_checkpoint(path, ema)
+        model, (tokenizer, template) = _load_folder(location, device), settings_for_folder(folder)
+        return TextGenerator(model, device, tokenizer, template, _settings(read_model_files(folder)))
+    source = open_checkpoint(location.path, ema)
     config = config_from_yaml(source.config_yaml, allow_import=allow_import)
     origin = model_files_of(source)
-    named = stack.enter_context(tokenizer_settings(origin, config.data.tokenizer))
-    turn_ends = chat_end_ids(*named) if config.data.source == "chat" else ()
-    model = model_of(source, device, allow_import)
-    return TextGenerator(model, device, *named, _settings(origin.files), config.data.bos, frozenset(turn_ends))
+    tokenizer, template = stack.enter_context(tokenizer_settings(origin, config.data.tokenizer))
+    turn_ends = frozenset(chat_end_ids(tokenizer, template) if config.data.source == "chat" else ())
+    model = model_of_checkpoint(source, device, allow_import)
+    return TextGenerator(model, device, tokenizer, template, _settings(origin.files), config.data.bos, turn_ends)
 
 
-def _load_folder(folder: Path, device: torch.device) -> nn.Module:
+def _load_folder(location: Location, device: torch.device) -> nn.Module:
     try:
-        model_config_of(folder, all_recipes())
+        model_config_of(location.path, all_recipes())
     except UserError as refused:
         try:
             import transformers
         except ImportError:
             raise UserError(f"{refused}\n  transformers may support it: pip install transformers") from refused
-        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(location.path, local_files_only=True)
         return model.to(device).eval()
-    return load_weights(folder, device)
+    return model_of_folder(location, device)
 
 
 def _settings(files: Mapping[str, bytes]) -> dict[str, Any]:

@@ -64,6 +64,20 @@ class WeightSource(Protocol):
         ...
 
 
+class StoredTensors:
+    """Base of the weight sources that keep what they know of each tensor, its shape and dtype among it, by name."""
+
+    _stored: Mapping[str, Any]
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(stored.shape) for name, stored in self._stored.items()}
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return {name: stored.dtype for name, stored in self._stored.items()}
+
+
 class Transposed(str):
     """Hugging Face name of a matrix that is stored as (in, out) there, as in GPT-2, and as (out, in) here."""
 

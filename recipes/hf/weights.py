@@ -97,7 +97,7 @@ class TransformersFolder:
         table = get_model_conversion_mapping(model)
         renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in table if isinstance(entry, WeightConverter)]
-        files = SafetensorsFolder.as_stored(Path(self.description), "model.path")
+        files = SafetensorsFolder(Path(self.description), setting="model.path")
         made = _Made(model, files)
         left_out = re.compile("|".join([*_LEFT_OUT, *(model._keys_to_ignore_on_load_unexpected or ())]))
         for name in sorted(files.shapes, key=dot_natural_key):

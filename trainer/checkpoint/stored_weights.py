@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 
 import torch
@@ -28,6 +27,7 @@ from trainer.config.location import CHECKPOINT_FILES
 from trainer.config.run_paths import CONFIG, relocated, run_of_best
 from trainer.errors import TrainingFailed, UserError, is_masked
 from trainer.files import find_folder
+from trainer.recipe import StoredTensors
 
 _TRIES = 50
 """Attempts to open the newest checkpoint of a live run, if each one is pruned before it can be opened."""
@@ -35,7 +35,7 @@ _AVERAGE = "ema.weights."
 """Prefix of the keys of averaged weights."""
 
 
-class StoredWeights:
+class StoredWeights(StoredTensors):
     """The model's weights in one checkpoint, verified as they are read."""
 
     def __init__(self, storage: Storage, averaged: bool = False) -> None:
@@ -73,14 +73,6 @@ class StoredWeights:
     def has_average(self) -> bool:
         """True if the checkpoint also holds averaged weights."""
         return any(key.startswith(_AVERAGE) for key in self.layout)
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: stored.shape for name, stored in self._stored.items()}
-
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        return {name: stored.dtype for name, stored in self._stored.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a parameter, all by default.  Raises TrainingFailed if they are damaged."""

@@ -1,6 +1,6 @@
 """Locates weights: decides once what a path to weights names, from file names only, without torch and without network.
 
-Everything that takes weights (`train.init_from`, the base of adapters, `load_weights`, the commands export, generate and
+Everything that takes weights (`train.init_from`, the base of adapters, `load_weights`, the commands generate and
 evaluate) begins with `locate`, and chooses by the kind that it returns.
 """
 

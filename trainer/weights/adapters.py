@@ -100,17 +100,10 @@ class RenamedSource:
 
     def __init__(self, source: WeightSource, rename: Callable[[str], str | None]) -> None:
         self.description, self._source = source.description, source
-        self._source_names = {ours: name for name in source.shapes if (ours := rename(name)) is not None}
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        shapes = self._source.shapes
-        return {name: shapes[theirs] for name, theirs in self._source_names.items()}
-
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        dtypes = self._source.dtypes
-        return {name: dtypes[theirs] for name, theirs in self._source_names.items()}
+        shapes, dtypes = source.shapes, source.dtypes
+        self._source_names = {ours: name for name in shapes if (ours := rename(name)) is not None}
+        self.shapes = {ours: shapes[name] for ours, name in self._source_names.items()}
+        self.dtypes = {ours: dtypes[name] for ours, name in self._source_names.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a tensor, or all of it."""
@@ -138,16 +131,9 @@ class JoinedSource:
 
     def __init__(self, one: WeightSource, other: WeightSource) -> None:
         self.description = f"{one.description} and {other.description}"
+        self.shapes = {**one.shapes, **other.shapes}
+        self.dtypes = {**one.dtypes, **other.dtypes}
         self._home = {name: source for source in (one, other) for name in source.shapes}
-        self._sources = (one, other)
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: shape for source in self._sources for name, shape in source.shapes.items()}
-
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        return {name: dtype for source in self._sources for name, dtype in source.dtypes.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a tensor, or all of it."""
@@ -166,17 +152,10 @@ class MergedSource:
         self, base: WeightSource, adapters: WeightSource, scaling: float, transposed: Collection[str] = ()
     ) -> None:
         self.description, self.adapters = adapters.description, adapters
+        self.shapes, self.dtypes = base.shapes, base.dtypes
         self._base_weights, self._scaling, self._transposed = base, scaling, frozenset(transposed)
         self._layers = {f"{layer}.weight": layer for layer in adapted_layers(adapters.shapes)}
         self._product: tuple[str, torch.Tensor] = ("", torch.empty(0))
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._base_weights.shapes
-
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        return self._base_weights.dtypes
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a tensor, or all of it."""

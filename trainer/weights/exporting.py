@@ -1,4 +1,6 @@
-"""Exports a model as a folder that transformers can load: safetensors, config.json, and the files of the original model."""
+"""Exports a model as a folder that transformers can load: safetensors, config.json, and the files of the original
+model.
+"""
 
 from __future__ import annotations
 

@@ -7,11 +7,14 @@ model.  Each rank reads only the rows that it holds, without communication.
 from __future__ import annotations
 
 import os
+import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
@@ -23,7 +26,7 @@ from trainer.errors import UserError, setting_error
 from trainer.files import read_json
 from trainer.model.names import HuggingFaceNames, MappedTensor
 from trainer.model.parameters import local, local_rows, tied_names
-from trainer.recipe import Recipe
+from trainer.recipe import Recipe, StoredTensors
 from trainer.recipe import WeightSource as WeightSource
 
 BLOCK_BYTES = 64 * 2**20
@@ -212,25 +215,24 @@ class _StackedTensor:
         return self.rows[0].dtype
 
 
-class SafetensorsFolder:
+class SafetensorsFolder(StoredTensors):
     """A `WeightSource` for a folder with `model.safetensors`, or with an index and shards.
 
-    `Recipe.hf` maps the folder's tensor names to ours; `transformers` is not needed.  Files are memory-mapped, and pages are loaded as rows are read; until then, only headers are.  Tensors unknown to
-    the recipe keep their names, so that a comparison with the model lists them.  Raises UserError, beginning with
-    `setting`, for a folder, index or file that cannot be read.
+    `Recipe.hf` maps the folder's tensor names to ours; `transformers` is not needed.  Files are memory-mapped, and
+    pages are loaded as rows are read; until then, only headers are.  Tensors unknown to the recipe keep their names, so
+    that a comparison with the model lists them.  Raises UserError, beginning with `setting`, for a folder, index or
+    file that cannot be read.  Format: https://github.com/huggingface/safetensors#format.
     """
 
-    def __init__(self, path: str | os.PathLike[str], recipe: Recipe, model_config: Any, setting: str = "path") -> None:
-        self._read_headers(path, HuggingFaceNames(recipe, model_config), setting)
-
-    @classmethod
-    def as_stored(cls, path: str | os.PathLike[str], setting: str = "path") -> SafetensorsFolder:
-        """Open a folder, keeping the names and shapes of its tensors."""
-        folder = cls.__new__(cls)
-        folder._read_headers(path, None, setting)
-        return folder
-
-    def _read_headers(self, path: str | os.PathLike[str], names: HuggingFaceNames | None, setting: str) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        recipe: Recipe | None = None,
+        model_config: Any = None,
+        setting: str = "path",
+    ) -> None:
+        """Without a recipe, the tensors keep the names and shapes that they have in the files."""
+        names = None if recipe is None else HuggingFaceNames(recipe, model_config)
         self.description = str(path)
         self._setting = setting
         self._stored: dict[str, _StoredTensor | _StackedTensor] = {}
@@ -251,16 +253,6 @@ class SafetensorsFolder:
                 else:
                     stacks.setdefault(mapped.name, {})[mapped.row] = stored
         self._stored |= {name: self._stack(name, rows) for name, rows in stacks.items()}
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of each tensor, in our orientation."""
-        return {name: stored.shape for name, stored in self._stored.items()}
-
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        """The dtype of each tensor."""
-        return {name: stored.dtype for name, stored in self._stored.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a tensor, as a view of the file.  Raises UserError if it cannot be read."""
@@ -340,3 +332,40 @@ def _find_files(path: str | os.PathLike[str], setting: str) -> dict[Path, set[st
     if absent:
         raise setting_error(setting, path, f"{INDEX} names {', '.join(absent)}, which is missing; download it again")
     return files
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Single files
+
+
+class StateDictFile(StoredTensors):
+    """A `WeightSource` for a single file of unsharded tensors under our names, e.g. another trainer's
+    `torch.save(...)`.
+
+    The file is memory-mapped, so only the rows that are read are loaded, and unpickled with `weights_only=True`, so no
+    code runs.
+    """
+
+    _PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+    def __init__(self, path: Path, setting: str) -> None:
+        self.description = str(path)
+        content: Any
+        try:
+            if path.suffix == ".safetensors":
+                content = safetensors.torch.load_file(path)
+            else:
+                content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except (OSError, RuntimeError, pickle.UnpicklingError, safetensors.SafetensorError) as error:
+            raise setting_error(setting, path, f"cannot be read as a state dict ({error})") from error
+        if isinstance(content, dict) and isinstance(content.get("model"), dict):
+            content = content["model"]
+        if not isinstance(content, dict):
+            raise setting_error(setting, path, "has no state dict")
+        wrappers = re.compile("|".join(map(re.escape, self._PREFIXES)))
+        self._stored = {wrappers.sub("", name): t for name, t in content.items() if isinstance(t, torch.Tensor)}
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return rows [start, stop) of a tensor, or all of it."""
+        tensor = self._stored[name]
+        return tensor[start:stop] if tensor.ndim else tensor
