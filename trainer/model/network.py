@@ -1,21 +1,32 @@
 """Builds a run's unsharded model: by its recipe, in the run's dtypes, with adapters and frozen parameters.
 
-Training, planning and checks all build the model here, so that they see the same one.
+Training, planning and checks all build the model here, so that they see the same one.  Below: the names of its
+parameters at Hugging Face, and its FLOPs per token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-
 import torch
 from torch import nn
-
 from trainer.config import RunConfig
 from trainer.errors import nearest, setting_error
 from trainer.model.lora import add_adapters, plain_name
-from trainer.model.names import HuggingFaceNames
 from trainer.model.units import find_blocks
+import re
+from typing import Any, NamedTuple
+from trainer.config.pretrained import find_huggingface
+from trainer.errors import UserError
+from trainer.recipe import Recipe, Stacked, Transposed
+from itertools import takewhile
+from typing import Any
+from torch import nn
+from trainer.config import RunConfig
+from trainer.model.lora import adapter_part
+from trainer.model.parameters import count_matrix_parameters
+from trainer.model.units import find_blocks
+from trainer.recipe import Recipe
 
 
 def build_network(config: RunConfig) -> nn.Module:
@@ -94,3 +105,124 @@ def _with_modules(name: str) -> list[str]:
     """Return the names of the modules that contain a parameter, outermost first, and its own name."""
     parts = name.split(".")
     return [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Names at Hugging Face, as defined in `Recipe.hf`
+
+class MappedTensor(NamedTuple):
+    """Our counterpart of one of their tensors: our tensor's name, whether theirs is transposed, and which row it is, if
+    any.
+    """
+
+    name: str
+    is_transposed: bool = False
+    row: str | None = None
+
+
+class HuggingFaceNames:
+    """Translates the tensor names of one model, in both directions."""
+
+    def __init__(self, recipe: Recipe, model_config: Any) -> None:
+        self._hf = find_huggingface(recipe)
+        names = self._hf.names(model_config) if callable(self._hf.names) else self._hf.names
+        self._pairs = list(names.items())
+        for ours, theirs in self._pairs:
+            if ours.count("*") + isinstance(theirs, Stacked) != theirs.count("*"):
+                raise UserError(
+                    f"recipe {recipe.name!r}: hf.names: {ours!r} and {theirs!r} have a different number of *"
+                )
+
+    def theirs(self, name: str) -> str | None:
+        """Return their name for our tensor `name` (`Transposed` or `Stacked` if applicable), or None.
+
+        The name of a stacked tensor still has `*` as the row number.
+        """
+        for ours, theirs in self._pairs:
+            found = _translate(name, ours, theirs)
+            if found is not None:
+                return type(theirs)(found[0])
+        return None
+
+    def ours(self, name: str) -> MappedTensor | None:
+        """Return our counterpart of their tensor `name`, with or without the prefix; None if there is none."""
+        for full_name in (name, self._hf.prefix + name):
+            for ours, theirs in self._pairs:
+                found = _translate(full_name, theirs, ours)
+                if found is not None:
+                    row = found[1] if isinstance(theirs, Stacked) else None
+                    return MappedTensor(found[0], isinstance(theirs, Transposed), row)
+        return None
+
+    def is_ignored(self, name: str) -> bool:
+        """Return whether their tensor `name` can be ignored."""
+        full_names = (name, self._hf.prefix + name)
+        return any(_translate(n, ignored, ignored) for n in full_names for ignored in self._hf.ignored)
+
+
+def _translate(name: str, pattern: str, other: str) -> tuple[str, str | None] | None:
+    """Match `name` against `pattern` and return it in the form of `other`, plus any unused match; None without a match.
+
+    The text matched by each * is carried over; a * of `other` without a counterpart stays.
+    """
+    match = re.fullmatch(re.escape(pattern).replace(r"\*", r"([^.]+)"), name)
+    if match is None:
+        return None
+    parts = iter(match.groups())
+    return re.sub(r"\*", lambda _: next(parts, "*"), other), next(parts, None)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Model FLOPs per token, without recomputation
+
+def flops_of(config: RunConfig, model: nn.Module, seq_len: float) -> float:
+    """Return the model FLOPs per token of a training step, including the forward pass of a reference model, if any."""
+    total = flops_per_token(config.recipe, config.model, model, seq_len)
+    return total + (
+        _flops_if_all_trained(config.recipe, config.model, model, seq_len) / 3 if config.rows_per_sample > 1 else 0.0
+    )
+
+
+def _flops_if_all_trained(recipe: Recipe, model_config: Any, model: nn.Module, seq_len: float) -> float:
+    """Return the FLOPs per token of forward and backward passes if every weight is trained, without adapters."""
+    if recipe.flops:
+        return recipe.flops(model_config, seq_len)
+    return 6.0 * (count_matrix_parameters(model) - _num_adapter_parameters(model))
+
+
+def _num_adapter_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for name, parameter in model.named_parameters() if adapter_part(name))
+
+
+def flops_per_token(recipe: Recipe, model_config: Any, model: nn.Module, seq_len: float) -> float:
+    """Return the model FLOPs per token of forward and backward passes: 6 per weight in a matrix, plus attention.
+
+    `Recipe.flops` covers the recipe's own model; adapters are added.  seq_len: the number of tokens that attention
+    spans; if documents are masked, the mean over tokens of their document's length, usually not an integer.
+
+    A frozen weight has no gradient, so it costs 4.  The backward pass stops at the first trained parameter; weights
+    before it cost 2, and their attention costs a third.  "Before" refers to the order of `model.parameters()`.  Source:
+    Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
+    """
+    total = _flops_if_all_trained(recipe, model_config, model, seq_len) + 6.0 * _num_adapter_parameters(model)
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return total
+    matrices = _matrices(model, with_tied_tables=recipe.flops is not None)
+    # In a mixture of experts, a token uses only a share of the weights.
+    share = min(1.0, total / (6.0 * sum(p.numel() for p in matrices)))
+    below = {id(p) for p in takewhile(lambda parameter: not parameter.requires_grad, model.parameters())}
+    frozen = sum(p.numel() for p in matrices if not p.requires_grad)
+    without_backward = sum(p.numel() for p in matrices if id(p) in below)
+    attention = max(0.0, total - 6.0 * sum(p.numel() for p in matrices))
+    blocks = find_blocks(model, recipe)
+    blocks_below = [block for block in blocks if all(id(p) in below for p in block.parameters())]
+    attention_below = attention * len(blocks_below) / max(1, len(blocks))
+    return total - 2.0 * share * (frozen + without_backward) - 2.0 / 3.0 * attention_below
+
+
+def _matrices(model: nn.Module, with_tied_tables: bool) -> list[nn.Parameter]:
+    """Return the matrices that tokens are multiplied with; an embedding table counts only if a head shares it."""
+    tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    others = {id(p) for m in model.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    counted = others if with_tied_tables else others - tables
+    return [p for p in model.parameters() if id(p) in counted and p.ndim >= 2]

@@ -20,7 +20,7 @@ from trainer.config.pretrained import find_huggingface
 from trainer.errors import UserError
 from trainer.files import crc32
 from trainer.model.lora import ADAPTER, adapter_part, plain_name, transposed_layers
-from trainer.model.names import HuggingFaceNames
+from trainer.model.network import HuggingFaceNames
 from trainer.recipe import Recipe, Transposed
 from trainer.weights.exporting import (
     ADAPTER_CONFIG,

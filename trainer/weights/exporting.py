@@ -23,7 +23,7 @@ from trainer.config.chats import CHATML, CHATML_TEMPLATE
 from trainer.config.pretrained import CONFIG, INDEX, WEIGHTS, check_links, fields_of, find_huggingface
 from trainer.errors import UserError, setting_error
 from trainer.files import parse_json, sync_folder, writing_to
-from trainer.model.names import HuggingFaceNames
+from trainer.model.network import HuggingFaceNames
 from trainer.recipe import Recipe, Stacked, Transposed
 from trainer.weights.sources import DTYPE_NAMES, WeightSource, find_weights, named_weights, row_blocks
 

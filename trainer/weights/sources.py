@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from trainer.config.pretrained import INDEX, LARGEST_INDEX, WEIGHTS, check_no_gguf, no_weights
 from trainer.errors import UserError, setting_error
 from trainer.files import read_json
-from trainer.model.names import HuggingFaceNames, MappedTensor
+from trainer.model.network import HuggingFaceNames, MappedTensor
 from trainer.model.parameters import local, local_rows, tied_names
 from trainer.recipe import Recipe, StoredTensors
 from trainer.recipe import WeightSource as WeightSource
