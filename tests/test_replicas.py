@@ -23,8 +23,14 @@ from tests.ranks import TINY, run_command, run_ranks
 from tests.tiny import tiny_config
 from trainer import Trainer
 from trainer.errors import TrainingFailed
-from trainer.model.gradients import gradient_sync
-from trainer.model.gradients import BUCKET_BYTES, FIRST_BUCKET_BYTES, bucket_numel, cut_into_buckets, replicate
+from trainer.model.gradients import (
+    BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    bucket_numel,
+    cut_into_buckets,
+    gradient_sync,
+    replicate,
+)
 
 REPLICATED = ("mesh.shard=1", "mesh.replicate=-1")
 

@@ -37,9 +37,8 @@ from trainer.distributed.channel import Channel
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError, setting_error
 from trainer.metrics.sinks import warn
-from trainer.model.gradients import reshard
+from trainer.model.gradients import replicas_of, reshard
 from trainer.model.parameters import tied_names
-from trainer.model.gradients import replicas_of
 
 DATA = "data"
 """Entry of `Trainer.exempt_from_selfcheck` that skips the check of the samples."""

@@ -10,18 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import register_flop_formula
+
 from trainer.data.transfer import prefetch_to_device
 from trainer.distributed.world import World
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-
 
 # ---------------------------------------------------------------------------------------------------------------
 # Grouped products

@@ -10,26 +10,20 @@ DistributedDataParallel's defaults.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 from weakref import ReferenceType, WeakKeyDictionary, ref
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+
 from trainer.config import FsdpSection
 from trainer.errors import UserError
-from trainer.model.parameters import local
-from collections.abc import Callable, Iterable, Sequence
-from typing import cast
-from weakref import WeakKeyDictionary, ref
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from trainer.model.parameters import mark_replicated
+from trainer.model.parameters import local, mark_replicated
 from trainer.model.units import ShardUnit, parameters_by_unit
 
 

@@ -10,28 +10,27 @@ Independent of particular recipes.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-import torch
-from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
-from trainer.errors import UserError
-from trainer.model.lora import LoraFactor, plain_name
-from trainer.model.parameters import local, local_rows, num_writes, seed_of, tied_names
-import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
-import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from functools import cache
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.errors import UserError
+from trainer.model.lora import LoraFactor, plain_name
+from trainer.model.parameters import local, local_rows, num_writes, seed_of, tied_names
 
 
 def materialize(

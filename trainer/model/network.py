@@ -6,27 +6,22 @@ parameters at Hugging Face, and its FLOPs per token.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from itertools import takewhile
+from typing import Any, NamedTuple
+
 import torch
 from torch import nn
+
 from trainer.config import RunConfig
-from trainer.errors import nearest, setting_error
-from trainer.model.lora import add_adapters, plain_name
-from trainer.model.units import find_blocks
-import re
-from typing import Any, NamedTuple
 from trainer.config.pretrained import find_huggingface
-from trainer.errors import UserError
-from trainer.recipe import Recipe, Stacked, Transposed
-from itertools import takewhile
-from typing import Any
-from torch import nn
-from trainer.config import RunConfig
-from trainer.model.lora import adapter_part
+from trainer.errors import UserError, nearest, setting_error
+from trainer.model.lora import adapter_part, add_adapters, plain_name
 from trainer.model.parameters import count_matrix_parameters
 from trainer.model.units import find_blocks
-from trainer.recipe import Recipe
+from trainer.recipe import Recipe, Stacked, Transposed
 
 
 def build_network(config: RunConfig) -> nn.Module:
@@ -110,6 +105,7 @@ def _with_modules(name: str) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------------
 # Names at Hugging Face, as defined in `Recipe.hf`
 
+
 class MappedTensor(NamedTuple):
     """Our counterpart of one of their tensors: our tensor's name, whether theirs is transposed, and which row it is, if
     any.
@@ -174,6 +170,7 @@ def _translate(name: str, pattern: str, other: str) -> tuple[str, str | None] | 
 
 # ---------------------------------------------------------------------------------------------------------------
 # Model FLOPs per token, without recomputation
+
 
 def flops_of(config: RunConfig, model: nn.Module, seq_len: float) -> float:
     """Return the model FLOPs per token of a training step, including the forward pass of a reference model, if any."""

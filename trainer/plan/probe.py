@@ -27,8 +27,7 @@ from trainer.data.source_factory import open_source
 from trainer.errors import UserError, setting_error
 from trainer.loss import by_row, find_loss
 from trainer.model.experts import fake_tensors
-from trainer.model.network import flops_of
-from trainer.model.network import build_network
+from trainer.model.network import build_network, flops_of
 from trainer.model.parameters import tied_names
 from trainer.model.recompute import OperatorId
 from trainer.model.shard import apply_activation_checkpointing, forbid_view_outputs, saved_by_budget

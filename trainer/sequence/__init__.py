@@ -13,10 +13,18 @@ from __future__ import annotations
 
 import torch
 
-from trainer.sequence.attention import attend_cached, attend_full
-from trainer.sequence.context import attend_slices
-from trainer.sequence.documents import Cache, Documents, find_borders
-from trainer.sequence.slices import current_slices, forget_slices, slice_sequences, sliced, take_slice, whole
+from trainer.sequence.attention import attend_cached, attend_full, attend_slices
+from trainer.sequence.documents import (
+    Cache,
+    Documents,
+    current_slices,
+    find_borders,
+    forget_slices,
+    slice_sequences,
+    sliced,
+    take_slice,
+    whole,
+)
 
 __all__ = [
     "Cache",
