@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import nn
 from trainer.recipes.hf.config import HfConfig
-from trainer.recipes.hf.model import Head, architecture, build, settings_of
+from trainer.recipes.hf.model import LossHead, architecture, build, settings_of
 from transformers import initialization
 
 
@@ -49,7 +49,8 @@ def init(module: nn.Module, name: str, model: Any) -> None:
     the inside out.  A module that is neither the library's nor torch's, such as an adapter, is initialised by its own
     `reset_parameters`.
     """
-    if not any(kind.__module__.startswith(("transformers.", "torch.nn.modules.")) for kind in _kinds(module)):
+    kinds = [kind for kind in type(module).__mro__ if kind is not nn.Module]
+    if not any(kind.__module__.startswith(("transformers.", "torch.nn.modules.")) for kind in kinds):
         module.reset_parameters()  # type: ignore[operator]
         return
     own = {id(parameter) for parameter in module.parameters(recurse=False)}
@@ -79,16 +80,12 @@ def _padding_of_the_library(module: nn.Module) -> Iterator[None]:
         module.padding_idx = None  # type: ignore[assignment]
 
 
-def _kinds(module: nn.Module) -> list[type]:
-    return [kind for kind in type(module).__mro__ if kind is not nn.Module]
-
-
 def notes(config: HfConfig, model: Any) -> list[str]:
     """Return what the start block says about the model: its class, how its loss is computed, and what is left out."""
     found = [f"{architecture(config)} of transformers {transformers.__version__}"]
     if config.fresh:
         found.append("fresh weights")
-    if not isinstance(model.get_output_embeddings(), Head):
+    if not isinstance(model.get_output_embeddings(), LossHead):
         found.append("loss of whole logits, as these are not its head's output alone")
     if config.config.get("output_router_logits"):
         found.append("without its router's auxiliary loss, which depends on how a batch is split")

@@ -47,7 +47,7 @@ def build(config: HfConfig) -> transformers.PreTrainedModel:
     library: Any = type(model)
     model.__class__ = _trained(library)
     if _head_makes_the_logits(model):
-        model.get_output_embeddings().__class__ = Head
+        model.get_output_embeddings().__class__ = LossHead
     return model
 
 
@@ -94,7 +94,7 @@ def _first_line(error: Exception) -> str:
 # The forward pass
 
 
-class Head(nn.Linear):
+class LossHead(nn.Linear):
     """The projection onto the vocabulary; with targets, returns the summed loss without materialising all logits."""
 
     def forward(self, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor | None = None) -> torch.Tensor:
@@ -131,7 +131,7 @@ def _trained(library: Any) -> Any:
         if packed is not None or positions is not None:
             inputs["position_ids"] = positions if packed is None else packed.positions_BT
         head = self.get_output_embeddings()
-        if targets is not None and isinstance(head, Head):
+        if targets is not None and isinstance(head, LossHead):
             return head(self.base_model(**inputs).last_hidden_state, targets)
         logits = library.forward(self, **inputs).logits
         return logits if targets is None else cross_entropy(logits, targets)

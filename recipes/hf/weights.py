@@ -156,7 +156,10 @@ class _Made:
         found: dict[str, tuple[_Conversion, tuple[int, ...]]] = {}
         for conversion in self._conversions.values():
             try:
-                made = self._run(conversion, self._nowhere)
+                made = self._run(
+                    conversion,
+                    lambda name: torch.empty(self._shapes[name], dtype=self._dtypes[name], device="meta"),
+                )
             except (RuntimeError, ValueError) as error:
                 what = f"{conversion.target} cannot be made of its parts ({error})"
                 raise setting_error("model.path", self.description, what) from error
@@ -197,9 +200,6 @@ class _Made:
             self._last = conversion.target, self._run(conversion, self._source.read)
         tensor = self._last[1][name]
         return tensor[start:stop] if tensor.ndim else tensor
-
-    def _nowhere(self, name: str) -> torch.Tensor:
-        return torch.empty(self._shapes[name], dtype=self._dtypes[name], device="meta")
 
     def _run(self, conversion: _Conversion, read: Any) -> dict[str, torch.Tensor]:
         converter = copy.deepcopy(conversion.converter)

@@ -203,7 +203,7 @@ class _FakeTensors(FakeTensorMode):
             return super().dispatch(func, types, args, kwargs)
         first, second, *rest = args
         ends = rest[0] if rest else kwargs["offs"]
-        sizes = first.shape[-2], second.shape[-1]
+        num_rows, num_columns = first.shape[-2], second.shape[-1]
         if first.ndim == second.ndim:  # 2D: groups along the shared dimension; 3D: one product per matrix
-            return first.new_empty(first.shape[0] if first.ndim == 3 else ends.shape[0], *sizes)
-        return first.new_empty(sizes)
+            return first.new_empty(first.shape[0] if first.ndim == 3 else ends.shape[0], num_rows, num_columns)
+        return first.new_empty(num_rows, num_columns)

@@ -14,7 +14,7 @@ import contextlib
 import inspect
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -53,72 +53,52 @@ def materialize(
     Raises UserError that names every parameter and buffer that was not filled, on all ranks alike, since each rank sees
     full tensors.
     """
-    on_meta = {name for name, tensor in _tensors(model) if tensor.is_meta}
+    everything = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    on_meta = {name for name, tensor in everything if tensor.is_meta}
     if not on_meta:
         return
     ties = tied_names(model)
-    _allocate(model, on_meta, torch.device("cpu") if cpu_offload else device)
-    _retie(model, ties)
 
-    canonical = {alias: group[0] for group in ties for alias in group}
-    unfilled: list[str] = []
-    scratch, fill = _ScratchMemory(), _initializer(init, model)
-    for module_name, module in model.named_modules():
-        own_names = [name for name in _direct_names(module_name, module) if name in on_meta]
-        fresh = {name for name in own_names if canonical.get(name, name) == name}
-        if is_loaded_later is not None:
-            fresh -= _skip_loaded_later(module, module_name, fresh, is_loaded_later)
-        if fresh:
-            fills = _default_init if isinstance(module, LoraFactor) else fill
-            unfilled += _fill(module, module_name, fresh, seed_of(seed, plain_name(module_name)), scratch, fills)
-            _move_buffers(module, [name.rpartition(".")[2] for name in own_names], device)
-    if unfilled:
-        raise UserError(
-            f"uninitialized: {', '.join(unfilled)}: after a model is built on the meta device, each module that owns a "
-            "parameter or buffer must fill all of it in `reset_parameters()` (or in the recipe's `init`)"
-        )
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-
-
-def _direct_names(module_name: str, module: nn.Module) -> list[str]:
-    return [f"{module_name}.{name}" if module_name else name for name, _ in _direct_tensors(module)]
-
-
-def _allocate(model: nn.Module, on_meta: set[str], parameter_device: torch.device) -> None:
-    """Allocate everything that is on the meta device, buffers on the CPU; tensors that have values are not changed."""
-    model._apply(lambda tensor: torch.empty_like(tensor, device=parameter_device) if tensor.is_meta else tensor)
+    # Memory for all that is on the meta device, buffers on the CPU; tensors that have values are not changed.
+    home = torch.device("cpu") if cpu_offload else device
+    model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor)
     for module_name, module in model.named_modules():
         for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
             if (f"{module_name}.{name}" if module_name else name) in on_meta:
                 setattr(module, name, torch.empty_like(buffer, device="cpu"))
 
-
-def _move_buffers(module: nn.Module, names: Sequence[str], device: torch.device) -> None:
-    for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
-        if name in names:
-            setattr(module, name, buffer.to(device))
-
-
-def _retie(model: nn.Module, ties: list[list[str]]) -> None:
-    """Tie the names of each group again: moving off the meta device has separated them."""
+    # Moving off the meta device has separated tied names.
     for first, *aliases in ties:
         parameter = model.get_parameter(first)
         for alias in aliases:
             owner, _, name = alias.rpartition(".")
             model.get_submodule(owner).register_parameter(name, parameter)
 
-
-def _initializer(init: Callable[..., None] | None, model: nn.Module) -> Callable[[nn.Module, str], None]:
-    """Return the function that fills a module, called with the module and its name."""
-    if init is None:
-        return _default_init
-    if len(inspect.signature(init).parameters) > 1:
-        return lambda module, name: init(module, name, model)
-    return lambda module, name: init(module)
+    fill = _default_init
+    if init is not None:
+        given = init
+        takes_names = len(inspect.signature(init).parameters) > 1
+        fill = lambda module, name: given(module, name, model) if takes_names else given(module)  # noqa: E731
+    canonical = {alias: group[0] for group in ties for alias in group}
+    unfilled: list[str] = []
+    scratch = _ScratchMemory()
+    for module_name, module in model.named_modules():
+        prefix = f"{module_name}." if module_name else ""
+        own = {name for name, _ in _direct_tensors(module) if prefix + name in on_meta}
+        fresh = {prefix + name for name in own if canonical.get(prefix + name, prefix + name) == prefix + name}
+        if is_loaded_later is not None:
+            fresh -= _skip_loaded_later(module, module_name, fresh, is_loaded_later)
+        if fresh:
+            fills = _default_init if isinstance(module, LoraFactor) else fill
+            unfilled += _fill(module, module_name, fresh, seed_of(seed, plain_name(module_name)), scratch, fills)
+            for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
+                if name in own:
+                    setattr(module, name, buffer.to(device))
+    if unfilled:
+        raise UserError(
+            f"uninitialized: {', '.join(unfilled)}: after a model is built on the meta device, each module that owns a "
+            "parameter or buffer must fill all of it in `reset_parameters()` (or in the recipe's `init`)"
+        )
 
 
 @torch.no_grad()
@@ -179,7 +159,9 @@ def _fill(
         written = num_writes(tensor) != versions[name] or id(tensor) != before[name]
         if prefix + name not in fresh or deferred_fills.get(name, tensor):
             continue
-        if _is_poisoned(tensor) or not (written or tensor.is_floating_point()):
+        # The sum is NaN if any element is, and needs no temporary.
+        holds_poison = (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.sum().isnan())
+        if holds_poison or not (written or tensor.is_floating_point()):
             unfilled.append(prefix + name)
     for name, parameter in sharded.items():
         if prefix + name in fresh:
@@ -195,7 +177,9 @@ def _is_filled_partially(parameter: torch.Tensor, full: torch.Tensor) -> bool:
     """
     rows = local_rows(parameter)
     is_less = rows is not None and (2 * (rows[1] - rows[0]) <= full.shape[0] or torch.get_num_threads() > 1)
-    return is_less and can_fill_partially(full)
+    # One that is worth it, and that can be drawn in part.
+    is_large = full.numel() >= MIN_ELEMENTS and full.numel() % _GROUP_SIZE == 0
+    return is_less and is_large and full.dtype == torch.float32 and full.is_contiguous()
 
 
 class _ScratchMemory:
@@ -239,7 +223,7 @@ def _copy_shard(parameter: torch.Tensor, full: torch.Tensor, deferred: DeferredF
         columns, kept = math.prod(full.shape[1:]), local(parameter.detach())
         kept.copy_(deferred.part(rows[0] * columns, rows[1] * columns).view(kept.shape))
     elif rows is not None and full.ndim:
-        local(parameter.detach()).copy_(full[slice(*rows)])  # copies only these rows to the device
+        local(parameter.detach()).copy_(full[rows[0] : rows[1]])  # copies only these rows to the device
     elif isinstance(parameter, DTensor):
         part = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
         local(parameter.detach()).copy_(local(part))
@@ -250,11 +234,6 @@ def _copy_shard(parameter: torch.Tensor, full: torch.Tensor, deferred: DeferredF
 def _poison(tensor: torch.Tensor) -> torch.Tensor:
     """Fill with NaN, to detect values that initialization never writes.  Integers: the write itself is detected."""
     return tensor.fill_(torch.nan) if tensor.is_floating_point() or tensor.is_complex() else tensor
-
-
-def _is_poisoned(tensor: torch.Tensor) -> bool:
-    # The sum is NaN if any element is, and needs no temporary.
-    return bool(tensor.sum().isnan()) if tensor.is_floating_point() or tensor.is_complex() else False
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -276,12 +255,6 @@ _MEMORY_FUNCTIONS = (
     *(torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__),
 )
 """Functions that read a tensor's memory without dispatching a torch operator."""
-
-
-def can_fill_partially(full: torch.Tensor) -> bool:
-    """Return whether part of this tensor can be drawn alone, and the tensor is large enough for it to pay off."""
-    is_large = full.numel() >= MIN_ELEMENTS and full.numel() % _GROUP_SIZE == 0
-    return is_large and full.dtype == torch.float32 and full.is_contiguous()
 
 
 @dataclass(frozen=True)

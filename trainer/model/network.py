@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -29,25 +29,20 @@ def build_network(config: RunConfig) -> nn.Module:
 
     Raises UserError for layers in `lora.targets` or parameters in `train.freeze` that the model does not have.
     """
-    theirs = _huggingface_name(config)
+    # Settings may use Hugging Face's names as well.
+    theirs = (lambda name: None) if config.recipe.hf is None else HuggingFaceNames(config.recipe, config.model).theirs
+
+    def module_there(layer: str) -> str | None:
+        parameter = theirs(f"{layer}.weight")
+        return parameter.removesuffix(".weight") if parameter else None
+
     with torch.device("meta"):
         model = config.recipe.build_model(config.model)
         apply_weights_dtype(model, storage_dtype(config))
         blocks = find_blocks(model, config.recipe) if config.lora.rank else []
-        add_adapters(model, blocks, config.lora, lambda layer: _module(theirs(f"{layer}.weight")))
+        add_adapters(model, blocks, config.lora, module_there)
     freeze(model, config.train.freeze, theirs)
     return model
-
-
-def _huggingface_name(config: RunConfig) -> Callable[[str], str | None]:
-    """Return the function that maps a parameter's name to Hugging Face's, which settings may use as well."""
-    if config.recipe.hf is None:
-        return lambda name: None
-    return HuggingFaceNames(config.recipe, config.model).theirs
-
-
-def _module(parameter: str | None) -> str | None:
-    return parameter.removesuffix(".weight") if parameter else None
 
 
 def storage_dtype(config: RunConfig) -> str:
@@ -76,7 +71,10 @@ def freeze(model: nn.Module, patterns: Sequence[str], theirs: Callable[[str], st
     for pattern in patterns:
         found = [parameter for parameter, names in names_of if _matches(names, pattern)]
         if not found:
-            known = {part: None for _, names in names_of for name in names for part in _with_modules(name)}
+            # The modules that contain a parameter, outermost first, and its own name.
+            known = dict.fromkeys(
+                part for _, names in names_of for name in names for part in accumulate(name.split("."), "{}.{}".format)
+            )
             best = nearest(pattern, known)
             meant = [best if item == pattern else item for item in patterns] if best else None
             raise setting_error("train.freeze", list(patterns), f"no parameter matches {pattern!r}", meant=meant)
@@ -94,12 +92,6 @@ def _names(name: str, theirs: Callable[[str], str | None]) -> list[str]:
 
 def _matches(names: Sequence[str], pattern: str) -> bool:
     return any(fnmatchcase(name, form) for name in names for form in (pattern, f"{pattern}.*"))
-
-
-def _with_modules(name: str) -> list[str]:
-    """Return the names of the modules that contain a parameter, outermost first, and its own name."""
-    parts = name.split(".")
-    return [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
 
 
 # ---------------------------------------------------------------------------------------------------------------

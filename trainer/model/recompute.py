@@ -101,10 +101,6 @@ class _Block:
     num_needed: int = 0
     """Number of operators before the last saved tensor, where recomputation stops."""
 
-    @property
-    def saved_bytes(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.saved.values())
-
 
 def choose_saved_operators(
     model: nn.Module, blocks: Sequence[nn.Module], tokens_shape: tuple[int, int], dtype: torch.dtype, share: float
@@ -137,7 +133,7 @@ def choose_saved_operators(
 
 
 def _fill_knapsack(block: _Block, share: float) -> frozenset[OperatorId]:
-    left = share * block.saved_bytes
+    left = share * sum(tensor.untyped_storage().nbytes() for tensor in block.saved.values())
     kept = set()
     needed = block.operators[: block.num_needed]
     for operator in sorted(needed, key=lambda operator: -operator.flops / operator.num_bytes):

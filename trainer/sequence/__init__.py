@@ -22,7 +22,6 @@ from trainer.sequence.documents import (
     forget_slices,
     slice_sequences,
     sliced,
-    take_slice,
     whole,
 )
 
@@ -81,4 +80,6 @@ def positions(
         counted = torch.arange(tokens_BT.shape[1] if slices is None else slices.seq_len, device=tokens_BT.device)
     else:
         counted = documents.positions_BT
-    return counted if slices is None else take_slice(slices, counted)
+    if slices is None:
+        return counted
+    return torch.cat([counted[..., start:stop] for start, stop in slices.pieces], -1)

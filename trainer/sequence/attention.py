@@ -223,18 +223,15 @@ def _attend_to_all(
     dropout: float,
 ) -> torch.Tensor:
     """Let each piece attend to the preceding part of the sequence."""
-    k_BKTH, v_BKTH = _reassemble(gather_parts(torch.stack((k_BKtH, v_BKtH)), slices.count, slices.group)).unbind()
+    parts_C2BKtH = gather_parts(torch.stack((k_BKtH, v_BKtH)), slices.count, slices.group)
+    # The sequence from all slices, (2, B, K, T, H): one copy, also in the backward pass.
+    heads_C2BKSH, tails_C2BKSH = parts_C2BKtH.unflatten(-2, (2, -1)).unbind(-3)
+    k_BKTH, v_BKTH = torch.cat([*heads_C2BKSH.unbind(), *reversed(tails_C2BKSH.unbind())], -2).unbind()
     found = []
     for number, (q_BNSH, (_, stop)) in enumerate(zip(q_BNtH.chunk(2, 2), slices.pieces, strict=True)):
         piece_documents = None if documents is None else documents.pieces[number]
         found.append(attend_full(q_BNSH, k_BKTH[:, :, :stop], v_BKTH[:, :, :stop], piece_documents, dropout))
     return torch.cat(found, 2)
-
-
-def _reassemble(slices_C2BKtH: torch.Tensor) -> torch.Tensor:
-    """Reassemble the sequence from all slices: (2, B, K, T, H).  One copy, also in the backward pass."""
-    heads_C2BKSH, tails_C2BKSH = slices_C2BKtH.unflatten(-2, (2, -1)).unbind(-3)
-    return torch.cat([*heads_C2BKSH.unbind(), *reversed(tails_C2BKSH.unbind())], -2)
 
 
 def _save_attention_outputs() -> Any:

@@ -63,11 +63,6 @@ def whole() -> AbstractContextManager[None]:
     return sliced(None)
 
 
-def take_slice(slices: Slices, tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's slice of a tensor (B, T) or (T,)."""
-    return torch.cat([tensor[..., start:stop] for start, stop in slices.pieces], -1)
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # Documents
 
