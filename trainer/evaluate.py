@@ -304,9 +304,12 @@ def lm_eval(path: str, tasks: Sequence[str], more_tasks: str | None = None) -> d
     return dict(found)
 
 
-def _show_lm_eval(path: str, tasks: Sequence[str], more_tasks: str | None, as_object: bool) -> int:
+def _show_lm_eval(words: Sequence[str], tasks: Sequence[str], more_tasks: str | None) -> int:
+    path, rest = _split(words)
+    if rest:
+        raise UserError(f"{rest[0]}: cannot be combined with --lm-eval, whose tasks define their own settings")
     found = lm_eval(path, tasks, more_tasks)
-    if as_object:
+    if "--json" in words:
         print_stdout(json.dumps({"weights": path, "results": found["results"]}, default=str))
     else:
         print_stdout(importlib.import_module("lm_eval.utils").make_table(found))
@@ -327,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tasks, words = _option(words, "--lm-eval")
     more_tasks, words = _option(words, "--tasks")
     if tasks is not None:
-        return run_command(lambda: _show_lm_eval(_only_path(words), tasks.split(","), more_tasks, "--json" in words))
+        return run_command(lambda: _show_lm_eval(words, tasks.split(","), more_tasks))
     shown, words = _option(words, _SHOWN_AS)
     try:
         with ExitStack() as stack:
@@ -392,28 +395,16 @@ def _option(words: Sequence[str], name: str) -> tuple[str | None, list[str]]:
     return None, list(words)
 
 
-def _only_path(words: Sequence[str]) -> str:
-    """Return the path.  Raises UserError if settings are given too, since tasks take none."""
-    path, rest = _split(words)
-    if rest:
-        raise UserError(f"{rest[0]}: cannot be combined with --lm-eval, whose tasks define their own settings")
-    return path
-
-
 def _split(words: Sequence[str]) -> tuple[str, list[str]]:
     """Return the path, the only word that is neither an option nor a setting, and the rest.  Raises UserError."""
     rest = [word for word in words if word != "--json"]
-    paths = [word for word in rest if not word.startswith("-") and not _is_setting(word)]
+    settings = [word for word in rest if "=" in word and "/" not in word.partition("=")[0]]
+    paths = [word for word in rest if not word.startswith("-") and word not in settings]
     if len(paths) != 1:
         named = f"{len(paths)} are named: {' '.join(paths)}" if paths else "none is named"
         example = "python -m trainer.evaluate runs/llama_small"
         raise UserError(f"one run, checkpoint or Hugging Face folder is evaluated; {named}\n  for example: {example}")
     return paths[0], [word for word in rest if word not in paths]
-
-
-def _is_setting(word: str) -> bool:
-    key, equals, _ = word.partition("=")
-    return bool(equals) and "/" not in key
 
 
 def command_line() -> NoReturn:

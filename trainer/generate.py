@@ -220,13 +220,19 @@ def _generate(chosen: argparse.Namespace) -> int:
             prompt = prompt_tokens(chosen.prompt, tokenizer)
         else:
             prompt = chat_prompt_tokens(chosen.chat, writer.tokenizer, "--chat", writer.template)
-        num_tokens = _num_tokens(chosen, len(prompt), writer.max_seq_len)
+        longest = writer.max_seq_len or sys.maxsize
+        if len(prompt) >= longest:
+            key, text = ("--prompt", chosen.prompt) if chosen.chat is None else ("--chat", chosen.chat)
+            start = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+            raise setting_error(key, start, f"is {len(prompt)} tokens long, but the model has positions for {longest}")
+        num_tokens = min(chosen.max_tokens, longest - len(prompt))
+        named = {name: getattr(chosen, name) for name in ("temperature", "top_p")}
+        given = {name: value for name, value in named.items() if value is not None}
+        sampling = GREEDY if chosen.greedy else replace(writer.sampling(), **given)
         generator = torch.Generator()
         generator.manual_seed(chosen.seed) if chosen.seed is not None else generator.seed()
         ends = writer.ends(tokenizer)
-        written = generate_tokens(
-            writer.read(), prompt, num_tokens, _sampling(chosen, writer), generator, ends, _require_token
-        )
+        written = generate_tokens(writer.read(), prompt, num_tokens, sampling, generator, ends, _require_token)
         shown = printable if sys.stdout.isatty() else str
         try:
             for piece in pieces((token for token in written if token not in ends), prompt, tokenizer.decode):
@@ -258,21 +264,6 @@ def _check(chosen: argparse.Namespace) -> None:
     for key, value in (("--temperature", chosen.temperature), ("--top-p", chosen.top_p)):
         if chosen.greedy and value:
             raise setting_error(key, value, "cannot be combined with --greedy", fix=f"leave out {key} or --greedy")
-
-
-def _num_tokens(chosen: argparse.Namespace, num_given: int, max_length: int | None) -> int:
-    if max_length is not None and num_given >= max_length:
-        key, text = ("--prompt", chosen.prompt) if chosen.chat is None else ("--chat", chosen.chat)
-        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-        raise setting_error(key, shown, f"is {num_given} tokens long, but the model has positions for {max_length}")
-    return min(chosen.max_tokens, (max_length or sys.maxsize) - num_given)
-
-
-def _sampling(chosen: argparse.Namespace, writer: TextGenerator) -> Sampling:
-    if chosen.greedy:
-        return GREEDY
-    given = {name: getattr(chosen, name) for name in ("temperature", "top_p") if getattr(chosen, name) is not None}
-    return replace(writer.sampling(), **given)
 
 
 if __name__ == "__main__":

@@ -23,22 +23,18 @@ def units(model: Any) -> list[nn.Module | tuple[nn.Module, nn.Module]]:
     longest `nn.ModuleList`.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    blocks = [module for _, module in _outermost(model, set(model._no_split_modules or ()))]
+    kinds, inside = set(model._no_split_modules or ()), ""
+    blocks: list[nn.Module] = []
+    for name, module in model.named_modules():  # the outermost ones, in the order of the model
+        if type(module).__name__.removeprefix("FSDP") in kinds and not (inside and name.startswith(inside)):
+            inside = f"{name}."
+            blocks.append(module)
     if not blocks:
         lists = [[*module] for module in model.modules() if isinstance(module, nn.ModuleList)]
         blocks = max(lists, key=len, default=[])
     if embedding.weight is head.weight:
         return [(embedding, head), *blocks]
     return [embedding, *blocks, head]
-
-
-def _outermost(model: nn.Module, kinds: set[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost modules whose class name is in `kinds`, in the order of the model."""
-    inside = ""
-    for name, module in model.named_modules():
-        if type(module).__name__.removeprefix("FSDP") in kinds and not (inside and name.startswith(inside)):
-            inside = f"{name}."
-            yield name, module
 
 
 def init(module: nn.Module, name: str, model: Any) -> None:

@@ -217,9 +217,10 @@ def export_adapter(
             their_name = f"base_model.model.{theirs[layer].removesuffix('.weight')}.lora_{letter}.weight"
             tensors.append(ExportedTensor(name, their_name, shape, dtype or source.dtypes[name]))
     every = [names.theirs(name) or name for name in model.state_dict(keep_vars=True)]
+    alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     settings = {
         **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base or None},
-        **{"r": lora.rank, "lora_alpha": _as_int(lora.alpha), "lora_dropout": lora.dropout, "bias": "none"},
+        **{"r": lora.rank, "lora_alpha": alpha, "lora_dropout": lora.dropout, "bias": "none"},
         "target_modules": target_modules({name.removesuffix(".weight") for name in theirs.values()}, every),
         **{"fan_in_fan_out": bool(is_transposed), "init_lora_weights": True, "inference_mode": True},
     }
@@ -247,10 +248,6 @@ def target_modules(layers: Collection[str], weights: Collection[str]) -> list[st
     last_parts = {layer.rpartition(".")[2] for layer in layers}
     is_unambiguous = all(module in layers for module in modules if module.rpartition(".")[2] in last_parts)
     return sorted(last_parts if is_unambiguous else layers)
-
-
-def _as_int(number: float) -> float:
-    return int(number) if number == int(number) else number
 
 
 def _tokenizer_of(origin: Origin) -> Mapping[str, bytes]:

@@ -282,15 +282,21 @@ def export(
     path = Path(folder).expanduser()
     names = HuggingFaceNames(recipe, model_config)
     stored = recipe.stored_weights(model_config, source)
-    if stored is not None:
-        tensors, source = _list_stored_tensors(stored, dtype), stored
+    if stored is not None:  # already with the exported names and shapes
+        source, dtypes = stored, stored.dtypes
+        tensors = [
+            ExportedTensor(name, name, shape, (dtype if dtypes[name].is_floating_point else None) or dtypes[name])
+            for name, shape in stored.shapes.items()
+        ]
     else:
         tensors = _list_tensors(source, recipe, model_config, names, dtype)
     shards = _split(tensors, max_shard_bytes)
     texts = _text_files(recipe, model_config, tensors, end_id, turn_ends, tokenizer, origin or Origin())
-    index = {INDEX: _index_json(shards)} if len(shards) > 1 else {}
-
-    return write_folder(path, texts | index, shards, source, MARK if stored is not None else {}, overwrite, setting)
+    if len(shards) > 1:
+        total = sum(tensor.num_bytes for tensor in tensors)
+        weight_map = {name: file for file, shard in shards.items() for tensor in shard for name in tensor.entries()}
+        texts[INDEX] = json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
+    return write_folder(path, texts, shards, source, MARK if stored is not None else {}, overwrite, setting)
 
 
 def write_folder(
@@ -371,13 +377,6 @@ def _list_tensors(
     if unnamed:
         raise UserError(f"recipe {recipe.name!r}: hf.names lacks {', '.join(unnamed)}")
     return tensors
-
-
-def _list_stored_tensors(stored: WeightSource, dtype: torch.dtype | None) -> list[ExportedTensor]:
-    """Return the tensors to write from a source that already uses the exported names and shapes."""
-    kept = stored.dtypes
-    changed = {name: dtype or d if d.is_floating_point else d for name, d in kept.items()}
-    return [ExportedTensor(name, name, shape, changed[name]) for name, shape in stored.shapes.items()]
 
 
 def _split(tensors: Sequence[ExportedTensor], max_bytes: int) -> dict[str, list[ExportedTensor]]:
@@ -478,12 +477,6 @@ def _merge_eos_ids(ends: Collection[int], new: Collection[int]) -> int | list[in
     """Return the ids in the format of `eos_token_id`: a single id, a list, or None."""
     found = [*ends, *sorted(set(new) - set(ends))]
     return found[0] if len(found) == 1 else found or None
-
-
-def _index_json(shards: Mapping[str, Sequence[ExportedTensor]]) -> bytes:
-    total = sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
-    weight_map = {name: file for file, shard in shards.items() for tensor in shard for name in tensor.entries()}
-    return json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _write_safetensors(

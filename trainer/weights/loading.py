@@ -246,8 +246,9 @@ def load_initial_weights(model: nn.Module, origin: Origin, config: RunConfig, ch
 
 def store_tokenizer(origin: Origin, config: RunConfig, channel: Channel) -> None:
     """Store the files of the run's own tokenizer and chat template in `origin`, for exports.  Collective."""
-    settings = config.data.tokenizer, config.data.chat_template
-    origin.tokenizer = channel.broadcast(channel.agreed(lambda: read_tokenizer(*settings) if channel.is_main else {}))
+    data = config.data
+    files = channel.agreed(lambda: read_tokenizer(data.tokenizer, data.chat_template) if channel.is_main else {})
+    origin.tokenizer = channel.broadcast(files)
 
 
 def load_weights(
