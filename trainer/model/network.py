@@ -19,7 +19,7 @@ from trainer.config import RunConfig
 from trainer.config.pretrained import find_huggingface
 from trainer.errors import UserError, nearest, setting_error
 from trainer.model.lora import adapter_part, add_adapters, plain_name
-from trainer.model.parameters import count_matrix_parameters
+from trainer.model.parameters import count_parameters
 from trainer.model.units import find_blocks
 from trainer.recipe import Recipe, Stacked, Transposed
 
@@ -176,7 +176,10 @@ def _flops_if_all_trained(recipe: Recipe, model_config: Any, model: nn.Module, s
     """Return the FLOPs per token of forward and backward passes if every weight is trained, without adapters."""
     if recipe.flops:
         return recipe.flops(model_config, seq_len)
-    return 6.0 * (count_matrix_parameters(model) - _num_adapter_parameters(model))
+    # Each token is multiplied with all parameters but those of embedding tables.
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    embedded = {id(p): p.numel() for table in tables for p in table.parameters(recurse=False)}
+    return 6.0 * (count_parameters(model) - sum(embedded.values()) - _num_adapter_parameters(model))
 
 
 def _num_adapter_parameters(model: nn.Module) -> int:

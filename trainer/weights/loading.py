@@ -51,94 +51,6 @@ ORIGIN = "origin"
 """Key of the state entry for the files that came with the model."""
 
 
-def open_source(
-    location: Location,
-    recipe: Recipe,
-    model_config: Any,
-    setting: str,
-    allow_changes: Collection[str] | None = None,
-) -> WeightSource:
-    """Open the weights at `location` for a model, under its names and with adapters merged.
-
-    allow_changes: if given, the fields that the location declares for its model must be those of `model_config`, except
-        for the keys named here (`checkpoint.allow_changes`).
-
-    Raises UserError that begins with `setting` if there are none or if the fields differ; TrainingFailed if they are
-    damaged.
-    """
-    checks, declared = allow_changes is not None, None
-    source: WeightSource
-    if location.kind == "file":
-        return StateDictFile(Path(location.path), setting)
-    if location.kind == "huggingface":
-        if checks:  # refuses a recipe that reads its own weights
-            declared = declared_by_folder(location.path, recipe, setting)
-            source = SafetensorsFolder(location.path, recipe, model_config, setting)
-        else:
-            own = recipe.first_weights(replace(model_config, path=location.path)) if recipe.weights else None
-            source = own or SafetensorsFolder(location.path, recipe, model_config, setting)
-    else:
-        stored = open_checkpoint(location.path)
-        where = f"{stored.storage}/config.yaml"
-        declared = declared_by_yaml(stored.config_yaml, recipe.name, where) if checks else None
-        source = with_merged_adapters(stored, recipe, model_config)
-    if declared is not None:
-        declared.check(model_config, allow_changes or ())
-    return source
-
-
-def model_files_of(source: WeightSource) -> Origin:
-    """Return the files that came with the weights of `source`: from their folder, or as stored in a checkpoint."""
-    origin = Origin()
-    source = source.adapters if isinstance(source, MergedSource) else source
-    if isinstance(source, SafetensorsFolder):
-        origin.files = read_model_files(source.description)
-    elif isinstance(source, StoredWeights) and ORIGIN in source.parts:
-        keys = [key for key in source.layout if key.startswith(f"{ORIGIN}.")]
-        origin.load_state_dict(join(source.parts[ORIGIN], {key: source.read_stored(key) for key in keys}))
-    return origin
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Checkpoints with adapters
-
-
-def open_base(stored: StoredWeights, recipe: Recipe, model_config: Any, path: str | None = None) -> WeightSource:
-    """Return the base weights of a checkpoint with adapters, under the names of the model without adapters.
-
-    They are read from the path in the checkpoint, from `path` if they have moved, or from the checkpoint itself.
-    Raises UserError if they are missing or differ from those that were trained on.
-    """
-    named = stored.parts.get(BASE, {})
-    if not named.get("path"):
-        return without_adapters(stored)
-    where = path or str(named["path"])
-    if "://" not in where and not Path(where).exists():
-        raise UserError(
-            f"{stored.description}: has adapters for the weights of {where}, which is missing\n"
-            "  to fix: move it back, or export with --base and the folder where it is now"
-        )
-    source = open_source(locate(where), recipe, model_config, "base")
-    names = find_weights(build_meta_model(recipe, model_config), source, "base").values()
-    checksum = combine_checksums([checksum_lines(source, names)])
-    if checksum != named["checksum"]:
-        raise UserError(f"{stored.description}: {wrong_base_message(where, checksum, named)}")
-    return source
-
-
-def with_merged_adapters(
-    stored: StoredWeights, recipe: Recipe, model_config: Any, base: str | None = None
-) -> WeightSource:
-    """Return the weights of a checkpoint's model with any adapters merged into them."""
-    if not adapted_layers(stored.shapes):
-        return stored
-    alpha, rank = (stored_value(stored.config_yaml, f"lora.{key}") for key in ("alpha", "rank"))
-    assert isinstance(alpha, (int, float))
-    assert isinstance(rank, int)
-    transposed = transposed_layers(build_meta_model(recipe, model_config))
-    return MergedSource(open_base(stored, recipe, model_config, base), stored, alpha / rank, transposed)
-
-
 def init_weights(model: nn.Module, config: RunConfig, device: torch.device, load_later: bool) -> None:
     """Materialize a model on the meta device: initialize it randomly, or load the weights that its recipe names.
 
@@ -152,6 +64,53 @@ def init_weights(model: nn.Module, config: RunConfig, device: torch.device, load
     )
     if source is not None and not load_later:
         _fill_base(model, source, f"model.name={config.model.name}")
+
+
+def load_initial_weights(model: nn.Module, origin: Origin, config: RunConfig, channel: Channel) -> str:
+    """Load the initial weights: from `train.init_from`, else those that the recipe names, else keep the random ones.
+
+    Stores the files that came with them in `origin`.  Returns where the weights come from, for the start block.
+
+    Raises UserError, on all ranks alike, if the weights do not fit.  Collective.
+    """
+    initial = _open_initial_weights(config, channel)
+    source, location, path = initial.source, initial.location, initial.path
+    is_folder = location is not None and location.kind == "huggingface"
+    if channel.is_main and is_folder and not (Path(path) / CONFIG).exists():
+        print_stderr(
+            f"warning: train.init_from: {path} has no {CONFIG}: settings without a tensor, such as rope_theta, are "
+            "taken from model.*"
+        )
+    if source is not None and not config.lora.rank:  # base weights under adapters are loaded already
+        channel.agreed(lambda: fill(model, source, initial.setting))
+
+    def read_files() -> dict[str, bytes]:
+        """Return the files that came with the model: from the weights' folder, else from the model's."""
+        files = model_files_of(source).files if source is not None else {}
+        return files or (read_model_files(config.model_path) if config.model_path else {})
+
+    origin.files = channel.broadcast(channel.agreed(lambda: read_files() if channel.is_main else {}))
+    store_tokenizer(origin, config, channel)
+    if source is None:
+        without = f"; {path} has none that are used" if path else ""
+        return f"drawn at random (run.seed={config.run.seed}){without}"
+    return str(Path(path).absolute()) if path and "://" not in path else path or source.description
+
+
+def load_base(model: nn.Module, config: RunConfig, channel: Channel) -> BaseWeights:
+    """Load the base weights of a model with adapters, and return what identifies them.
+
+    If the weights are random, nothing is loaded.  Each rank reads its own rows, plus its share of the tensors for the
+    checksum.  Raises UserError, on all ranks alike, if the weights do not fit.  Collective: a few small messages.
+    """
+    initial = _open_initial_weights(config, channel)
+    source = initial.source
+    if source is None:
+        return BaseWeights()
+    filled = channel.agreed(lambda: _fill_base(model, source, initial.setting))
+    share = channel.agreed(lambda: checksum_lines(source, filled.values(), channel.rank, channel.size))
+    path = initial.path if "://" in initial.path else str(Path(initial.path).absolute())
+    return BaseWeights(path, combine_checksums(channel.gather(share)), filled)
 
 
 def _fill_base(model: nn.Module, source: WeightSource, setting: str) -> dict[str, str]:
@@ -197,58 +156,15 @@ def _open_initial_weights(config: RunConfig, channel: Channel) -> _InitialWeight
     return _InitialWeights(source, "train.init_from", location, location.path)
 
 
-def load_base(model: nn.Module, config: RunConfig, channel: Channel) -> BaseWeights:
-    """Load the base weights of a model with adapters, and return what identifies them.
-
-    If the weights are random, nothing is loaded.  Each rank reads its own rows, plus its share of the tensors for the
-    checksum.  Raises UserError, on all ranks alike, if the weights do not fit.  Collective: a few small messages.
-    """
-    initial = _open_initial_weights(config, channel)
-    source = initial.source
-    if source is None:
-        return BaseWeights()
-    filled = channel.agreed(lambda: _fill_base(model, source, initial.setting))
-    share = channel.agreed(lambda: checksum_lines(source, filled.values(), channel.rank, channel.size))
-    path = initial.path if "://" in initial.path else str(Path(initial.path).absolute())
-    return BaseWeights(path, combine_checksums(channel.gather(share)), filled)
-
-
-def load_initial_weights(model: nn.Module, origin: Origin, config: RunConfig, channel: Channel) -> str:
-    """Load the initial weights: from `train.init_from`, else those that the recipe names, else keep the random ones.
-
-    Stores the files that came with them in `origin`.  Returns where the weights come from, for the start block.
-
-    Raises UserError, on all ranks alike, if the weights do not fit.  Collective.
-    """
-    initial = _open_initial_weights(config, channel)
-    source, location, path = initial.source, initial.location, initial.path
-    is_folder = location is not None and location.kind == "huggingface"
-    if channel.is_main and is_folder and not (Path(path) / CONFIG).exists():
-        print_stderr(
-            f"warning: train.init_from: {path} has no {CONFIG}: settings without a tensor, such as rope_theta, are "
-            "taken from model.*"
-        )
-    if source is not None and not config.lora.rank:  # base weights under adapters are loaded already
-        channel.agreed(lambda: fill(model, source, initial.setting))
-
-    def read_files() -> dict[str, bytes]:
-        """Return the files that came with the model: from the weights' folder, else from the model's."""
-        files = model_files_of(source).files if source is not None else {}
-        return files or (read_model_files(config.model_path) if config.model_path else {})
-
-    origin.files = channel.broadcast(channel.agreed(lambda: read_files() if channel.is_main else {}))
-    store_tokenizer(origin, config, channel)
-    if source is None:
-        without = f"; {path} has none that are used" if path else ""
-        return f"drawn at random (run.seed={config.run.seed}){without}"
-    return str(Path(path).absolute()) if path and "://" not in path else path or source.description
-
-
 def store_tokenizer(origin: Origin, config: RunConfig, channel: Channel) -> None:
     """Store the files of the run's own tokenizer and chat template in `origin`, for exports.  Collective."""
     data = config.data
     files = channel.agreed(lambda: read_tokenizer(data.tokenizer, data.chat_template) if channel.is_main else {})
     origin.tokenizer = channel.broadcast(files)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# A model for inference
 
 
 def load_weights(
@@ -304,3 +220,91 @@ def load_unsharded(model: nn.Module, recipe: Recipe, source: WeightSource, devic
     materialize(model, 0, device, recipe.init, is_loaded_later=lambda name: True)  # some buffers are not stored
     fill(model, source, setting="load_weights")
     return model.eval().requires_grad_(False)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Opening
+
+
+def open_source(
+    location: Location,
+    recipe: Recipe,
+    model_config: Any,
+    setting: str,
+    allow_changes: Collection[str] | None = None,
+) -> WeightSource:
+    """Open the weights at `location` for a model, under its names and with adapters merged.
+
+    allow_changes: if given, the fields that the location declares for its model must be those of `model_config`, except
+        for the keys named here (`checkpoint.allow_changes`).
+
+    Raises UserError that begins with `setting` if there are none or if the fields differ; TrainingFailed if they are
+    damaged.
+    """
+    checks, declared = allow_changes is not None, None
+    source: WeightSource
+    if location.kind == "file":
+        return StateDictFile(Path(location.path), setting)
+    if location.kind == "huggingface":
+        if checks:  # refuses a recipe that reads its own weights
+            declared = declared_by_folder(location.path, recipe, setting)
+            source = SafetensorsFolder(location.path, recipe, model_config, setting)
+        else:
+            own = recipe.first_weights(replace(model_config, path=location.path)) if recipe.weights else None
+            source = own or SafetensorsFolder(location.path, recipe, model_config, setting)
+    else:
+        stored = open_checkpoint(location.path)
+        where = f"{stored.storage}/config.yaml"
+        declared = declared_by_yaml(stored.config_yaml, recipe.name, where) if checks else None
+        source = with_merged_adapters(stored, recipe, model_config)
+    if declared is not None:
+        declared.check(model_config, allow_changes or ())
+    return source
+
+
+def with_merged_adapters(
+    stored: StoredWeights, recipe: Recipe, model_config: Any, base: str | None = None
+) -> WeightSource:
+    """Return the weights of a checkpoint's model with any adapters merged into them."""
+    if not adapted_layers(stored.shapes):
+        return stored
+    alpha, rank = (stored_value(stored.config_yaml, f"lora.{key}") for key in ("alpha", "rank"))
+    assert isinstance(alpha, (int, float))
+    assert isinstance(rank, int)
+    transposed = transposed_layers(build_meta_model(recipe, model_config))
+    return MergedSource(open_base(stored, recipe, model_config, base), stored, alpha / rank, transposed)
+
+
+def open_base(stored: StoredWeights, recipe: Recipe, model_config: Any, path: str | None = None) -> WeightSource:
+    """Return the base weights of a checkpoint with adapters, under the names of the model without adapters.
+
+    They are read from the path in the checkpoint, from `path` if they have moved, or from the checkpoint itself.
+    Raises UserError if they are missing or differ from those that were trained on.
+    """
+    named = stored.parts.get(BASE, {})
+    if not named.get("path"):
+        return without_adapters(stored)
+    where = path or str(named["path"])
+    if "://" not in where and not Path(where).exists():
+        raise UserError(
+            f"{stored.description}: has adapters for the weights of {where}, which is missing\n"
+            "  to fix: move it back, or export with --base and the folder where it is now"
+        )
+    source = open_source(locate(where), recipe, model_config, "base")
+    names = find_weights(build_meta_model(recipe, model_config), source, "base").values()
+    checksum = combine_checksums([checksum_lines(source, names)])
+    if checksum != named["checksum"]:
+        raise UserError(f"{stored.description}: {wrong_base_message(where, checksum, named)}")
+    return source
+
+
+def model_files_of(source: WeightSource) -> Origin:
+    """Return the files that came with the weights of `source`: from their folder, or as stored in a checkpoint."""
+    origin = Origin()
+    source = source.adapters if isinstance(source, MergedSource) else source
+    if isinstance(source, SafetensorsFolder):
+        origin.files = read_model_files(source.description)
+    elif isinstance(source, StoredWeights) and ORIGIN in source.parts:
+        keys = [key for key in source.layout if key.startswith(f"{ORIGIN}.")]
+        origin.load_state_dict(join(source.parts[ORIGIN], {key: source.read_stored(key) for key in keys}))
+    return origin
