@@ -156,7 +156,7 @@ def global_balance(
             balance.reduce_choices = world.sum_on_device
         else:
             choices_E = world.sum_on_device(_count(balance, micro_batches, loss, world.device))
-            balance.reduce_choices = partial(_constant, choices_E)
+            balance.reduce_choices = lambda own_E, known_E=choices_E: known_E  # type: ignore[misc]
     try:
         yield
     finally:
@@ -174,10 +174,6 @@ def _count(
     for batch in prefetch_to_device(micro_batches, device):
         loss(batch)
     return total_E
-
-
-def _constant(known_E: torch.Tensor, choices_E: torch.Tensor) -> torch.Tensor:
-    return known_E
 
 
 # ---------------------------------------------------------------------------------------------------------------

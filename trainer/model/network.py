@@ -67,9 +67,13 @@ def freeze(model: nn.Module, patterns: Sequence[str], theirs: Callable[[str], st
     names.  `theirs` returns an alternative name of a parameter, which is matched too.  Raises UserError for a pattern
     that matches nothing, and if no trainable parameter is left.
     """
-    names_of = [(parameter, _names(name, theirs)) for name, parameter in model.named_parameters(remove_duplicate=False)]
+    names_of: list[tuple[nn.Parameter, list[str]]] = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        plain = plain_name(name)
+        names_of.append((parameter, list(dict.fromkeys(filter(None, [plain, name, theirs(plain)])))))
     for pattern in patterns:
-        found = [parameter for parameter, names in names_of if _matches(names, pattern)]
+        forms = (pattern, f"{pattern}.*")
+        found = [p for p, names in names_of if any(fnmatchcase(name, form) for name in names for form in forms)]
         if not found:
             # The modules that contain a parameter, outermost first, and its own name.
             known = dict.fromkeys(
@@ -82,16 +86,6 @@ def freeze(model: nn.Module, patterns: Sequence[str], theirs: Callable[[str], st
             parameter.requires_grad_(False)
     if patterns and not any(parameter.requires_grad for parameter in model.parameters()):
         raise setting_error("train.freeze", list(patterns), "leaves nothing to train", fix="name fewer parameters")
-
-
-def _names(name: str, theirs: Callable[[str], str | None]) -> list[str]:
-    """Return the names by which a parameter may be matched: without adapters, its own, and the alternative name."""
-    plain = plain_name(name)
-    return list(dict.fromkeys(filter(None, [plain, name, theirs(plain)])))
-
-
-def _matches(names: Sequence[str], pattern: str) -> bool:
-    return any(fnmatchcase(name, form) for name in names for form in (pattern, f"{pattern}.*"))
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -224,7 +224,9 @@ def export_adapter(
         "target_modules": target_modules({name.removesuffix(".weight") for name in theirs.values()}, every),
         **{"fan_in_fan_out": bool(is_transposed), "init_lora_weights": True, "inference_mode": True},
     }
-    texts = {ADAPTER_CONFIG: json_bytes(settings), **_tokenizer_of(origin or Origin())}
+    origin = origin or Origin()
+    own = {name: data for name, data in origin.files.items() if is_tokenizer_file(name)}
+    texts = {ADAPTER_CONFIG: json_bytes(settings), **(origin.tokenizer or own)}
     shards = {ADAPTER_WEIGHTS: tensors}
     return write_folder(Path(folder).expanduser(), texts, shards, source, MARK, overwrite, setting)
 
@@ -248,7 +250,3 @@ def target_modules(layers: Collection[str], weights: Collection[str]) -> list[st
     last_parts = {layer.rpartition(".")[2] for layer in layers}
     is_unambiguous = all(module in layers for module in modules if module.rpartition(".")[2] in last_parts)
     return sorted(last_parts if is_unambiguous else layers)
-
-
-def _tokenizer_of(origin: Origin) -> Mapping[str, bytes]:
-    return origin.tokenizer or {name: data for name, data in origin.files.items() if is_tokenizer_file(name)}

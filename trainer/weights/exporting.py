@@ -310,7 +310,7 @@ def write_folder(
 ) -> list[Path]:
     """Write text files and tensor files into `path`, under temporary names until all are complete; returns them.
 
-    `mark` is added to the headers of the tensor files.
+    `mark` is added to the headers of the tensor files.  The files of an earlier export are removed.
 
     Raises UserError, naming `setting`, if the folder holds anything but an earlier export that may be replaced, or if
     there is not enough disk space.
@@ -318,42 +318,31 @@ def write_folder(
     num_bytes = sum(map(len, texts.values())) + sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
     with writing_to(setting, path, num_bytes):
         _prepare_folder(path, overwrite, setting)
-        return _write_files(path, texts, shards, source, mark)
-
-
-def _write_files(
-    path: Path,
-    texts: Mapping[str, bytes],
-    shards: Mapping[str, Sequence[ExportedTensor]],
-    source: WeightSource,
-    mark: Mapping[str, str],
-) -> list[Path]:
-    """Write the files of an export into a prepared folder, and remove those of an earlier export."""
-    names = (*(name for name in texts if name != INDEX), *shards, *(name for name in texts if name == INDEX))
-    partial = {name: path / f".{name.replace('/', '-')}{PARTIAL}" for name in names}
-    try:
-        for name, text in texts.items():
-            with _synced(partial[name]) as file:
-                file.write(text)
-        for name, shard in shards.items():
-            with _synced(partial[name]) as file:
-                _write_safetensors(file, shard, source, mark)
-    except BaseException:
-        for unfinished in partial.values():
-            unfinished.unlink(missing_ok=True)
-        raise
-    earlier = [found for found in path.glob("**/*") if _is_export_file(str(found.relative_to(path)))]
-    for found in earlier:
-        if found.name not in _MARKED:
-            found.unlink()
-    sync_folder(path)
-    for name in partial:
-        (path / name).parent.mkdir(exist_ok=True)
-        os.replace(partial[name], path / name)
-    for found in earlier:
-        if found.name in _MARKED and found.name not in partial:
-            found.unlink()
-    sync_folder(path)
+        names = (*(name for name in texts if name != INDEX), *shards, *(name for name in texts if name == INDEX))
+        partial = {name: path / f".{name.replace('/', '-')}{PARTIAL}" for name in names}
+        try:
+            for name, text in texts.items():
+                with _synced(partial[name]) as file:
+                    file.write(text)
+            for name, shard in shards.items():
+                with _synced(partial[name]) as file:
+                    _write_safetensors(file, shard, source, mark)
+        except BaseException:
+            for unfinished in partial.values():
+                unfinished.unlink(missing_ok=True)
+            raise
+        earlier = [found for found in path.glob("**/*") if _is_export_file(str(found.relative_to(path)))]
+        for found in earlier:
+            if found.name not in _MARKED:
+                found.unlink()
+        sync_folder(path)
+        for name in partial:
+            (path / name).parent.mkdir(exist_ok=True)
+            os.replace(partial[name], path / name)
+        for found in earlier:
+            if found.name in _MARKED and found.name not in partial:
+                found.unlink()
+        sync_folder(path)
     return [path / name for name in partial]
 
 
