@@ -65,7 +65,10 @@ class WeightSource(Protocol):
 
 
 class StoredTensors:
-    """Base of the weight sources that keep what they know of each tensor, its shape and dtype among it, by name."""
+    """Base of weight sources: implements `shapes` and `dtypes`.
+
+    `_stored` holds an object for each tensor, by name, with the attributes `shape` and `dtype`.
+    """
 
     _stored: Mapping[str, Any]
 

@@ -9,27 +9,22 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
-import torch
-import transformers
-from torch import nn
-from trainer.recipes.hf.config import HfConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from trainer.errors import nearest, setting_error
-from trainer.loss import cross_entropy, linear_cross_entropy
-from trainer.model.parameters import num_writes, storage_id
-from trainer.sequence import Documents
-import functools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
 import torch
 import transformers
 from torch import nn
 from trainer.recipes.hf.config import HfConfig
 from transformers import initialization
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from trainer.errors import nearest, setting_error
+from trainer.loss import cross_entropy, linear_cross_entropy
+from trainer.model.parameters import num_writes, storage_id
+from trainer.sequence import Documents
 
 _ATTENTION = {"flex": "flex_attention"}
 """Our names of attention kernels that differ from the library's."""
@@ -212,6 +207,7 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 # ---------------------------------------------------------------------------------------------------------------
 # What the recipe knows of the model
+
 
 def units(model: Any) -> list[nn.Module | tuple[nn.Module, nn.Module]]:
     """Return the FSDP units: the embedding (with the head if they share weights), each block, and the head.
