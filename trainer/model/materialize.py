@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -53,8 +54,8 @@ def materialize(
     Raises UserError that names every parameter and buffer that was not filled, on all ranks alike, since each rank sees
     full tensors.
     """
-    everything = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    on_meta = {name for name, tensor in everything if tensor.is_meta}
+    named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    on_meta = {name for name, tensor in named if tensor.is_meta}
     if not on_meta:
         return
     ties = tied_names(model)
