@@ -327,8 +327,8 @@ DEFECTS: list[Defect] = [
         "ties-parted",
         "ties",
         "materialize",
-        "    _retie(model, ties)",
-        "    _retie(model, ties[1:])",
+        "for first, *aliases in ties:",
+        "for first, *aliases in ties[1:]:",
     ),
     Defect(
         "turned-the-other-way",
@@ -941,8 +941,8 @@ DEFECTS: list[Defect] = [
         "slices-counted-from-0",
         "context",
         "positions",
-        "return counted if slices is None else take_slice(slices, counted)",
-        "return counted if slices is None else counted[..., : tokens_BT.shape[1]]",
+        "return torch.cat([counted[..., start:stop] for start, stop in slices.pieces], -1)",
+        "return counted[..., : tokens_BT.shape[1]]",
     ),
     Defect(
         "gathered-keys-kept",
@@ -961,7 +961,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "tail-of-another-rank",
         "context",
-        "_reassemble",
+        "_attend_to_all",
         "*reversed(tails_C2BKSH.unbind())",
         "*tails_C2BKSH.unbind()",
     ),

@@ -24,7 +24,7 @@ import trainer.checkpoint.reader
 import trainer.checkpoint.storage
 import trainer.checkpoint.writer
 import trainer.distributed.exchange
-import trainer.sequence.context
+import trainer.sequence.attention
 from tests.forked import Forked, start_run
 from tests.ranks import Ran
 from trainer import Trainer
@@ -145,7 +145,7 @@ _PLACES: dict[str, tuple[Any, str]] = {
     "prune": (LocalStorage, "unpublish"),
     "delete": (LocalStorage, "delete"),
     "load": (trainer.checkpoint.reader, "read_tensors"),
-    "attend": (trainer.sequence.context, "gather_parts"),
+    "attend": (trainer.sequence.attention, "gather_parts"),
     "attend backward": (trainer.distributed.exchange, "sum_parts"),
 }
 """Functions that can fail or hang, by what they do."""

@@ -18,8 +18,8 @@ from tests.broken_folders import CASES, CHAT, weights, write_good
 from trainer import UserError, load_config, load_weights
 from trainer.files import link_outside
 from trainer.report.live import Pages
-from trainer.weights.huggingface import SafetensorsFolder
-from trainer.weights.origin import read_model_files
+from trainer.weights.exporting import read_model_files
+from trainer.weights.sources import SafetensorsFolder
 
 pytest.importorskip("tokenizers")
 
@@ -93,7 +93,7 @@ def test_matrices_of_zeros_are_said(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_an_index_stays_in_its_folder(name: str, tmp_path: Path) -> None:
     folder = broken(tmp_path, name)
     with pytest.raises(UserError, match=r"model.safetensors.index.json"):
-        SafetensorsFolder.as_stored(folder, "model.path")
+        SafetensorsFolder(folder, setting="model.path")
 
 
 @pytest.mark.parametrize("name", ["merges.txt", "tokenizer_config.json", "generation_config.json"])

@@ -25,7 +25,7 @@ from trainer.data.opening import open_source
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan, planned
 from trainer.plan.search import fastest_choice, remedies
-from trainer.sequence import Documents, attend, attention, context, positions, sliced
+from trainer.sequence import Documents, attend, attention, positions, sliced
 
 CAMPAIGN = pytest.mark.campaign
 GATHER, HEADS = "mesh.context_method=gather", "mesh.context_method=heads"
@@ -69,7 +69,7 @@ def test_a_slice_attends_to_its_whole_sequence(
     expected = alone(*whole, lengths or [[32]] * 2)
     every = slices_of(count, "gather", whole[0].shape[2])
     parts = torch.stack([torch.stack([part_of(each, tensor, 2) for tensor in whole[1:]]) for each in every])
-    monkeypatch.setattr(context, "gather_parts", lambda part, num_parts, group: parts)
+    monkeypatch.setattr(attention, "gather_parts", lambda part, num_parts, group: parts)
     found = []
     for each in every:
         with sliced(each):

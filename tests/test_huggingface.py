@@ -26,10 +26,9 @@ from trainer import Recipe, UserError
 from trainer.config.pretrained import model_config_of
 from trainer.model.materialize import materialize
 from trainer.recipe import HuggingFace, Transposed, all_recipes, find_recipe
-from trainer.weights import state_dict as weights
+from trainer.weights import sources as weights
 from trainer.weights.exporting import export
-from trainer.weights.huggingface import SafetensorsFolder
-from trainer.weights.state_dict import WeightSource, fill, full_state_dict, local_rows, named_weights
+from trainer.weights.sources import SafetensorsFolder, WeightSource, fill, full_state_dict, local_rows, named_weights
 
 LLAMA, GPT2, QWEN3, QWEN3_MOE = map(find_recipe, ("llama", "gpt2", "qwen3", "qwen3_moe"))
 TINY = LLAMA.config(vocab_size=263, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=64)

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from trainer.distributed.step_sync import StepSync
 
 from tests.faults import Started, start
 from tests.gate import wait_until
@@ -25,7 +24,7 @@ from trainer import Trainer
 from trainer.checkpoint.interval import Costs, costs_of
 from trainer.checkpoint.saver import AdaptiveInterval
 from trainer.config import CheckpointSection, RunConfig
-from trainer.distributed.channel import Channel
+from trainer.distributed.channel import Channel, StepSync
 from trainer.metrics.goodput import RunHistory, TimeLedger
 from trainer.report.history import read_run
 from trainer.report.page import saving_of

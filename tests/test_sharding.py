@@ -343,7 +343,7 @@ def by_mixture(model: nn.Module) -> tuple[Any, ...]:
 
 
 def by_predicate(module: nn.Module) -> bool:
-    return type(module).__name__ in ("Block", "FeedForward")
+    return type(module).__name__ in ("LlamaBlock", "FeedForward")
 
 
 def by_number(model: nn.Module) -> int:

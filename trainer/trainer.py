@@ -28,11 +28,9 @@ from trainer.metrics.callbacks import loss_by_source
 from trainer.metrics.record import Record
 from trainer.metrics.step_metrics import Amount, Update
 from trainer.model.experts import global_balance
-from trainer.model.flops import flops_of
-from trainer.model.gradients import evaluation_mode, gradient_sync, norm_and_clip_factor
-from trainer.model.network import build_network
+from trainer.model.gradients import evaluation_mode, gradient_sync, norm_and_clip_factor, replicate
+from trainer.model.network import build_network, flops_of
 from trainer.model.parameters import tied_names
-from trainer.model.replicas import replicate
 from trainer.model.shard import apply_sharding
 from trainer.model.units import ShardUnit
 from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer

@@ -54,10 +54,12 @@ from trainer.checkpoint.storage import (
     open_storage,
 )
 from trainer.config import stored_value
+from trainer.config.location import CHECKPOINT_FILES
 from trainer.config.run_paths import CONFIG, relocated, run_of_best
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError, is_masked, nearest, setting_error
 from trainer.files import find_folder
+from trainer.recipe import StoredTensors
 
 if TYPE_CHECKING:
     from trainer.lifecycle.state import TrainState
@@ -491,7 +493,7 @@ def apply(state: TrainState, stored: StoredState, targets: Mapping[str, torch.Te
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Return whether `path`, a folder or URL, is a single checkpoint, even if it is damaged or lacks its manifest."""
-    return bool({COMMIT, "state.json", "layout.json"} & set(list_configured_folder(open_storage(path))))
+    return not CHECKPOINT_FILES.isdisjoint(list_configured_folder(open_storage(path)))
 
 
 def find_checkpoints(path: str | os.PathLike[str]) -> Storage:
@@ -555,7 +557,7 @@ _AVERAGE = "ema.weights."
 """Prefix of the keys of averaged weights."""
 
 
-class StoredWeights:
+class StoredWeights(StoredTensors):
     """The model's weights in one checkpoint, verified as they are read."""
 
     def __init__(self, storage: Storage, averaged: bool = False) -> None:
@@ -585,8 +587,6 @@ class StoredWeights:
             raise TrainingFailed(f"the checkpoint {storage} is damaged:\n  {error}") from error
         self.layout = layout
         self._stored = _within(layout, "model")
-        self.shapes: Mapping[str, tuple[int, ...]] = {name: stored.shape for name, stored in self._stored.items()}
-        self.dtypes: Mapping[str, torch.dtype] = {name: stored.dtype for name, stored in self._stored.items()}
         if averaged and not any(key.startswith(_AVERAGE) for key in layout):
             raise UserError(f"{storage}: has no averaged weights: its run had train.ema=0")
         self._keys = {name: f"{_AVERAGE}{name}" for name in self._stored if averaged and f"{_AVERAGE}{name}" in layout}

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.initial_weights import asks_for_fine_tuning, is_true, refuse_fresh_with_start
-from trainer.config.pretrained import find_native, has_config_only, is_folder_of_weights
+from trainer.config.location import locate
+from trainer.config.pretrained import find_native, has_config_only
 from trainer.errors import setting_error
 from trainer.recipe import find_recipe
 
@@ -69,7 +70,7 @@ def _folder(values: Mapping[str, Any], assignments: Mapping[str, str]) -> str:
     """Return the absolute path of the model's folder.  Raises UserError if none is given."""
     given = assignments.get("model.path", values.get("model.path"))
     start = _start(values, assignments)
-    folder = given or (start if start is not None and is_folder_of_weights(start) else None)
+    folder = given or (start if start is not None and locate(start).kind == "huggingface" else None)
     if not folder:
         rule = "model.name=auto needs a Hugging Face model folder"
         raise setting_error("model.path", None, rule, example="models/Qwen3-8B")

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.auto_model import MODEL
-from trainer.config.pretrained import is_folder_of_weights, stored_dtype
+from trainer.config.location import locate
+from trainer.config.pretrained import stored_dtype
 from trainer.config.requirements import likely_device
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DataSection, FsdpSection, LoraSection, OptimSection, TrainSection
@@ -140,7 +141,7 @@ def _resolve_data(config: RunConfig, given: Collection[str]) -> DataSection:
 def _folder_of(config: RunConfig) -> str | None:
     """Return the Hugging Face folder of the model or of its initial weights, or None."""
     start = config.train.init_from
-    return config.model_path or (start if start is not None and is_folder_of_weights(start) else None)
+    return config.model_path or (start if start is not None and locate(start).kind == "huggingface" else None)
 
 
 def _resolve_fsdp(config: RunConfig) -> FsdpSection:

@@ -21,8 +21,9 @@ from trainer.config.auto_model import resolve_auto_model
 from trainer.config.defaults import isolate_range_test, resolve_defaults, steps_or_epochs
 from trainer.config.inherit import merge_parents
 from trainer.config.initial_weights import check_initial_weights, use_weights_tokenizer
-from trainer.config.pretrained import DeclaredModel, declared_by_folder, free_fields, is_folder_of_weights
-from trainer.config.run_paths import CONFIG, is_written_by_run, resolve_paths, run_of_best
+from trainer.config.location import locate
+from trainer.config.pretrained import DeclaredModel, declared_by_folder, free_fields
+from trainer.config.run_paths import CONFIG, is_written_by_run, resolve_paths
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DataSection, RunSection
 from trainer.config.suggestions import unexpected_argument, unknown_key
@@ -232,9 +233,10 @@ def _declared_by(source: str | None, recipe: Recipe) -> DeclaredModel | None:
     """Return the model fields that the source of the initial weights declares; None if it declares none."""
     if source is None:
         return None
-    if is_folder_of_weights(source):
+    location = locate(source)
+    if location.kind == "huggingface":
         return declared_by_folder(source, recipe, "train.init_from")
-    stored = Path((run_of_best(source) or source).removeprefix("file://")) / CONFIG  # of a run or of a checkpoint
+    stored = location.folder / CONFIG
     try:
         return declared_by_yaml(stored.read_text(), recipe.name, str(stored)) if stored.is_file() else None
     except OSError as error:

@@ -30,8 +30,8 @@ from trainer.metrics.stop_criterion import StopCriterion, find_horizon
 from trainer.optim.average import EMA, WeightAverage
 from trainer.optim.optimizer import training_bytes
 from trainer.plan.forecast import Forecast, describe_choice
+from trainer.weights.exporting import Origin
 from trainer.weights.loading import ORIGIN, load_base
-from trainer.weights.origin import Origin
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

@@ -41,9 +41,8 @@ from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError, setting_error
 from trainer.loss import IGNORE, find_loss
 from trainer.metrics.sinks import warn
-from trainer.model.gradients import evaluation_mode, reshard
+from trainer.model.gradients import evaluation_mode, replicas_of, reshard
 from trainer.model.parameters import tied_names
-from trainer.model.replicas import replicas_of
 from trainer.sequence import current_slices, sliced, whole
 
 DATA = "data"
@@ -201,7 +200,7 @@ def check_start(
     """Raise TrainingFailed on all ranks, with the problems of all of them.
 
     Every trainable parameter must be sharded over the last axis of `mesh` and replicated over the one before, or be
-    unsharded with its gradient averaged (`trainer.model.replicas`).  The shards must cover the parameter without
+    unsharded with its gradient averaged (`trainer.model.gradients`).  The shards must cover the parameter without
     overlap.  Replicas, and frozen unsharded parameters, must be bitwise equal.  `ties`, groups of names, must still be
     the same parameter.  The samples that the ranks read for the next step must be the global batch: each sample once,
     in order, or once for each rank that holds a slice of it.  `exempt`: patterns of parameter names to skip, and

@@ -75,7 +75,10 @@ class Optimizer:
             # must continue bit-identically.
             scales = is_fused and _device_of(part).type != "cpu"
             if scale is not None and not scales:
-                _multiply_gradients(part, scale)
+                held = [local(p.grad) for group in part.param_groups for p in group["params"] if p.grad is not None]
+                if held:
+                    with torch.no_grad():
+                        torch._foreach_mul_(held, scale.to(_device_of(part)))
             if is_fused:
                 step_on_device(part, is_finite, scale if scales else None)
             else:
@@ -110,13 +113,6 @@ def step_on_device(part: torch.optim.Optimizer, is_finite: torch.Tensor | None, 
             delattr(part, name)
 
 
-@torch.no_grad()
-def _multiply_gradients(part: torch.optim.Optimizer, scale: torch.Tensor) -> None:
-    gradients = [local(p.grad) for group in part.param_groups for p in group["params"] if p.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, scale.to(gradients[0].device))
-
-
 def build_optimizer(model: nn.Module, config: OptimSection, seed: int = 0) -> Optimizer:
     """Build the configured optimizer for the trainable parameters of `model` (DTensors or plain tensors).
 
@@ -143,12 +139,17 @@ def build_optimizer(model: nn.Module, config: OptimSection, seed: int = 0) -> Op
         )
         return Optimizer(muon, _build("adamw", decayed, rest, config)) if decayed or rest else Optimizer(muon)
     if _needs_rounding([*decayed, *rest], config):
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        arguments = (names, seed, config.lr, config.betas, config.eps)
-        dtype = getattr(torch, config.state_dtype)
-        return Optimizer(
-            RoundingAdamW(_groups(decayed, rest, config), *arguments, dtype, config.rounding == "stochastic")
+        rounding = RoundingAdamW(
+            _groups(decayed, rest, config),
+            names={id(parameter): name for name, parameter in model.named_parameters()},
+            seed=seed,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            state_dtype=getattr(torch, config.state_dtype),
+            stochastic=config.rounding == "stochastic",
         )
+        return Optimizer(rounding)
     return Optimizer(_build("adamw", decayed, rest, config))
 
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_backward_flop, sdpa_flop
 
 from trainer.loss import use_gpu_chunks
-from trainer.model.fake import GROUPED_PRODUCT
+from trainer.model.experts import GROUPED_PRODUCT
 from trainer.sequence import attention
 
 aten = torch.ops.aten

@@ -29,9 +29,8 @@ from trainer.config.requirements import compiles_when_planned
 from trainer.data.opening import open_source
 from trainer.errors import UserError, setting_error
 from trainer.loss import by_row, find_loss
-from trainer.model.fake import fake_tensors
-from trainer.model.flops import flops_of
-from trainer.model.network import build_network
+from trainer.model.experts import fake_tensors
+from trainer.model.network import build_network, flops_of
 from trainer.model.parameters import tied_names
 from trainer.model.recompute import OperatorId
 from trainer.model.shard import apply_activation_checkpointing, forbid_view_outputs, saved_by_budget
