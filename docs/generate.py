@@ -26,6 +26,22 @@ _INTRO = f"""\
 terminal, and with `recipe=NAME` also the values of that recipe. Set a key on the command line as `section.key=value`,
 or in a [recipe file](models.md).
 
+`python -m trainer.run recipe=NAME --print-config` prints all values of a run as a recipe file. With `--why`, a comment
+on each value that is not a default tells where it came from:
+
+```yaml
+optim:
+  lr: 0.02               # command line
+schedule:
+  warmup_steps: 50       # conf/llama_small.yaml
+data:
+  source: tokens         # data source: data.path is given (was: conf/llama_small.yaml)
+```
+
+A comment names the command line, a recipe file, the `config.yaml` of a run or checkpoint, the `config.json` of a model
+folder, the environment, or the pass that decided the value, with its reason and what it replaced. The passes and their
+order are the list `PASSES` in `trainer/config/resolve.py`.
+
 More settings: [mesh, fsdp, checkpoint, log, lora, dpo](configuration_scale.md), [models](configuration_models.md).
 """
 

@@ -199,7 +199,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "aliases-forgotten",
         "mistakes-advice",
-        "_assign",
+        "trainer.config.load:assign",
         'raise choice_error(key, value, choices, aliases=legal[key].metadata.get("aliases")) from error',
         "raise choice_error(key, value, choices) from error",
     ),
@@ -561,7 +561,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "copy-goes-on-in-the-original",
         "run-folders",
-        "trainer.config.run_paths:resolve_paths",
+        "trainer.config.resolve:run_paths",
         'run["dir"] = str(target)',
         'run["dir"] = stored_dir if is_itself else str(target)',
     ),
@@ -604,9 +604,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "shape-of-the-recipe-kept",
         "source-says-what-it-is",
-        "_copy_model_fields",
-        "if key in legal and key not in assignments and not (name in free and key in values):",
-        "if key in legal and key not in assignments and key not in values:",
+        "model_of_weights",
+        "is_set = key in given.untyped.assignments or (name in free and key in given.untyped.values)",
+        "is_set = key in given.untyped.assignments or key in given.untyped.values",
     ),
     Defect(
         "other-scaling-passed",
@@ -849,8 +849,8 @@ DEFECTS: list[Defect] = [
         "stored-may-import",
         "stored-is-data",
         "config_from_yaml",
-        "return _build(read_stored(text, origin), {}, Path(origin), may_import=allow_import)",
-        "return _build(read_stored(text, origin), {}, Path(origin))",
+        "return _build(Given(Path(origin), values=values, allow_import=allow_import, is_stored=True))",
+        "return _build(Given(Path(origin), values=values, allow_import=(), is_stored=True))",
     ),
     Defect(
         "escaped-resolver",

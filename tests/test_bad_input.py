@@ -16,7 +16,7 @@ from tests.forked import REPOSITORY
 from tests.ranks import FRESH, run_command
 from tests.runs import Shared
 from trainer import Trainer, UserError, load_config, run
-from trainer.config.requirements import check_requirements
+from trainer.config.rules import check_requirements
 
 SMALL = "recipe=llama_small"
 

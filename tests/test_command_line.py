@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import trainer
 from tests.forked import REPOSITORY, fork, run_script
 from tests.ranks import run_command, tiny_overrides
 from trainer import load_config, run
-from trainer.config import usage
-from trainer.config.completion import completion
-from trainer.config.run_name import find_free_name
+from trainer.config import declared_keys
+from trainer.config.command_line import completion, explained_yaml, full_help
+from trainer.config.resolve import PASSES, load_with_origins, run_passes
 from trainer.errors import UserError
+from trainer.recipe import resolve
 from trainer.tables import fit_to_width
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -26,7 +29,7 @@ from trainer.tables import fit_to_width
 
 
 def test_help_is_folded_to_the_terminal() -> None:
-    text = usage.full_help()
+    text = full_help()
     assert max(map(len, text.split("\n"))) > 140
     for columns in (60, 80, 140):
         folded = fit_to_width(text, columns)
@@ -57,6 +60,123 @@ def test_of_a_key_given_twice_the_last_value_holds(capsys: pytest.CaptureFixture
     said = capsys.readouterr().out
     assert "name: llama_small" in said
     assert "steps: 7" in said
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# --print-config --why
+
+
+def explained(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, str]]:
+    """Return what --why prints, and the comment on each key."""
+    assert run.main([*words, "--print-config", "--why"]) == 0
+    text = capsys.readouterr().out
+    comments, section, above = dict[str, str](), "", ""
+    for line in text.splitlines():
+        content, _, comment = line.partition("# ")
+        if found := re.match(r"(  )?(\w+):", content):
+            section = section if found[1] else found[2]
+            comments[f"{section}.{found[2]}"] = comment or above
+        above = "" if content.strip() else comment
+    return text, {key: comment for key, comment in comments.items() if comment}
+
+
+def test_why_tells_where_each_value_came_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("recipe: llama_small\noptim: {lr: 0.1}\nfsdp: {param_dtype: auto}\n")
+    Path("book.txt").write_text("Once upon a time.\n" * 200)
+    words = ("recipe=mine.yaml", "train.steps=7", "data.path=book.txt", "eval.every=5")
+    text, comments = explained(*words, capsys=capsys)
+    assert comments["train.steps"] == comments["data.path"] == "command line"
+    assert comments["optim.lr"] == "mine.yaml"
+    assert comments["schedule.warmup_steps"] == "conf/llama_small.yaml"
+    assert comments["data.source"] == "data source: data.path is given (was: conf/llama_small.yaml)"
+    assert comments["data.holdout"].startswith("holdout: ")
+    assert comments["run.name"].startswith("run name: ")
+    assert comments.get("fsdp.param_dtype", "environment").startswith("environment")
+    config = load_config("mine.yaml", words[1:])
+    for key, item in declared_keys(type(config.model)).items():
+        section, _, name = key.partition(".")
+        is_default = getattr(getattr(config, section), name) == item.default
+        assert (key not in comments) == (is_default and key != "model.name"), key
+    # still YAML, of the same values, and a recipe file
+    assert yaml.safe_load(text) == yaml.safe_load(config.to_yaml())
+    Path("printed.yaml").write_text(text)
+    assert load_config("printed.yaml").to_yaml() == config.to_yaml()
+
+
+def test_why_names_the_files_that_models_come_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = load_config("llama_small", ["model.dim=48", "run.name=earlier"])
+    leave("runs/earlier", ran, "stopped")
+    _, comments = explained("recipe=llama_small", "train.init_from=runs/earlier", capsys=capsys)
+    assert comments["model.dim"] == "runs/earlier/config.yaml"
+    _, comments = explained("recipe=runs/earlier", "optim.lr=0.2", capsys=capsys)
+    assert (comments["model.dim"], comments["optim.lr"]) == ("runs/earlier/config.yaml", "command line")
+    sizes = {"vocab_size": 257, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    folder = {"model_type": "llama", **sizes, "intermediate_size": 96, "max_position_embeddings": 128}
+    Path("folder").mkdir()
+    Path("folder/config.json").write_text(json.dumps({**folder, "rms_norm_eps": 1e-5, "num_key_value_heads": 2}))
+    words = ("recipe=llama_small", "model.name=auto", "model.path=folder", "data.seq_len=64", "model.fresh=true")
+    _, comments = explained(*words, capsys=capsys)
+    assert comments["model.dim"] == "folder/config.json"
+
+
+def test_why_is_aligned_and_narrow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    long = "a folder: #1 with 'quotes' and spaces/" * 4
+    command = "true && " * 30 + "true"
+    folder = Path("deeply") / ("nested" * 12) / ("folders" * 6)
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("recipe: llama_small\noptim: {lr: 0.1}\nlog: {prompts: ['def ', 'a\\nb']}\n")
+    words = [f"recipe={folder}/mine.yaml", f"data.cache_dir={long}", f"run.on_end={command}"]
+    words += ["data.path={web: web.bin, code: code.bin}", "data.weights={web: 1, code: 2}"]
+    config, given = load_with_origins(words[0].removeprefix("recipe="), words[1:])
+    text = explained_yaml(config, given.origins)
+    assert yaml.safe_load(text) == yaml.safe_load(config.to_yaml())
+    plain = config.to_yaml().splitlines()
+    assert [line for line in text.splitlines() if len(line) > 100 and line not in plain] == []
+    columns = [line.index("  # ") for line in text.splitlines() if "  # " in line and not line.startswith("  # ")]
+    assert len(columns) > 10
+    assert sorted(columns)[len(columns) // 2] == min(columns)
+    assert re.search(r"\n  # deeply/nestednested.*\.\.\..*mine.yaml\n  lr: 0.1\n", text), (
+        "above what it is too long for"
+    )
+    assert re.search(r"\n  weights:  +# command line\n", text)
+
+
+def test_why_needs_print_config(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["recipe=llama_small", "--why"], ["recipe=llama_small", "--dry-run", "--why"]):
+        assert run.main(words) == 2
+        said = capsys.readouterr()
+        assert said.err.startswith("error: --why: explains the output of --print-config\n  to fix: add --print-config")
+        assert not said.out
+    assert run.main(["--help", "--why"]) == 0
+    assert "--why " in capsys.readouterr().out
+
+
+def test_each_pass_says_what_it_decides() -> None:
+    stages = [each.stage for each in PASSES]
+    order = ("files", "keys", "tree", "config", "start", "data", "device")
+    assert stages == sorted(stages, key=order.index)
+    for each in PASSES:
+        decide = resolve(each.decide, each.name) if isinstance(each.decide, str) else each.decide
+        assert len(decide.__doc__) > 40, each.name
+        assert len(f"{each.name}: {each.reason}") <= 64, each.name
+
+
+def test_passes_of_the_data_are_recorded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config, given = load_with_origins("llama_small", ["data.source=synthetic", "train.epochs=2"])
+    assert "train.steps" not in given.origins
+    config = run_passes("data", config, given)
+    assert config.train.epochs is None
+    assert given.origins["train.steps"] == "epochs: train.epochs of the data"
 
 
 def meshtrainer(*words: str, monkeypatch: pytest.MonkeyPatch) -> object:
@@ -168,8 +288,8 @@ def test_a_finished_run_is_not_in_the_way_of_another(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
 
     def folder_of(*overrides: str) -> tuple[str, str]:
-        config, note = find_free_name(load_config("llama_small", overrides), "llama_small", overrides)
-        return config.run.dir, note
+        config, given = load_with_origins("llama_small", overrides)
+        return run_passes("start", config, given).run.dir, "".join(given.notes)
 
     leave("runs/llama_small", load_config("llama_small"), "finished")
     assert folder_of("train.steps=9") == ("runs/llama_small", ""), "what a resume may change goes on"
@@ -189,8 +309,9 @@ def test_a_run_that_has_not_finished_keeps_its_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     leave("runs/llama_small", load_config("llama_small"), state)
-    config = load_config("llama_small", ["model.dim=48"])
-    assert find_free_name(config, "llama_small", ["model.dim=48"]) == (config, "")
+    config, given = load_with_origins("llama_small", ["model.dim=48"])
+    assert run_passes("start", config, given) == config
+    assert not given.notes
 
 
 # ---------------------------------------------------------------------------------------------------------------

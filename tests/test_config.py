@@ -32,7 +32,7 @@ from trainer.config import (
     recipe_files,
     type_name,
 )
-from trainer.config.requirements import compiles_blocks
+from trainer.config.rules import compiles_blocks
 from trainer.recipe import find_recipe
 
 RECIPES = sorted(name for name, path in recipe_files().items() if "name: auto" not in path.read_text())
@@ -557,7 +557,7 @@ def test_another_model_on_the_command_line_starts_from_its_own_defaults() -> Non
 def test_blocks_are_compiled_where_that_pays(
     setting: str, device_type: str, has_compiler: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.config.requirements.can_compile", lambda device_type: has_compiler)
+    monkeypatch.setattr("trainer.config.rules.can_compile", lambda device_type: has_compiler)
     config = load_config("llama_small", [f"train.compile={setting}"])
     assert compiles_blocks(config.train.compile, device_type) is expected
 

@@ -19,7 +19,7 @@ from tests.test_exactness import relative
 from tests.test_sequence import LENGTHS, TINY, alone, inputs, numbers
 from trainer import Trainer, UserError, load_config
 from trainer.config import MeshShape, Slices, check_config, find_slices, resolve_context_method, smallest_mesh
-from trainer.config.context_parallel import with_context
+from trainer.config.mesh import with_context
 from trainer.data.loader import EvalLoader, TrainLoader, slice_batch
 from trainer.data.opening import open_source
 from trainer.plan.machine import find_machine

@@ -14,7 +14,7 @@ import pytest
 from tests.forked import REPOSITORY, fork, run_script
 from tests.ranks import run_python_module, tiny_overrides
 from trainer import Trainer, load_config
-from trainer.config.arguments import parse
+from trainer.config.command_line import parse
 
 
 @pytest.mark.slow

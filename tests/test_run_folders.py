@@ -23,7 +23,7 @@ from tests.ranks import merged, tiny_overrides
 from tests.tiny import BATCH
 from trainer import Trainer, load_config
 from trainer.checkpoint.storage import open_storage
-from trainer.config.run_paths import relocated
+from trainer.config.resolve import relocated
 from trainer.errors import UserError
 from trainer.lifecycle.folder import FolderLock, _start_of, is_owned
 

@@ -358,7 +358,8 @@ def redact_everything() -> None:
     if sys.excepthook is not _print_exception:
         sys.excepthook = _print_exception
         threading.excepthook = _print_thread_exception
-        warnings.formatwarning = _redacted(warnings.formatwarning)
+        plain = warnings.formatwarning
+        warnings.formatwarning = lambda *args, **kwargs: redact(plain(*args, **kwargs))
         logging.setLogRecordFactory(_RedactedRecord)
 
 
@@ -370,10 +371,6 @@ def _print_thread_exception(failed: threading.ExceptHookArgs) -> None:
     if failed.exc_type is not SystemExit:
         text = "".join(traceback.format_exception(failed.exc_type, failed.exc_value, failed.exc_traceback))
         print_stderr(f"Exception in thread {failed.thread.name if failed.thread else '?'}:\n{text.rstrip()}")
-
-
-def _redacted(function: Callable[..., str]) -> Callable[..., str]:
-    return lambda *args, **kwargs: redact(function(*args, **kwargs))
 
 
 class _RedactedRecord(logging.LogRecord):

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from trainer.trainer import Trainer
+
 ENTRY_POINTS = "meshtrainer.recipes"
 """Entry-point group in which other distributions list the modules that register their recipes."""
 
@@ -32,14 +34,7 @@ Unit: TypeAlias = "str | nn.Module | tuple[str | nn.Module, ...] | list[str | nn
 """One FSDP unit: a module, a module's dotted name (`*` matches one part), or several that are gathered together."""
 
 
-class SupportsFit(Protocol):
-    """The part of the Trainer interface that recipes depend on."""
-
-    def fit(self) -> int: ...
-    def close(self) -> None: ...
-
-
-TrainerType = TypeVar("TrainerType", bound=SupportsFit)
+TrainerType = TypeVar("TrainerType", bound="Trainer")
 
 
 class WeightSource(Protocol):
@@ -169,7 +164,7 @@ class Recipe:
     config: type
     build: Callable[[Any], nn.Module] | str
     units: Sequence[Unit] | Callable[[nn.Module], Sequence[Unit]] = ()
-    trainer: type[SupportsFit] | str | None = None
+    trainer: type[Trainer] | str | None = None
     init: Callable[..., None] | None = None
     resolve: Callable[[Any], Any] | None = None
     weights: Callable[[Any], WeightSource | None] | str | None = None

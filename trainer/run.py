@@ -24,11 +24,20 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from trainer import __version__
-from trainer.config import RunConfig, check_config, load_config, smallest_mesh, usage
-from trainer.config.arguments import ALLOW_IMPORT, Arguments, no_recipe, parse
-from trainer.config.completion import completion
-from trainer.config.requirements import check_requirements, likely_device
-from trainer.config.run_name import find_free_name
+from trainer.config import RunConfig, check_config, load_config, smallest_mesh
+from trainer.config.command_line import (
+    ALLOW_IMPORT,
+    USAGE,
+    Arguments,
+    completion,
+    explained_yaml,
+    full_help,
+    no_recipe,
+    parse,
+    recipe_list,
+)
+from trainer.config.resolve import load_with_origins, run_passes
+from trainer.config.rules import check_requirements, likely_device
 from trainer.distributed import stop_request
 from trainer.distributed.environment import (
     Environment,
@@ -136,7 +145,7 @@ def _read(arguments: Arguments, env: Environment) -> RunConfig | None:
         print_stdout(f"meshtrainer {__version__}")
         return None
     if arguments.asks_for("--help"):
-        text = usage.full_help(
+        text = full_help(
             arguments.sections,
             load_config(recipe, overrides, arguments.allow_import, needs_weights=False) if recipe else None,
         )
@@ -144,21 +153,22 @@ def _read(arguments: Arguments, env: Environment) -> RunConfig | None:
         return None
     if recipe is None:
         if overrides or arguments.options:
-            raise no_recipe(usage.USAGE.partition("\n")[0], overrides)
-        raise UserError(f"{usage.USAGE}\n{usage.recipe_list()}")
-    config = load_config(recipe, overrides, arguments.allow_import)
+            raise no_recipe(USAGE.partition("\n")[0], overrides)
+        raise UserError(f"{USAGE}\n{recipe_list()}")
+    config, given = load_with_origins(recipe, overrides, arguments.allow_import)
     if arguments.asks_for("--print-config"):
         _check_as_printed(config, arguments.nproc, env)
         from trainer.data.opening import is_untokenized, resolve_from_data
 
-        if config.data.path and not is_untokenized(config.data):
-            config = resolve_from_data(config)  # converts train.epochs to steps, which takes the data
-        print_stdout(config.to_yaml(), end="")
+        if config.data.path and not is_untokenized(config.data):  # the number of steps is known without further work
+            config = resolve_from_data(config, given)
+        text = explained_yaml(config, given.origins) if arguments.asks_for("--why") else config.to_yaml()
+        print_stdout(text, end="")
         return None
-    config, note = find_free_name(config, recipe, overrides)
+    config = run_passes("start", config, given)
     if env.launcher != "nproc":  # with nproc, the parent process has done this
         stop_request.note_stale_notice(config.run_dir)
-        if note and env.rank == 0:
+        for note in given.notes if env.rank == 0 else ():
             print_stderr(note)
     return config
 

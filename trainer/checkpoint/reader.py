@@ -54,8 +54,9 @@ from trainer.checkpoint.storage import (
     open_storage,
 )
 from trainer.config import stored_value
+from trainer.config.load import CONFIG, run_of_best
 from trainer.config.location import CHECKPOINT_FILES
-from trainer.config.run_paths import CONFIG, relocated, run_of_best
+from trainer.config.resolve import relocated
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError, is_masked, nearest, setting_error
 from trainer.files import find_folder

@@ -7,32 +7,37 @@ process is spawned.
 from __future__ import annotations
 
 from trainer.config.changes import compare_configs, compare_stored, stored_value
-from trainer.config.context_parallel import Slices, context_choices, find_slices, resolve_context_method
 from trainer.config.load import (
-    config_from_yaml,
     declared_by_yaml,
     declared_keys,
     description,
-    load_config,
     read_yaml,
     recipe_files,
 )
-from trainer.config.mesh import MeshShape, find_mesh_shape, smallest_mesh
-from trainer.config.mixture import BLOCK, Phase, find_phases, source_names
-from trainer.config.rules import budget_of, check_config, find_deadline
-from trainer.config.schema import RunConfig
-from trainer.config.sections import (
+from trainer.config.mesh import (
+    MeshShape,
+    Slices,
+    context_choices,
+    find_mesh_shape,
+    find_slices,
+    resolve_context_method,
+    smallest_mesh,
+)
+from trainer.config.messages import type_name
+from trainer.config.resolve import config_from_yaml, load_config
+from trainer.config.rules import BLOCK, Phase, budget_of, check_config, find_deadline, find_phases, source_names
+from trainer.config.schema import (
+    AUTO,
     CheckpointSection,
     DataSection,
     FsdpSection,
     LoraSection,
     MeshSection,
     OptimSection,
+    RunConfig,
     ScheduleSection,
     TrainSection,
 )
-from trainer.config.sections.limits import AUTO
-from trainer.config.type_errors import type_name
 
 __all__ = [
     "AUTO",

@@ -6,9 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.config.load import (
-    read_stored,
-)
+from trainer.config.load import read_stored
 from trainer.config.schema import RunConfig, plain_lists
 from trainer.errors import UserError, setting_error
 from trainer.urls import without_credentials

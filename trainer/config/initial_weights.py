@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer.config.load import CONFIG, read_run_config, section_of
 from trainer.config.location import locate
 from trainer.config.pretrained import check_weights
-from trainer.config.run_paths import CONFIG
 from trainer.config.schema import RunConfig
 from trainer.errors import setting_error
 
@@ -60,13 +59,6 @@ def is_true(value: object) -> bool:
     return str(value).lower() == "true"
 
 
-def refuse_fresh_with_start(given: Mapping[str, Any], start: str) -> None:
-    """Raise UserError if both random weights and `train.init_from` are requested."""
-    if is_true(given.get("model.fresh")):
-        rule = f"asks for random weights, but train.init_from={start} names the weights to start from"
-        raise setting_error("model.fresh", True, rule, fix="leave out one of the two")
-
-
 def resumes(config: RunConfig) -> bool:
     """Return whether the run will resume, judging by file names only: no checkpoint is opened."""
     if config.checkpoint.resume != "auto":
@@ -92,36 +84,8 @@ _UNSUPPORTED_TOKENIZERS = (
 )
 """Tokenizer files in formats that are not supported."""
 
-ReadRunConfig = Callable[[Path], Mapping[str, Any]]
-"""Returns the configuration stored in a run folder, or an empty mapping if it cannot be read."""
 
-
-def use_weights_tokenizer(config: RunConfig, given: Mapping[str, Any], read_run_config: ReadRunConfig) -> RunConfig:
-    """Return the configuration with the tokenizer of the initial weights, unless `data.tokenizer` is given.
-
-    given: the keys of the recipe file and of the command line.  A run that resumes keeps its tokenizer.  Raises
-    UserError if the given tokenizer differs from that of the weights, or if that cannot be read: token ids would then
-    stand for different text than when the weights were trained.  `checkpoint.allow_changes=[data.tokenizer]` permits
-    both.
-    """
-    data = config.data
-    if data.source == "synthetic":
-        return config
-    own = find_weights_tokenizer(config, read_run_config)
-    if _KEY in given and data.tokenizer != "model":
-        if own is not None and not allows_another(config) and not resumes(config):
-            _check_same(data.tokenizer, own)
-        return config
-    if own is None:
-        if _KEY not in given and not resumes(config):
-            _check_readable_tokenizer(config, _tokenizer_of_run(config, read_run_config))
-        return config
-    before = _section(read_run_config(config.run_dir), "data").get("tokenizer") if resumes(config) else None
-    named = "bytes" if before == "bytes" and _KEY not in given else own
-    return dataclasses.replace(config, data=dataclasses.replace(data, tokenizer=named))
-
-
-def find_weights_tokenizer(config: RunConfig, read_run_config: ReadRunConfig) -> str | None:
+def find_weights_tokenizer(config: RunConfig) -> str | None:
     """Return the path of the tokenizer.json that belongs to the initial weights, or None.
 
     The file is in the weights' folder or, if the weights come from a run, the one that the run used.  None for random
@@ -131,16 +95,16 @@ def find_weights_tokenizer(config: RunConfig, read_run_config: ReadRunConfig) ->
     if folder is not None:
         file = Path(folder.removeprefix("file://")).expanduser() / _TOKENIZER
         return str(file.absolute()) if file.is_file() else None
-    named = _tokenizer_of_run(config, read_run_config)
+    named = _tokenizer_of_run(config)
     return named if named is not None and Path(named).is_file() else None
 
 
-def _tokenizer_of_run(config: RunConfig, read_run_config: ReadRunConfig) -> str | None:
+def _tokenizer_of_run(config: RunConfig) -> str | None:
     """Return the tokenizer file of the run that the initial weights come from; the file may be missing by now."""
     start = config.train.init_from
     if start is None or "://" in start.removeprefix("file://"):
         return None
-    stored = _section(read_run_config(locate(start).folder), "data").get("tokenizer")
+    stored = section_of(read_run_config(locate(start).folder), "data").get("tokenizer")
     if not isinstance(stored, str) or stored in ("bytes", "model"):
         return None
     return str(Path(stored).expanduser().absolute())
@@ -160,7 +124,8 @@ def allows_another(config: RunConfig) -> bool:
     return not {"data", _KEY}.isdisjoint(config.checkpoint.allow_changes)
 
 
-def _check_same(tokenizer: str, own: str) -> None:
+def check_same_tokenizer(tokenizer: str, own: str) -> None:
+    """Raise UserError if `data.tokenizer` is not the tokenizer of the initial weights, the file `own`."""
     path = Path(tokenizer).expanduser()
     file = path / _TOKENIZER if path.is_dir() else path
     if tokenizer != "bytes" and not file.is_file():
@@ -184,9 +149,9 @@ def _are_same(one: Path, other: Path) -> bool:
         return True  # opening an unreadable file reports the error
 
 
-def _check_readable_tokenizer(config: RunConfig, of_run: str | None) -> None:
+def check_readable_tokenizer(config: RunConfig) -> None:
     """Raise UserError if the tokenizer of the weights cannot be read: training would fall back to bytes."""
-    if of_run is not None:
+    if (of_run := _tokenizer_of_run(config)) is not None:
         rule = f"the weights of {config.train.init_from} were trained with {of_run}, which is missing"
         raise setting_error(_KEY, config.data.tokenizer, rule, fix=f"give its new place, {_KEY}=FILE")
     folder = find_weights_folder(config)
@@ -205,8 +170,3 @@ def check_tokenizer_of_folder(folder: str | Path) -> None:
     command = f"python -c {shlex.quote(script)} {shlex.quote(str(place))}"
     rule = f"the weights in {folder} have their own tokenizer ({', '.join(there)}), but not as {_TOKENIZER}"
     raise setting_error(_KEY, "bytes", rule, fix=f"{command}; in a run also {_KEY}=FILE")
-
-
-def _section(stored: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = stored.get(name)
-    return section if isinstance(section, Mapping) else {}

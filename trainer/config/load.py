@@ -1,8 +1,7 @@
-"""Loads a configuration: defaults < recipe YAML < command line.  The only module that parses with OmegaConf."""
+"""Reads recipe files and stored configurations, and gives values their types.  The only parser, with OmegaConf."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import os
@@ -17,263 +16,21 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from trainer.config.auto_model import resolve_auto_model
-from trainer.config.defaults import isolate_range_test, resolve_defaults, steps_or_epochs
-from trainer.config.inherit import merge_parents
-from trainer.config.initial_weights import check_initial_weights, use_weights_tokenizer
-from trainer.config.location import locate
-from trainer.config.pretrained import DeclaredModel, declared_by_folder, free_fields
-from trainer.config.run_paths import CONFIG, is_written_by_run, resolve_paths
-from trainer.config.schema import RunConfig
-from trainer.config.sections import DataSection, RunSection
-from trainer.config.suggestions import unexpected_argument, unknown_key
-from trainer.config.type_errors import example_value, suggest_value, type_name, union_members
-from trainer.errors import (
-    UserError,
-    choice_error,
-    is_masked,
-    masked,
-    masked_command,
-    nearest,
-    remember_secrets,
-    setting_error,
-    typed,
+from trainer.config.messages import (
+    example_value,
+    suggest_value,
+    type_name,
+    unexpected_argument,
+    union_members,
+    unknown_key,
 )
-from trainer.recipe import Recipe, check_import, check_number, find_recipe, load_recipes
+from trainer.config.pretrained import DeclaredModel
+from trainer.config.schema import RunConfig
+from trainer.errors import UserError, choice_error, is_masked, masked, masked_command, nearest, setting_error, typed
+from trainer.recipe import check_import, check_number, load_recipes
 
-
-def load_config(
-    recipe: str, overrides: Sequence[str] = (), allow_import: Collection[str] = (), needs_weights: bool = True
-) -> RunConfig:
-    """Return the configuration of `recipe` with `key=value` overrides.
-
-    `recipe` is a name in conf/, a path ending in .yaml, or a run folder (its `config.yaml`).  A recipe file may inherit
-    with `recipe: PARENT`.  If a key is given twice, the last value applies.  A configuration loaded from a
-    run folder applies to that run, even if the folder has been moved, unless `overrides` contain `run.dir` or
-    `run.name`.  A learning-rate range test gets a separate folder.
-
-    Modules named on the command line or in the user's recipe files are imported.  Files written by a run or stored in
-    a checkpoint are untrusted: a module that they name is imported only if it is in `allow_import` or in `overrides`.
-
-    If the source in `train.init_from` describes a model, that model's fields replace the recipe's, and model fields in
-    `overrides` must agree with them.
-
-    `needs_weights=False` skips the check that the initial weights can be read, for commands that only look at the model
-    or the data.
-
-    Raises UserError for an unknown recipe or key, a wrong type, or a value outside its limits.  Rules that depend on
-    the number of ranks are checked by `check_config`.
-    """
-    path, assignments = find_recipe_file(recipe), _split_overrides(overrides)
-
-    def read(parent: Path) -> dict[str, Any]:
-        found = read_yaml(parent)
-        if is_written_by_run(parent):
-            check_imports(found, assignments, allow_import)
-        return found
-
-    tree = merge_parents(read_yaml(path), path, find_recipe_file, read)
-    values = resolve_paths(tree, path, assignments)
-    if is_written_by_run(path):
-        check_imports(values, assignments, allow_import)
-    remember_secrets([tree, *assignments.values()])
-    for key, value in _leaves(values, path):
-        if key not in assignments and any(map(is_masked, _items(value))):
-            rule = f"its credentials are not stored (in {path}); give the complete URL on the command line"
-            if key == "run.on_end":
-                rule = f"is not stored (in {path}), as it may hold secrets; give the command on the command line again"
-                raise setting_error(key, value, rule, fix="run.on_end=COMMAND, or run.on_end=null to do without")
-            raise setting_error(key, value, rule)
-    config = _build(values, assignments, path, resolves_model=True)
-    given = {**dict(_leaves(values, path)), **assignments}
-    if needs_weights:
-        check_initial_weights(config, given)
-    config = use_weights_tokenizer(config, given, read_run_config)
-    return isolate_range_test(config, read_run_config)
-
-
-def check_imports(values: Mapping[str, Any], assignments: Collection[str], allow_import: Collection[str]) -> None:
-    """Raise UserError if a configuration written by a run names a module that the user has not allowed to import.
-
-    A key that is also given on the command line (`assignments`) is trusted.
-    """
-    for section, name in (("model", "name"), ("fsdp", "wrap")):
-        key, settings = f"{section}.{name}", values.get(section)
-        value = settings.get(name) if isinstance(settings, Mapping) else None
-        if isinstance(value, str) and ":" in value and not value.startswith("size:") and key not in assignments:
-            check_import(key, value, allow_import)
-
-
-def read_run_config(folder: Path) -> Mapping[str, Any]:
-    """Return the configuration stored in a run folder, or an empty mapping if it cannot be read."""
-    try:
-        return read_stored((folder / CONFIG).read_text())
-    except (OSError, ValueError, UserError):
-        return {}
-
-
-def _items(value: Any) -> Collection[Any]:
-    return value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
-
-
-def config_from_yaml(text: str, origin: str = "config.yaml", allow_import: Collection[str] = ()) -> RunConfig:
-    """Return the configuration stored in a checkpoint by `to_yaml`.
-
-    The text is untrusted: of the modules that it names, only those in `allow_import` and their submodules are imported.
-    Raises UserError as `load_config` does.
-    """
-    return _build(read_stored(text, origin), {}, Path(origin), may_import=allow_import)
-
-
-def read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
-    """Return a stored configuration by section, unresolved: nothing in it is interpolated or imported.
-
-    Credentials are masked, since files from older versions may contain them.
-    """
-    try:
-        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    except (YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise UserError(f"{origin}: not a configuration ({error})") from error
-    if not isinstance(tree, dict):
-        raise UserError(f"{origin}: not a configuration")
-    stored = {str(key): masked(value) for key, value in tree.items()}
-    run = stored.get("run")
-    if isinstance(run, dict) and isinstance(run.get("on_end"), str):
-        run["on_end"] = masked_command(run["on_end"])
-    return stored
-
-
-def _build(
-    tree_of_values: Mapping[str, Any],
-    assignments: Mapping[str, str],
-    path: Path,
-    resolves_model: bool = False,
-    may_import: Collection[str] | None = None,
-) -> RunConfig:
-    """Return the configuration of the parsed file `tree_of_values`, overridden by `assignments`.
-
-    resolves_model: take the model's fields from the source in `train.init_from`, and resolve `model.name=auto`.
-    may_import: the modules that may be imported because the file names them; None for any.
-    """
-    values = steps_or_epochs(dict(_leaves(tree_of_values, path)), assignments)
-    if resolves_model:
-        values, assignments = resolve_auto_model(values, assignments)
-
-    name = assignments.get("model.name", values.get("model.name"))
-    if name != values.get("model.name"):  # another model: drop the fields that the recipe file sets for its own
-        values = {key: value for key, value in values.items() if not key.startswith("model.")}
-    if name is None:
-        raise _no_model(values, path)
-    model = find_recipe(str(name), may_import).config
-    tree, legal = copy.deepcopy(_empty_tree(model)), _declared_keys(model)
-    for key, value in values.items():
-        _assign(tree, legal, key, value, f" (in {path})")
-    for key, text in assignments.items():
-        if key in legal:
-            _assign(tree, legal, key, _parse(key, text, legal[key].type), "", text)
-        else:
-            _assign(tree, legal, key, text, "")
-    try:
-        declared = _declared_by(tree.train.init_from, find_recipe(str(name))) if resolves_model else None
-        if declared is not None:
-            _copy_model_fields(tree, model, legal, declared, values, assignments)
-        config = OmegaConf.to_object(tree)
-    except OmegaConfBaseException as error:
-        key = str(error.full_key)
-        rule = f"cannot be resolved ({str(error).splitlines()[0]})"
-        fix = "write the value itself, or refer to an existing key, such as ${run.seed}"
-        raise setting_error(key, assignments.get(key, values.get(key)), rule, fix=fix) from error
-    assert isinstance(config, RunConfig)
-    remember_secrets(dataclasses.asdict(config))
-    _check_limits(config)
-    if declared is not None:
-        declared.check(config.model, config.checkpoint.allow_changes)
-    if resolves_model and config.recipe.resolve is not None:
-        config = dataclasses.replace(config, model=config.recipe.resolve(config.model))
-    run = _named(config.run, path, assignments)
-    config = dataclasses.replace(config, run=run, data=_imply_source(config.data, {*values, *assignments}, assignments))
-    return resolve_defaults(config, assignments)
-
-
-def _no_model(values: Mapping[str, Any], path: Path) -> UserError:
-    """Return the error for a file without a model; an unknown key in the file is reported first."""
-    load_recipes()
-    known = {key: item for key, item in _declared_keys(None).items() if key.partition(".")[0] != "model"}
-    for key, value in values.items():
-        if not key.startswith("model.") and key not in known:
-            return unknown_key(key, value, known, f" (in {path})")
-    fix = "start the file with `recipe: llama_small`, or set a model: `model: {name: llama}`"
-    return setting_error("model.name", None, f"{path} must name a registered model", fix=fix)
-
-
-def _named(run: RunSection, path: Path, assignments: Mapping[str, str]) -> RunSection:
-    """Return the section with the default name and folder filled in.
-
-    A name on the command line starts another run, so the folder in the recipe file is ignored then.
-    """
-    name = run.name or path.stem
-    is_another = bool(assignments.get("run.name")) and not assignments.get("run.dir")
-    return dataclasses.replace(run, name=name, dir=("" if is_another else run.dir) or default_folder(name))
-
-
-def _imply_source(data: DataSection, given: Collection[str], assignments: Mapping[str, str]) -> DataSection:
-    """Imply `data.source=tokens` if a path is given, but no source next to it (on the command line or in the file)."""
-    has_source = "data.source" in (assignments if "data.path" in assignments else given)
-    if not data.path or has_source or data.source not in ("stdlib", "synthetic"):
-        return data
-    return dataclasses.replace(data, source="tokens")
-
-
-def default_folder(name: str) -> str:
-    """Return the default folder of a run with this name."""
-    return f"runs/{name}"
-
-
-def _declared_by(source: str | None, recipe: Recipe) -> DeclaredModel | None:
-    """Return the model fields that the source of the initial weights declares; None if it declares none."""
-    if source is None:
-        return None
-    location = locate(source)
-    if location.kind == "huggingface":
-        return declared_by_folder(source, recipe, "train.init_from")
-    stored = location.folder / CONFIG
-    try:
-        return declared_by_yaml(stored.read_text(), recipe.name, str(stored)) if stored.is_file() else None
-    except OSError as error:
-        raise setting_error("train.init_from", source, f"{stored.name} cannot be read ({error.strerror})") from error
-
-
-def declared_by_yaml(text: str, name: str, where: str) -> DeclaredModel | None:
-    """Return the model fields in a configuration written by `to_yaml`; None if its model is not of recipe `name`.
-
-    Nothing that the text names is imported.
-    """
-    try:
-        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    except (YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise UserError(f"train.init_from: {where}: not a configuration ({error})") from error
-    fields = tree.get("model") if isinstance(tree, dict) else None
-    if not isinstance(fields, dict) or str(fields.pop("name", None)).rpartition(":")[2] != name:
-        return None
-    if "${" in str(fields):
-        raise UserError(f"train.init_from: {where}: its model section refers to values outside of it")
-    return DeclaredModel(where, {str(field): value for field, value in fields.items()})
-
-
-def _copy_model_fields(
-    tree: Any,
-    model: type,
-    legal: Mapping[str, dataclasses.Field[Any]],
-    declared: DeclaredModel,
-    values: Mapping[str, Any],
-    assignments: Mapping[str, str],
-) -> None:
-    """Copy the declared model fields into the tree.  Command-line values win, and so do free fields that are set."""
-    free = free_fields(model, tree.checkpoint.allow_changes)
-    for name, value in declared.fields.items():
-        key = f"model.{name}"
-        if key in legal and key not in assignments and not (name in free and key in values):
-            _assign(tree, legal, key, value, f" (in {declared.where})")
+# ---------------------------------------------------------------------------------------------------------------
+# Recipe files
 
 
 def find_recipe_file(recipe: str) -> Path:
@@ -304,6 +61,9 @@ def find_recipe_file(recipe: str) -> Path:
     raise choice_error("recipe", recipe, sorted(files), "a path ending in .yaml, a run folder, or one of")
 
 
+_HOW_TO_WRITE_ONE = "the output of python -m trainer.run recipe=llama_small --print-config"
+
+
 def recipe_files() -> dict[str, Path]:
     """Return the recipes that come with the package, by name."""
     folder = Path(str(resources.files("trainer.conf")))
@@ -314,38 +74,6 @@ def description(path: Path) -> str:
     """Return the description of a recipe: the comment on the first line of its file."""
     first = path.read_text().partition("\n")[0]
     return first.lstrip("# ").strip()
-
-
-def declared_keys(model: type | None = None) -> dict[str, dataclasses.Field[Any]]:
-    """Return every configuration key with its dataclass field; `metadata` holds the meaning and the limits."""
-    return dict(_declared_keys(model))
-
-
-@functools.cache
-def _declared_keys(model: type | None) -> Mapping[str, dataclasses.Field[Any]]:
-    schema, found = RunConfig(model=model), {}
-    for section in dataclasses.fields(RunConfig):
-        owner = model if section.name == "model" else type(getattr(schema, section.name))
-        if owner is None:
-            continue
-        hints = typing.get_type_hints(owner)
-        for item in dataclasses.fields(owner):
-            item.type = hints[item.name]
-            found[f"{section.name}.{item.name}"] = item
-    return found
-
-
-@functools.cache
-def _empty_tree(model: type) -> DictConfig:
-    """Return the tree of all defaults, for copying: building one takes five times as long as copying it."""
-    tree = OmegaConf.structured(RunConfig(model=model))
-    for node in (tree, *(tree[section.name] for section in dataclasses.fields(RunConfig))):
-        OmegaConf.set_readonly(node, False)
-    assert isinstance(tree, DictConfig)
-    return tree
-
-
-_HOW_TO_WRITE_ONE = "the output of python -m trainer.run recipe=llama_small --print-config"
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -372,7 +100,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in tree.items()}
 
 
-def _leaves(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
+def leaves(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a recipe file's sections, as section.key, with their values.  Raises UserError if it has none.
+
+    path: the file, for messages.
+    """
     sections = [f.name for f in dataclasses.fields(RunConfig)]
     for section, values in tree.items():
         if section not in sections:
@@ -395,7 +127,159 @@ def _leaves(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
             yield f"{section}.{key}", value
 
 
-def _split_overrides(overrides: Sequence[str]) -> dict[str, str]:
+def no_model(values: Mapping[str, Any], path: Path) -> UserError:
+    """Return the error for a file without a model; an unknown key in the file is reported first."""
+    load_recipes()
+    known = {key: item for key, item in _declared_keys(None).items() if key.partition(".")[0] != "model"}
+    for key, value in values.items():
+        if not key.startswith("model.") and key not in known:
+            return unknown_key(key, value, known, f" (in {path})")
+    fix = "start the file with `recipe: llama_small`, or set a model: `model: {name: llama}`"
+    return setting_error("model.name", None, f"{path} must name a registered model", fix=fix)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What runs and checkpoints store; run folders are recognised by the files in them
+
+CONFIG = "config.yaml"
+
+
+_RUN_FILES = ("status.json", "metrics.jsonl")
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether `folder` is a run folder: a run has written its status or metrics there."""
+    return any((folder / name).is_file() for name in _RUN_FILES)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether `folder` is a checkpoint's folder."""
+    return (folder / "manifest.json").is_file()
+
+
+def is_written_by_run(path: Path) -> bool:
+    """Return whether a recipe file was written by a run, into its folder or a checkpoint, rather than by a person."""
+    return path.name == CONFIG and (is_run(path.parent) or is_checkpoint(path.parent))
+
+
+def run_of_best(path: str) -> str | None:
+    """Return the folder or URL of the run if `path` has the form RUN/best, its best checkpoint; else None.
+
+    A path that exists is taken literally, and the result is None.
+    """
+    run, slash, name = path.rstrip("/").rpartition("/")
+    is_meant = name == "best" and slash and run and not Path(path).exists()
+    return run if is_meant else None
+
+
+def check_imports(values: Mapping[str, Any], assignments: Collection[str], allow_import: Collection[str]) -> None:
+    """Raise UserError if a configuration written by a run names a module that the user has not allowed to import.
+
+    A key that is also given on the command line (`assignments`) is trusted.
+    """
+    for section, name in (("model", "name"), ("fsdp", "wrap")):
+        key, settings = f"{section}.{name}", values.get(section)
+        value = settings.get(name) if isinstance(settings, Mapping) else None
+        if isinstance(value, str) and ":" in value and not value.startswith("size:") and key not in assignments:
+            check_import(key, value, allow_import)
+
+
+def refuse_masked(key: str, value: Any, path: Path) -> None:
+    """Raise UserError for a value of a run's stored configuration of which the secrets are masked."""
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
+    if not any(map(is_masked, items)):
+        return
+    if key == "run.on_end":
+        rule = f"is not stored (in {path}), as it may hold secrets; give the command on the command line again"
+        raise setting_error(key, value, rule, fix="run.on_end=COMMAND, or run.on_end=null to do without")
+    rule = f"its credentials are not stored (in {path}); give the complete URL on the command line"
+    raise setting_error(key, value, rule)
+
+
+def read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
+    """Return a stored configuration by section, unresolved: nothing in it is interpolated or imported.
+
+    Credentials are masked, since files from older versions may contain them.
+    """
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise UserError(f"{origin}: not a configuration ({error})") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{origin}: not a configuration")
+    stored = {str(key): masked(value) for key, value in tree.items()}
+    run = stored.get("run")
+    if isinstance(run, dict) and isinstance(run.get("on_end"), str):
+        run["on_end"] = masked_command(run["on_end"])
+    return stored
+
+
+def read_run_config(folder: Path) -> Mapping[str, Any]:
+    """Return the configuration stored in a run folder, or an empty mapping if it cannot be read."""
+    try:
+        return read_stored((folder / CONFIG).read_text())
+    except (OSError, ValueError, UserError):
+        return {}
+
+
+def section_of(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section of a parsed configuration; empty if it is missing or has no keys."""
+    section = tree.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def declared_by_yaml(text: str, name: str, where: str) -> DeclaredModel | None:
+    """Return the model fields in a configuration written by `to_yaml`; None if its model is not of recipe `name`.
+
+    Nothing that the text names is imported.
+    """
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise UserError(f"train.init_from: {where}: not a configuration ({error})") from error
+    fields = tree.get("model") if isinstance(tree, dict) else None
+    if not isinstance(fields, dict) or str(fields.pop("name", None)).rpartition(":")[2] != name:
+        return None
+    if "${" in str(fields):
+        raise UserError(f"train.init_from: {where}: its model section refers to values outside of it")
+    return DeclaredModel(where, {str(field): value for field, value in fields.items()})
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Keys, their types and their limits
+
+
+def declared_keys(model: type | None = None) -> dict[str, dataclasses.Field[Any]]:
+    """Return every configuration key with its dataclass field; `metadata` holds the meaning and the limits."""
+    return dict(_declared_keys(model))
+
+
+@functools.cache
+def _declared_keys(model: type | None) -> Mapping[str, dataclasses.Field[Any]]:
+    schema, found = RunConfig(model=model), {}
+    for section in dataclasses.fields(RunConfig):
+        owner = model if section.name == "model" else type(getattr(schema, section.name))
+        if owner is None:
+            continue
+        hints = typing.get_type_hints(owner)
+        for item in dataclasses.fields(owner):
+            item.type = hints[item.name]
+            found[f"{section.name}.{item.name}"] = item
+    return found
+
+
+@functools.cache
+def empty_tree(model: type) -> DictConfig:
+    """Return the tree of all defaults, for copying: building one takes five times as long as copying it."""
+    tree = OmegaConf.structured(RunConfig(model=model))
+    for node in (tree, *(tree[section.name] for section in dataclasses.fields(RunConfig))):
+        OmegaConf.set_readonly(node, False)
+    assert isinstance(tree, DictConfig)
+    return tree
+
+
+def split_overrides(overrides: Sequence[str]) -> dict[str, str]:
+    """Return the keys of the command line with their texts.  Raises UserError for an argument of another form."""
     assignments: dict[str, str] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -408,7 +292,10 @@ def _split_overrides(overrides: Sequence[str]) -> dict[str, str]:
     return assignments
 
 
-def _parse(key: str, text: str, hint: Any) -> Any:
+_IS_EMPTY = "is empty, perhaps from an unset shell variable"
+
+
+def parse_override(key: str, text: str, hint: Any) -> Any:
     """Return the value of a command-line override.  Text keys take the text verbatim; other values are parsed as YAML.
 
     For a key that takes text or a mapping, the value is a mapping if YAML parses it as one.
@@ -435,14 +322,13 @@ def _parse(key: str, text: str, hint: Any) -> Any:
     return text if may_be_text and not isinstance(value, dict) else value
 
 
-def parse_value(key: str, text: str) -> Any:
-    """Parse a YAML value that is not a configuration key.  Raises UserError if it is not valid."""
-    return _parse(key, text, dict)
-
-
-def _assign(
+def assign(
     tree: Any, legal: Mapping[str, dataclasses.Field[Any]], key: str, value: Any, where: str, shown: str = ""
 ) -> None:
+    """Set one key of the typed tree.  Raises UserError for an unknown key, or a value of the wrong type.
+
+    where: the file that sets it, as text to append to messages.  shown: the value as it was typed.
+    """
     if key not in legal:
         raise unknown_key(key, value, legal, where, str(OmegaConf.select(tree, "model.name") or ""))
     hint = legal[key].type
@@ -466,8 +352,6 @@ def _assign(
         raise setting_error(key, shown or value, rule, **suggest_value(value, hint, legal[key])) from error
 
 
-_IS_EMPTY = "is empty, perhaps from an unset shell variable"
-
 _OTHER_KEY = re.compile(r"(?<!\\)\$\{[\w.\[\]]+\}")
 """The only supported interpolation: the value of another key."""
 
@@ -482,7 +366,8 @@ def _refuse_resolvers(key: str, value: Any, where: str) -> None:
         raise setting_error(key, value, rule, fix=f"write the value itself, or give it on the command line: {key}=...")
 
 
-def _check_limits(config: RunConfig) -> None:
+def check_limits(config: RunConfig) -> None:
+    """Raise UserError for a number outside the limits that the schema or the model's recipe declares."""
     for key, item in declared_keys(type(config.model)).items():
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from trainer.config.load import run_of_best
 from trainer.config.pretrained import CONFIG as HUGGINGFACE_CONFIG
-from trainer.config.run_paths import run_of_best
 
 _SUFFIXES = (".pt", ".pth", ".safetensors")
 

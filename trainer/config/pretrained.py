@@ -336,7 +336,9 @@ def read_config(folder: Path, setting: str) -> dict[str, Any]:
             raise ValueError(f"it must be a JSON object, not {type(content).__name__}")
         if not isinstance(content["model_type"], str | None):
             raise ValueError(f"model_type={content['model_type']!r} must be text")
-        check_sizes(content)
+        _check_sizes(content)
+        if isinstance(content.get("text_config"), Mapping):
+            _check_sizes(content["text_config"])
     except UserError as error:
         raise setting_error(setting, folder, f"{CONFIG}: {error}") from error
     except KeyError as error:
@@ -379,18 +381,12 @@ _MAX_PARAMETERS = 1e13
 """Several times the size of the largest existing models."""
 
 
-def check_sizes(content: Mapping[str, Any]) -> None:
+def _check_sizes(part: Mapping[str, Any]) -> None:
     """Raise UserError that names the entry if a size in config.json is not a positive whole number or is implausible.
 
-    The total number of parameters is estimated too, so that a model too large for any machine is refused before
-    anything is allocated.
+    part: config.json, or its `text_config`.  The total number of parameters is estimated too, so that a model too large
+    for any machine is refused before anything is allocated.
     """
-    for part in (content, content.get("text_config")):
-        if isinstance(part, Mapping):
-            _check_sizes_of(part)
-
-
-def _check_sizes_of(part: Mapping[str, Any]) -> None:
     names = (*_LAYERS, *_WIDTHS, *_INNER, *_EXPERTS, *_HEADS, *_POSITIONS, *_OTHERS)
     sizes = {name: part[name] for name in names if part.get(name) is not None}
     for name, value in sizes.items():

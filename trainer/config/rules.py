@@ -1,28 +1,40 @@
-"""Checks rules that involve several settings, or settings and the number of ranks."""
+"""The rules of the configuration: those between settings, and between settings and the number of ranks."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.util
 import math
 import os
 import re
+import shlex
+import shutil
+import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime, timedelta
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
-from trainer.config.chats import check_chats
-from trainer.config.context_parallel import check_batch, check_context, context_choices, with_context
 from trainer.config.load import (
+    CONFIG,
     declared_keys,
+    run_of_best,
 )
-from trainer.config.mesh import MeshShape, divisor, find_mesh_shape
-from trainer.config.mixture import check_sources
+from trainer.config.mesh import (
+    MeshShape,
+    check_batch,
+    check_context,
+    context_choices,
+    divisor,
+    find_mesh_shape,
+    with_context,
+)
 from trainer.config.pretrained import check_no_gguf
-from trainer.config.run_paths import CONFIG, run_of_best
-from trainer.config.schema import RunConfig
-from trainer.config.sections import LoraSection
-from trainer.config.sections.limits import AUTO
+from trainer.config.schema import AUTO, MODEL, DataSection, LoraSection, RunConfig
 from trainer.errors import choice_error, nearest, setting_error
 
 
@@ -36,7 +48,8 @@ def check_config(config: RunConfig, world_size: int, local_world_size: int) -> M
         config = next(iter(context_choices(config, shape, local_world_size)), with_context(config, 1))
     check_context(config, shape, local_world_size)
     check_batch(config, shape)
-    _check_compile(config.train.compile)
+    if not isinstance(config.train.compile, bool) and config.train.compile != AUTO:
+        raise choice_error("train.compile", config.train.compile, [True, False, AUTO])
     _check_reshard(config, shape)
     _check_forms(config)
     _check_data(config)
@@ -44,11 +57,6 @@ def check_config(config: RunConfig, world_size: int, local_world_size: int) -> M
     if config.recipe.check is not None:
         config.recipe.check(config.model)
     return shape
-
-
-def _check_compile(setting: object) -> None:
-    if not isinstance(setting, bool) and setting != AUTO:
-        raise choice_error("train.compile", setting, [True, False, AUTO])
 
 
 def _check_reshard(config: RunConfig, shape: MeshShape) -> None:
@@ -72,24 +80,49 @@ def _check_reshard(config: RunConfig, shape: MeshShape) -> None:
 
 def _check_forms(config: RunConfig) -> None:
     """Check the form of individual keys, and rules that do not depend on the number of ranks."""
-    for check in (
-        _check_activation_checkpoint,
-        _check_dtypes,
-        _check_float8,
-        _check_lora,
-        _check_objective,
-        _check_evaluation,
-        _check_lr_range,
-        _check_wrap,
-        _check_resume,
-        _check_every,
-        _check_deadline,
-        _check_init_from,
-        _check_name,
-        _check_allowed_changes,
-        _check_paths,
+    _check_activation_checkpoint(config)
+    for key, dtype in (
+        ("train.weights_dtype", config.train.weights_dtype),
+        ("optim.state_dtype", config.optim.state_dtype),
     ):
-        check(config)
+        if dtype == "bfloat16" and config.optim.name != "adamw":
+            rule = (
+                f"only optim.name=adamw supports this (float32 compute, rounded results); {config.optim.name} would "
+                "lose small updates"
+            )
+            raise setting_error(key, dtype, rule, "float32")
+    _check_float8(config)
+    _check_lora(config)
+    objective = config.train.objective
+    if objective != "tokens" and config.recipe.trainer is not None:
+        rule = f"recipe {config.recipe.name!r} has its own Trainer, which defines its own objective"
+        raise setting_error("train.objective", objective, rule, "tokens")
+    _check_evaluation(config)
+    first, last = config.schedule.lr_range
+    if not first < last:
+        turned = [last, first] if last < first else None
+        raise setting_error("schedule.lr_range", [first, last], "must rise", meant=turned)
+    _check_wrap(config)
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "none") and "://" not in resume and not Path(run_of_best(resume) or resume).is_dir():
+        rule = "must be auto, none, or a folder: a checkpoint, a run, or RUN/best"
+        raise setting_error("checkpoint.resume", resume, rule, example="auto")
+    every = config.checkpoint.every
+    if isinstance(every, (str, bool)) and every != AUTO:
+        raise setting_error("checkpoint.every", every, "must be a whole number of steps, or auto", AUTO)
+    if config.run.deadline is not None and (deadline := find_deadline(config)) is not None and deadline <= time.time():
+        tomorrow = (datetime.now() + timedelta(days=1)).strftime("%Y-%m-%dT18:00")
+        raise setting_error("run.deadline", config.run.deadline, "has already passed", example=tomorrow)
+    _check_init_from(config)
+    _check_name(config)
+    legal = [*declared_keys(type(config.model)), *(section.name for section in dataclasses.fields(RunConfig))]
+    unknown = [key for key in config.checkpoint.allow_changes if key not in legal and not key.startswith("state.")]
+    if unknown:
+        best = nearest(unknown[0], legal, 0.8) if "." in unknown[0] else None
+        rule = "no such key" if "." in unknown[0] else "no such section"
+        fix = "" if best else "name the keys or sections that may change, such as optim.name or data"
+        raise setting_error("checkpoint.allow_changes", list(unknown), rule, meant=best and [best], fix=fix)
+    _check_paths(config)
 
 
 def _check_activation_checkpoint(config: RunConfig) -> None:
@@ -107,23 +140,6 @@ def _check_activation_checkpoint(config: RunConfig) -> None:
         raise setting_error(key, checkpointing, "n (for every n-th block) must be at least 1", "none")
 
 
-def _check_dtypes(config: RunConfig) -> None:
-    optim = config.optim
-    for key, dtype in (("train.weights_dtype", config.train.weights_dtype), ("optim.state_dtype", optim.state_dtype)):
-        if dtype == "bfloat16" and optim.name != "adamw":
-            rule = (
-                f"only optim.name=adamw supports this (float32 compute, rounded results); {optim.name} would lose "
-                "small updates"
-            )
-            raise setting_error(key, dtype, rule, "float32")
-
-
-def _check_every(config: RunConfig) -> None:
-    every = config.checkpoint.every
-    if isinstance(every, (str, bool)) and every != AUTO:
-        raise setting_error("checkpoint.every", every, "must be a whole number of steps, or auto", AUTO)
-
-
 def _check_wrap(config: RunConfig) -> None:
     wrap = config.fsdp.wrap
     if wrap.startswith("size:"):
@@ -134,19 +150,6 @@ def _check_wrap(config: RunConfig) -> None:
     elif wrap != "block" and ":" not in wrap:
         rule = "must be block, size:<parameters>, or package.module:function"
         raise setting_error("fsdp.wrap", wrap, rule, meant=nearest(wrap, ["block"]))
-
-
-def _check_resume(config: RunConfig) -> None:
-    resume = config.checkpoint.resume
-    if resume not in ("auto", "none") and "://" not in resume and not Path(run_of_best(resume) or resume).is_dir():
-        rule = "must be auto, none, or a folder: a checkpoint, a run, or RUN/best"
-        raise setting_error("checkpoint.resume", resume, rule, example="auto")
-
-
-def _check_deadline(config: RunConfig) -> None:
-    if config.run.deadline is not None and (deadline := find_deadline(config)) is not None and deadline <= time.time():
-        tomorrow = (datetime.now() + timedelta(days=1)).strftime("%Y-%m-%dT18:00")
-        raise setting_error("run.deadline", config.run.deadline, "has already passed", example=tomorrow)
 
 
 def _check_init_from(config: RunConfig) -> None:
@@ -180,14 +183,9 @@ def _check_name(config: RunConfig) -> None:
         raise setting_error("run.name", name, rule, fix="use a shorter name")
 
 
-def _check_allowed_changes(config: RunConfig) -> None:
-    legal = [*declared_keys(type(config.model)), *(section.name for section in dataclasses.fields(RunConfig))]
-    unknown = [key for key in config.checkpoint.allow_changes if key not in legal and not key.startswith("state.")]
-    if unknown:
-        best = nearest(unknown[0], legal, 0.8) if "." in unknown[0] else None
-        rule = "no such key" if "." in unknown[0] else "no such section"
-        fix = "" if best else "name the keys or sections that may change, such as optim.name or data"
-        raise setting_error("checkpoint.allow_changes", list(unknown), rule, meant=best and [best], fix=fix)
+_FILES = ("config.yaml", "status.json", "metrics.jsonl", "notice")
+_FOLDERS = ("checkpoints", "tensorboard", "wandb", "profile")
+"""The files and folders that a run creates in its folder."""
 
 
 def _check_paths(config: RunConfig) -> None:
@@ -195,7 +193,11 @@ def _check_paths(config: RunConfig) -> None:
         rule = "must be a local folder; to store checkpoints elsewhere, set checkpoint.dir"
         raise setting_error("run.dir", config.run.dir, rule, example=f"runs/{config.run.name}")
     _check_folder("run.dir", config.run.dir, f"runs/{config.run.name}")
-    _check_kinds(config)
+    wrong = [f"{config.run_dir / name} is a folder" for name in _FILES if (config.run_dir / name).is_dir()]
+    wrong += [f"{config.run_dir / name} is not a folder" for name in _FOLDERS if (config.run_dir / name).is_file()]
+    if wrong:
+        rule = f"{wrong[0]}, but a run needs that path: move it away, or use another run.dir"
+        raise setting_error("run.dir", config.run.dir, rule)
     if config.checkpoint.dir is not None:
         _check_folder("checkpoint.dir", config.checkpoint.dir, None)
 
@@ -225,23 +227,6 @@ def _check_lora(config: RunConfig) -> None:
         if getattr(lora, key) != getattr(defaults, key):
             rule = "only applies to adapters, and lora.rank=0 means no adapters"
             raise setting_error(f"lora.{key}", getattr(lora, key), rule, fix="set lora.rank, for example to 16")
-
-
-def _check_objective(config: RunConfig) -> None:
-    objective = config.train.objective
-    if objective == "tokens":
-        return
-    if config.recipe.trainer is not None:
-        rule = f"recipe {config.recipe.name!r} has its own Trainer, which defines its own objective"
-        raise setting_error("train.objective", objective, rule, "tokens")
-
-
-def _check_lr_range(config: RunConfig) -> None:
-    first, last = config.schedule.lr_range
-    if not first < last:
-        raise setting_error(
-            "schedule.lr_range", [first, last], "must rise", meant=[last, first] if last < first else None
-        )
 
 
 def _check_evaluation(config: RunConfig) -> None:
@@ -288,20 +273,6 @@ def find_deadline(config: RunConfig, env: Mapping[str, str] = os.environ) -> flo
     except (ValueError, OverflowError) as error:
         today = datetime.now().strftime("%Y-%m-%dT18:00")
         raise setting_error("run.deadline", text, "must be a time in ISO 8601", example=today) from error
-
-
-_FILES = ("config.yaml", "status.json", "metrics.jsonl", "notice")
-_FOLDERS = ("checkpoints", "tensorboard", "wandb", "profile")
-"""The files and folders that a run creates in its folder."""
-
-
-def _check_kinds(config: RunConfig) -> None:
-    """Raise UserError if a path that the run needs as a file is a folder, or the reverse."""
-    wrong = [f"{config.run_dir / name} is a folder" for name in _FILES if (config.run_dir / name).is_dir()]
-    wrong += [f"{config.run_dir / name} is not a folder" for name in _FOLDERS if (config.run_dir / name).is_file()]
-    if wrong:
-        rule = f"{wrong[0]}, but a run needs that path: move it away, or use another run.dir"
-        raise setting_error("run.dir", config.run.dir, rule)
 
 
 def _check_folder(key: str, value: str, legal: str | None) -> None:
@@ -357,3 +328,257 @@ def _check_profile(config: RunConfig, shape: MeshShape) -> None:
         rule = f"must be ranks of this run, 0 to {num_ranks - 1}"
         legal = sorted({min(max(0, rank), num_ranks - 1) for rank in ranks})
         raise setting_error("log.profile_ranks", ranks, rule, legal)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Chats
+
+CHATML = "chatml"
+CHATML_TEMPLATE = """\
+{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+"""The built-in chat template, for base models without one."""
+
+_CHAT_DEFAULTS: dict[str, object] = {
+    "format": "auto",
+    "columns": None,
+    "chat_template": MODEL,
+    "train_on": "assistant",
+    "too_long": "auto",
+    "trim_rows": False,
+}
+"""Keys that only apply to chats, with their defaults."""
+
+
+def check_chats(config: RunConfig) -> None:
+    """Raise UserError for invalid chat settings, or chat settings with another `data.source`."""
+    data = config.data
+    if data.source != "chat":
+        for name, default in _CHAT_DEFAULTS.items():
+            was_default = (name, getattr(data, name)) == ("too_long", "drop")  # stored by runs older than `auto`
+            if getattr(data, name) != default and not was_default:
+                rule = f"only applies to data.source=chat, not {data.source}"
+                raise setting_error(f"data.{name}", getattr(data, name), rule, default)
+        return
+    if not data.path:
+        rule = "data.source=chat needs a file of conversations"
+        raise setting_error("data.path", data.path, rule, example="chats.jsonl")
+    if data.tokenizer == MODEL:
+        rule = "neither model.path nor train.init_from is a folder"
+        raise setting_error("data.tokenizer", MODEL, rule, fix="give model.path=<Hugging Face folder>")
+    setting = data.chat_template
+    path = Path(setting).expanduser()
+    if setting in (MODEL, CHATML) or path.is_file():
+        return
+    found = "is a folder" if path.is_dir() else "no such file" if path.suffix or "/" in setting else "unknown name"
+    meant = MODEL if setting in ("auto", "tokenizer", "default") else nearest(setting, (CHATML, MODEL))
+    example = None if meant else "chat_template.jinja"
+    rule = f"{found}; must be model, chatml, or a Jinja file"
+    raise setting_error("data.chat_template", setting, rule, meant=meant, example=example)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Mixtures of data sources
+#
+# A phase starts at a step boundary, however its start is given, and lasts until the next phase starts.
+
+BLOCK = 1024
+"""Number of samples within which the mixture is exact; no source's share may be below one sample per block."""
+
+_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
+_SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+_TOKENS = re.compile(r"tokens:(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)")
+_FORMS = "must be a step, tokens:<n>, or a share of the run such as 80%"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The weights of the sources from sample `start` on; None: proportional to the sizes of the sources."""
+
+    start: int
+    weights: Mapping[str, float] | None
+
+
+def source_names(data: DataSection) -> list[str]:
+    """Return the sorted names of the sources; an empty list if data.path is a single path."""
+    return sorted(data.path) if isinstance(data.path, Mapping) else []
+
+
+def find_phases(config: RunConfig) -> list[Phase]:
+    """Return the phases of a run with several sources, first to last; the first begins at sample 0.
+
+    Raises UserError that names the phase and the rule that it breaks.  The order of the phases is only checked once
+    `train.epochs` has been resolved to a number of steps.
+    """
+    names, weights = source_names(config.data), config.data.weights
+    has_num_steps = config.train.epochs is None
+    if weights is not None:
+        _check_weights("data.weights", weights, names)
+    phases = [Phase(0, weights)]
+    for number, stated in enumerate(config.data.phases):
+        key = f"data.phases[{number}]"
+        if {"from", "weights"} != {*stated}:
+            example = {"from": "80%", "weights": dict.fromkeys(names, 1)}
+            raise setting_error(key, stated, "must contain only `from` and `weights`", example=example)
+        _check_weights(f"{key}.weights", stated["weights"], names)
+        phase = Phase(_first_sample(f"{key}.from", stated["from"], config), stated["weights"])
+        is_late = phase.start > phases[-1].start or not (phase.start or number or weights is not None)
+        if has_num_steps and not is_late:
+            before = phases[-1].start // config.train.global_batch_size + 1
+            rule = f"must begin after the previous phase, which begins with step {before}"
+            raise setting_error(f"{key}.from", stated["from"], rule, before + 1)
+        phases = [*phases[: len(phases) if phase.start else 0], phase]
+    return phases
+
+
+def _first_sample(key: str, when: object, config: RunConfig) -> int:
+    """Return the number of samples before the first step of a phase."""
+    batch = config.train.global_batch_size
+    if isinstance(when, int) and not isinstance(when, bool):
+        if when < 1:
+            raise setting_error(key, when, "the first step is 1", 1)
+        return (when - 1) * batch
+    if isinstance(when, str) and (share := _SHARE.fullmatch(when.strip())):
+        part = Fraction(share[1]) / 100
+        if part > 1:
+            raise setting_error(key, when, "is beyond the end of the run", "100%")
+        return math.ceil(part * config.train.steps) * batch
+    if isinstance(when, str) and (tokens := _TOKENS.fullmatch(when.strip())):
+        return math.ceil(Fraction(tokens[1].replace("_", "")) / (batch * config.data.seq_len)) * batch
+    raise setting_error(key, when, _FORMS, example="80%")
+
+
+def _check_weights(key: str, weights: Any, names: list[str]) -> None:
+    if not isinstance(weights, Mapping) or not weights:
+        raise setting_error(key, weights, "must map sources to weights", example=dict.fromkeys(names, 1))
+    for name, weight in weights.items():
+        if name not in names:
+            rule = f"data.path has no source {name}, it has {', '.join(names)}"
+            best = nearest(name, names)
+            meant = {best if other == name else other: value for other, value in weights.items()} if best else None
+            shown = None if best else dict.fromkeys(names, 1)
+            raise setting_error(key, weights, rule, meant=meant, example=shown)
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight) or weight < 0:
+            raise setting_error(f"{key}.{name}", weight, "must be a number of at least 0", 0)
+    whole = sum(weights.values())
+    if not whole:
+        raise setting_error(key, weights, "at least one weight must be above 0", example=dict.fromkeys(names, 1))
+    small = [name for name, weight in weights.items() if 0 < weight * BLOCK < whole]
+    if small:
+        least = sum(weight for name, weight in weights.items() if name not in small) / (BLOCK - len(small))
+        legal = {name: float(f"{least * 1.001:.3g}") if name in small else weight for name, weight in weights.items()}
+        raise setting_error(key, weights, f"the share of {small[0]} is below one sample in {BLOCK}", legal)
+
+
+def check_sources(config: RunConfig) -> None:
+    """Check the sources' names, paths, weights and phases.  Raises UserError."""
+    data = config.data
+    if not isinstance(data.path, Mapping):
+        for key in ("weights", "phases"):
+            if value := getattr(data, key):
+                rule = "needs several sources, but data.path names one"
+                raise setting_error(f"data.{key}", value, rule, fix="data.path={web: PATH, code: PATH}")
+        if isinstance(data.eval_path, Mapping):
+            raise setting_error("data.eval_path", data.eval_path, "names sources, but data.path does not")
+        return
+    for name, path in data.path.items():
+        if not _NAME.fullmatch(name) or not path:
+            rule = "a source needs a path and a name of letters, digits, _, - and ."
+            raise setting_error("data.path", data.path, rule, example={"web": path or "web/*.bin"})
+    if not data.path:
+        raise setting_error("data.path", data.path, "names no source", example={"web": "web/*.bin"})
+    if isinstance(data.eval_path, Mapping) and (unknown := [name for name in data.eval_path if name not in data.path]):
+        rule = f"data.path has no source {unknown[0]}, it has {', '.join(data.path)}"
+        raise setting_error("data.eval_path", data.eval_path, rule)
+    if isinstance(data.eval_path, str):
+        rule = "data.path has several sources: give a path for each by name"
+        raise setting_error("data.eval_path", data.eval_path, rule, example={next(iter(data.path)): data.eval_path})
+    find_phases(config)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Optional libraries and compilers
+#
+# Checked before anything is built, so that a missing requirement is one clear message.  Does not import torch.
+
+
+def check_requirements(config: RunConfig, device_type: str) -> None:
+    """Raise UserError for a missing library or compiler.  device_type: `cpu` or `cuda`."""
+    if config.log.tensorboard and not _is_installed("tensorboard"):
+        rule = "TensorBoard is not installed"
+        raise setting_error("log.tensorboard", True, rule, fix="pip install 'meshtrainer[tensorboard]', or false")
+    check_float8_installed(config.train.float8)
+    if config.train.compile is True:
+        _check_compilers("train.compile", True, device_type, "train.compile=false")
+    for key, dtype in (
+        ("train.weights_dtype", config.train.weights_dtype),
+        ("optim.state_dtype", config.optim.state_dtype),
+    ):
+        # With bfloat16 weights or moments, the optimizer step is a compiled kernel.
+        if dtype == "bfloat16" and device_type == "cuda" and not config.fsdp.cpu_offload:
+            _check_compilers(key, dtype, device_type, f"{key}=float32")
+
+
+def check_float8_installed(setting: str) -> None:
+    """Raise UserError if `train.float8` needs torchao and it is not installed."""
+    if setting != "none" and not _is_installed("torchao"):
+        rule = "float8 needs the library `torchao`: pip install 'meshtrainer[float8]'"
+        raise setting_error("train.float8", setting, rule, "none")
+
+
+def likely_device(asked: str) -> str:
+    """Return the device type that `run.device` resolves to here, as far as can be determined without torch."""
+    if asked != "auto":
+        return asked
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+    return "cuda" if has_gpu and visible not in ("", "-1") else "cpu"
+
+
+@functools.cache
+def can_compile(device_type: str) -> bool:
+    """Return whether torch.compile has the compilers it needs: Triton and a C compiler on a GPU, C++ on a CPU."""
+    return not any(_missing_compiler(device_type))
+
+
+def compiles_blocks(setting: bool | str, device_type: str) -> bool:
+    """Return whether `train.compile` compiles the blocks on a device of type `cpu` or `cuda`."""
+    return setting is True or (setting == AUTO and device_type == "cuda" and can_compile("cuda"))
+
+
+def compiles_when_planned(setting: bool | str, device_type: str) -> bool:
+    """Return whether blocks will be compiled on a planned device; a GPU elsewhere is assumed to have a compiler."""
+    is_elsewhere = device_type == "cuda" and likely_device(AUTO) != "cuda"
+    return compiles_blocks(setting, device_type) or (setting == AUTO and is_elsewhere)
+
+
+def _check_compilers(key: str, value: object, device_type: str, instead: str) -> None:
+    """Raise UserError unless torch.compile has the compilers it needs."""
+    rule, fix = _missing_compiler(device_type)
+    if rule:
+        raise setting_error(key, value, rule, fix=f"{fix}, or {instead}")
+
+
+def _missing_compiler(device_type: str) -> tuple[str, str]:
+    """Return the `rule` and `fix` of the error for a missing compiler; empty strings if none is missing."""
+    if device_type == "cuda" and not _is_installed("triton"):
+        return "needs Triton, which is included in torch's CUDA builds", "pip install triton"
+    language, variable, known = (
+        ("C", "CC", ("gcc", "clang"))
+        if device_type == "cuda"
+        else ("C++", "CXX", ("clang++",) if sys.platform == "darwin" else ("g++",))
+    )
+    names = shlex.split(os.environ.get(variable, ""))[:1] or known
+    if any(shutil.which(name) for name in names):
+        return "", ""
+    rule = f"needs a {language} compiler, but {' and '.join(names)} {'are' if len(names) > 1 else 'is'} not on PATH"
+    return rule, f"install one (apt install g++), set {variable} to its path"
+
+
+def _is_installed(library: str) -> bool:
+    try:
+        return importlib.util.find_spec(library) is not None
+    except ValueError:  # an imported module without a __spec__
+        return library in sys.modules

@@ -1,30 +1,577 @@
-"""The configuration as one typed, frozen tree of sections."""
+"""The configuration as one frozen tree of sections: every key with its type, default, limits and meaning."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from omegaconf import OmegaConf
 
-from trainer.config.sections import (
-    CheckpointSection,
-    DataSection,
-    DpoSection,
-    EvalSection,
-    FsdpSection,
-    LogSection,
-    LoraSection,
-    MeshSection,
-    OptimSection,
-    RunSection,
-    ScheduleSection,
-    TrainSection,
-)
 from trainer.errors import masked, masked_command
-from trainer.recipe import Recipe, TrainerType, find_recipe, resolve
+from trainer.recipe import Recipe, TrainerType, declare, find_recipe, resolve
+
+# ---------------------------------------------------------------------------------------------------------------
+# Limits and values that several sections share
+
+WEEK_S = 7 * 24 * 3600.0
+"""The longest time limit.  Waiting for ranks counts milliseconds in 32 bits, and up to three such limits add up."""
+
+MAX_SIZE = 2**31 - 1
+"""The largest value of a key that becomes the size of a tensor dimension."""
+
+DTYPES = {
+    **dict.fromkeys(("bf16", "torch.bfloat16"), "bfloat16"),
+    **dict.fromkeys(("fp32", "f32", "float", "full", "torch.float32"), "float32"),
+}
+"""Other spellings of dtypes, for which error messages suggest ours."""
+
+AUTO = "auto"
+"""The value that leaves a setting to the trainer; the planner resolves most of these before anything is built."""
+
+MODEL = "model"
+"""Value of `data.tokenizer` and `data.chat_template` for those that come with the model."""
+
+NUMBER_OR = "a whole number or "
+"""Start of the `form` of keys that take a number or one word."""
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The run
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """Identity and environment of the run."""
+
+    name: str = declare("", "name of the run; empty: the recipe's name")
+    dir: str = declare("", "run folder; empty: runs/<name>")
+    seed: int = declare(0, "seed of the initial weights and of all randomness in training", at_least=0)
+    device: Literal["auto", "cpu", "cuda"] = declare(
+        "auto",
+        "training device; auto: cuda if there is a GPU",
+        aliases=dict.fromkeys(("gpu", "nvidia", "rocm", "hip", "cuda:0"), "cuda"),
+    )
+    deterministic: bool = declare(
+        False,
+        "bit-identical results on GPUs too: use slower kernels in place of those that sum in arbitrary order",
+    )
+    threads: int = declare(0, "CPU threads per rank; 0: divide this process's cores evenly", at_least=0, at_most=1024)
+    timeout_s: float = declare(600.0, "timeout of a collective, in seconds", above=0, at_most=WEEK_S)
+    step_timeout_s: float = declare(
+        0.0,
+        "seconds without progress in a step after which the run ends and names the stuck rank; 0: timeout_s / 2",
+        at_least=0,
+        at_most=WEEK_S,
+    )
+    first_step_timeout_s: float = declare(
+        0.0,
+        "step_timeout_s for the first step and for each evaluation batch; 0: 3 x timeout_s",
+        at_least=0,
+        at_most=WEEK_S,
+    )
+    memory_gib: float | None = declare(
+        None, "device memory in GiB that auto settings may plan for; null: all of it", above=0
+    )
+    selfcheck: bool = declare(
+        True, "before the first step, check that all ranks agree on sharding, replicas, data and code"
+    )
+    on_end: str | None = declare(
+        None,
+        "shell command that rank 0 runs once after the run ends (30 s at most), with RUN_DIR, STATE "
+        "(finished, stopped or failed), EXIT_CODE and STEP in its environment; null: none",
+    )
+    deadline: str | None = declare(
+        None,
+        "time by which the run must have saved its state and exited, for example 2026-01-31T18:00 (local) or with "
+        "+01:00; null: the end of the Slurm job",
+    )
+
+    @property
+    def first_step_limit_s(self) -> float:
+        return self.first_step_timeout_s or 3 * self.timeout_s
+
+    @property
+    def step_limit_s(self) -> float:
+        return self.step_timeout_s or self.timeout_s / 2
+
+
+@dataclass(frozen=True)
+class LogSection:
+    """Logging: to the console, files, TensorBoard and Weights & Biases."""
+
+    every: int = declare(10, "steps between progress lines", at_least=1)
+    wandb: Literal["off", "offline", "online"] = declare(
+        "off",
+        "Weights & Biases",
+        aliases={
+            **dict.fromkeys(("true", "yes", "on", "1", "enabled"), "online"),
+            **dict.fromkeys(("false", "no", "0", "disabled", "none"), "off"),
+        },
+    )
+    wandb_project: str = declare("meshtrainer", "project in Weights & Biases")
+    tensorboard: bool = declare(False, "write TensorBoard events to run.dir/tensorboard")
+    sample_tokens: int = declare(0, "tokens of sample text generated at the end; 0: none", at_least=0)
+    prompts: tuple[str, ...] = declare(
+        (),
+        'prompts that the model continues at each evaluation, for example ["Once upon a time"]; for chats, '
+        "user messages that it answers",
+    )
+    prompt_tokens: int = declare(64, "maximum tokens generated for each prompt", at_least=1)
+    norms_every: int = declare(0, "steps between logging gradient and parameter norms by layer; 0: never", at_least=0)
+    profile_steps: tuple[int, int] | None = declare(
+        None,
+        "first and last step to profile, for example [10,13]; writes a trace for Perfetto to run.dir/profile; "
+        "null: none",
+    )
+    profile_ranks: tuple[int, ...] = declare((0,), "ranks that write a profile; rank 0 always does")
+
+    def due(self, step: int) -> bool:
+        """Return whether to print a progress line for step `step`."""
+        return step % self.every == 0
+
+    def profiles(self, step: int) -> bool:
+        """Return whether any rank profiles step `step`."""
+        first, last = self.profile_steps or (0, -1)
+        return first <= step <= last
+
+
+@dataclass(frozen=True)
+class CheckpointSection:
+    """Saving and resuming."""
+
+    every: int | str = declare(
+        0,
+        "steps between checkpoints; 0: only at the end; auto: the interval that minimises lost time (see node_mtbf_h)",
+        at_least=0,
+        form=NUMBER_OR + AUTO,
+    )
+    node_mtbf_h: float = declare(
+        6000.0,
+        "for every=auto: assumed mean time between failures of a node, in hours; combined with the failures "
+        "the run has seen",
+        at_least=1e-4,
+        at_most=1e9,
+    )
+    mode: Literal["async", "sync"] = declare(
+        "async",
+        "async: training waits only for a copy in memory, written in the background; sync: training waits for the disk",
+    )
+    dir: str | None = declare(
+        None, "where checkpoints are stored: a folder or URL (s3://...) used by this run only; null: run.dir"
+    )
+    keep_last: int = declare(2, "number of newest checkpoints to keep; 0: all", at_least=0)
+    keep_every: int = declare(0, "keep the checkpoint of every n-th step permanently; 0: none", at_least=0)
+    keep_best: int = declare(
+        0,
+        "number of checkpoints with the lowest eval.metric to keep, saved when evaluated; 0: none; RUN/best "
+        "refers to the best one",
+        at_least=0,
+    )
+    timeout_s: float = declare(
+        3600.0,
+        "seconds after which a save counts as stuck; the run then ends and names the rank",
+        above=0,
+        at_most=WEEK_S,
+    )
+    when_busy: Literal["wait", "skip"] = declare(
+        "wait",
+        "if a save is due while the previous one is still running: wait for it, or skip the new one",
+    )
+    max_failures: int = declare(
+        10, "consecutive failed saves after which the run fails; a failed save is retried after a pause", at_least=1
+    )
+    verify: Literal["full", "sizes"] = declare(
+        "full",
+        "verification before loading: full (all checksums) or sizes (file sizes only)",
+    )
+    resume: str = declare(
+        "auto",
+        "auto: resume from the newest good checkpoint; none: start over; or the path of a checkpoint or run",
+    )
+    allow_changes: tuple[str, ...] = declare(
+        (),
+        "permitted differences from the checkpoint: keys, sections, or state.<name>",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Sharding
+
+
+@dataclass(frozen=True)
+class MeshSection:
+    """The device mesh: `replicate` x `shard` (HSDP), or only `shard` if replicate is 1."""
+
+    replicate: int = declare(1, "number of replicas of the sharded model; -1: all remaining ranks")
+    shard: int | str = declare(
+        -1,
+        "ranks that share one replica; -1: all remaining ranks; node: the ranks of one node",
+        form=NUMBER_OR + "node",
+    )
+    context: int | str = declare(
+        1,
+        "context parallelism: number of consecutive ranks on the shard axis that split each sequence; auto: "
+        "let the planner choose",
+        at_least=1,
+        form=NUMBER_OR + AUTO,
+    )
+    context_method: Literal["auto", "gather", "heads"] = declare(
+        "auto",
+        "how slices attend to the full sequence: gather (each rank gathers keys and values), heads (ranks "
+        "exchange slices for heads), or auto (heads if they divide evenly within one node, else gather)",
+    )
+
+
+@dataclass(frozen=True)
+class FsdpSection:
+    """Sharding with torch.distributed.fsdp.fully_shard, which is skipped with one shard and one dtype."""
+
+    wrap: str = declare(
+        "block",
+        "FSDP units: block (those that the recipe lists), size:<parameters>, or package.module:function",
+    )
+    reshard_after_forward: int | str | list[int | str] = declare(
+        "default",
+        "default (units reshard, except the root and a final head), always, never, a number of ranks to "
+        "reshard to, a list with always, never or a number for each unit in forward order, or auto (let the "
+        "planner choose)",
+        aliases={"true": "always", "false": "never"},
+        form="default, always, never, a number of ranks, or a list of these",
+    )
+    param_dtype: Literal["float32", "bfloat16", "auto"] = declare(
+        "float32",
+        "dtype of unsharded parameters and compute; auto: bfloat16 on a GPU, else float32",
+        aliases=DTYPES,
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = declare(
+        "float32", "dtype in which gradients are reduced", aliases=DTYPES
+    )
+    output_dtype: Literal["float32", "bfloat16"] | None = declare(
+        None, "dtype of the model's outputs; null: as computed", aliases=DTYPES
+    )
+    accumulate: Literal["unsharded", "sharded"] = declare(
+        "unsharded",
+        "gradient accumulation: unsharded (reduce once per step) or sharded (reduce after each micro-batch, "
+        "which saves the memory of a full set of gradients)",
+    )
+    reshard_after_backward: bool = declare(
+        True,
+        "free gathered parameters after each micro-batch's backward pass; false: only after the last one of the step",
+    )
+    cpu_offload: bool = declare(False, "keep parameters, gradients and optimizer state in host memory")
+    prefetch_forward: int = declare(
+        0, "units to gather ahead in the forward pass; 0: FSDP's default overlap", at_least=0
+    )
+    separate_reduce: bool = declare(
+        False,
+        "reduce gradients on a separate communicator, concurrently with the gathers of the backward pass; "
+        "needs torch 2.13",
+    )
+    prefetch_backward: int = declare(
+        0, "units to gather ahead in the backward pass; 0: FSDP's default overlap (one)", at_least=0
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Data
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """The training data."""
+
+    source: Literal["stdlib", "synthetic", "tokens", "chat"] = declare(
+        "stdlib",
+        "stdlib: the source code of Python's standard library; synthetic: generated data; tokens: the files in "
+        "data.path; chat: conversations in JSONL or parquet files",
+    )
+    path: str | dict[str, str] | None = declare(
+        None,
+        "with source=tokens (implied): a file, folder, glob or manifest of token shards, or of text (.txt, "
+        ".md, code, .jsonl, .parquet, .gz, .zst), tokenized on first use; or a URL (https, s3, ...); with "
+        "source=chat: a file, folder or glob; {name: path, ...} mixes several sources",
+    )
+    eval_path: str | dict[str, str] | None = declare(
+        None, "evaluation data, in the same forms as data.path; {name: path, ...} for several sources"
+    )
+    text_key: str = declare("text", "JSONL key or parquet column that holds the text")
+    bad: str = declare(
+        "error", "unreadable documents: error, skip (leave out and count), or the largest share that may be left out"
+    )
+    weights: dict[str, float] | None = declare(
+        None,
+        "sampling weights of the sources in data.path, for example {web: 0.7, code: 0.3}; null: proportional to size",
+    )
+    phases: tuple[dict[str, Any], ...] = declare(
+        (),
+        "changes to data.weights during training, for example [{from: 80%, weights: {code: 1}}]; from: the first "
+        "step with these weights, tokens:<n>, or a share of the run",
+    )
+    holdout: float | None = declare(
+        None,
+        "without eval_path: share held out for evaluation: text documents and conversations by a hash of their "
+        "content, the last samples of token shards; null: 0.01 if eval.every is set, else 0",
+        at_least=0,
+        below=1,
+    )
+    max_epochs: float | None = declare(
+        None, "maximum passes over any source; a run that needs more is refused; null: no limit", above=0
+    )
+    seq_len: int = declare(256, "tokens per sequence", at_least=1, at_most=MAX_SIZE)
+    tokenizer: str = declare(
+        "bytes",
+        "bytes; a Hugging Face tokenizer.json or its folder; or model: the tokenizer in model.path or train.init_from, "
+        "which is also the default if the initial weights come with one",
+    )
+    bos: bool | None = declare(
+        None,
+        "for text: start each document with the tokenizer's beginning-of-text token; null: as the tokenizer does",
+    )
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "preference"] = declare(
+        "auto", "with source=chat: format of the records; auto: detect it from their keys"
+    )
+    columns: dict[str, str] | None = declare(
+        None,
+        "with source=chat: maps a format's keys to the names in your files, for example {messages: dialog}; "
+        "null: the same names",
+    )
+    chat_template: str = declare(
+        "model",
+        "with source=chat: model (the tokenizer's own template), chatml, or a Jinja file",
+    )
+    train_on: Literal["assistant", "last", "all", "completion"] = declare(
+        "assistant",
+        "with source=chat: target tokens: assistant (all assistant turns), last (the last assistant turn), all "
+        "(every token), or completion (the assistant turns after the last user message)",
+    )
+    too_long: Literal["auto", "drop", "truncate", "error"] = declare(
+        "auto",
+        "with source=chat: how to treat conversations longer than a sequence; auto: drop them, but refuse to start if "
+        "most would be dropped",
+    )
+    trim_rows: bool = declare(
+        False, "with source=chat: shorten sequences to the longest conversation, rounded up to 64 tokens"
+    )
+    documents: Literal["joined", "masked", "apart"] = declare(
+        "joined",
+        "how documents share a sequence: joined (attention crosses documents), masked (documents cannot attend to "
+        "each other; positions restart at 0), apart (one per sequence; the rest is ignored); for chats, joined "
+        "means masked",
+    )
+    fit: Literal["cut", "best"] = declare(
+        "cut",
+        "how sequences are filled: cut (documents are cut at the end of a sequence), or best (best-fit packing: "
+        "only documents longer than a sequence are cut)",
+    )
+    pack: bool = declare(True, "false: the same as documents=apart")
+    num_workers: int = declare(
+        0,
+        "data loading processes per rank; token shards need none, since a thread reads them",
+        at_least=0,
+        at_most=256,
+    )
+    seed: int = declare(0, "seed of the sample order", at_least=0)
+    cache_dir: str | None = declare(
+        None, "folder for tokenized text and downloaded shards; null: the user's cache folder"
+    )
+    cache_gib: float | None = declare(
+        None, "maximum GiB of downloaded shards cached on each machine; null: no limit", above=0
+    )
+
+    def generated(self) -> DataSection:
+        """Return a section with synthetic data of the same shape instead of files."""
+        return DataSection(source="synthetic", seq_len=self.seq_len, pack=self.pack, num_workers=self.num_workers)
+
+    @property
+    def arrangement(self) -> Literal["joined", "masked", "apart"]:
+        """How documents share sequences, from `documents` and `pack`."""
+        return self.documents if self.pack else "apart"
+
+    @property
+    def fills_rows(self) -> bool:
+        """True if sequences are cut from one token stream, in which every token but the first is a target."""
+        return self.arrangement == "joined" and self.fit == "cut"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Training
+
+
+@dataclass(frozen=True)
+class OptimSection:
+    """The optimizer."""
+
+    name: Literal["adamw", "sgd", "muon"] = declare(
+        "adamw",
+        "muon: torch's Muon for matrices, AdamW for the rest",
+    )
+    lr: float = declare(3e-4, "peak learning rate", at_least=0)
+    lr_by_width: bool = declare(
+        False,
+        "lr is meant for fine-tuning a model of width 2000: scale it by (2000 / width) ** 0.78, and for adapters "
+        "by another 10; an optim.lr on the command line is not scaled",
+    )
+    betas: tuple[float, float] = declare((0.9, 0.95), "decay rates of AdamW's two moments", at_least=0, below=1)
+    eps: float = declare(1e-8, "AdamW's epsilon", above=0)
+    momentum: float = declare(0.95, "momentum of sgd and muon", at_least=0, below=1)
+    weight_decay: float = declare(0.1, "decoupled weight decay", at_least=0)
+    decay_all: bool = declare(False, "apply weight decay to norms, biases and embeddings too")
+    state_dtype: Literal["float32", "bfloat16"] = declare("float32", "dtype of AdamW's two moments", aliases=DTYPES)
+    rounding: Literal["stochastic", "nearest"] = declare(
+        "stochastic", "how AdamW rounds bfloat16 weights and moments; nearest loses small updates"
+    )
+    max_grad_norm: float | None = declare(1.0, "clip gradients to this global norm; null: no clipping", above=0)
+
+
+@dataclass(frozen=True)
+class ScheduleSection:
+    """The learning-rate schedule: a linear warmup, then the shape that `name` selects."""
+
+    name: Literal["cosine", "linear", "wsd", "constant", "range"] = declare(
+        "cosine", "shape after warmup; range: a learning-rate range test, 100 steps in a separate run"
+    )
+    lr_range: tuple[float, float] = declare(
+        (1e-7, 1.0), "for name=range: learning rates of the first and last step", above=0
+    )
+    warmup_steps: int = declare(0, "steps of linear warmup", at_least=0)
+    warmup_ratio: float = declare(
+        0.0, "linear warmup as a share of the run, used if it is longer than warmup_steps", at_least=0, below=1
+    )
+    min_lr_ratio: float = declare(
+        0.1,
+        "learning rate of the last step as a share of the peak; 0: the rate reaches zero one step after the last, so "
+        "that every step trains",
+        at_least=0,
+        at_most=1,
+    )
+    decay_ratio: float = declare(
+        0.2, "for wsd: share of the run, at its end, in which the rate decays", at_least=0, at_most=1
+    )
+
+    def warmup(self, num_steps: int) -> int:
+        """Return the number of warmup steps in a run of `num_steps` steps."""
+        return max(self.warmup_steps, round(self.warmup_ratio * num_steps))
+
+
+@dataclass(frozen=True)
+class TrainSection:
+    """The training loop."""
+
+    steps: int = declare(1000, "optimizer steps", at_least=0)
+    epochs: float | None = declare(
+        None, "passes over the data; sets the number of steps; null: use train.steps", above=0
+    )
+    small_model_steps: int = declare(
+        0,
+        "with train.epochs: minimum number of steps for a model narrower than 512, which needs more; ignored if "
+        "train.epochs is on the command line",
+        at_least=0,
+    )
+    global_batch_size: int = declare(8, "sequences per step, over all ranks", at_least=1, at_most=MAX_SIZE)
+    micro_batch_size: int | str = declare(
+        1,
+        "sequences per forward pass on one rank; auto: let the planner choose",
+        at_least=1,
+        at_most=MAX_SIZE,
+        form=NUMBER_OR + AUTO,
+    )
+    activation_checkpoint: int | str = declare(
+        "none",
+        "none, full, selective (store matmuls and attention), budget:<share> (of these, store the most "
+        "expensive to recompute, up to this share of a block's activations), n: every n-th block in full, or "
+        "auto",
+        aliases={"true": "full", "false": "none"},
+        form="none, full, selective, auto, budget:<share>, or a whole number",
+    )
+    compile: bool | str = declare(
+        AUTO,
+        "torch.compile each block; auto: on a GPU with a working compiler, not on a CPU",
+        form="true, false or auto",
+    )
+    float8: Literal["none", "tensorwise", "rowwise"] = declare(
+        "none",
+        "run the linear layers of the blocks in float8, with one scale per tensor or, finer, per row; needs "
+        "torchao, and is fast only with train.compile",
+    )
+    weights_dtype: Literal["float32", "bfloat16"] = declare(
+        "float32",
+        "dtype of the sharded weights and gradients: float32 (master weights), or bfloat16 for half the memory "
+        "(see optim.rounding)",
+        aliases=DTYPES,
+    )
+    init_from: str | None = declare(
+        None,
+        "initial weights, with a fresh optimizer: a checkpoint, a run folder, a folder of safetensors, or a file",
+    )
+    objective: Literal["tokens", "dpo"] = declare(
+        "tokens",
+        "tokens: predict the next token; dpo: prefer one of two answers, relative to a reference model (direct "
+        "preference optimisation)",
+    )
+    freeze: tuple[str, ...] = declare(
+        (), "parameters that are not trained: names of parameters or modules, or patterns such as layers.0.*"
+    )
+    ema: float = declare(
+        0.0,
+        "decay of an exponential moving average of the weights, for example 0.999, kept in float32; 0: none",
+        at_least=0,
+        below=1,
+    )
+    max_skipped_updates: int = declare(10, "consecutive non-finite steps after which the run fails", at_least=1)
+
+
+@dataclass(frozen=True)
+class LoraSection:
+    """LoRA adapters: the model is frozen, and low-rank matrices added to its linear layers are trained."""
+
+    rank: int = declare(0, "rank of the adapters; 0: no adapters", at_least=0, at_most=2**16)
+    alpha: float = declare(16.0, "adapter outputs are scaled by alpha / rank", above=0)
+    dropout: float = declare(0.0, "dropout on adapter inputs", at_least=0, below=1)
+    targets: str | list[str] = declare(
+        "all-linear",
+        "layers that get an adapter: all-linear (every linear layer of the blocks; routers and stacked experts get "
+        "none), or a list of module names or name endings",
+    )
+    base_dtype: Literal["float32", "bfloat16"] | None = declare(
+        None,
+        "dtype of the frozen weights; null: bfloat16 if they are stored in it, else train.weights_dtype",
+        aliases=DTYPES,
+    )
+
+
+@dataclass(frozen=True)
+class DpoSection:
+    """Direct preference optimisation (train.objective=dpo)."""
+
+    beta: float = declare(
+        0.1, "strength of the penalty for moving away from the reference model; scales the log-probabilities", above=0
+    )
+
+
+@dataclass(frozen=True)
+class EvalSection:
+    """Evaluation on held-out data."""
+
+    every: int = declare(0, "steps between evaluations; the run also ends with one; 0: never", at_least=0)
+    steps: int = declare(0, "batches per evaluation, each the size of a global batch; 0: all held-out data", at_least=0)
+    metric: str = declare(
+        "loss",
+        "metric that selects the best evaluation: loss, or loss_<source> for one source; lowest is best",
+    )
+    ema: bool = declare(True, "with train.ema: evaluate the averaged weights; false: the trained weights")
+    patience: int = declare(
+        0, "consecutive evaluations without a new best after which the run finishes; 0: never stop early", at_least=0
+    )
+
+    def due(self, step: int) -> bool:
+        """Return whether to evaluate after step `step`."""
+        return self.every > 0 and step % self.every == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The tree
 
 OBJECTIVES = {"dpo": "trainer.recipes.dpo.trainer:PreferenceTrainer"}
 """The Trainer class of each `train.objective` that does not use the default one."""

@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.config import RunConfig, check_config, declared_keys, load_config, recipe_files, smallest_mesh
-from trainer.config.arguments import split_allow_import
-from trainer.config.suggestions import unexpected_argument, unknown_option
+from trainer.config.command_line import split_allow_import
+from trainer.config.messages import unexpected_argument, unknown_option
 from trainer.data.check import check_data
 from trainer.data.mixture import (
     SOURCE,

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
 from trainer.config.initial_weights import allows_another, find_weights_tokenizer, resumes
-from trainer.config.load import read_run_config
+from trainer.config.resolve import Given, run_passes
 from trainer.data.cache import find_cache_folders, get_or_build, in_writable_folder, storage_error
 from trainer.data.documents import open_shards
 from trainer.data.ingest.inputs import (
@@ -603,7 +603,7 @@ def check_tokenizer(source: Source, config: RunConfig) -> None:
     """
     if config.data.source != "tokens" or source.tokenizer is None or allows_another(config) or resumes(config):
         return
-    own = find_weights_tokenizer(config, read_run_config)
+    own = find_weights_tokenizer(config)
     if own is None or source.tokenizer == find_tokenizer(config.data.tokenizer, bos=config.data.bos).name:
         return
     for bos in (None, True, False):
@@ -621,16 +621,19 @@ _ROW_MULTIPLE = 64
 """Trimmed rows have a multiple of this many tokens, which kernels handle efficiently."""
 
 
-def resolve_from_data(config: RunConfig) -> RunConfig:
+def resolve_from_data(config: RunConfig, given: Given | None = None) -> RunConfig:
     """Return the configuration with `data.trim_rows` applied to `data.seq_len` and `train.epochs` turned into steps.
 
     Opens the data only if one of these settings needs it.  Raises UserError as `open_source` does.
     """
-    return _epochs_to_steps(_trim_rows(config))
+    return run_passes("data", config, given or Given())
 
 
-def _trim_rows(config: RunConfig) -> RunConfig:
-    """Shrink `data.seq_len` to the longest conversation in the training and evaluation data."""
+def trim_rows(config: RunConfig, given: Given) -> RunConfig:
+    """Shrink `data.seq_len` to the longest conversation in the training and evaluation data.
+
+    Before `epochs_to_steps`, which counts the rows.
+    """
     data = config.data
     if not data.trim_rows:
         return config
@@ -643,7 +646,7 @@ def _trim_rows(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, data=dataclasses.replace(data, seq_len=seq_len))
 
 
-def _epochs_to_steps(config: RunConfig) -> RunConfig:
+def epochs_to_steps(config: RunConfig, given: Given) -> RunConfig:
     """Replace `train.epochs` by the equivalent `train.steps`, at least `train.small_model_steps`."""
     train = config.train
     if train.epochs is None:

@@ -12,7 +12,7 @@ from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.storage import open_storage
 from trainer.checkpoint.writer import Checkpoints, SaveSettings
 from trainer.config import RunConfig
-from trainer.config.requirements import compiles_blocks
+from trainer.config.rules import compiles_blocks
 from trainer.distributed.channel import StepSync
 from trainer.distributed.world import World
 from trainer.lifecycle.folder import RunFolder

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trainer.config import RunConfig
-from trainer.config.run_paths import CONFIG
+from trainer.config.load import CONFIG
 from trainer.errors import EXIT_FAILED, UserError, masked, print_stderr, redact, setting_error
 from trainer.files import find_folder, write_and_sync, write_atomically
 from trainer.metrics.record import find_boot

@@ -22,7 +22,7 @@ from trainer.checkpoint.retention import list_steps
 from trainer.checkpoint.storage import SUPERSEDED, is_same_location, open_storage
 from trainer.checkpoint.writer import Checkpoints
 from trainer.config import RunConfig, compare_configs, stored_value
-from trainer.config.run_paths import is_another_run, shared_checkpoints_rule
+from trainer.config.resolve import is_another_run, shared_checkpoints_rule
 from trainer.distributed.world import World
 from trainer.errors import UserError, masked, setting_error
 from trainer.lifecycle.folder import RECORD, RunFolder, read_status

@@ -33,7 +33,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainer.config import MeshShape, RunConfig, Slices, check_config
-from trainer.config.requirements import check_requirements
+from trainer.config.rules import check_requirements
 from trainer.data.loader import Batch, TrainLoader
 from trainer.data.source import as_mapping
 from trainer.distributed.channel import Channel

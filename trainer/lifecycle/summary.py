@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.retention import disk_space_warning
 from trainer.config import RunConfig
-from trainer.config.auto_model import MODEL
-from trainer.config.requirements import compiles_blocks
+from trainer.config.rules import compiles_blocks
+from trainer.config.schema import MODEL
 from trainer.data.loader import TrainLoader
 from trainer.data.mixture import MixedSource, describe_usage
 from trainer.data.opening import open_source

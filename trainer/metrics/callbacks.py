@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.config import RunConfig
-from trainer.config.requirements import compiles_blocks
-from trainer.config.sections import LogSection
+from trainer.config.rules import compiles_blocks
+from trainer.config.schema import LogSection
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.data.mixture import SOURCE, MixedSource
 from trainer.data.prompts import chat_end_ids, chat_prompt_tokens, prompt_tokens

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config.requirements import check_float8_installed
+from trainer.config.rules import check_float8_installed
 from trainer.errors import setting_error
 
 _MULTIPLE = 16

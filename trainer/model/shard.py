@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config import AUTO, FsdpSection, RunConfig, budget_of, find_slices
-from trainer.config.requirements import compiles_blocks
+from trainer.config.rules import compiles_blocks
 from trainer.errors import UserError, setting_error
 from trainer.model.float8 import apply_float8
 from trainer.model.network import build_network, storage_dtype

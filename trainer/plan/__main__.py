@@ -36,8 +36,8 @@ from trainer.config import (
     recipe_files,
     resolve_context_method,
 )
-from trainer.config.arguments import no_recipe, split_allow_import
-from trainer.config.suggestions import unexpected_argument, unknown_option
+from trainer.config.command_line import no_recipe, split_allow_import
+from trainer.config.messages import unexpected_argument, unknown_option
 from trainer.data.opening import resolve_from_data
 from trainer.distributed.environment import find_environment
 from trainer.errors import EXIT_DOES_NOT_FIT, EXIT_FINISHED, print_stderr, print_stdout, run_command, setting_error

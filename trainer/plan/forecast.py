@@ -12,7 +12,8 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from trainer.config import MeshShape, RunConfig, resolve_context_method
+from trainer.config import MeshShape, RunConfig
+from trainer.config.resolve import Given, run_passes
 from trainer.distributed.world import World
 from trainer.errors import UserError, print_stderr, redact
 from trainer.metrics.console import readable_bytes
@@ -49,27 +50,35 @@ def resolve_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunC
     Plans for the memory of the rank that has the least.  The choice is None on other ranks, and if nothing is `auto`.
     Collective if any setting is `auto`.  Raises UserError on all ranks if nothing fits.
     """
-    config = resolve_context_method(config, world.env.local_world_size)
+    given = Given(shape=mesh, world=world)
+    return run_passes("device", config, given), given.choice
+
+
+def choose_auto(config: RunConfig, given: Given) -> RunConfig:
+    """Let the planner choose the `auto` settings for the device's memory; sets `given.choice` on rank 0.
+
+    The last decision of all, since a plan needs every other setting.  Collective if any setting is `auto`.
+    """
+    mesh, world = given.shape, given.world
+    assert mesh is not None
+    assert world is not None
     if not uses_auto(config):
-        return config, None
+        return config
     (least,) = world.max([-machine_of(config, world).memory_gib])
-    choice: Choice | None = None
 
     def choose() -> None:
-        nonlocal choice
         if world.is_main:
-            choice = fastest_choice(config, mesh, replace(machine_of(config, world), memory_gib=-least))
+            given.choice = fastest_choice(config, mesh, replace(machine_of(config, world), memory_gib=-least))
 
     world.agreed(choose)
-    settings = world.broadcast(choice and choice.settings)
+    settings = world.broadcast(given.choice and given.choice.settings)
     fsdp = replace(config.fsdp, reshard_after_forward=settings["fsdp.reshard_after_forward"])
     train = replace(
         config.train,
         activation_checkpoint=settings["train.activation_checkpoint"],
         micro_batch_size=settings["train.micro_batch_size"],
     )
-    settled = replace(config, fsdp=fsdp, train=train, mesh=replace(config.mesh, context=settings["mesh.context"]))
-    return resolve_context_method(settled, world.env.local_world_size), choice
+    return replace(config, fsdp=fsdp, train=train, mesh=replace(config.mesh, context=settings["mesh.context"]))
 
 
 def describe_choice(choice: Choice | None) -> str:

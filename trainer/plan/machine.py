@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainer.config.load import parse_value
+from trainer.config.load import parse_override
 from trainer.errors import UserError, choice_error, nearest, setting_error
 from trainer.files import checked, with_checksum, write_atomically
 from trainer.metrics.devices import DEVICES, Device, find_device
@@ -250,7 +250,7 @@ class CustomDevice:
 
 def read_description(text: str) -> CustomDevice:
     """Parse a mapping that describes a device.  Raises UserError if `text` is not a valid description."""
-    given = parse_value("device", text)
+    given = parse_override("device", text, dict)
     if not isinstance(given, Mapping) or not isinstance(given.get("like"), str):
         rule = "must be the name of a device, or a mapping that says which one it is like"
         raise setting_error("device", text, rule, example="{like: h100, power_w: 500, memory_gib: 96}")

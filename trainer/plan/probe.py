@@ -25,7 +25,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from trainer.config import RunConfig, find_slices
-from trainer.config.requirements import compiles_when_planned
+from trainer.config.rules import compiles_when_planned
 from trainer.data.opening import open_source
 from trainer.errors import UserError, setting_error
 from trainer.loss import by_row, find_loss

@@ -20,8 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from trainer.checkpoint.state_parts import StatePart
-from trainer.config.chats import CHATML, CHATML_TEMPLATE
 from trainer.config.pretrained import CONFIG, INDEX, WEIGHTS, check_links, fields_of, find_huggingface
+from trainer.config.rules import CHATML, CHATML_TEMPLATE
 from trainer.errors import UserError, setting_error
 from trainer.files import parse_json, sync_folder, writing_to
 from trainer.model.network import HuggingFaceNames

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.config.chats import CHATML
+from trainer.config.rules import CHATML
 from trainer.data.chat.formats import BadChat, Format, Pair, check_columns, find_files, read_records
 from trainer.data.chat.masking import ChatTokenizer, Encoded, Encoder
 from trainer.data.chat.store import ChatReport, ChatShards, ChatSpec, check_dropped, decode_sample, get_or_tokenize

@@ -24,7 +24,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from trainer.config.chats import CHATML, CHATML_TEMPLATE
+from trainer.config.rules import CHATML, CHATML_TEMPLATE
 from trainer.data.chat.formats import BadChat, Message
 from trainer.data.chat.limits import TOO_MUCH_MEMORY, TOO_MUCH_TIME, TemplateTimeout, limited, trial
 from trainer.errors import setting_error

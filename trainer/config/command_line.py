@@ -1,0 +1,281 @@
+"""The command line: its arguments, the text of `--help`, and shell completion.  Does not import torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import yaml
+
+from trainer.config.load import declared_keys, description, recipe_files
+from trainer.config.messages import DASHES, type_name, unexpected_argument, unknown_option
+from trainer.config.schema import RunConfig, plain_lists
+from trainer.errors import UserError, choice_error, nearest, printable, setting_error
+from trainer.recipe import all_recipes
+
+# ---------------------------------------------------------------------------------------------------------------
+# Arguments
+
+_MAX_PROCESSES = 1024
+"""More processes than any machine can run."""
+ALLOW_IMPORT = "--allow-import"
+_OPTIONS = ("--help", "--version", "--print-config", "--why", "--dry-run")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of the command line."""
+
+    recipe: str | None = None
+    overrides: list[str] = field(default_factory=list)
+    nproc: int | None = None
+    options: frozenset[str] = frozenset()
+    allow_import: list[str] = field(default_factory=list)
+    """Modules that may be imported because the run in `recipe` names them."""
+    sections: list[str] = field(default_factory=list)
+    """Sections for which `--help` is requested; empty for all."""
+
+    def asks_for(self, option: str) -> bool:
+        """Return whether an option such as `--help` was given."""
+        return option in self.options
+
+
+def parse(argv: Sequence[str]) -> Arguments:
+    """Parse the command line.  If a key is given twice, the last value applies.
+
+    Raises UserError for an argument of an unknown form.
+    """
+    argv, named = list(argv), dict[str, str]()
+    options, overrides, sections = set(), [], []
+    argv, allow_import = split_allow_import(argv)
+    wants_help = "--help" in argv or "-h" in argv
+    for place, argument in enumerate(argv):
+        key, equals, value = argument.partition("=")
+        if argument in (*_OPTIONS, "-h"):
+            options.add("--help" if argument == "-h" else argument)
+        elif argument.startswith(DASHES):
+            raise unknown_option(argument, _OPTIONS, declared_keys())
+        elif key in ("recipe", "nproc") and equals:
+            named[key] = value
+        elif wants_help and not equals:
+            sections.append(argument)
+        elif not equals or not key:
+            has_recipe = any(word.startswith("recipe=") for word in argv)
+            raise unexpected_argument(argv, place, recipe_files(), has_recipe, _OPTIONS)
+        else:
+            overrides.append(argument)
+    nproc = _parse_nproc(named["nproc"]) if "nproc" in named else None
+    if "--why" in options and options.isdisjoint(("--print-config", "--help", "--version")):
+        raise UserError("--why: explains the output of --print-config\n  to fix: add --print-config, or leave it out")
+    return Arguments(named.get("recipe"), overrides, nproc, frozenset(options), allow_import, sections)
+
+
+def split_allow_import(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the other arguments, and the modules named by `--allow-import MODULE`, which may be repeated."""
+    rest, modules, words = list[str](), list[str](), iter(argv)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name != ALLOW_IMPORT:
+            rest.append(word)
+            continue
+        module = value if equals else next(words, "")
+        if not module or module.startswith("-") or "=" in module:
+            raise UserError(f"{ALLOW_IMPORT}: needs the name of a module\n  for example: {ALLOW_IMPORT} my_models")
+        modules.append(module)
+    return rest, modules
+
+
+def no_recipe(usage: str, overrides: Collection[str]) -> UserError:
+    """Return the error for a command line without a recipe.  `usage` is included in the message."""
+    files = sorted(recipe_files())
+    given = dict(override.partition("=")[::2] for override in overrides)
+    meant = nearest(given.get("model.name", ""), files) if "model.name" in given else None
+    advice = f"did you mean recipe={meant}?" if meant else "for example: recipe=llama_small"
+    return UserError(f"recipe=NAME is missing\n  {advice}\n{usage}\nrecipes: {', '.join(files)}")
+
+
+def _parse_nproc(text: str) -> int:
+    rule = f"must be a number of processes, from 1 to {_MAX_PROCESSES}"
+    if not text.isdecimal() or len(text) > 9:
+        raise setting_error("nproc", text, rule, example=1)
+    if not 1 <= int(text) <= _MAX_PROCESSES:
+        raise setting_error("nproc", text, rule, min(max(1, int(text)), _MAX_PROCESSES))
+    return int(text)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# --help
+
+USAGE = """\
+usage: python -m trainer.run recipe=NAME [section.key=value ...] [nproc=N]
+
+  recipe=NAME          one of the recipes below, a path ending in .yaml, or a run folder
+  section.key=value    sets one value, written as in YAML; strings need no quotes
+  nproc=N              starts N local processes; default: one, or those started by torchrun or srun
+  --print-config       checks the resolved configuration, prints it as YAML and exits
+  --why                with --print-config: a comment on each value that is not a default says where it came from
+  --dry-run            starts up, but does not train: builds the model, opens the data, plans; leaves no files behind
+  --allow-import M     lets a run in recipe= import its own module M; may be repeated
+  --help [SECTION]     prints this, or one section, and exits; with recipe=NAME also shows the recipe's values
+  --version            prints the version and exits
+
+exit codes: 0 finished, 2 a mistake in the input, 75 stopped on request (run it again to resume), 1 anything else
+"""
+
+_COMMANDS = """\
+other commands, as `python -m trainer.COMMAND` or `meshtrainer COMMAND`, each with --help:
+  prepare, plan, data, checkpoints, evaluate, generate, export, report
+shell completion: eval "$(meshtrainer completion bash)", or zsh
+"""
+
+_MOST_USED = ("run", "data", "train", "optim", "schedule", "mesh", "fsdp", "eval", "checkpoint", "log")
+"""The sections that the help lists first, in this order."""
+
+
+def recipe_list() -> str:
+    """Return the list of built-in recipes, one per line."""
+    files = recipe_files()
+    width = max(map(len, files))
+    lines = [f"  {name:<{width}}  {description(path)}" for name, path in files.items()]
+    return "recipes:\n" + "\n".join(lines) + "\n"
+
+
+def full_help(sections: Sequence[str] = (), config: RunConfig | None = None) -> str:
+    """Return the usage, the recipes and all keys, including those of every model; or only the keys of `sections`.
+
+    With a configuration, each key also shows its value there, and `model` lists the fields of that model only.  Raises
+    UserError for an unknown section.
+    """
+    known = [section.name for section in dataclasses.fields(RunConfig)]
+    for name in sections:
+        if name not in known:
+            of_key = (key.partition(".")[0] for key in declared_keys() if name in (key, key.partition(".")[2]))
+            best = next(of_key, None) or nearest(name, known)
+            meant = f"did you mean --help {best}?" if best else f"the sections are: {', '.join(known)}"
+            raise UserError(f"--help {name}: no such section\n  {meant}")
+    parts = [] if sections else [USAGE, recipe_list(), _COMMANDS]
+    for name in sections or sorted(known, key=_order):
+        if name != "model":
+            parts.append(_section(name, type(getattr(RunConfig(), name)), None, config))
+        else:
+            recipes = all_recipes() if config is None else [config.recipe]
+            parts += [_section(f"model (model.name={r.name})", r.config, r.config, config) for r in recipes]
+    return "\n".join(parts)
+
+
+def _order(section: str) -> int:
+    return _MOST_USED.index(section) if section in _MOST_USED else len(_MOST_USED)
+
+
+def _section(title: str, owner: type, model: type | None, config: RunConfig | None) -> str:
+    prefix = "model" if model else title
+    keys = {k: f for k, f in declared_keys(model).items() if k.startswith(f"{prefix}.")}
+    doc = (owner.__doc__ or "").partition("\n")[0]
+    lines = [f"{title}: {doc}"]
+    for key, item in keys.items():
+        meaning = item.metadata.get("meaning", "a registered model" if key == "model.name" else "")
+        default = "(none)" if item.default is dataclasses.MISSING else _written(item.default)
+        here = "" if config is None else f"; here {_written(getattr(getattr(config, prefix), key.partition('.')[2]))}"
+        lines.append(f"  {key}  [{type_name(item.type)}; default {default}{here}]\n      {meaning}")
+    return "\n".join(lines) + "\n"
+
+
+def _written(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(str, value)) + "]"
+    return str(value) if value != "" else "(empty)"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# --print-config --why
+
+_MAX_COLUMNS = 100
+_MAX_INDENT = 36
+"""Comments begin at most at this column, unless the value is longer."""
+
+
+def explained_yaml(config: RunConfig, origins: Mapping[str, str]) -> str:
+    """Return the YAML of `config.to_yaml()` with a comment on each key that is not at its default: where it came from.
+
+    origins: what `load_with_origins` recorded.  The comments are aligned; one that would pass column 100 is above its
+    key.  Comments change no value, so the text can be used as a recipe file.
+    """
+    text = config.to_yaml()
+    lines, keys = text.rstrip("\n").split("\n"), declared_keys(type(config.model))
+    found: list[tuple[int, int | None, str]] = []
+    for section, values in yaml.compose(text).value:
+        for name, value in values.value:
+            key = f"{section.value}.{name.value}"
+            here = getattr(getattr(config, section.value), name.value)
+            item = keys[key]
+            make = item.default_factory
+            default = item.default if make is dataclasses.MISSING else make()
+            if key != "model.name" and plain_lists(here) == plain_lists(default):
+                continue
+            first: int = name.start_mark.line
+            last: int | None = first
+            if isinstance(value, yaml.ScalarNode):  # a comment cannot be inside of a text of several lines
+                last = None if value.style in ("|", ">") else value.end_mark.line
+            found.append((first, last, _comment(origins.get(key, "unknown"))))
+    widths = [len(lines[last]) + 2 for _, last, _ in found if last is not None]
+    indent = max((width for width in widths if width <= _MAX_INDENT), default=0)
+    above: dict[int, str] = {}
+    for first, last, comment in found:
+        line = "" if last is None else f"{lines[last] + '  ':<{indent}}{comment}"
+        if last is None or len(line) > _MAX_COLUMNS:
+            above[first] = f"  {comment}"
+        else:
+            lines[last] = line
+    return "".join(
+        f"{above[number]}\n{line}\n" if number in above else f"{line}\n" for number, line in enumerate(lines)
+    )
+
+
+def _comment(origin: str) -> str:
+    """Return an origin as a comment on one line of a safe length; a path may contain any character."""
+    text = f"# {' '.join(printable(origin).split())}"
+    longest = _MAX_COLUMNS - 2
+    return text if len(text) <= longest else f"{text[: longest // 2]}...{text[3 - longest + longest // 2 :]}"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Shell completion
+
+_BASH = """\
+_meshtrainer() {{
+    local word=${{COMP_WORDS[COMP_CWORD]}} key=
+    [[ $word == "=" ]] && word= key=${{COMP_WORDS[COMP_CWORD-1]}}
+    [[ ${{COMP_WORDS[COMP_CWORD-1]}} == "=" ]] && key=${{COMP_WORDS[COMP_CWORD-2]}}
+    [[ $key == recipe ]] && COMPREPLY=($(compgen -W "{recipes}" -- "$word"))
+    [[ -n $key ]] && return
+    COMPREPLY=($(compgen -W "{words}" -- "$word"))
+    [[ ${{COMPREPLY[0]-}} == *= ]] && compopt -o nospace
+}}
+complete -o default -F _meshtrainer meshtrainer
+"""
+_ZSH = """\
+#compdef meshtrainer
+_meshtrainer() {{ compadd -S '' -- {words}; _files }}
+compdef _meshtrainer meshtrainer
+"""
+
+
+def completion(shell: str, commands: Iterable[str]) -> str:
+    """Return the script that `eval "$(meshtrainer completion bash)"` loads, or the one for zsh.
+
+    Raises UserError if the shell is missing or unknown.
+    """
+    scripts = {"bash": _BASH, "zsh": _ZSH}
+    if not shell:
+        raise UserError("completion: the shell is missing\n  for example: meshtrainer completion bash")
+    if shell not in scripts:
+        raise choice_error("completion", shell, sorted(scripts))
+    words = [*commands, *(f"recipe={name}" for name in recipe_files()), "nproc="]
+    words += [f"{key}=" for key in declared_keys()]
+    words += [*_OPTIONS, ALLOW_IMPORT]
+    return scripts[shell].format(words=" ".join(words), recipes=" ".join(recipe_files()))

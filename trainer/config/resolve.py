@@ -1,0 +1,839 @@
+"""From a recipe and a command line to a RunConfig: where the value of every key is decided, and in which order.
+
+Defaults < recipe files < command line.  What follows from other settings, from files, from the data or from the device
+is then filled in by `PASSES`, one after another.  A pass is a function from the configuration, as far as it is known,
+and what the user gave.  `Given.origins` records where the value of each key came from, for `--print-config --why`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainer.config.changes import compare_configs
+from trainer.config.initial_weights import (
+    allows_another,
+    asks_for_fine_tuning,
+    check_initial_weights,
+    check_readable_tokenizer,
+    check_same_tokenizer,
+    find_weights_tokenizer,
+    is_true,
+    resumes,
+)
+from trainer.config.load import (
+    CONFIG,
+    assign,
+    check_imports,
+    check_limits,
+    declared_by_yaml,
+    declared_keys,
+    empty_tree,
+    find_recipe_file,
+    is_checkpoint,
+    is_run,
+    is_written_by_run,
+    leaves,
+    no_model,
+    parse_override,
+    read_run_config,
+    read_stored,
+    read_yaml,
+    recipe_files,
+    refuse_masked,
+    section_of,
+    split_overrides,
+)
+from trainer.config.location import locate
+from trainer.config.mesh import MeshShape, resolve_context_method
+from trainer.config.pretrained import (
+    DeclaredModel,
+    declared_by_folder,
+    find_native,
+    free_fields,
+    has_config_only,
+    stored_dtype,
+)
+from trainer.config.rules import likely_device
+from trainer.config.schema import AUTO, MODEL, RunConfig
+from trainer.errors import UserError, remember_secrets, setting_error
+from trainer.recipe import find_recipe, resolve
+
+if TYPE_CHECKING:
+    from trainer.distributed.world import World
+    from trainer.plan.search import Choice
+
+ConfigType = TypeVar("ConfigType")
+Stage = Literal["files", "keys", "tree", "config", "start", "data", "device"]
+"""What a pass rewrites, and when:
+
+files: the recipe file's sections, parsed.
+keys: `Keys`, the values of the files and the texts of the command line.
+tree: the typed tree of OmegaConf, in which references such as ${run.seed} are not resolved yet.
+config: the RunConfig.
+start, data, device: the RunConfig too, but later: when a run starts, when its data can be read, and on its device.
+"""
+
+
+@dataclass
+class Keys:
+    """The keys that files and the command line set, before they have types."""
+
+    values: dict[str, Any]
+    assignments: dict[str, str]
+
+
+@dataclass
+class Given:
+    """What the user gave, which the passes decide by, and what they report."""
+
+    path: Path = Path(CONFIG)
+    """The recipe file."""
+    assignments: Mapping[str, str] = field(default_factory=dict)
+    """The keys of the command line, as text."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """The keys of the recipe file and its parents."""
+    allow_import: Collection[str] = ()
+    """The modules that an untrusted configuration may import."""
+    needs_weights: bool = True
+    is_stored: bool = False
+    """Whether the configuration is one that a checkpoint stores: it is used as it is, whatever the files are now."""
+    shape: MeshShape | None = None
+    world: World | None = None
+    """The mesh and the ranks, for the passes of stage `device`."""
+
+    origins: dict[str, str] = field(default_factory=dict)
+    """Where the value of each key comes from that is not a default."""
+    untyped: Keys = field(default_factory=lambda: Keys({}, {}))
+    """What the passes of stage `keys` made of values and assignments."""
+    declared: DeclaredModel | None = None
+    """The model that belongs to the initial weights."""
+    choice: Choice | None = None
+    """What the planner chose for the `auto` settings, on rank 0."""
+    notes: list[str] = field(default_factory=list)
+    """Messages to show the user."""
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """All keys that the user set, in a recipe file or on the command line."""
+        return {**self.values, **self.assignments}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Loading
+
+
+def load_config(
+    recipe: str, overrides: Sequence[str] = (), allow_import: Collection[str] = (), needs_weights: bool = True
+) -> RunConfig:
+    """Return the configuration of `recipe` with `key=value` overrides.
+
+    `recipe` is a name in conf/, a path ending in .yaml, or a run folder (its `config.yaml`).  A recipe file may inherit
+    with `recipe: PARENT`.  If a key is given twice, the last value applies.  A configuration loaded from a
+    run folder applies to that run, even if the folder has been moved, unless `overrides` contain `run.dir` or
+    `run.name`.  A learning-rate range test gets a separate folder.
+
+    Modules named on the command line or in the user's recipe files are imported.  Files written by a run or stored in
+    a checkpoint are untrusted: a module that they name is imported only if it is in `allow_import` or in `overrides`.
+
+    If the source in `train.init_from` describes a model, that model's fields replace the recipe's, and model fields in
+    `overrides` must agree with them.
+
+    `needs_weights=False` skips the check that the initial weights can be read, for commands that only look at the model
+    or the data.
+
+    Raises UserError for an unknown recipe or key, a wrong type, or a value outside its limits.  Rules that depend on
+    the number of ranks are checked by `check_config`.
+    """
+    return load_with_origins(recipe, overrides, allow_import, needs_weights)[0]
+
+
+def load_with_origins(
+    recipe: str, overrides: Sequence[str] = (), allow_import: Collection[str] = (), needs_weights: bool = True
+) -> tuple[RunConfig, Given]:
+    """Load a configuration as `load_config` does; return it with what the user gave and where each value comes from."""
+    path = find_recipe_file(recipe)
+    given = Given(path, split_overrides(overrides), allow_import=allow_import, needs_weights=needs_weights)
+    tree = run_passes("files", read_yaml(path), given)
+    if is_written_by_run(path):
+        check_imports(tree, given.assignments, allow_import)
+    remember_secrets([tree, *given.assignments.values()])
+    for key, value in leaves(tree, path):
+        if key not in given.assignments:
+            refuse_masked(key, value, path)
+        given.values[key] = value
+    return _build(given), given
+
+
+def config_from_yaml(text: str, origin: str = CONFIG, allow_import: Collection[str] = ()) -> RunConfig:
+    """Return the configuration stored in a checkpoint by `to_yaml`.
+
+    The text is untrusted: of the modules that it names, only those in `allow_import` and their submodules are imported.
+    Raises UserError as `load_config` does.
+    """
+    values = dict(leaves(read_stored(text, origin), Path(origin)))
+    return _build(Given(Path(origin), values=values, allow_import=allow_import, is_stored=True))
+
+
+def _build(given: Given) -> RunConfig:
+    """Return the configuration of the values of files and of the command line: give them types, then run the passes."""
+    keys = run_passes("keys", Keys(dict(given.values), dict(given.assignments)), given)
+    given.untyped, values, assignments = keys, keys.values, keys.assignments
+    name = assignments.get("model.name", values.get("model.name"))
+    if name is None:
+        raise no_model(values, given.path)
+    model = find_recipe(str(name), given.allow_import if given.is_stored else None).config
+    tree, legal = copy.deepcopy(empty_tree(model)), declared_keys(model)
+    for key, value in values.items():
+        assign(tree, legal, key, value, f" (in {given.path})")
+    for key, text in assignments.items():
+        if key in legal:
+            assign(tree, legal, key, parse_override(key, text, legal[key].type), "", text)
+        else:
+            assign(tree, legal, key, text, "")
+        given.origins[key] = "command line"
+    try:
+        config = OmegaConf.to_object(run_passes("tree", tree, given))
+    except OmegaConfBaseException as error:
+        key = str(error.full_key)
+        rule = f"cannot be resolved ({str(error).splitlines()[0]})"
+        fix = "write the value itself, or refer to an existing key, such as ${run.seed}"
+        raise setting_error(key, assignments.get(key, values.get(key)), rule, fix=fix) from error
+    assert isinstance(config, RunConfig)
+    remember_secrets(dataclasses.asdict(config))
+    check_limits(config)
+    if given.declared is not None:
+        given.declared.check(config.model, config.checkpoint.allow_changes)
+    return run_passes("config", config, given)
+
+
+def run_passes(stage: Stage, config: ConfigType, given: Given) -> ConfigType:
+    """Run the passes of one stage in their order, and return the configuration.
+
+    A key whose value a pass changes gets that pass as its origin, unless the pass itself records a more precise one.
+    """
+    before = dict(_flat(config))
+    for each in PASSES:
+        if each.stage != stage or (given.is_stored and not each.for_stored):
+            continue
+        recorded = dict(given.origins)
+        decide = resolve(each.decide, each.name) if isinstance(each.decide, str) else each.decide
+        config = decide(config, given)
+        after = dict(_flat(config))
+        for key in before.keys() | after.keys():
+            if key not in after:
+                given.origins.pop(key, None)
+            elif (key not in before or before[key] != after[key]) and given.origins.get(key) == recorded.get(key):
+                replaced = recorded.get(key, "")  # from the user; not by an earlier pass
+                was = f" (was: {replaced})" if replaced and ": " not in replaced else ""
+                given.origins[key] = f"{each.name}: {each.reason}{was}"
+        before = after
+    return config
+
+
+def _flat(config: object) -> Iterator[tuple[str, Any]]:
+    """Yield the keys and values of a configuration in the form of any stage but `tree`."""
+    if isinstance(config, Keys):
+        yield from config.values.items()
+    elif isinstance(config, RunConfig):
+        for section in dataclasses.fields(config):
+            owner = getattr(config, section.name)
+            for item in dataclasses.fields(owner):
+                yield f"{section.name}.{item.name}", getattr(owner, item.name)
+    elif isinstance(config, dict):
+        for name, values in config.items():
+            if isinstance(values, Mapping):
+                yield from ((f"{name}.{key}", value) for key, value in values.items())
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Recipe files: their parents, and where the folders of a run are now
+
+PARENT = "recipe"
+_NOT_INHERITED = {"run": ("name", "dir"), "checkpoint": ("dir", "resume")}
+"""Keys of a run's stored configuration that only apply to that run, by section."""
+
+
+def inherit(tree: Mapping[str, Any], given: Given) -> dict[str, Any]:
+    """Merge the sections of the recipe file over those of its parents.
+
+    First of all, since every other pass needs the values that files set, whichever file sets them.  A parent is written
+    as on the command line: the name of a recipe, a path (relative to the file's folder), or a run folder, whose
+    settings are inherited except for its name, folder and checkpoints.  A file that names a different model than its
+    parent inherits none of the parent's model fields.
+
+    Raises UserError for a parent that does not exist, and for circular inheritance.
+    """
+    found, seen = dict(tree), [given.path.resolve()]
+    file = shown_path(given.path)
+    given.origins.update((key, file) for key, _ in _flat(found))
+    while (parent := found.pop(PARENT, None)) is not None:
+        rule = f"must be a recipe, a path ending in .yaml, or a run folder (in {seen[-1]})"
+        if not isinstance(parent, str):
+            raise setting_error(PARENT, parent, rule, example="llama_small")
+        beside = seen[-1].parent / parent
+        above = find_recipe_file(str(beside) if beside.exists() else parent).resolve()
+        if above in seen:
+            rule = f"is its own parent, through {', '.join(map(str, seen))}"
+            raise setting_error(PARENT, parent, rule, fix="start one of them from another recipe, such as llama_small")
+        inherited = read_yaml(above)
+        if is_written_by_run(above):
+            check_imports(inherited, given.assignments, given.allow_import)
+        if above.name == CONFIG and is_run(above.parent):
+            for section, names in _NOT_INHERITED.items():
+                if isinstance(inherited.get(section), Mapping):
+                    inherited[section] = {k: value for k, value in inherited[section].items() if k not in names}
+        found, file = _merge(inherited, found), shown_path(above)
+        for key, _ in _flat(found):
+            given.origins.setdefault(key, file)
+        seen.append(above)
+    return found
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for section, values in above.items():
+        under = merged.get(section)
+        if not isinstance(values, Mapping) or not isinstance(under, Mapping):
+            merged[section] = under if values is None else values
+        elif section == "model" and values.get("name", under.get("name")) != under.get("name"):
+            merged[section] = dict(values)
+        else:
+            merged[section] = {**under, **values}
+    return merged
+
+
+def shown_path(path: Path) -> str:
+    """Return a file's path for `--why`: one in conf/ without its folder, others relative to the working folder."""
+    if path.resolve() == recipe_files().get(path.stem, Path()).resolve():
+        return f"conf/{path.name}"
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def run_paths(tree: Mapping[str, Any], given: Given) -> dict[str, Any]:
+    """Resolve the folders in a configuration that a run wrote to where they are now.
+
+    A run folder that was moved continues at its new path; a copy of a run folder continues as a separate run.  Before
+    the command line is applied, which may name another folder, and on the file's own folders: those of a parent are not
+    inherited.  A file that was not written by a run is left alone.
+
+    Raises UserError if training would use a folder or checkpoints of another run that the command line does not name.
+    """
+    path, assignments = given.path, given.assignments
+    run, keep = dict(section_of(tree, "run")), dict(section_of(tree, "checkpoint"))
+    stored_dir, folder = run.get("dir"), path.parent
+    is_of_checkpoint = is_checkpoint(folder)
+    if path.name != CONFIG or not isinstance(stored_dir, str) or not (is_of_checkpoint or is_run(folder)):
+        return dict(tree)
+    target = Path("runs") / assignments["run.name"] if assignments.get("run.name") else None
+    if assignments.get("run.dir"):
+        target = Path(assignments["run.dir"])
+    if target is None and is_of_checkpoint:
+        raise UserError(
+            f"recipe={path}: is the configuration of a checkpoint, written by the run in {stored_dir}\n"
+            f"  to start a new run: add run.name=NAME, and checkpoint.resume={folder} to continue from that "
+            f"checkpoint\n  to resume that run: recipe={stored_dir}"
+        )
+    is_itself = target is None or (not is_of_checkpoint and _is_same(target, folder))
+    target = target or folder
+    if "checkpoint.dir" not in assignments and isinstance(keep.get("dir"), str):
+        place = relocated(keep["dir"], stored_dir, str(target))
+        stays_apart = place == keep["dir"] and not _is_same(target, Path(stored_dir))
+        if stays_apart and (not is_itself or is_another_run(stored_dir, folder)):
+            owner = stored_dir if is_of_checkpoint or is_another_run(stored_dir, folder) else folder
+            raise setting_error("checkpoint.dir", place, shared_checkpoints_rule(owner, place, str(target)))
+        keep["dir"] = place
+    if is_itself and (keep.get("resume") == "none" or any((folder / "checkpoints").glob("step_*"))):
+        keep["resume"] = "auto"  # `none` applied to the first start; later progress is kept
+    if target is folder and run.get("name") == Path(stored_dir).name:
+        run["name"] = folder.absolute().name
+    run["dir"] = str(target)
+    return {**tree, "run": run, "checkpoint": keep}
+
+
+def is_another_run(stored: str, here: Path) -> bool:
+    """Return whether the stored folder `stored` still holds a run, and is not the same folder as `here`.
+
+    If so, `here` is a copy of that run.  If `stored` holds no run any more, `here` is that run after a move.
+    """
+    return is_run(Path(stored)) and not _is_same(Path(stored), here)
+
+
+def relocated(place: str, stored_dir: str, run_dir: str) -> str:
+    """Return the current location of checkpoints that were stored in `place` when the run's folder was `stored_dir`.
+
+    Checkpoints inside the run folder moved with it to `run_dir`; a URL, or a folder elsewhere, is unchanged.
+    """
+    if "://" in place:
+        return place
+    within = os.path.relpath(os.path.abspath(place), os.path.abspath(stored_dir))
+    return place if within.split(os.sep)[0] == os.pardir else os.path.normpath(os.path.join(run_dir, within))
+
+
+def shared_checkpoints_rule(owner: str | Path, place: str, run_dir: str) -> str:
+    """Return the error text for a run in `run_dir` that would use the checkpoint folder of the run in `owner`."""
+    return (
+        f"holds the checkpoints of the run in {owner}; the one in {run_dir} needs its own place\n"
+        "  on the command line: checkpoint.dir=WHERE (null: in run.dir), and to continue from the newest there "
+        f"checkpoint.resume={place}\n  to resume that run: run.dir={owner}"
+    )
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return one.absolute() == other.absolute()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Keys, before they have types
+
+
+def steps_or_epochs(keys: Keys, given: Given) -> Keys:
+    """Drop the file's `train.steps` or `train.epochs` if the command line sets the other.
+
+    Here, where it is known who sets which: once merged, both would be set.  Raises UserError if the command line, or
+    the file, sets both.
+    """
+    steps, epochs, values, assignments = "train.steps", "train.epochs", keys.values, keys.assignments
+    if steps in assignments and assignments.get(epochs, "null") != "null":
+        rule = f"{steps}={assignments[steps]} is also given; use only one of them"
+        raise setting_error(epochs, assignments[epochs], rule)
+    if steps in assignments or epochs in assignments:
+        dropped = epochs if steps in assignments else steps
+        kept = {key: value for key, value in values.items() if key != dropped or assignments.get(epochs) == "null"}
+        return Keys(kept, assignments)
+    if steps in values and values.get(epochs) is not None:
+        raise setting_error(epochs, values[epochs], f"{steps}={values[steps]} is also set there; use only one of them")
+    return keys
+
+
+_GENERIC_KEYS = ("model.path", "model.fresh")
+"""Keys of the generic recipe `hf` that native recipes do not need."""
+
+
+def auto_model(keys: Keys, given: Given) -> Keys:
+    """Replace `model.name=auto` by the name of the recipe that builds the model in a folder.
+
+    Before types, because only the recipe tells which model keys there are.  A native recipe is used if it builds the
+    model that config.json describes and declares every `model.` key that is set; otherwise the generic recipe `hf`.
+    Raises UserError if no folder is given.
+    """
+    values, assignments = keys.values, keys.assignments
+    if assignments.get("model.name", values.get("model.name")) != AUTO:
+        return keys
+    # A recipe file that names another model sets that model's fields.
+    own_file = values.get("model.name") == AUTO
+    kept = {key: value for key, value in values.items() if own_file or not key.startswith("model.")}
+    asked = {**kept, **assignments}
+    init_from = asked.get("train.init_from")
+    start = None if init_from in (None, "null", "~", "") else str(init_from)
+    folder = asked.get("model.path") or (start if start is not None and locate(start).kind == "huggingface" else None)
+    if not folder:
+        rule = "model.name=auto needs a Hugging Face model folder"
+        raise setting_error("model.path", None, rule, example="models/Qwen3-8B")
+    folder = str(Path(str(folder).removeprefix("file://")).expanduser().absolute())
+    found = find_native(folder, "model.path")
+    model_keys = {key for key in asked if key.startswith("model.") and key != "model.name"}
+    fields = {f"model.{f.name}" for f in dataclasses.fields(found[0].config)} if found else set()
+    rest = {key: text for key, text in assignments.items() if key != "model.name"}
+    if found is None or not model_keys - set(_GENERIC_KEYS) <= fields:
+        return Keys(kept | {"model.name": find_recipe("hf").name, "model.path": folder}, rest)
+    recipe, config = found
+    own = {key: value for key, value in kept.items() if key not in _GENERIC_KEYS}
+    declared = {f"model.{field.name}": getattr(config, field.name) for field in dataclasses.fields(config)}
+    own |= declared | {"model.name": recipe.name}
+    given.origins.update(dict.fromkeys(declared.keys() - {"model.name"}, shown_path(Path(folder) / "config.json")))
+    rest = {key: text for key, text in rest.items() if key not in _GENERIC_KEYS}
+    fresh = asked.get("model.fresh")
+    if start is not None:
+        if is_true(fresh):
+            rule = f"asks for random weights, but train.init_from={start} names the weights to start from"
+            raise setting_error("model.fresh", True, rule, fix="leave out one of the two")
+    elif not is_true(fresh):
+        # A folder with only config.json can define a model to train from scratch, but not one to fine-tune.
+        is_meant = fresh is None and has_config_only(folder) and not asks_for_fine_tuning(asked)
+        if not is_meant:
+            own["train.init_from"] = folder
+            given.origins["train.init_from"] = "auto model: the weights in its folder"
+            rest.pop("train.init_from", None)
+    if rest.get("data.tokenizer", own.get("data.tokenizer")) == MODEL:
+        own["data.tokenizer"] = folder  # without initial weights, no other key names the model's folder
+        rest.pop("data.tokenizer", None)
+    return Keys(own, rest)
+
+
+def another_model(keys: Keys, given: Given) -> Keys:
+    """Drop the model fields of the files if the command line names another model than they do.
+
+    They are that model's own, and the other may not have them.  After `auto_model`, which may name the model.
+    """
+    named = keys.values.get("model.name")
+    if keys.assignments.get("model.name", named) == named:
+        return keys
+    return Keys({key: value for key, value in keys.values.items() if not key.startswith("model.")}, keys.assignments)
+
+
+def model_of_weights(tree: Any, given: Given) -> Any:
+    """Copy the model fields that the source of the initial weights declares; keep it in `given.declared`.
+
+    The command line wins, and so do free fields that are set.  Before references such as ${model.dim} are resolved,
+    so that they refer to these values.
+    """
+    source, recipe = tree.train.init_from, find_recipe(str(tree.model.name))
+    if source is None:
+        return tree
+    location = locate(source)
+    if location.kind == "huggingface":
+        given.declared = declared_by_folder(source, recipe, "train.init_from")
+    else:
+        stored = location.folder / CONFIG  # of a run or of a checkpoint
+        try:
+            if stored.is_file():
+                given.declared = declared_by_yaml(stored.read_text(), recipe.name, str(stored))
+        except OSError as error:
+            rule = f"{stored.name} cannot be read ({error.strerror})"
+            raise setting_error("train.init_from", source, rule) from error
+    if given.declared is not None:
+        legal, free = declared_keys(recipe.config), free_fields(recipe.config, tree.checkpoint.allow_changes)
+        for name, value in given.declared.fields.items():
+            key, where = f"model.{name}", given.declared.where
+            is_set = key in given.untyped.assignments or (name in free and key in given.untyped.values)
+            if key in legal and not is_set:
+                assign(tree, legal, key, value, f" (in {where})")
+                given.origins[key] = shown_path(Path(where))
+    return tree
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The typed configuration: what follows from other settings and from files.  The values are stored with the run, so that
+# the data and the dtypes cannot change when it is resumed.
+
+
+def recipe_fields(config: RunConfig, given: Given) -> RunConfig:
+    """Let the recipe fill in the model fields that follow from others (`Recipe.resolve`), the first typed pass.
+
+    Others depend on them, such as the width of the model.
+    """
+    model = config.model if config.recipe.resolve is None else config.recipe.resolve(config.model)
+    return replace(config, model=model)
+
+
+def run_name(config: RunConfig, given: Given) -> RunConfig:
+    """Fill in the default name and folder of the run, on which all other folders depend.
+
+    A name on the command line starts another run, so the folder in the recipe file is ignored then.
+    """
+    name = config.run.name or given.path.stem
+    is_another = bool(given.assignments.get("run.name")) and not given.assignments.get("run.dir")
+    folder = "" if is_another else config.run.dir
+    return replace(config, run=replace(config.run, name=name, dir=folder or default_folder(name)))
+
+
+def default_folder(name: str) -> str:
+    """Return the default folder of a run with this name."""
+    return f"runs/{name}"
+
+
+def data_source(config: RunConfig, given: Given) -> RunConfig:
+    """Imply `data.source=tokens` if a path is given, but no source next to it (on the command line or in the file).
+
+    Before all passes that look at the source.
+    """
+    data = config.data
+    has_source = "data.source" in (given.assignments if "data.path" in given.assignments else given.keys)
+    if not data.path or has_source or data.source not in ("stdlib", "synthetic"):
+        return config
+    return replace(config, data=replace(data, source="tokens"))
+
+
+_RANGE_STEPS = 100
+
+
+def range_test(config: RunConfig, given: Given) -> RunConfig:
+    """Make a learning-rate range test that the command line asks for a short run that always starts over.
+
+    Before `holdout`, which depends on whether there are evaluations.
+    """
+    if config.schedule.name != "range" or "schedule.name" not in given.assignments:
+        return config
+    if given.assignments.keys().isdisjoint(("train.steps", "train.epochs")):
+        config = replace(config, train=replace(config.train, steps=_RANGE_STEPS, epochs=None))
+    log, checkpoint = config.log, config.checkpoint
+    if "eval.every" not in given.assignments:
+        config = replace(config, eval=replace(config.eval, every=0, patience=0))
+        checkpoint = replace(checkpoint, keep_best=0)
+        log = replace(log, prompts=())
+    if "log.sample_tokens" not in given.assignments:
+        log = replace(log, sample_tokens=0)  # the model has diverged by then
+    if "checkpoint.resume" not in given.assignments:
+        checkpoint = replace(checkpoint, resume="none")
+    return replace(config, log=log, checkpoint=checkpoint)
+
+
+def holdout(config: RunConfig, given: Given) -> RunConfig:
+    """Hold out 1 % of the data for evaluation if `data.holdout` is unset and there is nothing else to evaluate on."""
+    data = config.data
+    if data.holdout is not None:
+        return config
+    evaluates = data.source in ("tokens", "chat") and config.eval.every > 0 and data.eval_path is None
+    if not evaluates:
+        given.origins["data.holdout"] = "holdout: no evaluation needs it"
+    return replace(config, data=replace(data, holdout=0.01 if evaluates else 0.0))
+
+
+def tokenizer_file(config: RunConfig, given: Given) -> RunConfig:
+    """Replace `data.tokenizer=model`, or a folder, by the path of the tokenizer.json in it.
+
+    Stored as a path, so that a resume finds the same file from any working directory.
+    """
+    named, start = config.data.tokenizer, config.train.init_from
+    if named == MODEL:  # the Hugging Face folder of the model, or of its initial weights
+        named = config.model_path or (start if start is not None and locate(start).kind == "huggingface" else MODEL)
+    if named != MODEL and (Path(named).expanduser() / "tokenizer.json").is_file():
+        named = str((Path(named).expanduser() / "tokenizer.json").absolute())
+    return replace(config, data=replace(config.data, tokenizer=named))
+
+
+def chat_packing(config: RunConfig, given: Given) -> RunConfig:
+    """Arrange conversations so that none attends to another, and none is cut.  After `data_source`."""
+    data = config.data
+    if data.source == "chat" and data.arrangement != "apart":
+        data = replace(data, documents="masked", fit="best")
+    elif data.source == "chat" and "data.fit" not in given.assignments:
+        data = replace(data, fit="cut")  # reset the value of a run whose conversations were packed
+    return replace(config, data=data)
+
+
+def chat_length(config: RunConfig, given: Given) -> RunConfig:
+    """Limit the sequence length of a recipe for chats to what the model supports.
+
+    A length on the command line is taken as it is, and turns off `data.trim_rows`, which would shorten it.
+    """
+    data, longest = config.data, getattr(config.model, "max_seq_len", None)
+    if "data.seq_len" not in given.assignments:
+        if data.source == "chat" and longest is not None:
+            data = replace(data, seq_len=min(data.seq_len, longest))
+    elif "data.trim_rows" not in given.assignments:
+        data = replace(data, trim_rows=False)
+    return replace(config, data=data)
+
+
+def scaled_lr(config: RunConfig, given: Given) -> RunConfig:
+    """Scale the learning rate of a recipe that fine-tunes models of any width (`optim.lr_by_width`).
+
+    After `recipe_fields`, which knows the width.  The exponent was fitted to Llama models; for Qwen models the source
+    gives a rate that hardly falls with width.
+    Source: Thinking Machines Lab, Tinker documentation, "Hyperparameters of supervised learning"; the factor of ten for
+    adapters is from Schulman et al. 2025, "LoRA Without Regret".
+    """
+    optim, width = config.optim, getattr(config.model, "dim", None)
+    if not optim.lr_by_width:
+        return config
+    if "optim.lr" in given.assignments and "optim.lr_by_width" not in given.assignments:
+        return replace(config, optim=replace(optim, lr_by_width=False))
+    if not width:
+        rule = f"model.name={config.model.name} does not declare its width"
+        raise setting_error("optim.lr_by_width", True, rule, fix="give optim.lr")
+    scaled = optim.lr * (2000 / width) ** 0.78 * (10 if config.lora.rank else 1)
+    return replace(config, optim=replace(optim, lr=float(f"{scaled:.2e}"), lr_by_width=False))
+
+
+_SMALL = 512
+"""Models narrower than this, typically with a few million parameters, count as small."""
+
+
+def small_model_steps(config: RunConfig, given: Given) -> RunConfig:
+    """Reset `train.small_model_steps` for all but small models, and if the user has set the number of epochs."""
+    train, width = config.train, getattr(config.model, "dim", None)
+    by_recipe = "train.epochs" not in given.assignments or "train.small_model_steps" in given.assignments
+    if train.epochs is not None and by_recipe and width is not None and width < _SMALL:
+        return config
+    return replace(config, train=replace(train, small_model_steps=0))
+
+
+def compute_dtype(config: RunConfig, given: Given) -> RunConfig:
+    """Resolve `fsdp.param_dtype=auto` by the device: bfloat16 on a GPU, float32 on a CPU, which is slow in bfloat16."""
+    if config.fsdp.param_dtype != AUTO:
+        return config
+    on_gpu = likely_device(config.run.device) == "cuda"
+    if config.run.device == AUTO:
+        given.origins["fsdp.param_dtype"] = f"environment: {'a' if on_gpu else 'no'} GPU is visible here"
+    return replace(config, fsdp=replace(config.fsdp, param_dtype="bfloat16" if on_gpu else "float32"))
+
+
+def adapter_base_dtype(config: RunConfig, given: Given) -> RunConfig:
+    """Resolve the dtype of the weights below adapters: those stored in bfloat16 lose nothing by staying in it."""
+    lora, source = config.lora, config.train.init_from or config.model_path
+    if not lora.rank or lora.base_dtype is not None:
+        return config
+    is_bfloat16 = source is not None and stored_dtype(source) == "bfloat16"
+    return replace(config, lora=replace(lora, base_dtype="bfloat16" if is_bfloat16 else config.train.weights_dtype))
+
+
+def readable_weights(config: RunConfig, given: Given) -> RunConfig:
+    """Refuse initial weights that cannot be read; decides nothing.
+
+    Here, because the next pass looks for the tokenizer of these weights, and would blame a missing one.
+    """
+    if given.needs_weights:
+        check_initial_weights(config, given.keys)
+    return config
+
+
+def tokenizer_of_weights(config: RunConfig, given: Given) -> RunConfig:
+    """Use the tokenizer of the initial weights, unless `data.tokenizer` is given.  A run that resumes keeps its own.
+
+    After `tokenizer_file`, so that both are paths.  Raises UserError if the given tokenizer differs from that of the
+    weights, or if that cannot be read: token ids would then stand for different text than when the weights were
+    trained.  `checkpoint.allow_changes=[data.tokenizer]` permits both.
+    """
+    key, data, is_given = "data.tokenizer", config.data, "data.tokenizer" in given.keys
+    if data.source == "synthetic":
+        return config
+    own = find_weights_tokenizer(config)
+    if is_given and data.tokenizer != MODEL:
+        if own is not None and not allows_another(config) and not resumes(config):
+            check_same_tokenizer(data.tokenizer, own)
+        return config
+    if own is None:
+        if not is_given and not resumes(config):
+            check_readable_tokenizer(config)
+        return config
+    before = section_of(read_run_config(config.run_dir), "data").get("tokenizer") if resumes(config) else None
+    if before == "bytes" and not is_given:
+        own = "bytes"
+        given.origins[key] = shown_path(config.run_dir / CONFIG)
+    return replace(config, data=replace(data, tokenizer=own))
+
+
+def range_test_folder(config: RunConfig, given: Given) -> RunConfig:
+    """Give a range test a separate folder, and a separate place for its checkpoints.
+
+    The folder is that of the run it is for, with `-lr` appended, so that the run's own files are untouched.  Last of
+    the passes on loading: those before look into the run's own folder.
+    """
+    if config.schedule.name != "range":
+        return config
+    run, checkpoint = config.run, config.checkpoint
+    while (before := read_run_config(Path(run.dir))) or run is config.run:
+        if section_of(before, "schedule").get("name") == "range":
+            break
+        run = replace(run, name=f"{run.name}-lr", dir=f"{run.dir.rstrip('/')}-lr")
+    own = section_of(before, "checkpoint").get("dir")
+    if checkpoint.dir is not None and own not in (checkpoint.dir, str(Path(checkpoint.dir).absolute())):
+        checkpoint = replace(checkpoint, dir=f"{checkpoint.dir.rstrip('/')}-lr")
+    return replace(config, run=run, checkpoint=checkpoint)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# When a run starts
+
+
+def free_name(config: RunConfig, given: Given) -> RunConfig:
+    """Choose a folder in which the run can start; a note tells the user if it is not the default one.
+
+    The default folder is used unless it holds a finished run that differs in a setting that a resume would refuse; then
+    the first suitable one of NAME-2, NAME-3, ... is used.  The configuration is unchanged if the command line or the
+    recipe file sets the run's name or folder, or the command line sets its checkpoint.  All ranks, and all restarts,
+    get the same result.  Only for a run that starts: a printed configuration is independent of what has been run here.
+    """
+    usual = given.path.stem
+    is_unnamed = config.run.name == usual and config.run.dir == default_folder(usual)
+    if not is_unnamed or given.assignments.keys() & {"run.name", "run.dir", "checkpoint.resume", "checkpoint.dir"}:
+        return config
+    first = _in_the_way(config)
+    if not first:
+        return config
+    for number in itertools.count(2):
+        name = f"{config.run.name}-{number}"
+        named = replace(config, run=replace(config.run, name=name, dir=default_folder(name)))
+        if not _in_the_way(named):
+            break
+    more = f" and {len(first) - 2} more" if len(first) > 2 else ""
+    what = f"{config.run.dir} is finished, with another configuration ({'; '.join(first[:2])}{more})"
+    given.notes.append(f"{what}, so this run uses {named.run.dir}")
+    return named
+
+
+def _in_the_way(config: RunConfig) -> list[str]:
+    """Return the differences for which the finished run in the configuration's folder could not be resumed, if any."""
+    folder = Path(config.run.dir)
+    try:
+        status = json.loads((folder / "status.json").read_text())
+        if status.get("state") != "finished":
+            return []
+        refused, _ = compare_configs(config, (folder / CONFIG).read_text())
+    except (OSError, ValueError, AttributeError, UserError):
+        return []  # such errors are reported when the run starts
+    return [line.replace(" in the checkpoint,", " there,") for line in refused]
+
+
+def context_method(config: RunConfig, given: Given) -> RunConfig:
+    """Resolve `mesh.context_method=auto`, by the number of ranks on a node.
+
+    Before `auto`, whose plans need it, and after it, since it may choose `mesh.context`.
+    """
+    assert given.world is not None
+    return resolve_context_method(config, given.world.env.local_world_size)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The list
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One step of the resolution: its name, the function, when it runs, and the reason that `--why` gives."""
+
+    name: str
+    decide: Any
+    """`decide(config, given) -> config`, or "package.module:function" for one that needs the data or the device."""
+    stage: Stage
+    reason: str
+    for_stored: bool = False
+    """Whether the pass also applies to a configuration that a checkpoint stores."""
+
+
+PASSES = (
+    Pass("inherit", inherit, "files", "a parent of the recipe file"),
+    Pass("run paths", run_paths, "files", "where the run is now"),
+    Pass("steps or epochs", steps_or_epochs, "keys", "the command line sets the other", for_stored=True),
+    Pass("auto model", auto_model, "keys", "builds the model in the folder"),
+    Pass("another model", another_model, "keys", "the command line names another", for_stored=True),
+    Pass("model of weights", model_of_weights, "tree", "the initial weights belong to it"),
+    Pass("recipe fields", recipe_fields, "config", "follows from other model fields"),
+    Pass("run name", run_name, "config", "the recipe's, in the folder runs/NAME", for_stored=True),
+    Pass("data source", data_source, "config", "data.path is given", for_stored=True),
+    Pass("range test", range_test, "config", "schedule.name=range is a short test", for_stored=True),
+    Pass("holdout", holdout, "config", "for eval.every, as data.eval_path is not set", for_stored=True),
+    Pass("tokenizer file", tokenizer_file, "config", "in the folder that is named", for_stored=True),
+    Pass("chat packing", chat_packing, "config", "conversations do not attend to each other", for_stored=True),
+    Pass("chat length", chat_length, "config", "the model's longest sequence", for_stored=True),
+    Pass("scaled lr", scaled_lr, "config", "suits the width of the model", for_stored=True),
+    Pass("small model steps", small_model_steps, "config", "only for small models", for_stored=True),
+    Pass("compute dtype", compute_dtype, "config", "suits run.device", for_stored=True),
+    Pass("adapter base dtype", adapter_base_dtype, "config", "as the weights are stored", for_stored=True),
+    Pass("readable weights", readable_weights, "config", "checks the initial weights"),
+    Pass("tokenizer of weights", tokenizer_of_weights, "config", "comes with the initial weights"),
+    Pass("range test folder", range_test_folder, "config", "apart from the run it is for"),
+    Pass("free name", free_name, "start", "the folder holds another finished run"),
+    Pass("trim rows", "trainer.data.opening:trim_rows", "data", "the longest conversation"),
+    Pass("epochs", "trainer.data.opening:epochs_to_steps", "data", "train.epochs of the data"),
+    Pass("context method", context_method, "device", "suits the heads and nodes"),
+    Pass("auto", "trainer.plan.forecast:choose_auto", "device", "the planner's choice for this memory"),
+    Pass("context method", context_method, "device", "suits the context the planner chose"),
+)
+"""All passes, in their order.  Those that need data or a device are at the end: they run when their input exists."""
