@@ -6,7 +6,7 @@
 
 A user error before `begin` leaves an existing run unchanged: no transition, no record.
 
-Below `Lifecycle`: what happens around a save, steps that are abandoned, and the command of `run.on_end`.
+Below `Lifecycle`: steps that are abandoned, and the command of `run.on_end`.
 """
 
 from __future__ import annotations
