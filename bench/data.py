@@ -69,7 +69,7 @@ def read(case: Case, folder: Path, seconds: float) -> dict[str, float]:
     """Read micro-batches for `seconds`; return tokens per second of CPU time and of wall time."""
     from trainer import load_config
     from trainer.data.loader import TrainLoader
-    from trainer.data.source_factory import open_source
+    from trainer.data.opening import open_source
 
     config = load_config("llama_small", case.overrides(folder))
     loader = TrainLoader(

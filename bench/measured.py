@@ -25,7 +25,7 @@ from bench.variants import ForeachAdamW, WholeLoss
 from trainer import RunConfig, Trainer, load_config
 from trainer.loss import linear_cross_entropy
 from trainer.metrics.record import Record
-from trainer.metrics.step_timer import peak_flops, peak_memory_gib
+from trainer.metrics.step_metrics import peak_flops, peak_memory_gib
 
 if TYPE_CHECKING:
     from bench.gpu import Row
@@ -45,7 +45,7 @@ class Window:
     """Start time of the row, from `time.time`."""
 
 
-class Measured(Trainer):
+class MeasuredTrainer(Trainer):
     """Measures its steps and ends the process after the last measured one, without writing a large checkpoint."""
 
     def __init__(self, config: RunConfig, window: Window) -> None:
@@ -109,7 +109,7 @@ def train(row: Row, overrides: Sequence[str], warmup: int, steps: int, result: P
     if row.chunk_mib is not None:
         _layers.linear_cross_entropy = partial(linear_cross_entropy, chunk_bytes=row.chunk_mib << 20)
     variants = [VARIANTS[name] for name in (row.loss, row.optimizer) if name in VARIANTS]
-    kind = type("Measured", (Measured, *variants), {"__module__": __name__})
+    kind = type("MeasuredTrainer", (MeasuredTrainer, *variants), {"__module__": __name__})
     kind(load_config(row.recipe, overrides), window).fit()
 
 

@@ -188,7 +188,7 @@ def peak_gib(device: str) -> float:
     """Return the peak memory on the GPU or, without one, of this process."""
     import torch
 
-    from trainer.metrics.step_timer import peak_memory_gib
+    from trainer.metrics.step_metrics import peak_memory_gib
 
     return peak_memory_gib(torch.device(device))
 

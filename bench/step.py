@@ -36,9 +36,9 @@ from trainer.distributed.environment import limit_spinning
 from trainer.errors import nearest, run_command, setting_error
 
 TRAINER, HANDWRITTEN = "trainer", "handwritten"
-BY_HAND = {HANDWRITTEN: "fsdp", "ddp": "ddp", "plain": "none"}
+HANDWRITTEN_LOOPS = {HANDWRITTEN: "fsdp", "ddp": "ddp", "plain": "none"}
 """The hand-written loops, and the value of `parallel` for each."""
-ALIKE = {"ddp": ["mesh.shard=1", "mesh.replicate=-1", "run.threads=1"], "plain": ["run.threads=1"]}
+TRAINER_SETTINGS = {"ddp": ["mesh.shard=1", "mesh.replicate=-1", "run.threads=1"], "plain": ["run.threads=1"]}
 """Settings of the trainer for each hand-written loop.  One thread, since threads waiting for a core would add noise."""
 VARIANTS = {
     "loss-whole": "WholeLoss",
@@ -101,7 +101,7 @@ MODELS = {
 }
 """Overrides of the recipe in RECIPES."""
 
-BATCH_OF_A_RANK = {"tiny": 12}
+RANK_BATCH_SIZE = {"tiny": 12}
 """Samples per rank and step, for models whose global batch grows with the number of ranks."""
 
 WINDOWS = {"tiny": (20, 300), "small": (10, 60), "30m": (3, 10)}
@@ -144,7 +144,7 @@ def _peak_mib() -> float:
 def run_rank(job: dict[str, Any], side: str, folder: Path) -> None:
     """Train one side and write this rank's readings and losses to `folder`; ends the process."""
     watch = Watch(job["warmup"], job["steps"], launched=float(os.environ["BENCH_LAUNCHED"]))
-    train = partial(_train_by_hand if side in BY_HAND else _train_with_trainer, side)
+    train = partial(_train_by_hand if side in HANDWRITTEN_LOOPS else _train_with_trainer, side)
     losses = train(job, watch, folder)
     result = json.dumps({**watch.readings, "losses": losses[:NUM_COMPARED]})
     (folder / f"rank{os.environ['RANK']}.json").write_text(result)
@@ -157,7 +157,7 @@ def _train_by_hand(side: str, job: dict[str, Any], watch: Watch, folder: Path) -
 
     from bench.handwritten import Settings, train
 
-    settings = Settings(**job["settings"], parallel=BY_HAND[side], log=folder / "log.jsonl")
+    settings = Settings(**job["settings"], parallel=HANDWRITTEN_LOOPS[side], log=folder / "log.jsonl")
     losses = train(settings, watch.after_step)
     if dist.is_initialized():
         dist.barrier()
@@ -174,7 +174,7 @@ def _train_with_trainer(side: str, job: dict[str, Any], watch: Watch, folder: Pa
     records: list[Record] = []
     """One record per step.  Losses are read after the last step only, because reading one waits for the device."""
 
-    class Measured(base):
+    class TimedTrainer(base):
         """Trainer whose steps are measured."""
 
         def on_step(self, record: Record) -> None:
@@ -182,12 +182,12 @@ def _train_with_trainer(side: str, job: dict[str, Any], watch: Watch, folder: Pa
             watch.after_step(record["step"])
 
     overrides = overrides_of(side, [*job["overrides"], f"run.dir={folder / 'run'}"])
-    measured = Measured(load_config(job["recipe"], overrides))
+    trainer = TimedTrainer(load_config(job["recipe"], overrides))
     # A final save would compete for the disk with the first steps of the other side.
-    with mock.patch.object(measured.saver, "save_final"):
-        measured.fit()
+    with mock.patch.object(trainer.saver, "save_final"):
+        trainer.fit()
     losses = [float(record.loss) for record in records]
-    measured.close()
+    trainer.close()
     return losses
 
 
@@ -202,7 +202,7 @@ def overrides_of(side: str, common: Sequence[str]) -> list[str]:
 
 def overrides_of_model(model: str, nproc: int) -> list[str]:
     """Return the settings of a model, including its global batch size on `nproc` ranks."""
-    own = BATCH_OF_A_RANK.get(model)
+    own = RANK_BATCH_SIZE.get(model)
     return [*MODELS[model], *([f"train.global_batch_size={own * nproc}"] if own else [])]
 
 
@@ -211,14 +211,14 @@ def check_side(side: str, model: str, nproc: int) -> None:
     from trainer.config import check_config, load_config
 
     key, is_setting, _ = side.partition("=")
-    known = (*BY_HAND, *VARIANTS)
+    known = (*HANDWRITTEN_LOOPS, *VARIANTS)
     if not is_setting and side not in known:
         rule = f"must be {', '.join(known)}, or key=value of the configuration"
         raise setting_error("--against", side, rule, meant=nearest(side, known))
     if side == "plain" and nproc > 1:
         raise setting_error("--against", side, f"is one process, not --nproc {nproc}", HANDWRITTEN)
     if side == HANDWRITTEN and RECIPES[model] != "llama_small":
-        raise setting_error("--against", side, f"shards a llama, and --model {model} is none", "ddp")
+        raise setting_error("--against", side, f"shards a llama, and --model {model} is not a llama", "ddp")
     if key in FIXED:
         raise setting_error("--against", side, f"{key} is set by the bench itself")
     if key.startswith(WORK):
@@ -233,8 +233,8 @@ def prepare(folder: Path, recipe: str, overrides: Sequence[str], warmup: int, st
     import torch
 
     from trainer import load_config
-    from trainer.data.sample_order import sample_at
-    from trainer.data.source_factory import open_source
+    from trainer.data.mixture import sample_at
+    from trainer.data.opening import open_source
     from trainer.data.stdlib import StdlibCorpus
     from trainer.data.tokenizer import find_tokenizer
     from trainer.model.materialize import materialize
@@ -272,8 +272,14 @@ def prepare(folder: Path, recipe: str, overrides: Sequence[str], warmup: int, st
         "log_every": config.log.every,
     }
     parameters = sum(p.numel() for p in model.parameters())
-    told = {"recipe": recipe, "overrides": overrides, "settings": settings}
-    return {**told, "warmup": warmup, "steps": steps, "parameters": parameters}
+    return {
+        "recipe": recipe,
+        "overrides": overrides,
+        "settings": settings,
+        "warmup": warmup,
+        "steps": steps,
+        "parameters": parameters,
+    }
 
 
 def run_side(side: str, job: Path, folder: Path, nproc: int) -> dict[str, Any]:
@@ -326,7 +332,7 @@ def compare(model: str, against: str, nproc: int, num_pairs: int, steps: int | N
     differences: list[float] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        overrides = [*overrides_of_model(model, nproc), *ALIKE.get(against, [])]
+        overrides = [*overrides_of_model(model, nproc), *TRAINER_SETTINGS.get(against, [])]
         job = prepare(folder, RECIPES[model], overrides, warmup, steps or default_steps)
         (folder / "job.json").write_text(json.dumps(job))
         for pair in range(num_pairs):
@@ -358,7 +364,7 @@ def report(runs: dict[str, list[dict[str, Any]]], title: str) -> None:
         ratios = [ours[name] / theirs[name] for ours, theirs in zip(*runs.values(), strict=True)]
         spread = f"{min(ratios):.3f} - {max(ratios):.3f}"
         least = [min(run[name] for run in own) for own in runs.values()]
-        bar = f"{BARS[name]:.2f}" if name in BARS and BY_HAND.keys() & runs else ""
+        bar = f"{BARS[name]:.2f}" if name in BARS and HANDWRITTEN_LOOPS.keys() & runs else ""
         figures = (f"{statistics.median(ratios):.3f}", f"{least[0] / least[1]:.3f}", spread)
         rows.append([meaning, *(f"{m:.4g}" for m in medians), *figures, bar])
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
@@ -372,7 +378,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="measured steps of each run")
     parser.add_argument("--warmup", type=int, help="steps before these")
     parser.add_argument("--model", choices=sorted(MODELS), default="small")
-    sides = ", ".join((*BY_HAND, *VARIANTS))
+    sides = ", ".join((*HANDWRITTEN_LOOPS, *VARIANTS))
     parser.add_argument(
         "--against", default=HANDWRITTEN, metavar="SIDE", help=f"{sides}, or key=value; by default the first"
     )

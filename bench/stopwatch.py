@@ -48,7 +48,7 @@ PACKAGES = {
 METHODS = {
     "trainer.config.resolve": {"load_config": "configuration"},
     "trainer.config.rules": {"check_config": "configuration"},
-    "trainer.data.source_factory": {"open_source": "data"},
+    "trainer.data.opening": {"open_source": "data"},
     "trainer.distributed.world": {"World.__init__": "process group", "World.mesh_of": "process group"},
     "trainer.lifecycle.selfcheck": {"check_same_run": "self-check", "check_start": "self-check"},
     "trainer.plan.forecast": {"resolve_auto": "planner's forecast", "Forecast.sentence": "planner's forecast"},
@@ -62,7 +62,7 @@ METHODS = {
         "Trainer.train_step": "first step",
     },
     "trainer.lifecycle.folder": {"RunFolder.begin": "checkpoints, folder, metrics"},
-    "trainer.metrics.hub": {"Metrics.open": "checkpoints, folder, metrics"},
+    "trainer.metrics.sinks": {"Metrics.open": "checkpoints, folder, metrics"},
 }
 """Functions that are timed, by module, and the part they belong to; a missing function is an error."""
 
@@ -141,7 +141,7 @@ class Finder:
                 execute(module)
             for path, part in METHODS.get(name, {}).items():
                 self._watch(module, path, part)
-            if name == "trainer.metrics.hub":
+            if name == "trainer.metrics.sinks":
                 self._leave_after_first_line(module.Metrics)
 
         return counted

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trainer import Trainer
-from trainer.lifecycle.garbage import GarbageCollection
 from trainer.loss import cross_entropy
+from trainer.metrics.callbacks import Callback, GarbageCollection
 
 
 class WholeLoss(Trainer):
@@ -55,16 +55,5 @@ class FreeCollector(Trainer):
     """Leaves Python's automatic garbage collection on, so that it may run in the middle of a step."""
 
     def fit(self) -> int:
-        with mock.patch("trainer.trainer.GarbageCollection", _Nothing):
+        with mock.patch.multiple(GarbageCollection, begin_fit=Callback.begin_fit, end_fit=Callback.end_fit):
             return super().fit()
-
-
-class _Nothing(GarbageCollection):
-    def __enter__(self) -> GarbageCollection:
-        return self
-
-    def after(self, step: int) -> None:
-        """Collect nothing."""
-
-    def __exit__(self, *exception: object) -> None:
-        """Leave the collector as it is."""

@@ -155,9 +155,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "each-rank-decides-when-to-save",
         "pays",
-        "build_save_policy",
-        "policy.is_agreed = lambda: asked.any_yes",
-        "policy.is_agreed = pace.is_time",
+        "AdaptiveInterval.falls_due",
+        "self._is_time.any_yes",
+        "self.is_time()",
     ),
     Defect(
         "tied-table-not-gathered-back",
@@ -169,7 +169,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "fused-across-products",
         "plan-published",
-        "trainer.plan.fusion:_groups",
+        "trainer.plan.kernels:_groups",
         "(operator.is_fused and not is_fused)",
         "0",
     ),
@@ -178,7 +178,7 @@ DEFECTS: list[Defect] = [
         "save-postponed-for-good",
         "streaks",
         "SaveSchedule.is_due",
-        "return falls_due or self._is_postponed",
+        "return falls_due or self.is_postponed",
         "return falls_due",
     ),
     Defect(
@@ -327,8 +327,8 @@ DEFECTS: list[Defect] = [
         "ties-parted",
         "ties",
         "materialize",
-        "    _retie(model, ties)",
-        "    _retie(model, ties[1:])",
+        "for first, *aliases in ties:",
+        "for first, *aliases in ties[1:]:",
     ),
     Defect(
         "turned-the-other-way",
@@ -568,15 +568,15 @@ DEFECTS: list[Defect] = [
     Defect(
         "copy-appends-to-the-originals-wandb",
         "run-folders",
-        "EarlierAttempts.drop_wandb_identity",
-        'self._folder.move_aside("wandb")',
-        "self._folder.move_aside()",
+        "Resume._supersede",
+        'self._folder.move_aside(["wandb"])',
+        "self._folder.move_aside([])",
         by_campaign=True,
     ),
     Defect(
         "pruned-one-too-many",
         "pruning",
-        "RetentionPolicy._older_than_the_last",
+        "RetentionPolicy.obsolete",
         "if step < last[-1] and",
         "if step <= last[-1] and",
     ),
@@ -812,8 +812,8 @@ DEFECTS: list[Defect] = [
         "steps-twice",
         "metrics-file",
         "_stays",
-        'not in _MADE_ANEW or record["step"] <= resumed_step',
-        'not in _MADE_ANEW or record["step"] <= resumed_step + 1',
+        'not in _WRITTEN_AGAIN or record["step"] <= resumed_step',
+        'not in _WRITTEN_AGAIN or record["step"] <= resumed_step + 1',
     ),
     Defect(
         "curves-twice",
@@ -912,9 +912,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "descriptor-per-shard",
         "many-shards",
-        "DescriptorCache._max_open",
-        "return max(1, min(MAX_OPEN_FILES, file_limit() // 4))",
-        "return 10**9",
+        "DescriptorCache._get_or_open",
+        "max_open = max(1, min(MAX_OPEN_FILES, file_limit() // 4))",
+        "max_open = 10**9",
     ),
     Defect(
         "left-step-is-counted",
@@ -941,8 +941,8 @@ DEFECTS: list[Defect] = [
         "slices-counted-from-0",
         "context",
         "positions",
-        "return counted if slices is None else take_slice(slices, counted)",
-        "return counted if slices is None else counted[..., : tokens_BT.shape[1]]",
+        "return torch.cat([counted[..., start:stop] for start, stop in slices.pieces], -1)",
+        "return counted[..., : tokens_BT.shape[1]]",
     ),
     Defect(
         "gathered-keys-kept",
@@ -961,23 +961,23 @@ DEFECTS: list[Defect] = [
     Defect(
         "tail-of-another-rank",
         "context",
-        "_reassemble",
+        "_attend_to_all",
         "*reversed(tails_C2BKSH.unbind())",
         "*tails_C2BKSH.unbind()",
     ),
     Defect(
         "slices-unchecked",
         "context-refused",
-        "trainer.lifecycle.context_check:check_context",
+        "trainer.lifecycle.selfcheck:check_context",
         "if not abs(one - other) <= tolerance * abs(one):",
         "if abs(one) > 1e30:",
     ),
     Defect(
         "ids-unchecked",
         "damaged-data",
-        "TokenSource._has_unknown_ids",
-        "return self._can_hold_unknown_ids and bool(found.max(initial=0) >= self.vocab_size)",
-        "return self._can_hold_unknown_ids and bool(found.max(initial=0) > 10**6)",
+        "TokenSource._read_rows",
+        "if self._can_hold_unknown_ids and rows.max(initial=0) >= self.vocab_size:",
+        "if self._can_hold_unknown_ids and rows.max(initial=0) > 10**6:",
     ),
 ]
 

@@ -22,16 +22,15 @@ from typing import Any
 
 import trainer.checkpoint.reader
 import trainer.checkpoint.storage
-import trainer.checkpoint.store
+import trainer.checkpoint.writer
 import trainer.distributed.exchange
-import trainer.sequence.context
+import trainer.sequence.attention
 from tests.forked import Forked, start_run
 from tests.ranks import Ran
 from trainer import Trainer
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.storage import LocalStorage
-from trainer.checkpoint.store import Checkpoints
-from trainer.checkpoint.tensors import Staging
+from trainer.checkpoint.writer import Checkpoints, Staging
 from trainer.distributed.channel import Channel
 from trainer.metrics.record import Record
 
@@ -114,7 +113,7 @@ def _install(fault: Fault) -> None:
     Checkpoints.take = noted_take  # type: ignore[method-assign]
     for owner, attribute in ((os, "fsync"), (os, "preadv"), (Channel, "gather"), (Channel, "broadcast")):
         _wrap(owner, attribute, lambda attribute=attribute: _event(attribute))
-    for owner, attribute in ((Staging, "copy"), (trainer.checkpoint.store, "collect")):
+    for owner, attribute in ((Staging, "copy"), (trainer.checkpoint.writer, "collect")):
         _wrap(owner, attribute, lambda attribute=attribute: _event(attribute), _event)
     for owner, attribute, phase in (
         (Checkpoints, "start", "collect"),
@@ -136,17 +135,17 @@ def _install(fault: Fault) -> None:
 
 
 _PLACES: dict[str, tuple[Any, str]] = {
-    "collect": (trainer.checkpoint.store, "collect"),
+    "collect": (trainer.checkpoint.writer, "collect"),
     "stage": (Staging, "copy"),
     "begin": (LocalStorage, "begin"),
-    "write": (trainer.checkpoint.store, "write_tensors"),
-    "write_files": (trainer.checkpoint.store, "write_files"),
+    "write": (trainer.checkpoint.writer, "write_tensors"),
+    "write_files": (trainer.checkpoint.writer, "write_files"),
     "finish": (Checkpoints, "_write_common"),
     "publish": (LocalStorage, "publish"),
     "prune": (LocalStorage, "unpublish"),
     "delete": (LocalStorage, "delete"),
     "load": (trainer.checkpoint.reader, "read_tensors"),
-    "attend": (trainer.sequence.context, "gather_parts"),
+    "attend": (trainer.sequence.attention, "gather_parts"),
     "attend backward": (trainer.distributed.exchange, "sum_parts"),
 }
 """Functions that can fail or hang, by what they do."""

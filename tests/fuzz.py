@@ -375,7 +375,7 @@ def _agree(one: Any, other: Any, tolerance: float) -> bool:
 
 def _differing_tensors(calm: Path, rough: Path, step: int) -> list[str]:
     """Return the weights and optimizer states that are not bit-identical in the checkpoints of a step."""
-    from trainer.checkpoint.stored_weights import StoredWeights, find_checkpoint
+    from trainer.checkpoint.reader import StoredWeights, find_checkpoint
     from trainer.checkpoints import compare_tensors
 
     weights = [StoredWeights(find_checkpoint(str(run / "checkpoints" / f"step_{step:08d}"))) for run in (calm, rough)]
@@ -394,7 +394,7 @@ PLANTED = (
     "loss-scale",
     "norm-over-replicas",
     "shares-overlap",
-    "parts-from-the-beginning",
+    "tail-of-another-rank",
 )
 """Defects of tests/defects.py that a comparison with an undisturbed run must notice."""
 

@@ -26,7 +26,7 @@ from trainer.model.gradients import gradient_sync
 from trainer.model.network import build_network
 from trainer.model.parameters import local
 from trainer.model.shard import apply_sharding
-from trainer.plan.communication import Collective
+from trainer.plan.estimates import Collective
 
 
 @contextmanager

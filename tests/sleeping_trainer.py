@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import trainer.checkpoint.store
+import trainer.checkpoint.writer
 from tests.own_recipes import UNITS, Mlp, MlpConfig
 from trainer import Recipe, RunConfig, Trainer, register
 from trainer.distributed.channel import TimedStore
@@ -37,7 +37,7 @@ class SleepingTrainer(Trainer):
         super().__init__(config)
         self.state.add("nap", Nap(self))
         self.model.table.register_forward_hook(self.sleep_in_its_backward)  # type: ignore[union-attr, arg-type]
-        write, take = trainer.checkpoint.store.write_tensors, self.checkpoints.take
+        write, take = trainer.checkpoint.writer.write_tensors, self.checkpoints.take
 
         def write_tensors(*args: Any) -> Any:
             self.sleep_in("writing")
@@ -55,7 +55,7 @@ class SleepingTrainer(Trainer):
             return get(messages, key)
 
         TimedStore.get = get_late  # type: ignore[method-assign]
-        trainer.checkpoint.store.write_tensors = write_tensors
+        trainer.checkpoint.writer.write_tensors = write_tensors
         self.checkpoints.take = take_result  # type: ignore[method-assign]
 
     def sleep_in(self, place: str) -> None:

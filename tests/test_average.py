@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from tests.ranks import run_tiny
 from tests.tiny import full, lines, tiny_config
 from trainer import Trainer, UserError, load_config, load_weights
-from trainer.checkpoint.stored_weights import StoredWeights, find_checkpoint
+from trainer.checkpoint.reader import StoredWeights, find_checkpoint
 from trainer.checkpoints import command_line as checkpoints
 from trainer.config import MeshShape
-from trainer.data.source_factory import open_source
+from trainer.data.opening import open_source
 from trainer.evaluate import main as evaluate
 from trainer.export import command_line as export
 from trainer.plan.machine import find_machine

@@ -236,7 +236,7 @@ def test_scale_of_a_model_alone(compiles: bool, monkeypatch: pytest.MonkeyPatch)
     update, marks = bench.scale.build_alone(config, "cpu")
     update({"tokens": torch.zeros(1, 8, dtype=torch.int64), "targets": torch.ones(1, 8, dtype=torch.int64)})
     assert len(marks) == 2
-    assert [type(block).__name__ for block in compiled] == ["Block"] * (2 * compiles)
+    assert [type(block).__name__ for block in compiled] == ["LlamaBlock"] * (2 * compiles)
     assert not torch.distributed.is_initialized()
 
 

@@ -12,13 +12,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.broken_folders import CASES, CHAT, write_good
+from tests.broken_folders import CASES, CHAT, weights, write_good
 from trainer import UserError, load_config, load_weights
 from trainer.files import link_outside
 from trainer.report.live import Pages
-from trainer.weights.huggingface import SafetensorsFolder
-from trainer.weights.origin import read_model_files
+from trainer.weights.exporting import read_model_files
+from trainer.weights.sources import SafetensorsFolder
 
 pytest.importorskip("tokenizers")
 
@@ -68,11 +69,31 @@ def test_weights_that_are_not_finite_are_refused(name: str, tmp_path: Path) -> N
         load_weights(broken(tmp_path, name))
 
 
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_one_weight_of_integers_is_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Part of a quantized folder: converted to floating point, the codes would be trained as if they were weights."""
+    folder = write_good(tmp_path / "model")
+    weights(lambda tensors: tensors.update({UP: tensors[UP].to(dtype)}))(folder)
+    with pytest.raises(UserError, match=r"layers.1.feed_forward.w3.weight: u?int8 there, as in a quantized folder"):
+        load_weights(folder)
+
+
+def test_matrices_of_zeros_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A download that was interrupted leaves them, where its room had been allocated before."""
+    folder = write_good(tmp_path / "model")
+    weights(lambda tensors: tensors[UP].zero_())(folder)
+    load_weights(folder)
+    assert f"matrices in {folder} are all zero, as after an interrupted download: layers.1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("index: ")])
 def test_an_index_stays_in_its_folder(name: str, tmp_path: Path) -> None:
     folder = broken(tmp_path, name)
     with pytest.raises(UserError, match=r"model.safetensors.index.json"):
-        SafetensorsFolder.as_stored(folder, "model.path")
+        SafetensorsFolder(folder, setting="model.path")
 
 
 @pytest.mark.parametrize("name", ["merges.txt", "tokenizer_config.json", "generation_config.json"])

@@ -28,15 +28,14 @@ from tests.test_data import read_all, write_shards
 from tests.test_faults import small_disk
 from tests.test_remote import Server
 from trainer.config import DataSection
-from trainer.data import cache, catalogue, descriptors, row_layout, shards
+from trainer.data import cache, documents, opening, shards
 from trainer.data import stdlib as stdlib_module
-from trainer.data.cache import get_or_build, locked
-from trainer.data.ingest.folder import BuildFolder
-from trainer.data.manifest import Manifest, rows_of
+from trainer.data.cache import get_or_build, locked, remove_unlocked
+from trainer.data.ingest.build import BuildFolder
+from trainer.data.opening import open_source
 from trainer.data.remote import transport
-from trainer.data.shards import Shard, ShardError
+from trainer.data.shards import Manifest, Shard, ShardError, rows_of
 from trainer.data.source import as_mapping
-from trainer.data.source_factory import open_source
 from trainer.errors import UserError
 from trainer.plan.machine import calibration_path, read_calibration, write_calibration
 from trainer.prepare import prepare
@@ -51,10 +50,10 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def as_in_a_new_process() -> None:
     shards._VERIFIED.clear()
-    descriptors.SHARD_FILES.close()
-    from trainer.data.remote import shard
+    shards.SHARD_FILES.close()
+    from trainer.data.remote import shards as remote_shards
 
-    shard._cache.cache_clear()
+    remote_shards._cache.cache_clear()
 
 
 def samples_of(data: DataSection) -> list[Any]:
@@ -110,9 +109,8 @@ def tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 
 def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     """Tokens of which all parts are built, and no manifest is there yet."""
-    monkeypatch.setattr("trainer.data.ingest.units.MIN_UNIT_BYTES", 1300)
-    monkeypatch.setattr("trainer.data.ingest.builder.default_num_procs", lambda: 1)
-    monkeypatch.setattr("trainer.data.tokenized_cache.default_num_procs", lambda: 1)
+    monkeypatch.setattr("trainer.data.ingest.build.MIN_UNIT_BYTES", 1300)
+    monkeypatch.setattr("trainer.data.ingest.build.default_num_procs", lambda: 1)
     data = of_text(tmp_path)
 
     def interrupt() -> None:
@@ -169,7 +167,7 @@ def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 
 
 def packing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
-    monkeypatch.setattr(row_layout, "MAX_DOCUMENTS_IN_MEMORY", 0)
+    monkeypatch.setattr(documents, "MAX_DOCUMENTS_IN_MEMORY", 0)
     (tmp_path / "data").mkdir()
     path = write_shards(tmp_path / "data", [text.encode() for text in texts(40)])
     data = DataSection(
@@ -180,7 +178,7 @@ def packing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 
 def many_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     """With a catalogue."""
-    monkeypatch.setattr(catalogue, "MIN_SHARDS", 4)
+    monkeypatch.setattr(opening, "MIN_SHARDS", 4)
     (tmp_path / "data").mkdir()
     path = write_shards(tmp_path / "data", *([text.encode()] for text in texts(5)))
     data = DataSection(source="tokens", path=path, cache_dir=str(tmp_path / "cache"), seq_len=8)
@@ -224,7 +222,7 @@ def text_from_afar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
         for path in (tmp_path / "cache").glob("tokens-*"):
             shutil.rmtree(path)
         with monkeypatch.context() as patch:
-            patch.setattr("trainer.data.tokenized_cache.build", interrupted_there)
+            patch.setattr("trainer.data.ingest.build.build", interrupted_there)
             with pytest.raises(KeyboardInterrupt):
                 samples_of(data)
 
@@ -233,7 +231,7 @@ def text_from_afar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 
 def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     """What `trainer.prepare` leaves if it is interrupted."""
-    monkeypatch.setattr("trainer.data.ingest.units.MIN_UNIT_BYTES", 1300)
+    monkeypatch.setattr("trainer.data.ingest.build.MIN_UNIT_BYTES", 1300)
     lines = write_lines(tmp_path / "a.jsonl")
     out = tmp_path / "out"
 
@@ -462,7 +460,7 @@ def test_of_a_large_shard_the_pages_that_are_read_are_verified(large: Shard, mon
     asked: list[int] = []
     real = os.preadv
     monkeypatch.setattr(
-        descriptors.os,
+        shards.os,
         "preadv",
         lambda file, buffers, at: (
             asked.extend(len(memoryview(each).cast("B")) for each in buffers) or real(file, buffers, at)
@@ -573,6 +571,42 @@ def test_without_locks_each_builds_and_the_first_one_counts(tmp_path: Path, monk
     assert found == ["made", "made"]
     assert not list(tmp_path.glob("*.tmp"))
     assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_without_locks_what_needs_one_is_refused_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> NoReturn:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(cache.fcntl, "flock", refuse)
+    with (
+        pytest.raises(OSError, match=r"has no locks; set data\.cache_dir to a local disk"),
+        locked(tmp_path / "lock", is_required=True),
+    ):
+        pass
+    with locked(tmp_path / "lock") as held:
+        assert not held.is_locked
+
+
+def test_the_last_that_shares_a_lock_removes_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with locked(path, is_shared=True) as first:
+        with locked(path, is_shared=True) as second:
+            assert not second.make_exclusive()
+        assert path.exists()
+        assert not remove_unlocked(path)
+        assert first.make_exclusive()
+    assert not path.exists()
+    path.touch()
+    assert remove_unlocked(path)
+    assert not path.exists()
+
+
+def test_a_file_that_is_its_own_lock_stays_once_it_is_renamed(tmp_path: Path) -> None:
+    """And so does one that another process has begun under the old name."""
+    with locked(tmp_path / "part"):
+        (tmp_path / "part").rename(tmp_path / "whole")
+        (tmp_path / "part").touch()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["part", "whole"]
 
 
 def test_a_lock_whose_file_is_removed_still_excludes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,14 +17,13 @@ from tests.ranks import merged
 from trainer import UserError, load_config, prepare, run
 from trainer.config import DataSection, check_config
 from trainer.config.changes import compare_configs
-from trainer.data.chat.conversation import BadChat, Conversation
-from trainer.data.chat.masking import Encoder
+from trainer.data.chat.formats import BadChat, Conversation
+from trainer.data.chat.masking import ChatTokenizer, Encoder
 from trainer.data.chat.source import ChatSource
 from trainer.data.chat.template import find_template
-from trainer.data.chat.tokens import ChatTokenizer
-from trainer.data.packing import best_fit
+from trainer.data.documents import best_fit
+from trainer.data.opening import open_source
 from trainer.data.source import IGNORE, Source, as_mapping
-from trainer.data.source_factory import open_source
 
 
 def encoder_of(folder: Path, family: Family) -> Encoder:
@@ -190,6 +189,25 @@ BAD = {
         {"messages": [*ANSWERED[:1], {"role": "assistant", "tool_calls": [{"function": {"name": "weather"}}]}]},
         [],
         ["data.chat_template=model: chats.jsonl:3: messages[1].tool_calls"],
+    ),
+    "reasoning without a place": (
+        {"messages": [*ANSWERED[:1], {**ANSWERED[1], "reasoning_content": "hm"}]},
+        [],
+        ["data.chat_template=model: chats.jsonl:3: messages[1].reasoning_content: the chat template has no place"],
+    ),
+    "a system prompt beside the messages": (
+        {"messages": ANSWERED, "system": "You are a pirate."},
+        [],
+        ["data.path=", "chats.jsonl:3: has the key 'system' beside 'messages'", "the first message"],
+    ),
+    "two formats in one file": (
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]},
+        [],
+        [
+            "data.path=",
+            "chats.jsonl:3: has no key 'messages'",
+            "the format sharegpt, while the file begins with messages",
+        ],
     ),
     "a call of nothing": (
         {"messages": [*ANSWERED[:1], {"role": "assistant", "tool_calls": [{"function": {}}]}]},

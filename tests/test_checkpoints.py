@@ -18,9 +18,9 @@ from tests.ranks import Ran, merged, run_command, run_python_module, run_ranks, 
 from tests.runs import Shared
 from tests.tiny import fit
 from trainer import Trainer, UserError, load_config, load_weights
-from trainer.checkpoint.state_tree import join, split
+from trainer.checkpoint.reader import StoredWeights, find_checkpoint
+from trainer.checkpoint.state_parts import StatePart, join, split
 from trainer.checkpoint.storage import open_storage
-from trainer.checkpoint.stored_weights import StoredWeights, find_checkpoint
 from trainer.export import command_line as export
 from trainer.metrics.step_metrics import Update
 from trainer.prepare import command_line as prepare
@@ -718,6 +718,33 @@ def test_a_second_start_leaves_the_word_of_the_first(tmp_path: Path) -> None:
     elsewhere.write_text("")
     fourth = run_tiny(tmp_path / "run", f"checkpoint.dir={elsewhere}", ends=2)
     assert f"checkpoint.dir={elsewhere}" in fourth.stderr
+
+
+class Restartable(Counter):
+    """A part of the user's, whose method `prepare` has nothing to do with checkpoints."""
+
+    restarted = 0
+
+    def restart(self, step: int) -> None:
+        self.restarted = step
+
+    def prepare(self) -> None:
+        raise NotImplementedError
+
+
+def test_a_part_has_defaults_for_the_methods_that_it_lacks() -> None:
+    own = Restartable()
+    part = StatePart.of(own)
+    part.prepare({})
+    assert part.differences({}, {}) is None
+    assert part.changes_outside({}, ()) == ([], [])
+    assert not part.may_differ("value")
+    assert not part.may_be_absent
+    assert part.can_restart
+    part.restart(3)
+    assert own.restarted == 3
+    assert part.state_dict() == own.state_dict()
+    assert not StatePart.of(Counter()).can_restart
 
 
 def test_trees_say_what_they_cannot_hold() -> None:

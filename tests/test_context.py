@@ -21,11 +21,11 @@ from trainer import Trainer, UserError, load_config
 from trainer.config import MeshShape, Slices, check_config, find_slices, resolve_context_method, smallest_mesh
 from trainer.config.mesh import with_context
 from trainer.data.loader import EvalLoader, TrainLoader, slice_batch
-from trainer.data.source_factory import open_source
+from trainer.data.opening import open_source
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan, planned
-from trainer.plan.search import remedies, settle
-from trainer.sequence import Documents, attend, attention, context, positions, sliced
+from trainer.plan.search import fastest_choice, remedies
+from trainer.sequence import Documents, attend, attention, positions, sliced
 
 CAMPAIGN = pytest.mark.campaign
 GATHER, HEADS = "mesh.context_method=gather", "mesh.context_method=heads"
@@ -69,7 +69,7 @@ def test_a_slice_attends_to_its_whole_sequence(
     expected = alone(*whole, lengths or [[32]] * 2)
     every = slices_of(count, "gather", whole[0].shape[2])
     parts = torch.stack([torch.stack([part_of(each, tensor, 2) for tensor in whole[1:]]) for each in every])
-    monkeypatch.setattr(context, "gather_parts", lambda part, num_parts, group: parts)
+    monkeypatch.setattr(attention, "gather_parts", lambda part, num_parts, group: parts)
     found = []
     for each in every:
         with sliced(each):
@@ -206,8 +206,8 @@ def test_the_planner_chooses_slices_where_a_sequence_does_not_fit() -> None:
     narrow = plain.machine.with_budget(1.05 * eighth.memory.peak.total)
     assert any("mesh.context=8" in line for line in remedies(replace(plain, machine=narrow), limit=9))
     asks = replace(config, mesh=replace(config.mesh, context="auto"))
-    assert settle(asks, mesh, narrow).plan.config.context == 8
-    assert settle(asks, mesh, plain.machine).plan.config.context == 1, "there is room for all"
+    assert fastest_choice(asks, mesh, narrow).plan.config.context == 8
+    assert fastest_choice(asks, mesh, plain.machine).plan.config.context == 1, "there is room for all"
     sent = {found[:3] for found in eighth.collectives if found.axis == "context"}
     assert sent == {("all_gather", "context", 8), ("reduce_scatter", "context", 8)}
 

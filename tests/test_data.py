@@ -25,14 +25,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.forked import REPOSITORY
+from tests.gate import wait_until
 from trainer.config import DataSection
 from trainer.data import stdlib as stdlib_module
-from trainer.data.loader import EvalLoader, TrainLoader
-from trainer.data.prefetch import Prefetcher
-from trainer.data.sample_order import sample_at
+from trainer.data.loader import EvalLoader, Prefetcher, TrainLoader
+from trainer.data.mixture import sample_at
+from trainer.data.opening import open_source
 from trainer.data.shards import Shard, ShardWriter
 from trainer.data.source import IGNORE, Source, SyntheticSource, TokenSource
-from trainer.data.source_factory import open_source
 from trainer.data.stdlib import StdlibCorpus, find_source_files, gzip_bits_per_byte, held_out_text
 from trainer.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, find_tokenizer
 from trainer.errors import UserError
@@ -204,6 +205,31 @@ def test_workers_change_nothing() -> None:
     assert take_all_ranks(2, 3, 5, num_workers=2).tolist() == expected.tolist()
 
 
+KILLED_WITH_WORKERS = """
+import multiprocessing, os, signal, sys
+from trainer.data.loader import TrainLoader
+from trainer.data.source import SyntheticSource
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method(sys.argv[1])
+    source = SyntheticSource(16, 50, 0, "train")
+    loader = TrainLoader(source, seed=0, global_batch_size=4, micro_batch_size=2, num_workers=1)
+    next(loader)
+    print(multiprocessing.active_children()[0].pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("fork", marks=pytest.mark.campaign)])
+def test_workers_end_when_their_rank_is_killed(method: str, tmp_path: Path) -> None:
+    (tmp_path / "killed.py").write_text(KILLED_WITH_WORKERS)
+    with (tmp_path / "out").open("w") as out:  # no pipe, which a worker that lives on would hold open
+        subprocess.run([sys.executable, str(tmp_path / "killed.py"), method], stdout=out, cwd=REPOSITORY, timeout=120)
+    worker = Path("/proc", (tmp_path / "out").read_text().strip())
+    wait_until(lambda: not worker.exists() or "\nState:\tZ" in (worker / "status").read_text(), "the worker ended", 20)
+
+
 def test_far_more_updates_than_are_planned_at_a_time() -> None:
     loader = make_loader(global_batch_size=2, micro_batch_size=1)
     assert take(loader, 2100).ravel().tolist() == sample_at(np.arange(4200), 100, 3).tolist()
@@ -347,7 +373,7 @@ def test_a_caller_who_does_nothing_between_two_items_makes_them_itself(
     monkeypatch: pytest.MonkeyPatch, soon_s: float, makes_some: bool
 ) -> None:
     """A thread would only contend with it for the GIL, and take 50% more CPU time per micro-batch."""
-    monkeypatch.setattr("trainer.data.prefetch._IDLE_CALLER_S", soon_s)
+    monkeypatch.setattr("trainer.data.loader._IDLE_CALLER_S", soon_s)
     makers: list[str] = []
 
     def items() -> Iterator[int]:
@@ -360,7 +386,7 @@ def test_a_caller_who_does_nothing_between_two_items_makes_them_itself(
     caller = threading.current_thread().name
     assert [next(prefetcher) for _ in range(150)] == list(range(150))
     assert (caller in makers) == makes_some
-    monkeypatch.setattr("trainer.data.prefetch._IDLE_CALLER_S", 0.0)  # the caller works again, and the thread resumes
+    monkeypatch.setattr("trainer.data.loader._IDLE_CALLER_S", 0.0)  # the caller works again, and the thread resumes
     first = len(makers)
     assert [next(prefetcher) for _ in range(50)] == list(range(150, 200))
     assert set(makers[first:]) == {"data"}
@@ -371,7 +397,7 @@ def test_a_caller_who_does_nothing_between_two_items_makes_them_itself(
 
 
 def test_what_a_caller_makes_itself_may_go_wrong_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.data.prefetch._IDLE_CALLER_S", math.inf)
+    monkeypatch.setattr("trainer.data.loader._IDLE_CALLER_S", math.inf)
 
     def items() -> Iterator[int]:
         yield from range(100)
@@ -502,6 +528,7 @@ def test_a_source_can_be_sent_to_another_process(tmp_path: Path) -> None:
 def test_tokens_take_as_little_space_as_the_vocabulary_allows(tmp_path: Path, vocab_size: int, dtype: str) -> None:
     class Sized(ByteTokenizer):
         end_id = vocab_size - 1
+        end_ids = (end_id,)
 
     tokenizer = Sized()
     tokenizer.vocab_size = vocab_size
@@ -859,7 +886,7 @@ def test_stdlib_with_a_tokenizer_file(small_stdlib: Path, tmp_path: Path) -> Non
 def test_making_shards_imports_neither_torch_nor_the_configuration() -> None:
     """Both take longer to import than small texts take to tokenize."""
     program = (
-        "import sys, trainer.data.source, trainer.data.sample_order, trainer.prepare; "
+        "import sys, trainer.data.source, trainer.prepare; "
         "print(bool({'torch', 'omegaconf', 'trainer.config'} & {*sys.modules}))"
     )
     root = Path(__file__).parent.parent

@@ -20,11 +20,11 @@ from tests.ranks import run_ranks, run_tiny
 from tests.test_data import Numbered, make_loader, without_checksums, write_shards
 from tests.tiny import fit, tiny_config
 from trainer import Trainer, UserError
-from trainer.checkpoint.compatibility import advice_for
+from trainer.checkpoint.reader import advice_for
 from trainer.config import DataSection, compare_configs, load_config
-from trainer.data import source_factory
+from trainer.data import opening
 from trainer.data.loader import TrainLoader
-from trainer.data.source_factory import open_source
+from trainer.data.opening import open_source
 from trainer.data.stdlib import StdlibCorpus
 
 TEXTS = [bytes(np.random.default_rng(seed).integers(97, 123, 300).tolist()) for seed in range(6)]
@@ -240,7 +240,7 @@ class OtherPython(StdlibCorpus):
 @pytest.mark.slow
 def test_another_python_has_another_standard_library(tmp_path: Path, monkeypatch: Any) -> None:
     stdlib = ["data.source=stdlib", "model.vocab_size=257", f"data.cache_dir={tmp_path}/cache"]
-    monkeypatch.setattr(source_factory, "StdlibCorpus", OtherPython)
+    monkeypatch.setattr(opening, "StdlibCorpus", OtherPython)
     fit(tmp_path / "run", *stdlib, "train.steps=1")
     shutil.rmtree(tmp_path / "cache")  # another machine, with the same Python
     fit(tmp_path / "run", *stdlib, "train.steps=2")

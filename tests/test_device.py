@@ -11,10 +11,9 @@ import torch
 from torch.distributed import HashStore
 
 from trainer import UserError
-from trainer.checkpoint.tensors import Staging
-from trainer.distributed.device import choose_gpu, claim, use_deterministic_kernels
+from trainer.checkpoint.writer import Staging
 from trainer.distributed.environment import Environment
-from trainer.distributed.rendezvous import agree_to_start
+from trainer.distributed.world import agree_to_start, choose_gpu, claim_gpu, use_deterministic_kernels
 
 ONE, ALL = {"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
 UUID = {"CUDA_VISIBLE_DEVICES": "GPU-8a1b,"}
@@ -82,7 +81,7 @@ def test_what_one_rank_has_found_all_raise() -> None:
     store, found = HashStore(), {}
 
     def begin(rank: int) -> None:
-        problem = claim(store, rank, "GPU-1" if rank else "GPU-0", 2)
+        problem = claim_gpu(store, rank, "GPU-1" if rank else "GPU-0", 2)
         try:
             agree_to_start(store, rank, 3, 30.0, problem)
         except UserError as error:
@@ -120,7 +119,7 @@ def test_memory_that_cannot_be_page_locked(monkeypatch: pytest.MonkeyPatch, caps
 
     cudart = SimpleNamespace(cudaHostRegister=lock, cudaHostUnregister=locked.append)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr("trainer.checkpoint.tensors.torch.zeros", lambda *_, device: None)
+    monkeypatch.setattr("trainer.checkpoint.writer.torch.zeros", lambda *_, device: None)
     staging = Staging(torch.device("cuda"))
     assert staging._buffer_for({"w": torch.ones(100)}).nbytes >= 400
     assert "cannot be page-locked (out of memory)" in capsys.readouterr().err

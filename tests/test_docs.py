@@ -16,6 +16,7 @@ from types import ModuleType
 
 import pytest
 
+from tests import walks
 from tests.forked import REPOSITORY
 from tests.ranks import Ran, merged, run_command, run_python_module, run_tiny, tiny_overrides
 from tests.runs import Shared
@@ -170,3 +171,9 @@ def test_the_site_is_built(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     built = {path.stem for path in (tmp_path / "site").glob("*.html")}
     assert {page.stem for page in DOCS.glob("*.md")} <= built
+
+
+@pytest.mark.campaign
+def test_paths_through_the_code_enter_as_many_files_as_the_page_says() -> None:
+    page = walks.PAGE.read_text()
+    assert walks.written(page, walks.count()) == page, "docs/architecture.md is stale: python -m tests.walks --write"

@@ -12,7 +12,7 @@ import pytest
 
 from tests.test_data import write_tokenizer
 from tests.test_prepare import run, write_jsonl
-from trainer.data.ingest import splitting
+from trainer.data.ingest import encode
 from trainer.data.shards import Shard
 from trainer.data.tokenizer import ByteTokenizer, find_tokenizer
 from trainer.errors import UserError
@@ -94,7 +94,7 @@ def test_text_that_spells_a_special_token_comes_back_as_text(tmp_path: Path) -> 
 
 
 def test_a_document_in_pieces_begins_and_ends_once(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(splitting, "MAX_PIECE_BYTES", 5)
+    monkeypatch.setattr(encode, "MAX_PIECE_BYTES", 5)
     path = write(tmp_path, f"{BEGIN} $A {END}")
     (tmp_path / "long.txt").write_text("the cat\nand the hat\n" * 20)
     assert run(tmp_path / "long.txt", "--out", tmp_path / "out", "--tokenizer", path) == 0
@@ -147,8 +147,8 @@ def test_the_end_of_a_document_is_the_one_of_its_configuration(
         ({"tokenizer_config": {"eos_token": "<|no|>"}}, r"tokenizer_config\.json has eos_token=<\|no\|>, which"),
         ({"generation_config": {"eos_token_id": [9999]}}, r"generation_config\.json has eos_token_id=9999, which"),
         ({"config": {"eos_token_id": True}}, r"config\.json has eos_token_id=true, which"),
-        ({"tokenizer_config": "{"}, r"tokenizer_config\.json beside it cannot be read"),
-        ({"tokenizer_config": "[]"}, r"tokenizer_config\.json beside it cannot be read"),
+        ({"tokenizer_config": "{"}, r"tokenizer_config\.json in the same folder cannot be read"),
+        ({"tokenizer_config": "[]"}, r"tokenizer_config\.json in the same folder cannot be read"),
     ],
 )
 def test_a_configuration_that_does_not_go_with_its_tokenizer(

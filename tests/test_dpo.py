@@ -26,9 +26,8 @@ from tests.test_lora import config_of
 from tests.test_pretrained import SOURCE, edit, folder_of
 from trainer import Trainer, UserError, load_weights
 from trainer.config import MeshShape
-from trainer.data.fingerprint import Fingerprint
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
-from trainer.data.source import IGNORE, Source
+from trainer.data.source import IGNORE, Fingerprint, Source
 from trainer.model.lora import adapter_part
 from trainer.model.parameters import local
 from trainer.plan.machine import find_machine

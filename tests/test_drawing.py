@@ -12,8 +12,8 @@ from tests.ranks import run_ranks, tiny_overrides
 from tests.test_sharding import open_group
 from tests.tiny import full
 from trainer import Trainer, UserError, load_config
-from trainer.model import deferred_fill, materialize
-from trainer.model.mt19937 import skip_words
+from trainer.model import materialize
+from trainer.model.materialize import skip_words
 
 ROWS, COLUMNS = 40, 60
 
@@ -80,7 +80,7 @@ def part_of(init: Callable[[Layer], None], rows: slice, seed: int = 7) -> dict[s
     layer, kept = Layer(init), {}
     layer.to("meta")
 
-    def keep(parameter: torch.Tensor, whole: torch.Tensor, drawn: deferred_fill.DeferredFill | None = None) -> None:
+    def keep(parameter: torch.Tensor, whole: torch.Tensor, drawn: materialize.DeferredFill | None = None) -> None:
         name = next(
             name for name, tensor in layer.named_parameters() if tensor.shape == whole.shape and name not in kept
         )
@@ -101,7 +101,7 @@ def test_a_part_is_that_of_the_whole_whatever_an_init_does(
     init: Callable[[Layer], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = part_of(init, slice(0, ROWS))
-    monkeypatch.setattr(deferred_fill, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(materialize, "MIN_ELEMENTS", 1)
     for rows in (slice(0, 13), slice(13, 26), slice(39, 40), slice(40, 40)):
         for name, part in part_of(init, rows).items():
             assert torch.equal(part, whole[name][rows]), (name, rows)
@@ -115,16 +115,16 @@ def fills_two_of_three(layer: Layer) -> None:
 def test_threads_share_a_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces that none of them has to wait for."""
     generator = torch.Generator().manual_seed(3)
-    drawn = deferred_fill.DeferredFill(torch.Tensor.normal_, (0.5, 2.0), generator.get_state())
+    drawn = materialize.DeferredFill(torch.Tensor.normal_, (0.5, 2.0), generator.get_state())
     expected = torch.empty(16 * 1000).normal_(0.5, 2.0, generator=generator)
-    monkeypatch.setattr(deferred_fill, "_PIECE_ELEMENTS", 16 * 37)
+    monkeypatch.setattr(materialize, "_PIECE_ELEMENTS", 16 * 37)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert torch.equal(drawn.part(0, 16_000), expected)
     assert torch.equal(drawn.part(777, 15_555), expected[777:15_555])
 
 
 def test_what_is_left_unfilled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deferred_fill, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(materialize, "MIN_ELEMENTS", 1)
     with pytest.raises(UserError, match=r"uninitialized: other:"):
         part_of(fills_two_of_three, slice(0, 5))
 
@@ -133,7 +133,7 @@ def weights_drawn(least: list[int]) -> list[list[torch.Tensor]]:
     """Return the whole weights of a model, as drawn with each number of elements from which on parts are drawn."""
     open_group()
     found = []
-    for deferred_fill.MIN_ELEMENTS in least:
+    for materialize.MIN_ELEMENTS in least:
         trainer = Trainer(
             load_config("llama_small", tiny_overrides("data.source=synthetic", "train.global_batch_size=6"))
         )

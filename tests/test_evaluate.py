@@ -18,7 +18,7 @@ from tests.test_pretrained import config_of, folder_of
 from tests.tiny import fit, tiny_config
 from tests.tiny import lines as metrics_of
 from trainer import Trainer, evaluate, load_weights
-from trainer.data.source_factory import open_source
+from trainer.data.opening import open_source
 from trainer.export import command_line as export
 
 

@@ -15,7 +15,7 @@ import torch
 
 from tests.tiny import lines, tiny_config
 from trainer import Trainer, UserError, load_config, load_weights
-from trainer.checkpoint.stored_weights import find_checkpoint
+from trainer.checkpoint.reader import find_checkpoint
 from trainer.checkpoints import list_checkpoints
 from trainer.config import check_config
 from trainer.export import command_line as export
@@ -72,7 +72,7 @@ def test_the_best_checkpoints_are_kept_and_known_after_a_resume(mode: str, tmp_p
 
 
 def find_place_of(run: Path) -> Any:
-    from trainer.checkpoint.stored_weights import find_checkpoints
+    from trainer.checkpoint.reader import find_checkpoints
 
     return find_checkpoints(run)
 
@@ -116,7 +116,7 @@ def test_a_run_ends_when_its_evaluations_do_not_get_better(tmp_path: Path, capsy
     first = Scripted(tiny_config(run, *OWN, *patient))
     for record in first.steps():  # as a loop of one's own, stopped in the middle of the wait
         if record.step % 2 == 0:
-            first.evaluations.run(first.evaluate)
+            first._run_evaluation()
         if record.step == 7:
             first.save_checkpoint(wait=True)
             break

@@ -98,7 +98,7 @@ def test_a_plain_pytorch_loop_gives_the_same_losses(one: Shared) -> None:
 
 def make_loader(config: Any) -> Any:
     from trainer.data.loader import TrainLoader
-    from trainer.data.source_factory import open_source
+    from trainer.data.opening import open_source
 
     size = config.train.global_batch_size
     return TrainLoader(

@@ -17,9 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.test_huggingface import GPT2, LLAMA, TINY, build
 from tests.tiny import fit, tiny_config
 from trainer import Recipe, RunConfig, Trainer, UserError, load_weights
-from trainer.model.flops import flops_per_token
 from trainer.model.materialize import materialize
-from trainer.model.network import build_network
+from trainer.model.network import build_network, flops_per_token
 from trainer.model.parameters import local
 from trainer.optim.optimizer import training_bytes
 

@@ -412,7 +412,7 @@ def test_the_tokenizer_is_the_folders(folders: Any, tmp_path: Path) -> None:
         ({"attention": "flashy"}, r"model\.attention=flashy: must be one of sdpa, eager, flex"),
         (
             {"attention": "flash_attention_2"},
-            r"model\.attention=flash_attention_2: transformers cannot compute it so \(",
+            r"model\.attention=flash_attention_2: transformers cannot compute attention this way \(",
         ),
         ({"init_from": "model"}, r"train\.init_from=\S+: model\.name=hf takes its weights from model\.path\n"),
         ({"model_type": "lama"}, r"model\.path=\S+: transformers \S+ has no .* of its model_type=lama; it has llama"),

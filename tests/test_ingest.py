@@ -24,16 +24,13 @@ from tests.forked import REPOSITORY
 from tests.test_data import write_shards, write_tokenizer
 from tests.test_prepare import run, write_jsonl
 from trainer.config import DataSection, load_config
-from trainer.data import paths
-from trainer.data.ingest import engines, splitting, streams, text, units, writing
-from trainer.data.ingest.builder import build
-from trainer.data.ingest.folder import BuildFolder
-from trainer.data.ingest.inputs import find_inputs
-from trainer.data.ingest.report import SettingNames
-from trainer.data.ingest.writing import BuildJob
-from trainer.data.manifest import Manifest
-from trainer.data.shards import Shard, ShardWriter, read_info
-from trainer.data.source_factory import is_untokenized, open_source
+from trainer.data import opening
+from trainer.data.ingest import build as building
+from trainer.data.ingest import documents, encode, inputs
+from trainer.data.ingest.build import BuildFolder, BuildJob, build
+from trainer.data.ingest.inputs import SettingNames, find_inputs
+from trainer.data.opening import is_untokenized, open_source
+from trainer.data.shards import Manifest, Shard, ShardWriter, read_info
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import UserError
 
@@ -59,7 +56,7 @@ def texts_of(shards: Sequence[Shard], tokenizer: str = "bytes") -> list[str]:
 
 
 def texts_in(tmp_path: Path, path: object, **more: Any) -> list[str]:
-    return texts_of(paths.find_shards(str(path), settings(tmp_path, path, **more), "data.path").train)
+    return texts_of(opening.find_shards(str(path), settings(tmp_path, path, **more), "data.path").train)
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
@@ -172,14 +169,13 @@ def test_lines_belong_to_one_unit_each(tmp_path: Path, monkeypatch: pytest.Monke
     texts = ["".join(rng.choices('ab\n"\\é👩', k=rng.choice([1, 5, 40, 400]))) for _ in range(40)]
     lines = write_jsonl(tmp_path / "a.jsonl", texts)
     for block, longest, size in ((64, 100, 150), (7, 30, 1000), (1 << 20, 1 << 22, 500)):
-        monkeypatch.setattr(streams, "BLOCK", block)
-        monkeypatch.setattr(text, "BLOCK", block)
-        monkeypatch.setattr("trainer.data.ingest.json_stream.BLOCK", block)
-        monkeypatch.setattr(text, "MAX_IN_MEMORY_BYTES", longest)
-        monkeypatch.setattr(units, "MIN_UNIT_BYTES", size)
+        monkeypatch.setattr(inputs, "BLOCK", block)
+        monkeypatch.setattr(documents, "BLOCK", block)
+        monkeypatch.setattr(documents, "MAX_IN_MEMORY_BYTES", longest)
+        monkeypatch.setattr(building, "MIN_UNIT_BYTES", size)
         found = texts_in(tmp_path / f"{block}", lines)
         assert found == texts
-        assert len(units.split_into_units(find_inputs([str(lines)], "data.path"))) > 5
+        assert len(building.split_into_units(find_inputs([str(lines)], "data.path"))) > 5
 
 
 # -- bad places -----------------------------------------------------------------------------------------------------
@@ -203,8 +199,8 @@ def bad_lines(folder: Path, good: int = 30) -> Path:
 def test_what_cannot_be_read_is_refused_or_left_out_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, longest: int
 ) -> None:
-    monkeypatch.setattr(text, "MAX_IN_MEMORY_BYTES", longest)
-    monkeypatch.setattr(text, "BLOCK", min(longest, streams.BLOCK))
+    monkeypatch.setattr(documents, "MAX_IN_MEMORY_BYTES", longest)
+    monkeypatch.setattr(documents, "BLOCK", min(longest, inputs.BLOCK))
     path = bad_lines(tmp_path)
     with pytest.raises(UserError, match=r"a\.jsonl:4: is not JSON"):
         texts_in(tmp_path, path)
@@ -269,7 +265,7 @@ def test_a_row_is_counted_from_the_beginning_of_its_file(tmp_path: Path, monkeyp
     pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"a": [{"b": "no"}] * 40, "a.b": [None if n == 33 else f"row {n}" for n in range(1, 41)]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=10)
-    monkeypatch.setattr(units, "MIN_UNIT_BYTES", 50)
+    monkeypatch.setattr(building, "MIN_UNIT_BYTES", 50)
     with pytest.raises(UserError, match=r"a\.parquet, row 33: has no text"):
         texts_in(tmp_path, tmp_path / "a.parquet", text_key="a.b")
 
@@ -334,14 +330,14 @@ def test_what_is_held_out_depends_on_the_text_alone(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "b.jsonl", texts[:120])
     write_jsonl(tmp_path / "c.jsonl", texts[100:])  # twenty of them twice
     data = settings(tmp_path, tmp_path / "*.jsonl", holdout=0.2)
-    before = paths.find_shards(str(data.path), data, "data.path")
+    before = opening.find_shards(str(data.path), data, "data.path")
     train, held_out = texts_of(before.train), texts_of(before.held_out)
     assert len(train) + len(held_out) == 220
     assert 20 < len(held_out) < 70
     assert not {*train} & {*held_out}
     write_jsonl(tmp_path / "a.jsonl", ["in front of them"])
     os.rename(tmp_path / "b.jsonl", tmp_path / "d.jsonl")
-    after = paths.find_shards(str(data.path), data, "data.path")
+    after = opening.find_shards(str(data.path), data, "data.path")
     assert {*held_out} == {*texts_of(after.held_out)} - {"in front of them"}
 
 
@@ -370,7 +366,7 @@ def test_text_that_is_there_is_not_tokenized_again(tmp_path: Path, monkeypatch: 
     assert is_untokenized(data)
     first = open_source(data, 257, "train").fingerprint
     assert not is_untokenized(data)
-    monkeypatch.setattr("trainer.data.ingest.builder.split_into_units", lambda _: pytest.fail("a second time"))
+    monkeypatch.setattr("trainer.data.ingest.build.split_into_units", lambda _: pytest.fail("a second time"))
     assert open_source(data, 257, "train").fingerprint == first
     shard = next((tmp_path / "cache").rglob("*.bin"))
     monkeypatch.undo()
@@ -415,8 +411,8 @@ def test_a_fast_engine_gives_the_librarys_ids(tmp_path: Path, name: str) -> None
     """Text that spells a special token included."""
     pytest.importorskip(name)
     tokenizer = find_tokenizer(str(write_tokenizer(tmp_path / "tokenizer.json", END)))
-    reference = engines.find_reference(tokenizer)
-    engine = {"gigatoken": engines._Gigatoken, "tiktoken": engines._Tiktoken}[name](tokenizer, reference)  # type: ignore[arg-type]
+    reference = encode.find_reference(tokenizer)
+    engine = {"gigatoken": encode._Gigatoken, "tiktoken": encode._Tiktoken}[name](tokenizer, reference)  # type: ignore[arg-type]
     encoded = [each.encode() for each in ODD]
     for found, expected in zip(engine.encode(encoded), reference.encode(encoded), strict=True):
         assert np.array_equal(found, expected)
@@ -430,11 +426,11 @@ class Lying:
 
     name = "lying"
 
-    def __init__(self, reference: engines.Engine) -> None:
+    def __init__(self, reference: encode.Engine) -> None:
         self._reference = reference
         self.num_texts = 0
 
-    def encode(self, texts: Sequence[bytes]) -> engines.Encoded:
+    def encode(self, texts: Sequence[bytes]) -> encode.IdsAndCounts:
         self.num_texts += len(texts)
         ids, counts = self._reference.encode(texts)
         return (ids * 0 if any(b"lie" in each for each in texts) else ids), counts
@@ -445,11 +441,11 @@ def test_an_engine_that_differs_is_given_up_for_that_unit(tmp_path: Path, monkey
     for name, each in texts.items():
         lines = write_jsonl(tmp_path / f"{name}.jsonl", each)
     tokenizer = str(write_tokenizer(tmp_path / "tokenizer.json", END))
-    monkeypatch.setattr(units, "MIN_UNIT_BYTES", lines.stat().st_size)
-    lying = Lying(engines.find_reference(find_tokenizer(tokenizer)))
-    monkeypatch.setattr(writing, "find_engine", lambda _: lying)
+    monkeypatch.setattr(building, "MIN_UNIT_BYTES", lines.stat().st_size)
+    lying = Lying(encode.find_reference(find_tokenizer(tokenizer)))
+    monkeypatch.setattr(building, "find_engine", lambda _: lying)
     data = settings(tmp_path, tmp_path / "*.jsonl", tokenizer=tokenizer)
-    found = paths.find_shards(str(data.path), data, "data.path").train
+    found = opening.find_shards(str(data.path), data, "data.path").train
     assert texts_of(found, tokenizer) == [*texts["a"], *texts["b"]]
     assert lying.num_texts > 50
 
@@ -496,10 +492,10 @@ def test_a_long_document_in_pieces_has_the_ids_of_the_whole(
 ) -> None:
     before, is_cut = pre_tokenizers()[name]
     tokenizer = tokenizer_with(tmp_path, before)
-    monkeypatch.setattr(splitting, "MAX_PIECE_BYTES", 200)
+    monkeypatch.setattr(encode, "MAX_PIECE_BYTES", 200)
     rng = random.Random(0)
     words = [*("the", " cat", " ", "  ", "\n", "\n\n", "\r\n", "'ll", "1234", "...", "。", "中文", "\t", "é", "\xa0")]
-    cutter = splitting.DocumentSplitter(tokenizer)
+    cutter = encode.DocumentSplitter(tokenizer)
     for _ in range(8):
         document = "".join(rng.choices(words, k=800)).encode()
         parts = [document[start : start + 90] for start in range(0, len(document), 90)]
@@ -523,7 +519,7 @@ POINTS: dict[str, tuple[type, str, int]] = {
 
 def corpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> BuildJob:
     lines = write_jsonl(folder / "in.jsonl", [f"document {number} " * (number % 9) for number in range(400)])
-    monkeypatch.setattr(units, "MIN_UNIT_BYTES", lines.stat().st_size // 8)
+    monkeypatch.setattr(building, "MIN_UNIT_BYTES", lines.stat().st_size // 8)
     return BuildJob(tuple(find_inputs([str(lines)], "data.path")), find_tokenizer("bytes"), holdout=0.1)
 
 
@@ -569,7 +565,7 @@ def test_helpers_do_not_change_a_byte_and_tell_what_they_met(tmp_path: Path, mon
     build(job, tmp_path / "one")
     build(job, tmp_path / "four", procs=4)
     assert content_of(tmp_path / "one") == content_of(tmp_path / "four")
-    monkeypatch.setattr(units, "MIN_UNIT_BYTES", 100)
+    monkeypatch.setattr(building, "MIN_UNIT_BYTES", 100)
     bad = tuple(find_inputs([str(bad_lines(tmp_path))], "INPUT"))
     with pytest.raises(UserError, match=r"INPUT=.*a\.jsonl"):
         build(BuildJob(bad, find_tokenizer("bytes"), keys=SettingNames(inputs="INPUT")), tmp_path / "bad", procs=3)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.distributed.environment import Environment
-from trainer.distributed.network_interface import choose_interface, find_interface
+from trainer.distributed.environment import Environment, choose_interface, find_interface
 
 INTERFACES = {"127.0.0.1": "lo", "10.0.0.7": "eth0", "192.168.1.7": "ib0"}
 

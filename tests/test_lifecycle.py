@@ -15,9 +15,10 @@ import pytest
 
 from tests.ranks import tiny_overrides
 from trainer.config import load_config
-from trainer.distributed.step_sync import StepSync
+from trainer.distributed.channel import StepSync
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, TrainingFailed, UserError
 from trainer.lifecycle.lifecycle import TRANSITIONS, Event, Lifecycle, Phase
+from trainer.metrics.step_metrics import SkipCounter
 from trainer.metrics.stop_criterion import StopCriterion
 
 
@@ -57,7 +58,7 @@ class Run:
         self.said: list[str] = []
         self.world = OneRank(self.said)
         self.step_sync = StepSync(self.world)  # type: ignore[arg-type]
-        self.progress = SimpleNamespace(step=3)
+        self.progress = SimpleNamespace(step=3, num_skipped=0, skips=SkipCounter(max_in_a_row=3))
         config = load_config("llama_small", tiny_overrides(f"run.dir={folder}", "train.steps=5"))
         metrics = SimpleNamespace(
             latest={},
@@ -85,10 +86,7 @@ class Run:
         accounts = SimpleNamespace(
             productive_s=1.0,
             step_s=0.0,
-            in_streak=False,
-            good_until=None,
             settle=lambda: self.say("settle"),
-            horizon=StopCriterion(config),
         )
         saver = SimpleNamespace(
             begin=list,
@@ -101,9 +99,21 @@ class Run:
         )
         forecast = SimpleNamespace(result=dict, misses=list, explain=lambda error: None)
         relocation = SimpleNamespace(has_moved=False, check=lambda: False)
-        collaborators: list[Any] = [kept, relocation, metrics, watchdog, accounts, saver, forecast]
-        world: Any = self.world
-        self.life = Lifecycle(config, world, self.progress, self.step_sync, *collaborators, None, None, started=0.0)
+        parts: Any = SimpleNamespace(
+            config=config,
+            world=self.world,
+            state=self.progress,
+            step_sync=self.step_sync,
+            folder=kept,
+            relocation=relocation,
+            metrics=metrics,
+            watchdog=watchdog,
+            step_metrics=accounts,
+            horizon=StopCriterion(config),
+            saver=saver,
+            forecast=forecast,
+        )
+        self.life = Lifecycle(parts, None, None, started=0.0)
 
     def say(self, text: str) -> None:
         self.said.append(text)

@@ -22,7 +22,7 @@ from tests.ranks import merged, run_ranks, tiny_overrides
 from tests.test_huggingface import GPT2, LLAMA, TINY
 from tests.test_pretrained import BESIDE, SOURCE, edit, folder_of
 from trainer import Trainer, UserError, load_config, load_weights, run
-from trainer.checkpoint.stored_weights import StoredWeights, find_checkpoint
+from trainer.checkpoint.reader import StoredWeights, find_checkpoint
 from trainer.config import LoraSection
 from trainer.export import command_line as export_command
 from trainer.model.lora import adapter_part, add_adapters, find_layers, without_adapters

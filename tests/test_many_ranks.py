@@ -23,21 +23,23 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.ranks import run_tiny
 from tests.runs import Shared
 from trainer import load_config
-from trainer.checkpoint.blocks import crc32
-from trainer.checkpoint.chunk_table import Boxes, at, from_runs, to_runs
 from trainer.checkpoint.dcp import held_boxes, load
 from trainer.checkpoint.layout import (
     Box,
+    Boxes,
     Layout,
     ReadRequest,
     WrittenChunks,
+    at,
+    choose_writers,
+    from_runs,
     layout_from_json,
     layout_of,
     layout_to_json,
+    to_runs,
 )
 from trainer.checkpoint.manifest import Manifest, read_manifest
-from trainer.checkpoint.storage import COMMIT, LocalStorage
-from trainer.checkpoint.writers import choose_writers
+from trainer.checkpoint.storage import COMMIT, LocalStorage, crc32
 from trainer.model.network import build_network
 
 Result = TypeVar("Result")

@@ -33,12 +33,20 @@ from tests.tiny import BATCH, SEQ_LEN, fit, lines, tiny_config
 from trainer import Trainer
 from trainer.lifecycle import folder as rundir
 from trainer.lifecycle.folder import RunFolder, write_atomically
-from trainer.metrics.console import ConsoleSink, readable_bytes, readable_count, readable_duration
+from trainer.metrics.console import (
+    ConsoleSink,
+    LogFile,
+    NonBlockingStream,
+    PlainScreen,
+    Screen,
+    find_screen,
+    readable_bytes,
+    readable_count,
+    readable_duration,
+)
 from trainer.metrics.record import Record
-from trainer.metrics.screen import PlainScreen, Screen, find_screen
 from trainer.metrics.sinks import JsonLines, TensorBoard, WandB
-from trainer.metrics.step_timer import peak_memory_gib
-from trainer.metrics.stream import LogFile, NonBlockingStream
+from trainer.metrics.step_metrics import peak_memory_gib
 from trainer.metrics.terminal import Terminal
 
 NULL = type(None)
@@ -714,7 +722,8 @@ def test_a_reader_that_reads_no_more_holds_nothing_up(monkeypatch: pytest.Monkey
 def test_the_memory_of_whatever_has_started_a_run_is_not_the_runs() -> None:
     held = torch.ones(200 << 20, dtype=torch.uint8)
     code = (
-        "import torch; from trainer.metrics.step_timer import peak_memory_gib as peak; print(peak(torch.device('cpu')))"
+        "import torch; from trainer.metrics.step_metrics import peak_memory_gib; "
+        "print(peak_memory_gib(torch.device('cpu')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
     here = peak_memory_gib(held.device)

@@ -17,10 +17,8 @@ from tests.tiny import fit, tiny_config
 from trainer import Trainer, UserError, load_config
 from trainer.config import BLOCK, Phase, check_config, find_phases
 from trainer.data.loader import TrainLoader
-from trainer.data.mixed_source import MixedSource, find_order
-from trainer.data.mixture import Mixture, shares_per_block
-from trainer.data.source_factory import open_source
-from trainer.data.usage import describe_usage, usage_by_phase
+from trainer.data.mixture import MixedSource, Mixture, describe_usage, find_order, shares_per_block, usage_by_phase
+from trainer.data.opening import open_source
 
 SIZES = {"web": 5000, "code": 777, "math": 93}
 PHASES = [

@@ -85,7 +85,7 @@ def plain_losses(folder: Path, config: Any) -> list[float]:
 
 
 def train_source(config: Any) -> Source:
-    from trainer.data.source_factory import open_source
+    from trainer.data.opening import open_source
 
     return open_source(config.data, config.vocab_size, "train")
 

@@ -19,12 +19,12 @@ from tests.test_data import DOCUMENTS, stream_of, write_shards
 from tests.test_exactness import relative, train_each
 from trainer import Recipe, Trainer, UserError, load_config, register
 from trainer.config import DataSection, check_config
-from trainer.data import row_layout
+from trainer.data import documents as documents_module
+from trainer.data.documents import best_fit
 from trainer.data.loader import EvalLoader, TrainLoader
-from trainer.data.packing import best_fit
-from trainer.data.sample_order import sample_at
+from trainer.data.mixture import sample_at
+from trainer.data.opening import open_source
 from trainer.data.source import IGNORE
-from trainer.data.source_factory import open_source
 from trainer.plan.probe import Probe
 
 Pairs = list[tuple[int, int]]
@@ -58,8 +58,8 @@ def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
     """Few documents as they are, and as if they were many."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     if request.param == "kept in files":
-        monkeypatch.setattr(row_layout, "MAX_DOCUMENTS_IN_MEMORY", 0)
-        monkeypatch.setattr(row_layout, "_BLOCK", 7)
+        monkeypatch.setattr(documents_module, "MAX_DOCUMENTS_IN_MEMORY", 0)
+        monkeypatch.setattr(documents_module, "_BLOCK", 7)
 
 
 @pytest.mark.usefixtures("large")
@@ -101,7 +101,7 @@ def test_each_document_is_in_one_row_once(tmp_path: Path, documents: str) -> Non
         assert sorted(pairs for _, pairs in found) == sorted(pairs for pairs in expected if pairs)
         assert all(where == list(range(len(where))) for where, _ in found)
     if fit == "best":
-        assert kept.mean() > (0.95 if row_layout.MAX_DOCUMENTS_IN_MEMORY else 0.85), (
+        assert kept.mean() > (0.95 if documents_module.MAX_DOCUMENTS_IN_MEMORY else 0.85), (
             "of small blocks some rows are left over"
         )
 
@@ -123,10 +123,10 @@ def test_best_fit_fills_rows_and_is_stable() -> None:
 
 
 def test_a_packing_is_made_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_layout, "MAX_DOCUMENTS_IN_MEMORY", 0)
+    monkeypatch.setattr(documents_module, "MAX_DOCUMENTS_IN_MEMORY", 0)
     data = section(write_shards(tmp_path, texts(0, 50)), 32, fit="best", cache_dir=str(tmp_path / "cache"))
     first = open_source(data, 257, "train").batch(np.arange(8))
-    monkeypatch.setattr(row_layout, "_blocks", lambda *_: pytest.fail("it is there"))
+    monkeypatch.setattr(documents_module, "_blocks", lambda *_: pytest.fail("it is there"))
     again = open_source(data, 257, "train").batch(np.arange(8))
     assert all(np.array_equal(first[name], again[name]) for name in first)  # type: ignore[index, call-overload]
     assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [""]

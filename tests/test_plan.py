@@ -27,7 +27,7 @@ from trainer.plan.__main__ import command_line
 from trainer.plan.machine import GIB, Machine, find_machine
 from trainer.plan.plan import Plan, make_plan, planned
 from trainer.plan.probe import Probe
-from trainer.plan.search import chosen_settings, settle
+from trainer.plan.search import chosen_settings, fastest_choice
 from trainer.recipe import find_recipe
 
 SHALLOW = ["model.num_layers=6", "data.seq_len=2048"]
@@ -192,7 +192,7 @@ def test_the_largest_micro_batch_may_need_the_least() -> None:
     autos = [f"{key}={AUTO}" for key in chosen_settings(load_config("llama_small"))]
     whole = "fsdp.accumulate=unsharded"
     config = config_of("llama3_8b", *autos, whole, shape=MeshShape(1, 8), micro_batches=2)
-    chosen = settle(config, MeshShape(1, 8), find_machine("h100", memory_gib=32)).plan
+    chosen = fastest_choice(config, MeshShape(1, 8), find_machine("h100", memory_gib=32)).plan
     assert chosen.config.train.micro_batch_size == 2
     assert chosen.fits
 
@@ -304,7 +304,7 @@ def test_auto_finds_what_an_exhaustive_search_finds(micros: Sequence[int], num_b
     draw, worst = random.Random(3), 0.0
     for _ in range(num_budgets):
         machine = base.with_budget(draw.uniform(sizes[0] * 1.0001, sizes[-1] * 1.05))
-        chosen = settle(config, shape, machine).plan
+        chosen = fastest_choice(config, shape, machine).plan
         best_s = min(plan.time.total_s for plan in everything if plan.memory.peak.total <= machine.budget_bytes)
         worst = max(worst, chosen.time.total_s / best_s - 1)
         assert chosen.memory.peak.total <= machine.budget_bytes
@@ -322,11 +322,11 @@ def test_nothing_fits() -> None:
     autos = ["fsdp.reshard_after_forward=auto", "train.activation_checkpoint=auto", "fsdp.accumulate=unsharded"]
     config = config_of("llama3_8b", *autos, shape=shape, micro_batches=4)
     with pytest.raises(UserError, match=r"nothing fits 30 GiB; the least, .* needs \d+\.\d+ GiB") as caught:
-        settle(config, shape, find_machine("h100", memory_gib=30))
+        fastest_choice(config, shape, find_machine("h100", memory_gib=30))
     assert "would fit: " in str(caught.value)
     assert "fsdp.accumulate=sharded" in str(caught.value)
     with pytest.raises(UserError, match="no single change of other settings would be enough"):
-        settle(config, shape, find_machine("h100", memory_gib=2))
+        fastest_choice(config, shape, find_machine("h100", memory_gib=2))
 
 
 @pytest.mark.slow

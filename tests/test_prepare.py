@@ -17,10 +17,10 @@ import pytest
 from tests.test_data import write_tokenizer
 from trainer import prepare
 from trainer.config import DataSection
-from trainer.data.ingest import splitting
+from trainer.data.ingest import encode
+from trainer.data.opening import open_source
 from trainer.data.shards import Shard
 from trainer.data.source import IGNORE
-from trainer.data.source_factory import open_source
 from trainer.data.tokenizer import find_tokenizer
 
 
@@ -54,7 +54,7 @@ TEXTS = ["one\r\ntwo\rthree\n", "zwölf\r\nBoxkämpfer\u2028", "x" * 100, "\ufef
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "file"])
 def test_all_text_comes_back(tmp_path: Path, tokenizer: str, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(splitting, "MAX_PIECE_BYTES", 3)  # so that files are read in several pieces
+    monkeypatch.setattr(encode, "MAX_PIECE_BYTES", 3)  # so that files are read in several pieces
     if tokenizer == "file":
         tokenizer = str(write_tokenizer(tmp_path / "tokenizer.json"))
     source = tmp_path / "in"

@@ -15,11 +15,12 @@ import torch
 from tests.ranks import run_command, tiny_overrides
 from tests.test_huggingface import GPT2, LLAMA, STRETCHED, TINY, Memory, build
 from trainer import Trainer, UserError, load_config, load_weights, run
+from trainer.config.location import locate
 from trainer.data.tokenizer import find_tokenizer
 from trainer.export import command_line as main
 from trainer.recipe import Recipe
-from trainer.weights.exporting import export
-from trainer.weights.origin import Origin, read_model_files, read_tokenizer
+from trainer.weights.exporting import Origin, export, read_model_files, read_tokenizer
+from trainer.weights.sources import StateDictFile
 
 LIKE_TINY = ["data.source=synthetic", "data.seq_len=16", "train.global_batch_size=2", "train.micro_batch_size=2"]
 SOURCE = replace(TINY, **STRETCHED, norm_eps=1e-6, init_std=0.05)
@@ -50,6 +51,38 @@ def trained(source: Path | str, folder: Path, *overrides: str, recipe: str = "ll
     assert trainer.fit() == 0
     trainer.close()
     return folder
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What a path names
+
+
+def test_the_kind_of_a_path_is_told_by_its_files(tmp_path: Path) -> None:
+    """A checkpoint stays one if somebody puts a model's files beside it, and may be damaged."""
+    files = {
+        "huggingface": ["config.json"],
+        "huggingface with shards": ["model-00001-of-00002.safetensors"],
+        "checkpoint": ["manifest.json", "config.json", "model.safetensors"],
+        "checkpoint that is damaged": ["layout.json"],
+        "run": ["config.yaml", "status.json"],
+        "run.pt": [],
+    }
+    for folder, names in files.items():
+        (tmp_path / folder).mkdir()
+        for name in names:
+            (tmp_path / folder / name).touch()
+        assert locate(tmp_path / folder).kind == folder.split()[0].split(".")[0]
+        assert locate(f"file://{tmp_path / folder}") == locate(str(tmp_path / folder))
+    assert locate("weights.pt").kind == locate("s3://bucket/weights.safetensors").kind == "file"
+    assert locate("nowhere").kind == locate("s3://bucket/run").kind == locate(tmp_path / "run" / "best").kind == "run"
+    assert locate(tmp_path / "run" / "best").folder == locate(tmp_path / "run").folder == tmp_path / "run"
+
+
+def test_names_of_wrappers_are_left_out(tmp_path: Path) -> None:
+    wrappers = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "layers.0._checkpoint_wrapped_module.")
+    torch.save({f"{wrapper}w{n}": torch.ones(n) for n, wrapper in enumerate(wrappers)}, tmp_path / "weights.pt")
+    shapes = StateDictFile(tmp_path / "weights.pt", "train.init_from").shapes
+    assert shapes == {"w0": (0,), "w1": (1,), "w2": (2,), "layers.0.w3": (3,)}
 
 
 # ---------------------------------------------------------------------------------------------------------------

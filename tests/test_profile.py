@@ -33,7 +33,7 @@ from trainer.errors import UserError
 from trainer.metrics.goodput import find_goodput
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import JsonLines
-from trainer.metrics.step_timer import StepTimer
+from trainer.metrics.step_metrics import StepTimer
 from trainer.metrics.time_breakdown import (
     ATTENTION,
     COMMUNICATION,
@@ -475,7 +475,7 @@ def test_nothing_is_done_without_a_profile(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(torch.profiler, "profile", started)
     own = Trainer(profiled_config(tmp_path, "log.profile_steps=null"))
     for _ in own.steps():
-        assert own.watchdog.observers == [own.metrics.console], "the status bar alone"
+        assert own.watchdog.observers == [own.metrics.console.enter_phase], "the status bar alone"
     own.close()
 
 
@@ -649,7 +649,7 @@ def test_a_loop_that_is_left_and_taken_up_again(tmp_path: Path) -> None:
         if record.step == 4:
             break
     assert files(tmp_path) == ["trace_3-4_rank0.json.gz"], "nothing of what the user does then"
-    assert own.watchdog.observers == [own.metrics.console], "the status bar alone"
+    assert own.watchdog.observers == [own.metrics.console.enter_phase], "the status bar alone"
     assert [record.step for record in own.steps()] == [5, 6, 7, 8]
     own.close()
     assert files(tmp_path) == ["trace_3-4_rank0.json.gz", "trace_5-5_rank0.json.gz"]
@@ -863,8 +863,7 @@ def test_on_a_gpu(tmp_path: Path) -> None:
 
 
 def test_a_record_without_shares_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    from trainer.metrics.console import ConsoleSink
-    from trainer.metrics.screen import PlainScreen
+    from trainer.metrics.console import ConsoleSink, PlainScreen
 
     none = dict.fromkeys(KINDS)
     ConsoleSink(5, PlainScreen(sys.stdout)).write(

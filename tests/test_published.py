@@ -22,8 +22,7 @@ from tests.test_plan import run_plan
 from trainer import UserError, load_config
 from trainer.config import MeshShape
 from trainer.model.recompute import OperatorId
-from trainer.plan.fusion import Operator, fuse
-from trainer.plan.kernels import Work
+from trainer.plan.kernels import Operator, Work, fuse
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import Plan, make_plan, planned
 

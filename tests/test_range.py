@@ -19,9 +19,9 @@ from tests.ranks import run_command, tiny_overrides
 from tests.tiny import lines, tiny_config
 from trainer import Trainer, UserError, load_config
 from trainer.config import check_config, compare_configs
-from trainer.lifecycle import on_end
+from trainer.lifecycle import lifecycle
 from trainer.lifecycle.summary import closing
-from trainer.metrics.lr_range import RangeTest, find_horizon, suggested_lr
+from trainer.metrics.stop_criterion import RangeTest, find_horizon, suggested_lr
 
 RANGE = ["schedule.name=range", "train.steps=12", "schedule.lr_range=[1e-4, 1e3]", "optim.max_grad_norm=null"]
 
@@ -198,8 +198,8 @@ def test_it_is_told_of_a_failure_and_its_own_changes_nothing(
 
 @pytest.mark.slow
 def test_a_command_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_end, "LIMIT_S", 0.1)
-    assert "took more than" in on_end.run_end_command("sleep 100 & wait", {})
+    monkeypatch.setattr(lifecycle, "LIMIT_S", 0.1)
+    assert "took more than" in lifecycle.run_end_command("sleep 100 & wait", {})
 
 
 @pytest.mark.slow
@@ -215,8 +215,8 @@ def test_a_command_that_hangs_is_ended_though_its_run_was_killed(tmp_path: Path)
 
 
 def _tell(command: str) -> int:
-    on_end.LIMIT_S, on_end._GRACE_S = 1000.0, -999.0  # only what limits it from outside does
-    on_end.run_end_command(command, {})
+    lifecycle.LIMIT_S, lifecycle._GRACE_S = 1000.0, -999.0  # only what limits it from outside does
+    lifecycle.run_end_command(command, {})
     return 0
 
 

@@ -17,9 +17,9 @@ from tests.forked import fork, run_module
 from tests.gate import wait_until
 from tests.runs import Shared
 from trainer import evaluate, export, load_weights
-from trainer.checkpoint import stored_weights
+from trainer.checkpoint import reader
+from trainer.checkpoint.reader import StoredWeights, find_checkpoint, open_checkpoint
 from trainer.checkpoint.storage import LocalStorage, open_storage
-from trainer.checkpoint.stored_weights import StoredWeights, find_checkpoint, open_checkpoint
 from trainer.checkpoints import list_checkpoints
 from trainer.errors import UserError
 
@@ -83,7 +83,7 @@ def test_one_that_is_pruned_before_it_is_open_is_passed_over(
             prune(run, 20)
         return found
 
-    monkeypatch.setattr(stored_weights, "find_checkpoint", find_and_prune)
+    monkeypatch.setattr(reader, "find_checkpoint", find_and_prune)
     assert open_checkpoint(run).manifest.step == 10
     shutil.rmtree(run)
     one.copied(run)
@@ -93,14 +93,14 @@ def test_one_that_is_pruned_before_it_is_open_is_passed_over(
 
 def test_one_that_is_pruned_while_it_is_opened(one: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = one.copied(tmp_path / "run")
-    check = stored_weights.find_damage
+    check = reader.find_damage
 
     def prune_and_check(place: Any, *rest: Any) -> Any:
         if place.path.name.endswith("20"):
             prune(run, 20)
         return check(place, *rest)
 
-    monkeypatch.setattr(stored_weights, "find_damage", prune_and_check)
+    monkeypatch.setattr(reader, "find_damage", prune_and_check)
     assert open_checkpoint(run).manifest.step == 20, "its files were open by then"
 
 

@@ -30,18 +30,15 @@ from tests.test_data import write_shards
 from tests.test_ingest import texts_of
 from tests.test_lifecycle import Ranks
 from trainer.config import DataSection
-from trainer.data import prefetch
 from trainer.data.loader import TrainLoader
-from trainer.data.manifest import Manifest, rows_of
-from trainer.data.mixed_source import MixedSource
-from trainer.data.paths import find_shards
+from trainer.data.mixture import MixedSource
+from trainer.data.opening import find_shards, open_source
 from trainer.data.remote import transport
-from trainer.data.shards import Shard
+from trainer.data.shards import Manifest, Shard, rows_of
 from trainer.data.source import Source, SyntheticSource, sample_content
-from trainer.data.source_factory import open_source
-from trainer.distributed.step_sync import StepSync
+from trainer.distributed.channel import StepSync
 from trainer.errors import UserError
-from trainer.lifecycle import abandon_step
+from trainer.lifecycle import lifecycle
 from trainer.prepare import prepare
 
 SIZES = range(300, 700, 50)
@@ -411,13 +408,13 @@ class Stalling(SyntheticSource):
 @pytest.mark.parametrize("is_late", [True, False], ids=["this rank's data are late", "another rank's are"])
 def test_a_step_whose_data_do_not_come_is_left(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """However soon the next micro-batch is asked for: a rank that read it itself could not leave."""
-    monkeypatch.setattr(abandon_step, "PATIENCE_S", -1.0)
-    monkeypatch.setattr(prefetch, "_IDLE_CALLER_S", math.inf)
+    monkeypatch.setattr(lifecycle, "PATIENCE_S", -1.0)
+    monkeypatch.setattr("trainer.data.loader._IDLE_CALLER_S", math.inf)
     come, asked, said = threading.Event(), threading.Event(), []
     source = Stalling(come)
     loader = TrainLoader(source, seed=0, global_batch_size=8, micro_batch_size=2)
     step_sync = StepSync(Ranks([[0, 0, not is_late]]))  # type: ignore[arg-type]
-    left = abandon_step.StepAbandoner(step_sync, loader, None, asked.is_set)
+    left = lifecycle.StepAbandoner(step_sync, loader, None, asked.is_set)
     if is_late:
         for _ in range(4):
             next(loader)

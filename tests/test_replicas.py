@@ -18,13 +18,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-import trainer.model.replicas as module
+import trainer.model.gradients as module
 from tests.ranks import TINY, run_command, run_ranks
 from tests.tiny import tiny_config
 from trainer import Trainer
 from trainer.errors import TrainingFailed
-from trainer.model.gradients import gradient_sync
-from trainer.model.replicas import BUCKET_BYTES, FIRST_BUCKET_BYTES, bucket_numel, cut_into_buckets, replicate
+from trainer.model.gradients import (
+    BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    bucket_numel,
+    cut_into_buckets,
+    gradient_sync,
+    replicate,
+)
 
 REPLICATED = ("mesh.shard=1", "mesh.replicate=-1")
 

@@ -25,10 +25,9 @@ from trainer.metrics.record import Record
 from trainer.metrics.sinks import JsonLines
 from trainer.report.__main__ import command_line
 from trainer.report.charts import NUM_COLUMNS, columns, draw_png
-from trainer.report.history import read_run
+from trainer.report.history import NUM_POINTS, PANELS, read_run, thinned
 from trainer.report.live import Server, watch
 from trainer.report.page import write_comparison, write_page
-from trainer.report.series import NUM_POINTS, PANELS, thinned
 
 # ---------------------------------------------------------------------------------------------------------------
 # Generated runs

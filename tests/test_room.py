@@ -12,7 +12,7 @@ from tests.gate import wait_until
 from tests.test_faults import assert_all_good, of, small_disk, steps_in, with_
 from tests.tiny import tiny_config
 from trainer import Trainer
-from trainer.checkpoint.disk_space import CheckpointCounts, checkpoint_counts
+from trainer.checkpoint.retention import CheckpointCounts, checkpoint_counts
 from trainer.checkpoint.storage import LocalStorage
 from trainer.config import CheckpointSection
 from trainer.metrics.console import readable_bytes

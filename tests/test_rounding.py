@@ -22,9 +22,17 @@ from trainer import RunConfig, Trainer, UserError, load_config
 from trainer.config import OptimSection, check_config
 from trainer.export import export_checkpoint
 from trainer.model.parameters import local
-from trainer.optim.adamw import FusedAdamW, RoundingAdamW, _compiled_update, _numbers, _update_by_pieces
+from trainer.optim.adamw import (
+    FusedAdamW,
+    RoundingAdamW,
+    _compiled_update,
+    _numbers,
+    _update_by_pieces,
+    keys_of,
+    random_bits,
+    round_stochastically,
+)
 from trainer.optim.optimizer import build_optimizer
-from trainer.optim.rounding import keys_of, random_bits, round_stochastically
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan
 

@@ -7,6 +7,7 @@ import math
 import random
 import re
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ from tests.test_plan import run_plan
 from tests.tiny import fit, tiny_config
 from trainer import Trainer
 from trainer.checkpoint.interval import Costs, costs_of
-from trainer.checkpoint.save_policy import AdaptiveInterval
+from trainer.checkpoint.saver import AdaptiveInterval
 from trainer.config import CheckpointSection, RunConfig
+from trainer.distributed.channel import Channel, StepSync
 from trainer.metrics.goodput import RunHistory, TimeLedger
 from trainer.report.history import read_run
-from trainer.report.saving import saving_of
+from trainer.report.page import saving_of
 
 YEAR_S = 365.25 * 24 * 3600.0
 BLOCKED_S, TOTAL_S, RESTART_S, STEP_S = 3.0, 60.0, 480.0, 10.0
@@ -85,7 +87,15 @@ class Simulated:
         """Train from the newest checkpoint until a node fails, `lasts_s` seconds later, and until it was replaced."""
         self._note("start", started=self.now, nodes=self.num_nodes, resumed_step=self.step)
         ends, worked_s, saved = self.now + lasts_s, 0.0, 0
-        policy = AdaptiveInterval(CONFIG.checkpoint, self._costs, self.num_nodes, lambda: STEP_S, lambda: self.now)
+        policy = AdaptiveInterval(
+            CONFIG.checkpoint,
+            self._costs,
+            self.num_nodes,
+            step_s=lambda: STEP_S,
+            step_sync=StepSync(Channel(0, 1, timedelta())),
+            is_main=True,
+            clock=lambda: self.now,
+        )
         policy.update(self.ledger.experience())
         policy.is_time()
         while self.now < ends:

@@ -27,11 +27,10 @@ from tests.test_data import write_shards
 from tests.tiny import fit, lines, tiny_config
 from trainer import Trainer, UserError, checkpoints, export, load_config, run
 from trainer.config import DataSection, check_config, compare_configs
-from trainer.data.source_factory import open_source
+from trainer.data.opening import open_source
 from trainer.errors import is_masked, mask_credentials, masked, print_stderr, print_stdout, printable, setting_error
 from trainer.lifecycle.folder import RunFolder
-from trainer.metrics.console import ConsoleSink
-from trainer.metrics.screen import PlainScreen
+from trainer.metrics.console import ConsoleSink, PlainScreen
 from trainer.metrics.terminal import Terminal
 from trainer.report.__main__ import write_report
 
@@ -462,7 +461,27 @@ COMMANDS = [
     ("notify --token B34r3r", True),
     ("API_KEY=B34r3r notify", True),
     ("notify a1b2c3d4e5f6a7b8c9d0", True),
+    ('curl -s -d password=hunter2xyz -d \'{"token":"abcdef77"}\' 127.0.0.1:8765/', True),
+    ("echo pass hunter2", True),
+    ("notify SUPERSEKRET777xyzQ", True),
+    ("mail -p Tr0ub4dor+3", True),
+    ("curl -F token=abcd1234", True),
+    ("psql 'host=h password=hunter2x'", True),
+    ("export KEY=hunter2x", True),
+    ("AUTH=hunter2xyz", True),
+    ("notify --key hunter2", True),
+    ("notify --auth bob:hunter2", True),
+    ("redis-cli -a hunter2", True),
+    ("mosquitto_pub -u bob -P hunter2", True),
+    ("curl -H 'X-Auth: hunter2'", True),
+    ("openssl enc -passin pass:hunter2", True),
+    ("smbclient -U bob%hunter2", True),
+    ("curl hooks.slack.com/services/T00/B00/abcdefghijkl", True),
     ("touch /some/folder/llama3_70b_ended", False),
+    ("mkdir -p done.d/$STATE", False),
+    ("sbatch launch/slurm.sbatch recipe=llama3_8b", False),
+    ("psql -c 'insert into runs values (1)'", False),
+    ('notify --token "$TOKEN"', False),
     ("python notify.py llama3b-8k-v2-chat", False),
     ("cp -r runs/exp2b_lr3e4_bs64k /some/folder", False),
     ("notify 550e8400-e29b-41d4-a716-446655440000", True),

@@ -208,7 +208,7 @@ WRONG: dict[str, tuple[Case, str]] = {
     ),
     "untied": (
         (Untied, [*ON_2_X_2, "model.tie_embeddings=true"]),
-        "TrainingFailed: self-check: rank 1: head.output.weight is a parameter of its own; expected: one with "
+        "TrainingFailed: self-check: rank 1: head.output.weight is a separate parameter; expected: tied to "
         "tok_embeddings.weight, as the model was built\n",
     ),
     "frozen on one": (

@@ -21,16 +21,15 @@ from tests.test_docs import check_fields
 from tests.tiny import fit, tiny_config
 from trainer import Trainer, TrainLoader, load_config
 from trainer.config import RunConfig
-from trainer.data.chat.tokens import ChatTokenizer
+from trainer.data.chat.masking import ChatTokenizer
 from trainer.data.loader import Batch
+from trainer.data.opening import open_source, resolve_from_data
 from trainer.data.prompts import chat_prompt_tokens
-from trainer.data.resolve import resolve_from_data
 from trainer.data.source import IGNORE
-from trainer.data.source_factory import open_source
 from trainer.data.tokenizer import find_tokenizer
 from trainer.export import export_checkpoint
 from trainer.generate import open_generator
-from trainer.lifecycle.samples import Samples
+from trainer.metrics.callbacks import Samples
 
 NUM_CHATS = 40
 

@@ -22,12 +22,12 @@ from tests.test_data import Numbered, stream_of, take, without_checksums, write_
 from tests.tiny import tiny_config
 from trainer import Trainer
 from trainer.config import DataSection
-from trainer.data import descriptors
+from trainer.data import shards
 from trainer.data import source as source_module
 from trainer.data.loader import EvalLoader, TrainLoader
+from trainer.data.opening import open_source
 from trainer.data.shards import Shard
 from trainer.data.source import Source, TokenSource
-from trainer.data.source_factory import open_source
 from trainer.distributed import environment
 from trainer.distributed.environment import raise_file_limit
 from trainer.errors import TrainingFailed
@@ -37,7 +37,7 @@ from trainer.errors import TrainingFailed
 def _written_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(os, "fsync", lambda _: None)  # thousands of files that nobody keeps
     yield
-    descriptors.SHARD_FILES.close()
+    shards.SHARD_FILES.close()
 
 
 @contextlib.contextmanager
@@ -134,7 +134,7 @@ def test_no_more_is_read_than_is_asked_for(tmp_path: Path, monkeypatch: pytest.M
         asked.extend(buffer.nbytes for buffer in buffers)
         return real(descriptor, buffers, offset)
 
-    monkeypatch.setattr(descriptors.os, "preadv", preadv)
+    monkeypatch.setattr(shards.os, "preadv", preadv)
     source.batch(np.array([3, 700, 1200]))
     assert asked == [65 * 2] * 3
 
@@ -144,7 +144,7 @@ def test_reads_that_are_cut_by_signals_go_on(tmp_path: Path, monkeypatch: pytest
     source = open_source(DataSection(source="tokens", path=path, seq_len=8), None, "train")
     real = os.preadv
     monkeypatch.setattr(
-        descriptors.os,
+        shards.os,
         "preadv",
         lambda file, buffers, offset: real(file, [memoryview(buffers[0]).cast("B")[:3]], offset),
     )
@@ -160,9 +160,7 @@ def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
 
 
 def test_threads_that_share_few_descriptors_read_what_is_theirs(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(
-        descriptors, "MAX_OPEN_FILES", 2
-    )  # so that each read closes what another thread is reading from
+    monkeypatch.setattr(shards, "MAX_OPEN_FILES", 2)  # so that each read closes what another thread is reading from
     source, stream = many_shards(tmp_path, 60)
     expected = np.array(stream[: 59 * 4]).reshape(59, 4)
     wrong: list[object] = []
@@ -229,7 +227,7 @@ def test_a_shard_that_is_cut_short_is_named(tmp_path: Path, num_workers: int) ->
 def test_a_shard_that_is_gone_is_named(tmp_path: Path) -> None:
     source = open_source(token_settings(write_shards(tmp_path, [b"abcdefgh" * 50])), 257, "train")
     (tmp_path / "text-00000.bin").unlink()
-    descriptors.SHARD_FILES.close()  # it is open since it was verified, and could be read on
+    shards.SHARD_FILES.close()  # it is open since it was verified, and could be read on
     loader = EvalLoader(source, global_batch_size=2, micro_batch_size=2)
     with pytest.raises(
         TrainingFailed, match=r"^sample 0 cannot be read: .*text-00000\.bin cannot be read \(No such file"

@@ -27,7 +27,7 @@ from tests.ranks import run_ranks, tiny_overrides
 from tests.tiny import full
 from trainer import Recipe, RunConfig, Trainer, UserError, load_config, register
 from trainer.data.loader import TrainLoader
-from trainer.data.source_factory import open_source
+from trainer.data.opening import open_source
 from trainer.model.gradients import gradient_sync, norm_and_clip_factor
 from trainer.model.materialize import materialize
 from trainer.model.parameters import count_parameters
@@ -343,7 +343,7 @@ def by_mixture(model: nn.Module) -> tuple[Any, ...]:
 
 
 def by_predicate(module: nn.Module) -> bool:
-    return type(module).__name__ in ("Block", "FeedForward")
+    return type(module).__name__ in ("LlamaBlock", "FeedForward")
 
 
 def by_number(model: nn.Module) -> int:

@@ -22,8 +22,8 @@ from tests.test_exactness import relative
 from tests.tiny import full
 from trainer import RunConfig, Trainer, UserError, load_config
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
+from trainer.data.opening import open_source
 from trainer.data.source import IGNORE, Samples, Source, SourceSubset, as_mapping
-from trainer.data.source_factory import open_source
 
 CAMPAIGN = pytest.mark.campaign
 GATHER, HEADS = "mesh.context_method=gather", "mesh.context_method=heads"

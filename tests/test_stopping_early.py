@@ -21,7 +21,7 @@ from tests.chats import CHATML, said, write_tokenizer
 from tests.forked import popen
 from tests.gate import wait_until
 from trainer.config import DataSection
-from trainer.data.chat.conversation import Conversation
+from trainer.data.chat.formats import Conversation
 from trainer.data.chat.masking import Encoder
 from trainer.data.chat.source import open_chats
 from trainer.data.remote import transport

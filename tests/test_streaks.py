@@ -16,8 +16,8 @@ from tests.ranks import merged
 from tests.tiny import lines, tiny_config
 from trainer import Trainer, load_weights
 from trainer.checkpoint.manifest import read_manifest
+from trainer.checkpoint.reader import find_checkpoint
 from trainer.checkpoint.storage import LocalStorage, open_storage
-from trainer.checkpoint.stored_weights import find_checkpoint
 from trainer.checkpoints import command_line
 from trainer.errors import TrainingFailed
 from trainer.metrics.record import Record

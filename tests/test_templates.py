@@ -22,7 +22,7 @@ from tests.test_sft import write_chats
 from tests.tiny import fit
 from trainer import UserError, generate, run
 from trainer.data.chat import limits
-from trainer.data.chat.conversation import BadChat
+from trainer.data.chat.formats import BadChat
 from trainer.data.chat.limits import limited, trial
 from trainer.data.chat.template import ChatTemplate, find_template
 from trainer.data.prompts import chat_end_ids, chat_prompt_tokens

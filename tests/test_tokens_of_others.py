@@ -16,10 +16,9 @@ from tests.test_data import write_tokenizer
 from tests.test_data_command import ask
 from tests.test_prepare import run, write_jsonl
 from trainer.config import DataSection
-from trainer.data.ingest import tokens
-from trainer.data.paths import find_shards
+from trainer.data.ingest import documents as reading
+from trainer.data.opening import find_shards, open_source
 from trainer.data.shards import Shard
-from trainer.data.source_factory import open_source
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import UserError
 
@@ -78,7 +77,7 @@ def test_tokens_and_documents_are_those_of_the_file(
     documents = [[*range(1, size), *ends_in] for size in (3, 9, 2, 30, 6)]
     (tmp_path / "there").mkdir()
     write(tmp_path / "there" / "train.bin", documents)
-    monkeypatch.setattr(tokens, "_CHUNK", 7)
+    monkeypatch.setattr(reading, "_CHUNK", 7)
     for path in (tmp_path / "there" / "train.bin", tmp_path / "there", tmp_path / "there" / "*.bin"):
         data = settings(tmp_path, path, tokenizer=tokenizer)
         assert documents_of(find_shards(str(data.path), data, "data.path").train) == documents

@@ -15,8 +15,8 @@ import pytest
 from tests.tiny import fit, tiny_config
 from trainer import Trainer, UserError, checkpoints, export, load_config, load_weights, run
 from trainer.checkpoint.manifest import COMMIT, read_manifest
+from trainer.checkpoint.reader import find_checkpoint, find_checkpoints
 from trainer.checkpoint.storage import LocalStorage
-from trainer.checkpoint.stored_weights import find_checkpoint, find_checkpoints
 from trainer.config import compare_configs, stored_value
 from trainer.data import __main__ as data_command
 from trainer.evaluate import find_subject

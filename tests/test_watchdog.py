@@ -23,10 +23,20 @@ from tests.gate import wait_until
 from tests.ranks import Ran, run_command
 from trainer import load_config
 from trainer.distributed.channel import TimedStore
-from trainer.lifecycle.flight_recorder import CollectiveProgress, progress_of
-from trainer.lifecycle.phases import watch_phases
-from trainer.lifecycle.rank_status import RankStatus, find_stragglers, is_stuck, reason_of, table
-from trainer.lifecycle.watchdog import _ANSWER_S, _SAVE_GRACE_S, Watchdog, _lines
+from trainer.lifecycle.watchdog import (
+    _ANSWER_S,
+    _SAVE_GRACE_S,
+    CollectiveProgress,
+    RankStatus,
+    Watchdog,
+    _lines,
+    find_stragglers,
+    is_stuck,
+    progress_of,
+    reason_of,
+    table,
+    watch_phases,
+)
 
 LIMIT_S = 8.0
 """More than a good step takes where other processes, or other machines on the same host, have the cores for seconds."""
@@ -201,7 +211,7 @@ def test_the_phases_of_an_update_note_themselves(dog: Watchdog) -> None:
     optimizer = torch.optim.SGD(model.parameters())
     watch_phases(dog, model, [optimizer])
     seen: list[str] = []
-    dog.observers.append(SimpleNamespace(enter_phase=seen.append))
+    dog.observers.append(seen.append)
     dog.begin_step(1)
     for _ in range(2):
         model(torch.ones(2, 3)).sum().backward()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -18,9 +20,9 @@ from tests.tiny import fit, full, lines, tiny_config
 from trainer import Trainer, UserError, load_config, load_weights
 from trainer.config import check_config
 from trainer.data.tokenizer import find_tokenizer
-from trainer.metrics.console import ConsoleSink
+from trainer.metrics.callbacks import Callback
+from trainer.metrics.console import ConsoleSink, PlainScreen
 from trainer.metrics.record import Record
-from trainer.metrics.screen import PlainScreen
 from trainer.metrics.terminal import Terminal
 from trainer.model.sample import CachedDecoder, Sampling, generate_tokens
 
@@ -184,3 +186,60 @@ def test_norms_and_samples_on_the_console() -> None:
 def test_mistakes(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_config(load_config("llama_small", overrides), 1, 1)
+
+
+class Told(Callback):
+    """Notes each hook that is called, and whether Python may collect garbage then."""
+
+    def __init__(self, name: str, told: list[str]) -> None:
+        for hook in ("begin_fit", "begin_step", "end_step", "after_evaluation", "end_loop", "end_fit"):
+            setattr(self, hook, partial(self.note, f"{name} {hook}"))
+        self.told, self.collects = told, set[bool]()
+
+    def note(self, *what: object) -> None:
+        self.told.append(" ".join(map(str, what)))
+        self.collects.add(gc.isenabled())
+
+
+@pytest.mark.slow
+def test_callbacks_are_told_in_their_order_and_of_ends_in_reverse(tmp_path: Path) -> None:
+    told: list[str] = []
+    trainer = Trainer(tiny_config(tmp_path, "train.steps=2", "eval.every=2", "eval.steps=1", "log.sample_tokens=0"))
+    outer, inner = Told("outer", told), Told("inner", told)
+    trainer._run.callbacks[1:] = [outer, *trainer._run.callbacks[1:], inner]
+    assert trainer.fit() == 0
+    trainer.close()
+
+    def both(hook: str, is_end: bool = False) -> list[str]:
+        return [f"{name} {hook}" for name in (("inner", "outer") if is_end else ("outer", "inner"))]
+
+    steps = [line for step in (1, 2) for line in (*both(f"begin_step {step}"), *both(f"end_step {step}", True))]
+    assert told == [
+        *both("begin_fit"),
+        *steps,
+        *both("after_evaluation 2"),
+        *both("end_loop False", True),
+        *both("end_fit", True),
+    ]
+    assert outer.collects == {False}, "inside fit, garbage is collected at the same steps on all ranks alone"
+    assert gc.isenabled()
+
+
+@pytest.mark.slow
+def test_callbacks_are_told_how_a_loop_of_ones_own_ends(tmp_path: Path) -> None:
+    told: list[str] = []
+    trainer = Trainer(tiny_config(tmp_path, "train.steps=3", "eval.every=0", "log.sample_tokens=0"))
+    trainer._run.callbacks.append(Told("own", told))
+    for _ in trainer.steps():
+        break
+    assert told[-1] == "own end_loop False", "left early"
+    trainer._run.callbacks.append(Told("other", told))
+    trainer.train_step = fail  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        next(trainer.steps())
+    assert told[-2:] == ["other end_loop True", "own end_loop True"]
+    assert not any("fit" in line for line in told)
+
+
+def fail(micro_batches: object) -> NoReturn:
+    raise ZeroDivisionError

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from trainer.recipe import register as register
     from trainer.trainer import Trainer as Trainer
     from trainer.weights.loading import load_weights as load_weights
-    from trainer.weights.state_dict import fill as fill
+    from trainer.weights.sources import fill as fill
 
 __version__ = "0.1.0"
 __all__ = [
@@ -68,7 +68,7 @@ _MODULES = {
     "Transposed": "recipe",
     "UserError": "errors",
     "WeightSource": "recipe",
-    "fill": "weights.state_dict",
+    "fill": "weights.sources",
     "linear_cross_entropy": "loss",
     "load_config": "config",
     "load_weights": "weights.loading",

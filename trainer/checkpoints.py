@@ -20,12 +20,11 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from trainer.checkpoint.blocks import Damaged
 from trainer.checkpoint.layout import StoredTensor
-from trainer.checkpoint.manifest import find_damage, find_index_damage, name_of, read_manifest
+from trainer.checkpoint.manifest import INDEX, find_damage, name_of, read_file, read_manifest
+from trainer.checkpoint.reader import StoredWeights, find_checkpoints, is_checkpoint
 from trainer.checkpoint.retention import best_step, list_steps
-from trainer.checkpoint.storage import COMMIT, Storage, open_storage, split_parent
-from trainer.checkpoint.stored_weights import StoredWeights, find_checkpoints, is_checkpoint
+from trainer.checkpoint.storage import COMMIT, Damaged, Storage, open_storage, split_parent
 from trainer.config import compare_stored
 from trainer.errors import (
     EXIT_FAILED,
@@ -109,12 +108,13 @@ def _entry(storage: Storage, name: str, verify: bool) -> CheckpointEntry:
         entry.evaluation = dict(manifest.evaluation)
         entry.mesh = " x ".join(f"{axis} {size}" for axis, size in manifest.mesh.items())
         entry.damage = tuple(find_damage(folder, manifest, "full" if verify else "sizes"))
-        index = find_index_damage(folder, manifest) if verify else ""
-        notes = [
-            _IN_A_STREAK.format(name, manifest.num_skipped) if manifest.num_skipped else "",
-            f"{index}; only torch's own tools need it" if index else "",
-        ]
-        entry.notes = tuple(note for note in notes if note)
+        if manifest.num_skipped:
+            entry.notes += (_IN_A_STREAK.format(name, manifest.num_skipped),)
+        if verify:
+            try:
+                read_file(folder, manifest, INDEX)
+            except Damaged as error:
+                entry.notes += (f"{error}; only torch's own tools need it",)
         entry.state = "damaged" if entry.damage else "verified" if verify else "whole"
     return entry
 
@@ -222,9 +222,9 @@ def _show_list(storage: Storage, entries: Sequence[CheckpointEntry]) -> None:
 
 
 def _show_diff(storage: Storage, names: Sequence[str], as_json: bool, everything: bool) -> None:
-    weights = [StoredWeights(_find_one(storage, name)) for name in names]
-    configuration = compare_stored(*(each.config_yaml for each in weights))
-    changes = list(compare_tensors(*weights))
+    before, after = (StoredWeights(_find_one(storage, name)) for name in names)
+    configuration = compare_stored(before.config_yaml, after.config_yaml)
+    changes = list(compare_tensors(before, after))
     if as_json:
         print_stdout(json.dumps({"configuration": configuration, "tensors": [asdict(change) for change in changes]}))
         return
@@ -232,8 +232,8 @@ def _show_diff(storage: Storage, names: Sequence[str], as_json: bool, everything
     console.print(f"configuration: {len(configuration)} keys differ", style="bold")
     for line in configuration:
         console.print(Text(printable(f"  {line}")), soft_wrap=True)
-    shared = weights[0].layout.keys() & weights[1].layout.keys()
-    for part in sorted({key.partition(".")[0] for stored in weights for key in stored.layout}):
+    shared = before.layout.keys() & after.layout.keys()
+    for part in sorted({key.partition(".")[0] for key in before.layout.keys() | after.layout.keys()}):
         own = [change for change in changes if change.key.startswith(f"{part}.")]
         num_same = sum(key.startswith(f"{part}.") for key in shared) - sum(change.key in shared for change in own)
         heading = f"{part}: {len(own)} tensors differ, {num_same} are bit-identical"

@@ -439,7 +439,7 @@ def _looks_random(word: str) -> bool:
     Names made of short parts, such as llama3b-8k-v2-chat or exp2b_lr3e4_bs64k, do not count.
     """
     longest = max(map(len, re.split(r"[-_.]", word)))
-    return len(word) >= 16 and longest >= 12 and word[0] != "$" and len(_LETTER_BY_DIGIT.findall(word)) >= 3
+    return len(word) >= 16 and longest >= 12 and word[0] != "$" and len(_LETTER_BY_DIGIT.findall(word)) >= 2
 
 
 # The length limit of the scheme avoids quadratic matching time on long words.
@@ -482,7 +482,18 @@ _SECRET_NAME = re.compile(
     r"(?:^|[._-])(?:token|secret|passw(?:or)?d|passphrase|credentials?|(?:api|access|secret)[-_]?key)$", re.IGNORECASE
 )
 """Names of settings and environment variables whose values are secrets."""
-_SUSPICIOUS = re.compile(r"://[^\s/'\"]+/[^\s'\"]|sshpass|\b(?:mysql|mariadb)\S*\s.*-p\S", re.IGNORECASE)
+_SUSPICIOUS = re.compile(
+    r"://[^\s/'\"]+/[^\s'\"]"  # a URL with a path
+    r"|(?<![\w./$-])(?:[\w-]+\.)+[a-z]{2,}/[^\s'\"]"  # the same without a scheme
+    # anything that is called a password, a key or the like, unless its value is a variable
+    r"|(?<![a-z])(?:pass(?:w(?:or)?d|phrase|in|out)?|pwd|token|secret|credentials?|auth|authorization|key|signature|jwt)"
+    r"['\"]?[=:\s]\s*['\"]?(?!(?:(?:bearer|basic|token)\s+)?['\"]?\$)[^\s'\"]"
+    # programs that take passwords in options of one letter
+    r"|\b(?:mysql\w*|mariadb\S*|psql|redis-cli|mongo\w*|mosquitto_\w+|smbclient|l?ftp|ldap\w+|mail\w*|swaks)\s.*-[apuw]\b"
+    r"|\b(?:mysql|mariadb)\S*\s.*-p\S|sshpass",
+    re.IGNORECASE,
+)
+"""Commands that may contain a secret."""
 _LETTER_BY_DIGIT = re.compile(r"(?<=[A-Za-z])(?=\d)|(?<=\d)(?=[A-Za-z])")
 
 

@@ -27,7 +27,8 @@ from trainer import run
 from trainer.config import RunConfig, check_config, load_config, stored_value
 from trainer.config.command_line import parse, split_allow_import
 from trainer.config.load import check_imports, read_stored
-from trainer.config.pretrained import check_no_gguf, check_weights, find_native, is_folder_of_weights
+from trainer.config.location import locate
+from trainer.config.pretrained import check_no_gguf, check_weights, find_native
 from trainer.config.rules import check_requirements, likely_device
 from trainer.distributed import stop_request
 from trainer.distributed.environment import Environment, find_environment, follow_parent, limit_spinning
@@ -51,7 +52,7 @@ from trainer.tables import table_lines
 if TYPE_CHECKING:
     import torch
 
-    from trainer.checkpoint.stored_weights import StoredWeights
+    from trainer.checkpoint.reader import StoredWeights
     from trainer.trainer import Trainer
 
 _EVALUATION_OVERRIDES = {
@@ -94,24 +95,25 @@ def find_subject(
     A Hugging Face folder is evaluated with default settings and the overrides; training data need not be given.  Raises
     UserError for invalid input, and TrainingFailed for a corrupt checkpoint.
     """
+    from trainer.checkpoint.reader import open_checkpoint
     from trainer.checkpoint.storage import PinnedStorage
-    from trainer.checkpoint.stored_weights import is_checkpoint, open_checkpoint
 
-    source = None
+    source, location = None, locate(path)
     check_no_gguf(path, "path")
     given = {override.partition("=")[0] for override in overrides}
-    if is_folder_of_weights(path) and not is_checkpoint(path):
+    if location.kind == "huggingface":
+        folder = location.path
         if "model.fresh" not in given:
-            check_weights(path, "path")
-        native = find_native(path)
-        model = {"name": native[0].name} if native else {"name": "hf", "path": path}
-        data = {"tokenizer": path} if (Path(path) / "tokenizer.json").is_file() else {}
-        text, weights, step = json.dumps({"model": model, "data": data}), path, None
-        first = {"train.init_from": weights if native else "null"}
+            check_weights(folder, "path")
+        native = find_native(folder)
+        model = {"name": native[0].name} if native else {"name": "hf", "path": folder}
+        data = {"tokenizer": folder} if (Path(folder) / "tokenizer.json").is_file() else {}
+        text, weights, step = json.dumps({"model": model, "data": data}), folder, None
+        first = {"train.init_from": folder if native else "null"}
         held_out = dict(override.split("=", 1) for override in overrides if "=" in override).get("data.eval_path")
         first |= {} if held_out is None else {"data.path": held_out}  # never opened
     else:
-        source = open_checkpoint(path)
+        source = open_checkpoint(location.path)
         text, weights, step = source.config_yaml, str(source.storage), source.manifest.step
         place = source.storage
         where = stack.enter_context(place.lasting()) if stack and isinstance(place, PinnedStorage) else str(place)
@@ -171,7 +173,7 @@ def evaluate(trainer: Trainer, subject: Subject) -> Record | None:
     Writes no run files.  Raises UserError if there is no held-out data, or if the weights under adapters or of a
     reference model differ from those that the run used.  Collective.
     """
-    from trainer.checkpoint.stored_weights import StoredWeights
+    from trainer.checkpoint.reader import StoredWeights
     from trainer.weights.loading import load_initial_weights
 
     if trainer.eval_loader is None:
@@ -192,7 +194,7 @@ def _fill(trainer: Trainer, stored: StoredWeights) -> None:
     """Load the checkpoint into the model.  Weights that it only refers to were loaded when the Trainer was built."""
     from trainer.model.lora import is_base_weight
     from trainer.weights.adapters import BASE, BaseWeights
-    from trainer.weights.state_dict import fill
+    from trainer.weights.sources import fill
 
     for name, part in trainer.state.parts.items():
         if isinstance(part, BaseWeights) and name in stored.parts:
@@ -283,7 +285,6 @@ def lm_eval(path: str, tasks: Sequence[str], more_tasks: str | None = None) -> d
     if importlib.util.find_spec("lm_eval") is None:
         fix = "pip install 'meshtrainer[lm-eval]'"
         raise setting_error("--lm-eval", ",".join(tasks), "needs the library lm_eval", fix=fix)
-    from trainer.checkpoint.stored_weights import is_checkpoint
     from trainer.export import export_checkpoint
 
     harness, known = importlib.import_module("lm_eval"), importlib.import_module("lm_eval.tasks")
@@ -292,8 +293,9 @@ def lm_eval(path: str, tasks: Sequence[str], more_tasks: str | None = None) -> d
         if not manager.match_tasks([task]):
             raise choice_error("--lm-eval", task, manager.all_tasks, "a task of lm_eval;")
     with tempfile.TemporaryDirectory() as exported:
-        folder = path
-        if is_checkpoint(path) or not is_folder_of_weights(path):
+        location = locate(path)
+        folder = location.path
+        if location.kind != "huggingface":
             folder = str(Path(exported) / "model")
             export_checkpoint(path, folder, merges=True)
         settings = {"pretrained": folder, "dtype": "float32"}
@@ -302,9 +304,12 @@ def lm_eval(path: str, tasks: Sequence[str], more_tasks: str | None = None) -> d
     return dict(found)
 
 
-def _show_lm_eval(path: str, tasks: Sequence[str], more_tasks: str | None, as_object: bool) -> int:
+def _show_lm_eval(words: Sequence[str], tasks: Sequence[str], more_tasks: str | None) -> int:
+    path, rest = _split(words)
+    if rest:
+        raise UserError(f"{rest[0]}: cannot be combined with --lm-eval, whose tasks define their own settings")
     found = lm_eval(path, tasks, more_tasks)
-    if as_object:
+    if "--json" in words:
         print_stdout(json.dumps({"weights": path, "results": found["results"]}, default=str))
     else:
         print_stdout(importlib.import_module("lm_eval.utils").make_table(found))
@@ -325,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tasks, words = _option(words, "--lm-eval")
     more_tasks, words = _option(words, "--tasks")
     if tasks is not None:
-        return run_command(lambda: _show_lm_eval(_only_path(words), tasks.split(","), more_tasks, "--json" in words))
+        return run_command(lambda: _show_lm_eval(words, tasks.split(","), more_tasks))
     shown, words = _option(words, _SHOWN_AS)
     try:
         with ExitStack() as stack:
@@ -390,28 +395,16 @@ def _option(words: Sequence[str], name: str) -> tuple[str | None, list[str]]:
     return None, list(words)
 
 
-def _only_path(words: Sequence[str]) -> str:
-    """Return the path.  Raises UserError if settings are given too, since tasks take none."""
-    path, rest = _split(words)
-    if rest:
-        raise UserError(f"{rest[0]}: cannot be combined with --lm-eval, whose tasks define their own settings")
-    return path
-
-
 def _split(words: Sequence[str]) -> tuple[str, list[str]]:
     """Return the path, the only word that is neither an option nor a setting, and the rest.  Raises UserError."""
     rest = [word for word in words if word != "--json"]
-    paths = [word for word in rest if not word.startswith("-") and not _is_setting(word)]
+    settings = [word for word in rest if "=" in word and "/" not in word.partition("=")[0]]
+    paths = [word for word in rest if not word.startswith("-") and word not in settings]
     if len(paths) != 1:
         named = f"{len(paths)} are named: {' '.join(paths)}" if paths else "none is named"
         example = "python -m trainer.evaluate runs/llama_small"
         raise UserError(f"one run, checkpoint or Hugging Face folder is evaluated; {named}\n  for example: {example}")
     return paths[0], [word for word in rest if word not in paths]
-
-
-def _is_setting(word: str) -> bool:
-    key, equals, _ = word.partition("=")
-    return bool(equals) and "/" not in key
 
 
 def command_line() -> NoReturn:

@@ -19,7 +19,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from trainer.checkpoint.stored_weights import open_checkpoint
+from trainer.checkpoint.reader import open_checkpoint
 from trainer.config import RunConfig, config_from_yaml
 from trainer.config.initial_weights import allows_another
 from trainer.data.ingest.inputs import kind_of
@@ -28,11 +28,15 @@ from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import EXIT_FINISHED, CommandParser, UserError, print_stderr, print_stdout, run_command
 from trainer.files import replacing, writing_to
 from trainer.recipe import WeightSource, add_working_folder_to_path
-from trainer.weights.adapters import BASE
-from trainer.weights.exporting import export
+from trainer.weights.adapters import BASE, export_adapter
+from trainer.weights.exporting import (
+    TOKENIZER,
+    as_temporary_folder,
+    export,
+    is_tokenizer_file,
+    tokenizer_settings,
+)
 from trainer.weights.loading import build_meta_model, load_unsharded, model_files_of, with_merged_adapters
-from trainer.weights.origin import TOKENIZER, Origin, as_temporary_folder, is_tokenizer_file, tokenizer_settings
-from trainer.weights.peft import export_adapter
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -81,13 +85,31 @@ def export_checkpoint(
                 f"{path}: a single file can only hold a whole model\n  to fix: use --merged, or give a folder for "
                 "the adapter"
             )
-        plain = build_meta_model(config.recipe, config.model)
-        named = base or stored.parts.get(BASE, {}).get("path", "")
-        own = (stored, config.recipe, config.model, plain, config.lora, path)
-        return export_adapter(*own, base=named, dtype=dtype, origin=origin, overwrite=overwrite, setting="target")
+        return export_adapter(
+            stored,
+            config.recipe,
+            config.model,
+            build_meta_model(config.recipe, config.model),
+            config.lora,
+            path,
+            base=base or stored.parts.get(BASE, {}).get("path", ""),
+            dtype=dtype,
+            origin=origin,
+            overwrite=overwrite,
+            setting="target",
+        )
     source = with_merged_adapters(stored, config.recipe, config.model, base)
     if is_file:
         return [_export_file(source, config, path, dtype, overwrite)]
+    if TOKENIZER in origin.tokenizer:  # that file may be missing by now
+        with as_temporary_folder(origin.tokenizer) as folder:
+            end_id = find_tokenizer(str(folder / TOKENIZER)).end_id
+    else:
+        end_id = find_tokenizer(config.data.tokenizer).end_id
+    turn_ends: set[int] = set()
+    if config.data.source == "chat":  # the run trained the model to end its turns
+        with tokenizer_settings(origin, config.data.tokenizer) as (tokenizer, template):
+            turn_ends = chat_end_ids(tokenizer, template)
     return export(
         source,
         config.recipe,
@@ -96,8 +118,8 @@ def export_checkpoint(
         dtype=dtype,
         max_shard_bytes=int(max_shard_gb * 1e9),
         tokenizer=config.data.tokenizer,
-        end_id=_end_id(config.data.tokenizer, origin),
-        turn_ends=_turn_ends(config, origin),
+        end_id=end_id,
+        turn_ends=turn_ends,
         origin=origin,
         overwrite=overwrite,
         setting="target",
@@ -113,22 +135,6 @@ def _reads_bytes(config: RunConfig) -> bool:
     kinds = [kind_of(str(place)) for place in places if place]
     is_text = any(kind is not None and kind[0] != "tokens" for kind in kinds)
     return config.data.source != "tokens" or is_text or allows_another(config)
-
-
-def _end_id(tokenizer: str, origin: Origin) -> int:
-    """Return the end-of-document id of the run's tokenizer, whose original file may be missing."""
-    if TOKENIZER not in origin.tokenizer:
-        return find_tokenizer(tokenizer).end_id
-    with as_temporary_folder(origin.tokenizer) as folder:
-        return find_tokenizer(str(folder / TOKENIZER)).end_id
-
-
-def _turn_ends(config: RunConfig, origin: Origin) -> set[int]:
-    """Return the ids with which a run on chats trained the model to end its turns."""
-    if config.data.source != "chat":
-        return set()
-    with tokenizer_settings(origin, config.data.tokenizer) as named:
-        return chat_end_ids(*named)
 
 
 def _export_file(
@@ -148,15 +154,11 @@ def _write_plain(model: torch.nn.Module, path: Path) -> None:
     num_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     with writing_to("target", path, num_bytes):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_partial(model, path)
-
-
-def _write_partial(model: torch.nn.Module, path: Path) -> None:
-    with replacing(path) as partial:
-        if path.suffix == ".pt":
-            torch.save(model.state_dict(), partial)
-        else:
-            safetensors.torch.save_model(model, str(partial), metadata={"format": "pt"})  # stores tied weights once
+        with replacing(path) as partial:
+            if path.suffix == ".pt":
+                torch.save(model.state_dict(), partial)
+            else:
+                safetensors.torch.save_model(model, str(partial), metadata={"format": "pt"})  # stores tied weights once
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
@@ -187,9 +189,18 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 def _export(chosen: argparse.Namespace) -> int:
     if chosen.max_shard_gb <= 0:
         raise UserError(f"--max-shard-gb={chosen.max_shard_gb}: must be above 0\n  for example: --max-shard-gb=5")
-    dtype = DTYPES[chosen.dtype] if chosen.dtype else None
-    how = (dtype, chosen.max_shard_gb, chosen.overwrite, chosen.allow_import, chosen.merges, chosen.base, chosen.ema)
-    for file in export_checkpoint(chosen.checkpoint, chosen.target, *how):
+    files = export_checkpoint(
+        chosen.checkpoint,
+        chosen.target,
+        dtype=DTYPES[chosen.dtype] if chosen.dtype else None,
+        max_shard_gb=chosen.max_shard_gb,
+        overwrite=chosen.overwrite,
+        allow_import=chosen.allow_import,
+        merges=chosen.merges,
+        base=chosen.base,
+        ema=chosen.ema,
+    )
+    for file in files:
         print_stdout(str(file))
     return EXIT_FINISHED
 

@@ -20,15 +20,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.checkpoint.stored_weights import is_checkpoint, open_checkpoint
+from trainer.checkpoint.reader import open_checkpoint
 from trainer.config import config_from_yaml
 from trainer.config.initial_weights import check_tokenizer_of_folder
+from trainer.config.location import Location, locate
 from trainer.config.pretrained import (
     CONFIG,
     check_no_gguf,
     check_weights,
     has_config_only,
-    is_folder_of_weights,
     model_config_of,
 )
 from trainer.data.prompts import chat_end_ids, chat_prompt_tokens, prompt_tokens
@@ -55,8 +55,8 @@ from trainer.model.sample import (
     supports_kv_cache,
 )
 from trainer.recipe import add_working_folder_to_path, all_recipes
-from trainer.weights.loading import load_weights, model_files_of, model_of
-from trainer.weights.origin import GENERATION, read_model_files, settings_for_folder, tokenizer_settings
+from trainer.weights.exporting import GENERATION, read_model_files, settings_for_folder, tokenizer_settings
+from trainer.weights.loading import model_files_of, model_of_checkpoint, model_of_folder
 
 _SHOWN = 60
 """Longest prompt that an error message shows in full, in characters."""
@@ -123,34 +123,34 @@ def open_generator(
     Raises UserError if the model cannot be read.
     """
     check_no_gguf(path, "path")
-    if is_folder_of_weights(path) and not is_checkpoint(path):
-        folder = Path(path)
+    location = locate(path)
+    if location.kind == "huggingface":
+        folder = Path(location.path)
         if has_config_only(folder):
             check_weights(folder, "path")
         check_tokenizer_of_folder(folder)
-        return TextGenerator(
-            _load_folder(folder, device), device, *settings_for_folder(folder), _settings(read_model_files(folder))
-        )
-    source = open_checkpoint(path, ema)
+        model, (tokenizer, template) = _load_folder(location, device), settings_for_folder(folder)
+        return TextGenerator(model, device, tokenizer, template, _settings(read_model_files(folder)))
+    source = open_checkpoint(location.path, ema)
     config = config_from_yaml(source.config_yaml, allow_import=allow_import)
     origin = model_files_of(source)
-    named = stack.enter_context(tokenizer_settings(origin, config.data.tokenizer))
-    turn_ends = chat_end_ids(*named) if config.data.source == "chat" else ()
-    model = model_of(source, device, allow_import)
-    return TextGenerator(model, device, *named, _settings(origin.files), config.data.bos, frozenset(turn_ends))
+    tokenizer, template = stack.enter_context(tokenizer_settings(origin, config.data.tokenizer))
+    turn_ends = frozenset(chat_end_ids(tokenizer, template) if config.data.source == "chat" else ())
+    model = model_of_checkpoint(source, device, allow_import)
+    return TextGenerator(model, device, tokenizer, template, _settings(origin.files), config.data.bos, turn_ends)
 
 
-def _load_folder(folder: Path, device: torch.device) -> nn.Module:
+def _load_folder(location: Location, device: torch.device) -> nn.Module:
     try:
-        model_config_of(folder, all_recipes())
+        model_config_of(location.path, all_recipes())
     except UserError as refused:
         try:
             import transformers
         except ImportError:
             raise UserError(f"{refused}\n  transformers may support it: pip install transformers") from refused
-        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(location.path, local_files_only=True)
         return model.to(device).eval()
-    return load_weights(folder, device)
+    return model_of_folder(location, device)
 
 
 def _settings(files: Mapping[str, bytes]) -> dict[str, Any]:
@@ -220,13 +220,19 @@ def _generate(chosen: argparse.Namespace) -> int:
             prompt = prompt_tokens(chosen.prompt, tokenizer)
         else:
             prompt = chat_prompt_tokens(chosen.chat, writer.tokenizer, "--chat", writer.template)
-        num_tokens = _num_tokens(chosen, len(prompt), writer.max_seq_len)
+        longest = writer.max_seq_len or sys.maxsize
+        if len(prompt) >= longest:
+            key, text = ("--prompt", chosen.prompt) if chosen.chat is None else ("--chat", chosen.chat)
+            start = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+            raise setting_error(key, start, f"is {len(prompt)} tokens long, but the model has positions for {longest}")
+        num_tokens = min(chosen.max_tokens, longest - len(prompt))
+        named = {name: getattr(chosen, name) for name in ("temperature", "top_p")}
+        given = {name: value for name, value in named.items() if value is not None}
+        sampling = GREEDY if chosen.greedy else replace(writer.sampling(), **given)
         generator = torch.Generator()
         generator.manual_seed(chosen.seed) if chosen.seed is not None else generator.seed()
         ends = writer.ends(tokenizer)
-        written = generate_tokens(
-            writer.read(), prompt, num_tokens, _sampling(chosen, writer), generator, ends, _require_token
-        )
+        written = generate_tokens(writer.read(), prompt, num_tokens, sampling, generator, ends, _require_token)
         shown = printable if sys.stdout.isatty() else str
         try:
             for piece in pieces((token for token in written if token not in ends), prompt, tokenizer.decode):
@@ -258,21 +264,6 @@ def _check(chosen: argparse.Namespace) -> None:
     for key, value in (("--temperature", chosen.temperature), ("--top-p", chosen.top_p)):
         if chosen.greedy and value:
             raise setting_error(key, value, "cannot be combined with --greedy", fix=f"leave out {key} or --greedy")
-
-
-def _num_tokens(chosen: argparse.Namespace, num_given: int, max_length: int | None) -> int:
-    if max_length is not None and num_given >= max_length:
-        key, text = ("--prompt", chosen.prompt) if chosen.chat is None else ("--chat", chosen.chat)
-        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-        raise setting_error(key, shown, f"is {num_given} tokens long, but the model has positions for {max_length}")
-    return min(chosen.max_tokens, (max_length or sys.maxsize) - num_given)
-
-
-def _sampling(chosen: argparse.Namespace, writer: TextGenerator) -> Sampling:
-    if chosen.greedy:
-        return GREEDY
-    given = {name: getattr(chosen, name) for name in ("temperature", "top_p") if getattr(chosen, name) is not None}
-    return replace(writer.sampling(), **given)
 
 
 if __name__ == "__main__":

@@ -89,10 +89,10 @@ def count_targets(targets: torch.Tensor) -> int:
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the summed cross-entropy of `logits` (..., V) against `targets` (...), in fp32; see also `by_row`."""
-    pair, noted = (logits.flatten(0, -2).float(), targets.flatten()), _rows.get()
+    flat_logits, flat_targets, noted = logits.flatten(0, -2).float(), targets.flatten(), _rows.get()
     if noted is None and not _sums_by_row.get():
-        return F.cross_entropy(*pair, ignore_index=IGNORE, reduction="sum")
-    losses = F.cross_entropy(*pair, ignore_index=IGNORE, reduction="none").view(targets.shape)
+        return F.cross_entropy(flat_logits, flat_targets, ignore_index=IGNORE, reduction="sum")
+    losses = F.cross_entropy(flat_logits, flat_targets, ignore_index=IGNORE, reduction="none").view(targets.shape)
     if _sums_by_row.get():
         return losses.sum(-1, dtype=torch.float64)
     assert noted is not None

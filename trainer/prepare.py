@@ -3,7 +3,7 @@
 Reads text and source code (one document per file), .jsonl (one per line), parquet and Arrow (one per row), compressed
 or not, local or at a URL.  Memory use is constant.  The shards appear under their names only once all are complete.  A
 killed command continues where it stopped, and several processes may share the work on the same output.  Training reads
-the shards with `data.source=tokens`; `trainer.data.source` describes their format.  Imports no torch.
+the shards with `data.source=tokens`; `trainer.data.shards` describes their format.  Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from pathlib import Path
 if __name__ == "__main__":
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy starts threads for matrices, which spin at first
 
-from trainer.data.ingest.builder import build, default_num_procs
-from trainer.data.ingest.inputs import SUPPORTED_SUFFIXES, InputFile
-from trainer.data.ingest.publishing import (
+from trainer.data.ingest.build import (
+    BuildJob,
+    build,
+    default_num_procs,
     find_published,
     is_in_progress,
     paths_of,
@@ -35,11 +36,16 @@ from trainer.data.ingest.publishing import (
     read_published,
     was_published,
 )
-from trainer.data.ingest.report import DocumentCounts, SettingNames, describe, parse_limit
-from trainer.data.ingest.tokens import check_tokens
-from trainer.data.ingest.writing import BuildJob
-from trainer.data.manifest import Manifest
-from trainer.data.shards import ShardError
+from trainer.data.ingest.documents import check_tokens
+from trainer.data.ingest.inputs import (
+    SUPPORTED_SUFFIXES,
+    DocumentCounts,
+    InputFile,
+    SettingNames,
+    describe,
+    parse_limit,
+)
+from trainer.data.shards import Manifest, ShardError
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
 from trainer.errors import (
     EXIT_FINISHED,
@@ -74,7 +80,7 @@ def _show(options: argparse.Namespace) -> int:
     from rich.text import Text
 
     from trainer.config import DataSection
-    from trainer.data.chat.show import first_chats  # imports the library that renders templates
+    from trainer.data.chat.source import first_chats  # imports the library that renders templates
 
     console = Console(highlight=False, soft_wrap=True)
     before, behind = ("", "") if console.color_system else ("\u27ea", "\u27eb")
@@ -132,7 +138,9 @@ def prepare(
     made_by = find_tokenizer(tokenizer, "--tokenizer", bos)
     with text_files(inputs, "INPUT") as (files, fetch):
         job = _make_job(files, made_by, text_key, holdout, shard_tokens, bad, bos)
-        stem = _find_stem(out)
+        stem = Path(out).expanduser()  # the common prefix of the shards' paths
+        if out.endswith(os.sep) or stem.is_dir():
+            raise setting_error("--out", out, "is a folder; add a name for the shards", os.path.join(out, "corpus"))
         with writing_to("--out", stem, _min_bytes(job, stem)), _folder_of(stem, out):
             manifest = _build(job, stem, out, overwrite, procs or default_num_procs(), fetch)
     return _describe(stem, manifest, tokenizer, bos)
@@ -239,14 +247,6 @@ def _round_up(share: float) -> float:
         if rounded < min(1.0, 2 * share):
             return rounded
     return share
-
-
-def _find_stem(out: str) -> Path:
-    """Return the common prefix of the shards' paths."""
-    stem = Path(out).expanduser()
-    if out.endswith(os.sep) or stem.is_dir():
-        raise setting_error("--out", out, "is a folder; add a name for the shards", os.path.join(out, "corpus"))
-    return stem
 
 
 @contextmanager

@@ -59,6 +59,23 @@ class WeightSource(Protocol):
         ...
 
 
+class StoredTensors:
+    """Base of weight sources: implements `shapes` and `dtypes`.
+
+    `_stored` holds an object for each tensor, by name, with the attributes `shape` and `dtype`.
+    """
+
+    _stored: Mapping[str, Any]
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(stored.shape) for name, stored in self._stored.items()}
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return {name: stored.dtype for name, stored in self._stored.items()}
+
+
 class Transposed(str):
     """Hugging Face name of a matrix that is stored as (in, out) there, as in GPT-2, and as (out, in) here."""
 

@@ -65,9 +65,8 @@ from trainer.errors import (
     run_command,
     setting_error,
 )
-from trainer.lifecycle.dry_run import dry_run_config
-from trainer.lifecycle.launch import spawn
-from trainer.metrics.clock import uptime
+from trainer.lifecycle.launch import dry_run_config, spawn
+from trainer.metrics.record import uptime
 from trainer.recipe import add_working_folder_to_path
 from trainer.stopping import StopRequested, interruptible, stopped, unwrapping
 from trainer.tables import fit_to_width
@@ -121,7 +120,7 @@ def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
             stop_request.stop_catching_signals()
     note_start(began)
     is_dry = arguments.asks_for("--dry-run")
-    act = partial(_rehearse, config) if is_dry else _fit
+    act = partial(_rehearse, config) if is_dry else lambda trainer: trainer.fit()
     with dry_run_config(config, env) if is_dry else contextlib.nullcontext(config) as config:
         if is_spawning:
             return spawn(arguments.nproc or 1, _command(arguments, trainer), config)
@@ -159,8 +158,7 @@ def _read(arguments: Arguments, env: Environment) -> RunConfig | None:
     config, given = load_with_origins(recipe, overrides, arguments.allow_import)
     if arguments.asks_for("--print-config"):
         _check_as_printed(config, arguments.nproc, env)
-        from trainer.data.resolve import resolve_from_data
-        from trainer.data.source_factory import is_untokenized
+        from trainer.data.opening import is_untokenized, resolve_from_data
 
         if config.data.path and not is_untokenized(config.data):  # the number of steps is known without further work
             config = resolve_from_data(config, given)
@@ -195,8 +193,8 @@ def should_spawn(nproc: int | None, env: Environment) -> bool:
 
 def _check(config: RunConfig, nproc: int, env: Environment, is_spawning: bool, builds_own: bool) -> None:
     """Check the configuration, and the data, before any process is started.  Raises UserError."""
-    sizes = (nproc, nproc) if is_spawning else (env.world_size, env.local_world_size)
-    _check_without_torch(config, *sizes, env, builds_own)
+    num_ranks, num_local = (nproc, nproc) if is_spawning else (env.world_size, env.local_world_size)
+    _check_without_torch(config, num_ranks, num_local, env, builds_own)
     if is_spawning and (config.fsdp.wrap != "block" or isinstance(config.fsdp.reshard_after_forward, list)):
         from trainer.model.shard import check_sharding
 
@@ -215,10 +213,8 @@ def _check_without_torch(
 
     Text that has not been tokenized yet is tokenized by all ranks together, unless `tokenizes` is False.
     """
-    from trainer.data.mixed_source import find_order
-    from trainer.data.resolve import resolve_from_data
-    from trainer.data.source_factory import is_untokenized, open_source, refuse_pairs
-    from trainer.data.tokenizer_check import check_tokenizer
+    from trainer.data.mixture import find_order
+    from trainer.data.opening import check_tokenizer, is_untokenized, open_source, refuse_pairs, resolve_from_data
 
     check_config(config, world_size, local_world_size)
     check_requirements(config, likely_device(config.run.device))
@@ -323,10 +319,6 @@ def run_trainer(config: RunConfig, own: type[Trainer] | None, act: Callable[[Tra
         elif first is None and not isinstance(error, PeerFailed):
             print_stderr(traceback.format_exc().rstrip())
         return EXIT_FAILED
-
-
-def _fit(trainer: Trainer) -> int:
-    return trainer.fit()
 
 
 def _rehearse(config: RunConfig, trainer: Trainer) -> int:

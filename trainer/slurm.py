@@ -138,15 +138,12 @@ class Job:
                 cancel_at = now + self.leave_s
             if now >= cancel_at and kill_at == float("inf"):
                 kill_at = now + self.leave_s
-                self._cancel_step()
+                listed = ["squeue", "-hs", "-j", self.job_id, "-o", "%i %j"]
+                lines = subprocess.run(listed, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+                if steps := [line.split()[0] for line in lines if line.split()[1:] == [STEP_NAME]]:
+                    subprocess.run(["scancel", *steps])
             if now >= kill_at:
                 srun.kill()
-
-    def _cancel_step(self) -> None:
-        listed = subprocess.run(["squeue", "-hs", "-j", self.job_id, "-o", "%i %j"], stdout=subprocess.PIPE, text=True)
-        steps = [line.split()[0] for line in listed.stdout.splitlines() if line.split()[1:] == [STEP_NAME]]
-        if steps:
-            subprocess.run(["scancel", *steps])
 
     def _reported_state(self) -> str:
         """Return the state in status.json, or an empty string if this attempt has not written one yet."""

@@ -58,11 +58,13 @@ def fit_to_width(text: str, columns: int) -> str:
 
     Text after a wide gap, such as the meaning of an option, continues at its own indentation.
     """
-    return "\n".join(_folded(line, columns) if 0 < columns < len(line) else line for line in text.split("\n"))
-
-
-def _folded(line: str, columns: int) -> str:
-    indent = len(line) - len(line.lstrip())
-    gap = re.match(r" *\S+(?: \S+)* {2,}", line)
-    below = gap.end() if gap and gap.end() <= columns // 2 else indent
-    return textwrap.fill(line, columns, subsequent_indent=" " * below, break_long_words=False, break_on_hyphens=False)
+    lines = []
+    for line in text.split("\n"):
+        if 0 < columns < len(line):
+            gap = re.match(r" *\S+(?: \S+)* {2,}", line)
+            below = gap.end() if gap and gap.end() <= columns // 2 else len(line) - len(line.lstrip())
+            line = textwrap.fill(
+                line, columns, subsequent_indent=" " * below, break_long_words=False, break_on_hyphens=False
+            )
+        lines.append(line)
+    return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 Override one method to change one thing: `build_mesh`, `build_model`, `build_optimizer`, `build_loader`, `loss`,
 `train_step`, `evaluate`, `on_step`, `fit`.  Saving, resuming, metrics, and the start and end of a run are handled by
-collaborators in other modules; the Trainer decides when they act.
+the parts of a `TrainingRun` (`lifecycle/assembly.py`); the Trainer decides when they act.
 """
 
 from __future__ import annotations
@@ -14,74 +14,29 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.checkpoint.saver import Saver
-from trainer.checkpoint.snapshot import RunInfo
-from trainer.checkpoint.storage import open_storage
-from trainer.checkpoint.store import Checkpoints, SaveSettings
 from trainer.config import RunConfig
-from trainer.config.rules import compiles_blocks
 from trainer.data.loader import Batch, EvalLoader, TrainLoader, attended_length
-from trainer.data.resolve import resolve_from_data
-from trainer.data.source_factory import open_source
+from trainer.data.opening import open_source, resolve_from_data
 from trainer.data.transfer import prefetch_to_device
-from trainer.distributed.random_state import RandomState, seed_everything
-from trainer.distributed.step_sync import StepSync
 from trainer.distributed.world import World
-from trainer.lifecycle.context_check import check_context
-from trainer.lifecycle.document_check import check_documents
-from trainer.lifecycle.evaluation_runner import EvaluationRunner
-from trainer.lifecycle.folder import RunFolder
-from trainer.lifecycle.garbage import GarbageCollection
-from trainer.lifecycle.lifecycle import Lifecycle
-from trainer.lifecycle.phases import watch_phases
-from trainer.lifecycle.relocation import Relocation
-from trainer.lifecycle.resume import Resume
-from trainer.lifecycle.samples import Samples
-from trainer.lifecycle.save_events import RunSaveListener
-from trainer.lifecycle.selfcheck import check_same_run, check_shape, check_start
-from trainer.lifecycle.state import TrainState
-from trainer.lifecycle.summary import (
-    disk_space_notes,
-    mesh_sizes,
-    show_result,
-    start_facts,
-    start_notes,
-    start_record,
-    weights_facts,
-    why_unevaluated,
-)
-from trainer.lifecycle.watchdog import Watchdog
+from trainer.lifecycle.assembly import assemble_run
+from trainer.lifecycle.selfcheck import check_context, check_documents, check_same_run, check_shape, check_start
+from trainer.lifecycle.state import seed_everything
+from trainer.lifecycle.summary import show_result, start_facts, start_notes, start_record
 from trainer.loss import count_targets, find_loss
-from trainer.metrics.by_source import loss_by_source
-from trainer.metrics.hub import Metrics
-from trainer.metrics.logged_sums import Amount
-from trainer.metrics.lr_range import find_horizon
-from trainer.metrics.norms import UnitNorms
-from trainer.metrics.profile import Profile
+from trainer.metrics.callbacks import loss_by_source
 from trainer.metrics.record import Record
-from trainer.metrics.skips import SkipCounter
-from trainer.metrics.step_metrics import StepMetrics, Update
+from trainer.metrics.step_metrics import Amount, Update
 from trainer.model.experts import global_balance
-from trainer.model.flops import flops_of
-from trainer.model.gradients import evaluation_mode, gradient_sync, norm_and_clip_factor
-from trainer.model.network import build_network
+from trainer.model.gradients import evaluation_mode, gradient_sync, norm_and_clip_factor, replicate
+from trainer.model.network import build_network, flops_of
 from trainer.model.parameters import tied_names
-from trainer.model.replicas import replicate
 from trainer.model.shard import apply_sharding
 from trainer.model.units import ShardUnit
-from trainer.optim.average import EMA, WeightAverage
-from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer, training_bytes
-from trainer.plan.forecast import Forecast, describe_choice, resolve_auto
+from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer
+from trainer.plan.forecast import Forecast, resolve_auto
 from trainer.sequence import slice_sequences
-from trainer.weights.loading import (
-    ORIGIN,
-    init_weights,
-    load_base,
-    load_initial_weights,
-    load_weights,
-    store_tokenizer,
-)
-from trainer.weights.origin import Origin
+from trainer.weights.loading import init_weights, load_initial_weights, load_weights, store_tokenizer
 
 
 class Trainer:
@@ -120,54 +75,16 @@ class Trainer:
         self._set_up_run(started)
 
     def _set_up_run(self, started: float) -> None:
-        """Create the collaborators in order of dependency; the lifecycle, which uses most of them, is last."""
-        config, world = self.config, self.world
-        self.skips = SkipCounter(config.train.max_skipped_updates, config.schedule.name == "range")
-        self.metrics, self.horizon = Metrics(config, world.is_main), find_horizon(config)
-        random_state = RandomState(config.run.seed, world.rank)
-        base = load_base(self.model, config, world) if config.lora.rank else None
-        self.state = TrainState(self, self.model, self.optimizer, self.skips, random_state, base)
-        self.state.add_loaders(self.loader, self.eval_loader, world)
-        self.state.add("metrics", self.metrics)
-        self.state.add("horizon", self.horizon)
-        self.average = WeightAverage(self.state.trained, config.train.ema, config.eval.ema)
-        self.optimizer.step_listeners.append(self.average)
-        self.state.add(EMA, self.average)
-        self.origin = Origin()
-        """The files that came with the initial weights, including those of the tokenizer."""
-        self.state.add(ORIGIN, self.origin)
+        """Assemble the run, and publish what subclasses and custom loops use of it."""
+        run = self._run = assemble_run(self, started)
+        self.state, self.skips, self.horizon, self.origin = run.state, run.state.skips, run.horizon, run.origin
+        self.step_sync, self.metrics, self.accounts = run.step_sync, run.metrics, run.step_metrics
+        self.folder, self.checkpoints, self.saver, self.resume = run.folder, run.checkpoints, run.saver, run.resume
+        self.watchdog, self.lifecycle = run.watchdog, run.lifecycle
         self.begun_from = ""
         """The source of the initial weights, if no checkpoint was loaded."""
-
-        self.folder = RunFolder(config, world.is_main, describe_choice(self.plan_choice))
-        self.watchdog = Watchdog(world, config)
-        watch_phases(self.watchdog, self.model, self.optimizer.parts)
-        self.metrics.show_phases(self.watchdog, compiles_blocks(config.train.compile, world.device.type))
-        self.profile = Profile(config, world.rank, world.device, self.metrics, self.watchdog)
-        place = world.agreed(lambda: open_storage(config.checkpoint.dir or self.folder.path / "checkpoints"))
-        sizes = mesh_sizes(self.mesh, config)
-        facts = RunInfo(config.with_absolute_paths().to_yaml(), sizes, world.env.job, world.env.num_restarts)
-        self.room_in = place
+        self.room_in = run.checkpoints.storage
         """Storage whose free space is checked; a dry run checks that of the actual run."""
-        self.checkpoints = Checkpoints(place, world, SaveSettings.of(config.checkpoint, config.eval.metric), facts)
-
-        self.step_sync = StepSync(world)
-        norms = UnitNorms(config.log, self.model, self.units, self.mesh, self.metrics, lambda: self.accounts.grad_norm)
-        self.optimizer.step_listeners.append(norms)
-        observers = (self.checkpoints, self.profile, self.watchdog, norms)
-        counted = (self.metrics, self.skips, self.horizon)
-        self.accounts = StepMetrics(config, world, *counted, self.watchdog, observers, self.loader, self.forecast.count)
-        self.resume = Resume(config, world, self.checkpoints, self.folder, self.metrics)
-        relocation = Relocation(world, self.folder, self.checkpoints, self.metrics)
-        saves = RunSaveListener(world, self.folder, relocation, self.resume, self.accounts, self.watchdog, self.metrics)
-        weights, _, kept = training_bytes(self.model, config.optim, config.train.ema > 0)
-        self.saver = Saver(self.checkpoints, config, self.step_sync, saves, weights + kept)
-        samples = Samples(config, world, self.model, self.average, self.metrics)
-        world.agreed(samples.check)
-        self.evaluations = EvaluationRunner(self.state, self.watchdog, self.horizon, self.saver, samples)
-        others = (self.folder, relocation, self.metrics, self.watchdog, self.accounts, self.saver, self.forecast)
-        loaders = (self.loader, self.eval_loader)
-        self.lifecycle = Lifecycle(config, world, self.state, self.step_sync, *others, *loaders, started)
 
     # -- build ---------------------------------------------------------------------------------------------------
 
@@ -281,19 +198,18 @@ class Trainer:
 
         0: finished; 75: stopped on request after saving.  An exception is recorded in `status.json` and the end record.
         """
-        with self.lifecycle.running(), GarbageCollection() as garbage:
+        with self.lifecycle.running(), self._run.fitting():
             self.checkpoints.check(self.state)
             self.start()
             if self.state.eval_pending and not self.stopping:
                 with self.watchdog.running():
-                    self.evaluations.run(self.evaluate)
+                    self._run_evaluation()
             for record in self.steps():
                 self.on_step(record)
                 if self.config.eval.due(record.step):
-                    self.evaluations.run(self.evaluate)
+                    self._run_evaluation()
                 if self.saver.due(record.step):
                     self.saver.try_save(self.state)
-                garbage.after(record.step)
                 if self.stopping:
                     break
             return self.finish()
@@ -304,23 +220,24 @@ class Trainer:
         If you leave the loop early and call it again, it continues; after `load_checkpoint`, from that checkpoint.
         `close` ends the run.
         """
-        with self.watchdog.running(), self.profile, self.lifecycle.step_abandoner.guard():
+        with self.watchdog.running(), self._run.looping(), self.lifecycle.step_abandoner.guard():
             self.start()
             if self.horizon.is_reached(self.state.step):
                 return
-            with self.state.keeping_random_state():
-                batches = iter(self.loader)
+            random_state = self.state.random.state_dict()
+            batches = iter(self.loader)
+            self.state.random.load_state_dict(random_state)  # a loader of your own may draw random numbers there
             self.accounts.restart()
             while not self.horizon.is_reached(self.state.step) and not self.stopping:
                 self.resume.confirm(self.state.step)
                 self.step_sync.begin_step()
-                with self.accounts.step(self.state):
-                    micro_batches = self.accounts.take(batches, self.num_micro_batches, self.state.step + 1)
+                with self.accounts.step():
+                    micro_batches = self.accounts.take(batches, self.num_micro_batches)
                     update = self.train_step(micro_batches)
                     self.step_sync.ensure_all_reduced()
                     self.state.advance(update.num_targets)
                     lr = self.schedule.lr(self.state.step)
-                    record = self.accounts.record(update, self.state, lr, lambda: self.flops_per_token, self.stopping)
+                    record = self.accounts.record(update, lr, lambda: self.flops_per_token, self.stopping)
                 self.lifecycle.stop_in_order()
                 self.saver.collect()
                 yield record
@@ -338,7 +255,7 @@ class Trainer:
             return None
         started = time.perf_counter()
         total, count = torch.zeros((), device=self.world.device, dtype=torch.float64), 0.0
-        with self.average.swapped_in(), evaluation_mode(self.model), self.accounts.evaluation():
+        with self._run.average.swapped_in(), evaluation_mode(self.model), self.accounts.evaluation():
             for batch in self.eval_loader:
                 self.step_sync.all_reduce()
                 if self.stopping:
@@ -349,6 +266,21 @@ class Trainer:
             if self.stopping:
                 return None
             return self.accounts.evaluated(self.state.step, total, count, self.eval_loader, started)
+
+    def _run_evaluation(self) -> None:
+        """Evaluate the state as `fit` does: under the watchdog, with samples; save it if it is one of the best.
+
+        Does nothing more if `evaluate` returns None: there is no held-out data, or a stop was requested.  Collective.
+        """
+        with self.watchdog.during("evaluate"):
+            record = self.evaluate()
+            if record is None:
+                return
+            for callback in self._run.callbacks:
+                callback.after_evaluation(self.state.step)
+        self.state.evaluated(record)
+        self.horizon.evaluated(record, self.state.step)
+        self.saver.save_if_best(self.state)
 
     # -- start, save, resume, end --------------------------------------------------------------------------------
 
@@ -367,17 +299,9 @@ class Trainer:
         check_documents(self.world, self.model, self.loader, self.config)
         self.resume.supersede()
         self.forecast.begin(self.model, self.optimizer)
-        plan = self.forecast.sentence() if self.world.is_main else ""
-        sizes = (len(self.units), self.num_micro_batches)
-        weights = weights_facts(self.config, self.begun_from, self.resume, self.state.parts)
-        shown = (self.config, self.world, self.mesh, self.model, self.loader, sizes, self.resume.step, plan, weights)
-        record = start_record(self.config, self.world, self.mesh, self.model, self.resume, self.skips, self.loader)
         is_evaluated = self.eval_loader is not None or type(self).evaluate is not Trainer.evaluate
-        unevaluated = why_unevaluated(self.config, is_evaluated)
-        notes = start_notes(self.plan_choice, self.profile.advice(self.state.step), self.resume.changed, unevaluated)
-        if self.world.is_main:
-            notes += disk_space_notes(self.config, self.world, self.mesh, self.model, self.state, self.room_in)
-        self.lifecycle.begin(start_facts(*shown), record, notes)
+        notes = start_notes(self, [callback.advice(self.state.step) for callback in self._run.callbacks], is_evaluated)
+        self.lifecycle.begin(start_facts(self), start_record(self), notes)
         self.step_sync.all_reduce()  # stop before the first step, which may compile for minutes
 
     def save_checkpoint(self, wait: bool = False) -> Path | str:
@@ -397,18 +321,19 @@ class Trainer:
         """
         self.saver.finish()
         self.world.agreed(self.folder.acquire)
-        with self.resume.timed():
-            found = self.resume.load(self.state, path, self.lifecycle.is_running)
-            if found is not None:
-                self.schedule.zero_after_end = self.state.zero_after_end
-                self.accounts.discard()
-                self.saver.loaded(self.state, self.resume.is_own)
-                self.horizon.loaded(self.resume.is_own)
-                if any(line.startswith(("data.tokenizer:", "data.chat_template:")) for line in self.resume.changed):
-                    store_tokenizer(self.origin, self.config, self.world)
-                self.lifecycle.restore()
-            elif self.lifecycle.phase == "built":
-                self.begun_from = load_initial_weights(self.model, self.origin, self.config, self.world)
+        started = time.perf_counter()
+        found = self.resume.load(self.state, path, self.lifecycle.is_running)
+        if found is not None:
+            self.schedule.zero_after_end = self.state.zero_after_end
+            self.accounts.discard()
+            self.saver.loaded(self.state, self.resume.is_own)
+            self.horizon.loaded(self.resume.is_own)
+            if any(line.startswith(("data.tokenizer:", "data.chat_template:")) for line in self.resume.changed):
+                store_tokenizer(self.origin, self.config, self.world)
+            self.lifecycle.restore()
+        elif self.lifecycle.phase == "built":
+            self.begun_from = load_initial_weights(self.model, self.origin, self.config, self.world)
+        self.resume.seconds += time.perf_counter() - started
         return self.resume.step
 
     def finish(self) -> int:
@@ -418,13 +343,13 @@ class Trainer:
             self.skips.check_end(self.state.step)
             return self.lifecycle.end_without_work(self.resume.step, self.checkpoints.clean)
         if self.config.eval.every and self.accounts.evaluated_step != self.state.step and not self.stopping:
-            self.evaluations.run(self.evaluate)
+            self._run_evaluation()
         self.saver.finish()
         if self.state.step > 0 or not self.stopping:
             self.saver.save_final(self.state)
         if not self.stopping:
             self.skips.check_end(self.state.step)
-            with self.average.swapped_in():
+            with self._run.average.swapped_in():
                 show_result(self.config, self.world, self.model, self.metrics)
         return self.lifecycle.end()
 

@@ -17,7 +17,7 @@ from trainer import sequence
 from trainer.sequence import Documents
 
 
-class Attention(nn.Module):
+class GPT2Attention(nn.Module):
     """Causal multi-head attention."""
 
     def __init__(self, config: GPT2Config) -> None:
@@ -33,13 +33,13 @@ class Attention(nn.Module):
         return self.out(merge_heads(sequence.attend(q_BNTH, k_BNTH, v_BNTH, documents, dropout)))
 
 
-class Block(nn.Module):
+class GPT2Block(nn.Module):
     """One transformer block."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = GPT2Attention(config)
         self.ln_2 = nn.LayerNorm(config.dim, eps=config.norm_eps)
         self.up = Linear(config.dim, 4 * config.dim, std=config.init_std, bias=True)
         down_std = config.init_std / math.sqrt(2 * config.num_layers)
@@ -64,7 +64,7 @@ class GPT2(nn.Module):
         self.wpe = Embedding(config.max_seq_len, config.dim, std=config.init_std)
         on_embeddings, _, _ = config.dropouts
         self.dropout = nn.Dropout(on_embeddings)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(GPT2Block(config) for _ in range(config.num_layers))
         norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
         self.head = Head(norm, config.dim, config.vocab_size, std=config.init_std)
         self.head.output.weight = self.wte.weight

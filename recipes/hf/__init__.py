@@ -27,7 +27,7 @@ def _later(module: str, name: str) -> Callable[..., Any]:
 
 def init(module: nn.Module, name: str, model: nn.Module) -> None:
     """Initialise the parameters and buffers that `module` itself owns, as transformers does."""
-    _later("hooks", "init")(module, name, model)
+    _later("model", "init")(module, name, model)
 
 
 HUGGINGFACE = HuggingFace(
@@ -44,13 +44,13 @@ register(
         name="hf",
         config=HfConfig,
         build=f"{_PACKAGE}.model:build",
-        units=_later("hooks", "units"),
+        units=_later("model", "units"),
         init=init,
         resolve=resolve,
         weights=f"{_PACKAGE}.weights:first_weights",
-        notes=f"{_PACKAGE}.hooks:notes",
+        notes=f"{_PACKAGE}.model:notes",
         check=check,
-        flops=_later("hooks", "flops"),
+        flops=_later("model", "flops"),
         hf=HUGGINGFACE,
     )
 )

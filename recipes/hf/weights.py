@@ -35,8 +35,7 @@ from transformers.core_model_loading import (
 
 from trainer.errors import setting_error
 from trainer.recipe import WeightSource
-from trainer.weights.huggingface import SafetensorsFolder
-from trainer.weights.state_dict import find_weights
+from trainer.weights.sources import SafetensorsFolder, find_weights
 
 _LEFT_OUT = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers in old files that models now compute themselves; the library ignores them for every model."""
@@ -98,7 +97,7 @@ class TransformersFolder:
         table = get_model_conversion_mapping(model)
         renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in table if isinstance(entry, WeightConverter)]
-        files = SafetensorsFolder.as_stored(Path(self.description), "model.path")
+        files = SafetensorsFolder(Path(self.description), setting="model.path")
         made = _Made(model, files)
         left_out = re.compile("|".join([*_LEFT_OUT, *(model._keys_to_ignore_on_load_unexpected or ())]))
         for name in sorted(files.shapes, key=dot_natural_key):
@@ -157,7 +156,10 @@ class _Made:
         found: dict[str, tuple[_Conversion, tuple[int, ...]]] = {}
         for conversion in self._conversions.values():
             try:
-                made = self._run(conversion, self._nowhere)
+                made = self._run(
+                    conversion,
+                    lambda name: torch.empty(self._shapes[name], dtype=self._dtypes[name], device="meta"),
+                )
             except (RuntimeError, ValueError) as error:
                 what = f"{conversion.target} cannot be made of its parts ({error})"
                 raise setting_error("model.path", self.description, what) from error
@@ -198,9 +200,6 @@ class _Made:
             self._last = conversion.target, self._run(conversion, self._source.read)
         tensor = self._last[1][name]
         return tensor[start:stop] if tensor.ndim else tensor
-
-    def _nowhere(self, name: str) -> torch.Tensor:
-        return torch.empty(self._shapes[name], dtype=self._dtypes[name], device="meta")
 
     def _run(self, conversion: _Conversion, read: Any) -> dict[str, torch.Tensor]:
         converter = copy.deepcopy(conversion.converter)

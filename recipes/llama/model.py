@@ -35,7 +35,7 @@ class ScaledRope(Rope):  # type: ignore[misc]
         return frequencies * (keep + (1 - keep) / config.rope_factor)
 
 
-class Attention(nn.Module):
+class LlamaAttention(nn.Module):
     """Causal grouped-query attention."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -57,13 +57,13 @@ class Attention(nn.Module):
         return self.wo(merge_heads(sequence.attend(q_BNTH, k_BKTH, v_BKTH, documents)))
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     """One transformer block."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = LlamaAttention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         out_std = config.init_std / math.sqrt(2 * config.num_layers)
         self.feed_forward = FeedForward(config.dim, config.ffn_dim, std=config.init_std, out_std=out_std)
@@ -83,7 +83,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.tok_embeddings = Embedding(config.vocab_size, config.dim, std=config.init_std)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(LlamaBlock(config) for _ in range(config.num_layers))
         norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = Head(norm, config.dim, config.vocab_size, std=config.init_std)
         if config.tie_embeddings:

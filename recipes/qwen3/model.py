@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainer.recipes.qwen3_moe.config import Qwen3MoeConfig
 
 
-class Attention(nn.Module):
+class Qwen3Attention(nn.Module):
     """Causal grouped-query attention that normalises queries and keys before RoPE."""
 
     def __init__(self, config: Qwen3Config | Qwen3MoeConfig) -> None:
@@ -44,13 +44,13 @@ class Attention(nn.Module):
         return self.wo(merge_heads(sequence.attend(q_BNTH, k_BKTH, v_BKTH, documents)))
 
 
-class Block(nn.Module):
+class Qwen3Block(nn.Module):
     """One transformer block."""
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = Qwen3Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         out_std = config.init_std / math.sqrt(2 * config.num_layers)
         self.feed_forward = FeedForward(config.dim, config.ffn_dim, std=config.init_std, out_std=out_std)
@@ -70,7 +70,7 @@ class Qwen3(nn.Module):
         super().__init__()
         self.config = config
         self.tok_embeddings = Embedding(config.vocab_size, config.dim, std=config.init_std)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Qwen3Block(config) for _ in range(config.num_layers))
         norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = Head(norm, config.dim, config.vocab_size, std=config.init_std)
         if config.tie_embeddings:

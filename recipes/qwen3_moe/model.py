@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from trainer.recipes._layers import Embedding, Head, Linear
-from trainer.recipes.qwen3.model import Attention
+from trainer.recipes.qwen3.model import Qwen3Attention
 from trainer.recipes.qwen3_moe.config import Qwen3MoeConfig
 
 from trainer import sequence
@@ -79,13 +79,12 @@ class MixtureOfExperts(nn.Module):
         if self.normalize:
             weights_SA = weights_SA / weights_SA.sum(-1, keepdim=True)
         out_SD = self.experts(x_SD, chosen_SA, weights_SA.to(x_SD.dtype))
-        return out_SD.view_as(x_BTD), None if counts_BT is None else load_of(probs_SE, chosen_SA, counts_BT.flatten())
-
-
-def load_of(probs_SE: torch.Tensor, chosen_SA: torch.Tensor, counts_S: torch.Tensor) -> Load:
-    """Return the load of each expert over the tokens that `counts_S` marks."""
-    choices_E = choices_of(chosen_SA, probs_SE.shape[1], counts_S)
-    return Load(choices_E, (probs_SE * counts_S.unsqueeze(1)).sum(0))
+        out_BTD = out_SD.view_as(x_BTD)
+        if counts_BT is None:
+            return out_BTD, None
+        counts_S = counts_BT.flatten()
+        choices_E = choices_of(chosen_SA, probs_SE.shape[1], counts_S)
+        return out_BTD, Load(choices_E, (probs_SE * counts_S.unsqueeze(1)).sum(0))
 
 
 def choices_of(chosen_SA: torch.Tensor, num_experts: int, counts_S: torch.Tensor | None = None) -> torch.Tensor:
@@ -95,13 +94,13 @@ def choices_of(chosen_SA: torch.Tensor, num_experts: int, counts_S: torch.Tensor
     return zeros_E.scatter_add(0, chosen_SA.flatten(), ones_SA.flatten())
 
 
-class Block(nn.Module):
+class Qwen3MoeBlock(nn.Module):
     """One transformer block."""
 
     def __init__(self, config: Qwen3MoeConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = Qwen3Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.moe = MixtureOfExperts(config)
 
@@ -128,13 +127,14 @@ class Qwen3Moe(nn.Module):
         super().__init__()
         self.config = config
         self.tok_embeddings = Embedding(config.vocab_size, config.dim, std=config.init_std)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Qwen3MoeBlock(config) for _ in range(config.num_layers))
         norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = Head(norm, config.dim, config.vocab_size, std=config.init_std)
         if config.tie_embeddings:
             self.head.output.weight = self.tok_embeddings.weight
-        shape = (config.num_experts, config.num_chosen, config.num_layers)
-        self.balance = BalanceLoss(config.balance, *shape) if config.balance else None
+        self.balance = None
+        if config.balance:
+            self.balance = BalanceLoss(config.balance, config.num_experts, config.num_chosen, config.num_layers)
 
     def forward(
         self,

@@ -10,7 +10,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -29,6 +29,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from trainer.checkpoint.layout import Box, Chunk, Layout, ReadRequest, Tensors
+
+if TYPE_CHECKING:
+    from trainer.checkpoint.reader import ChunkReader
 
 
 def held_boxes(tensors: Tensors) -> list[Box]:
@@ -73,38 +76,28 @@ def _metadata(layout: Layout, chunks: Mapping[str, Sequence[Chunk]]) -> Metadata
     return Metadata(tensors, storage_data=places)  # type: ignore[arg-type]
 
 
-class PartReader(Protocol):
-    """Fills parts of tensors from files."""
-
-    def read_parts(self, parts: list[ReadRequest]) -> None: ...
-
-
-def load(targets: Tensors, layout: Layout, reader: PartReader) -> None:
+def load(targets: Tensors, layout: Layout, reader: ChunkReader) -> None:
     """Fill this rank's parts of `targets` (DTensors of any mesh, or plain tensors) by `reader`.  No collective."""
+    # Only the chunks that overlap this rank's parts: given all chunks, DCP would examine every one.
+    needed: dict[str, dict[Chunk, None]] = {key: {} for key in targets if key in layout}
+    for box in held_boxes(targets):
+        if box.key in needed:
+            needed[box.key] |= dict.fromkeys(layout[box.key].chunks.meeting(box.offsets, box.sizes))
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose: each rank reads alone
-            storage = _Storage(layout, _needed(targets, layout), reader)
+            storage = _Storage(layout, {key: list(chunks) for key, chunks in needed.items()}, reader)
             dcp.load(dict(targets), storage_reader=storage, planner=planner, no_dist=True)
     except CheckpointException as failure:  # DCP's wrapper derives from BaseException
         (error, _), *_ = failure.failures.values()
         raise error from failure
 
 
-def _needed(targets: Tensors, layout: Layout) -> dict[str, list[Chunk]]:
-    """Return the chunks that overlap this rank's parts of `targets`: given all chunks, DCP would examine every one."""
-    needed: dict[str, dict[Chunk, None]] = {key: {} for key in targets if key in layout}
-    for box in held_boxes(targets):
-        if box.key in needed:
-            needed[box.key] |= dict.fromkeys(layout[box.key].chunks.meeting(box.offsets, box.sizes))
-    return {key: list(chunks) for key, chunks in needed.items()}
-
-
 class _Storage(StorageReader):
     """Presents the relevant chunks to DCP, which decides what parts of them this rank's tensors need."""
 
-    def __init__(self, layout: Layout, chunks: Mapping[str, Sequence[Chunk]], reader: PartReader) -> None:
+    def __init__(self, layout: Layout, chunks: Mapping[str, Sequence[Chunk]], reader: ChunkReader) -> None:
         self._layout, self._chunks, self._reader = layout, chunks, reader
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...

@@ -9,7 +9,6 @@ interval for restart dumps".
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -92,7 +91,7 @@ def costs_of(config: RunConfig, num_nodes: int, shard_bytes: float, found: RunHi
     blocked_s = shard_bytes / _BLOCKED_BYTES_A_SECOND if config.checkpoint.mode == "async" else total_s
     restart_s = found.restart_s or config.run.step_limit_s + _START_S
     if found.saves:
-        blocked_s = _median([blocked for blocked, _ in found.saves])
+        blocked_s = sorted(blocked for blocked, _ in found.saves)[len(found.saves) // 2]  # the median
         total_s = max(total for _, total in found.saves)
     return Costs(blocked_s, total_s, restart_s, 1 / (rate * num_nodes))
 
@@ -100,10 +99,6 @@ def costs_of(config: RunConfig, num_nodes: int, shard_bytes: float, found: RunHi
 def estimated_save_s(shard_bytes: float) -> float:
     """Return the assumed duration, in seconds, of a save in which each rank writes `shard_bytes`."""
     return shard_bytes / _BYTES_A_SECOND
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 def describe_costs(costs: Costs, every_s: float, num_nodes: int) -> dict[str, str]:

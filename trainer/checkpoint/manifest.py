@@ -20,8 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trainer.checkpoint.blocks import BlockReader, Blocks, Damaged, checksum_of
-from trainer.checkpoint.storage import COMMIT, Storage, split_parent
+from trainer.checkpoint.storage import COMMIT, BlockReader, Blocks, Damaged, Storage, checksum_of, split_parent
 from trainer.errors import UserError
 from trainer.files import crc32
 
@@ -79,6 +78,18 @@ class Manifest:
     def to_json(self) -> str:
         content = asdict(self)
         return json.dumps({**content, "sha256": _digest(content)}, indent=1)
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """The run that wrote a checkpoint: its configuration, mesh and job."""
+
+    config_yaml: str
+    mesh: Mapping[str, int]
+    job: str = ""
+    """The launcher's identifier of the job."""
+    restarts: int = 0
+    """How often the launcher had restarted the job."""
 
 
 def name_of(step: int) -> str:
@@ -198,7 +209,7 @@ def find_damage(storage: Storage, manifest: Manifest, depth: str, share: int = 0
 
     depth: `sizes` checks sizes only; `frames` checks all bytes except those of tensors, which `read_tensors` verifies
     as it reads them; `full` checks all bytes.  `share` and `num_shares` divide the files among ranks.  The index for
-    torch's tools is not checked (see `find_index_damage`), since nothing here depends on it.
+    torch's tools is not checked, since nothing here depends on it.
     """
     damage = []
     needed = sorted((name, size) for name, (size, _) in manifest.files.items() if name != INDEX)
@@ -212,15 +223,6 @@ def find_damage(storage: Storage, manifest: Manifest, depth: str, share: int = 0
         except OSError as error:
             damage.append(f"{storage}/{name}: {_reason(error)}")
     return damage
-
-
-def find_index_damage(storage: Storage, manifest: Manifest) -> str:
-    """Return the problem with the index for torch's tools; empty if there is none."""
-    try:
-        read_file(storage, manifest, INDEX)
-    except Damaged as error:
-        return str(error)
-    return ""
 
 
 def _check_file(storage: Storage, manifest: Manifest, name: str, size: int, depth: str) -> None:

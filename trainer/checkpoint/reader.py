@@ -1,4 +1,4 @@
-"""Finds checkpoints and restores a state from one.
+"""Finds checkpoints, compares one with the state to restore, and loads it; reads single weights for other commands.
 
 Manifest, sizes and checksums are verified, in parallel across ranks.  If a checkpoint is damaged, it is reported and
 the previous one is tried.  All ranks restore the same checkpoint.
@@ -8,32 +8,62 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+import re
+import shlex
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+import safetensors.torch
 import torch
+from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.blocks import Damaged
-from trainer.checkpoint.compatibility import StoredState, apply, check_compatible, find_targets
-from trainer.checkpoint.error_messages import describe
-from trainer.checkpoint.layout import Layout
+from trainer.checkpoint.layout import Chunk, Layout, ReadRequest, StoredTensor, Tensors, layout_from_json
 from trainer.checkpoint.manifest import (
+    PREFIX,
     Manifest,
+    RunInfo,
     StoredBlocks,
     check_format,
     find_damage,
     name_of,
+    rank_file,
     read_file,
     read_manifest,
 )
-from trainer.checkpoint.retention import list_steps
-from trainer.checkpoint.snapshot import RestartablePart, RunInfo, Savable
-from trainer.checkpoint.storage import COMMIT, DAMAGED, Storage, list_configured_folder
-from trainer.checkpoint.tensors import read_tensors
+from trainer.checkpoint.retention import best_step, list_steps, newest_step
+from trainer.checkpoint.state_parts import StatePart, join, split
+from trainer.checkpoint.storage import (
+    COMMIT,
+    DAMAGED,
+    BlockReader,
+    Blocks,
+    Damaged,
+    LocalStorage,
+    PinnedStorage,
+    Storage,
+    describe,
+    is_same_location,
+    list_configured_folder,
+    open_storage,
+)
+from trainer.config import stored_value
+from trainer.config.load import CONFIG, run_of_best
+from trainer.config.location import CHECKPOINT_FILES
+from trainer.config.resolve import relocated
 from trainer.distributed.world import World
-from trainer.errors import TrainingFailed, UserError
+from trainer.errors import TrainingFailed, UserError, is_masked, nearest, setting_error
+from trainer.files import find_folder
+from trainer.recipe import StoredTensors
+
+if TYPE_CHECKING:
+    from trainer.lifecycle.state import TrainState
 
 Result = TypeVar("Result")
 
@@ -57,6 +87,18 @@ class RestoredCheckpoint:
 Compare = Callable[[str], tuple[list[str], list[str]]]
 """Compares the current configuration with a checkpoint's, given as YAML.  Returns the differences that forbid resuming
 and those that do not, one line each.  Has no side effects."""
+
+
+@dataclass(frozen=True)
+class RestoreRequest:
+    """The state to restore, and under which conditions."""
+
+    state: TrainState
+    compare: Compare
+    allowed: frozenset[str]
+    """Keys and parts of the state that may differ (`checkpoint.allow_changes`)."""
+    careful: bool
+    """Verify every byte before anything is overwritten, because the current state must not be lost."""
 
 
 class CheckpointReader:
@@ -87,12 +129,9 @@ class CheckpointReader:
         """True if this rank sees an empty or missing folder.  Not collective."""
         return not list_configured_folder(self.storage)
 
-    def restore(
-        self, state: Savable, compare: Compare, allowed: frozenset[str], careful: bool
-    ) -> RestoredCheckpoint | None:
-        """Restore `state` from the newest good checkpoint; return None if there are no checkpoints.
+    def restore(self, request: RestoreRequest) -> RestoredCheckpoint | None:
+        """Restore a state from the newest good checkpoint; return None if there are no checkpoints.
 
-        `careful`: verify every byte before anything is overwritten, if the current state must not be lost.
         Damaged checkpoints are quarantined once a good one has been restored.  A checkpoint that was saved while steps
         were skipped is used only if there is no other.
 
@@ -102,7 +141,14 @@ class CheckpointReader:
         damaged: dict[str, list[str]] = {}
         put_off: dict[str, int] = {}
         for name in chain.from_iterable((names, put_off)):  # read lazily: `put_off` fills up during the first pass
-            found, damage = self._try(name, put_off, state, compare, allowed, careful)
+            storage = self.storage / name
+            manifest, problem = self._manifest(storage)
+            found, damage = None, [problem]
+            if manifest is not None:
+                if manifest.num_skipped and name not in put_off:
+                    put_off[name] = manifest.num_skipped
+                    continue
+                found, damage = self._load(storage, manifest, request)
             if damage:
                 damaged[name] = damage
             if found is not None:
@@ -117,38 +163,15 @@ class CheckpointReader:
             )
         return None
 
-    def _try(
-        self,
-        name: str,
-        put_off: dict[str, int],
-        state: Savable,
-        compare: Compare,
-        allowed: frozenset[str],
-        careful: bool,
-    ) -> tuple[RestoredCheckpoint | None, list[str]]:
-        """Load a checkpoint (see `_load`), or postpone it: note its number of skipped steps in `put_off`."""
-        storage = self.storage / name
-        manifest, problem = self._manifest(storage)
-        if manifest is None:
-            return None, [problem]
-        if manifest.num_skipped and name not in put_off:
-            put_off[name] = manifest.num_skipped
-            return None, []
-        return self._load(storage, manifest, state, compare, allowed, careful)
-
-    def load(
-        self, storage: Storage, state: Savable, compare: Compare, allowed: frozenset[str], careful: bool
-    ) -> RestoredCheckpoint:
-        """Restore `state` from the checkpoint at `storage`, on any mesh.
-
-        `careful`: verify every byte before anything is overwritten, if the current state must not be lost.
+    def load(self, storage: Storage, request: RestoreRequest) -> RestoredCheckpoint:
+        """Restore a state from the checkpoint at `storage`, on any mesh.
 
         Raises UserError if there is no checkpoint or it is incompatible, TrainingFailed if it is damaged.
         """
         manifest, problem = self._manifest(storage)
         found, damage = None, [problem]
         if manifest is not None:
-            found, damage = self._load(storage, manifest, state, compare, allowed, careful)
+            found, damage = self._load(storage, manifest, request)
         if found is None:
             listed = "\n".join(f"  {line}" for line in damage)
             raise TrainingFailed(f"the checkpoint {storage} is damaged:\n{listed}")
@@ -171,47 +194,37 @@ class CheckpointReader:
         return manifest, problem
 
     def _load(
-        self,
-        storage: Storage,
-        manifest: Manifest,
-        state: Savable,
-        compare: Compare,
-        allowed: frozenset[str],
-        careful: bool,
+        self, storage: Storage, manifest: Manifest, request: RestoreRequest
     ) -> tuple[RestoredCheckpoint | None, list[str]]:
         """Restore from `storage`.  Returns the restored checkpoint, or None and the damage."""
-        depth = "sizes" if not self._checksums else "full" if careful else "frames"
+        state = request.state
+        depth = "sizes" if not self._checksums else "full" if request.careful else "frames"
         _, damage = self._attempt(lambda: _look_for_damage(storage, manifest, depth, self.world))
         if damage:
             return None, damage
         stored, damage = self._attempt(lambda: StoredState(storage, manifest, self.world))
         if stored is None or damage:
             return None, damage
-        document, layout = stored.document, stored.layout
-        different, changed = self.world.agreed(lambda: compare(stored.config_yaml))
-        is_same_size = stored.own is not None
-        fit = (state, document, layout, allowed, is_same_size)
-        left_out, warnings = self.world.agreed(lambda: check_compatible(storage, different, *fit))
+        layout, blocks = stored.layout, StoredBlocks(storage, manifest)
+        different, changed = self.world.agreed(lambda: request.compare(stored.config_yaml))
+        left_out, warnings = self.world.agreed(
+            lambda: check_compatible(storage, different, state, stored, request.allowed)
+        )
         targets = self.world.agreed(lambda: find_targets(state, layout, left_out))
-        _, damage = self._attempt(lambda: self._read(storage, manifest, layout, targets))
+        _, damage = self._attempt(lambda: read_tensors(storage, layout, blocks, targets, check=self._checksums))
         if damage:
             return None, damage
-        self.world.agreed(lambda: apply(state, document, targets, stored.own, left_out))
+        self.world.agreed(lambda: apply(state, stored, targets, left_out))
         state.step = manifest.step
-        if not is_same_size:
+        if stored.own is None:
             for part in state.per_rank_parts.values():
-                if isinstance(part, RestartablePart):
-                    part.restart(manifest.step)
-            if document.get("unlike"):
-                keys = ", ".join(document["unlike"])
+                StatePart.of(part).restart(manifest.step)
+            if stored.document.get("unlike"):
+                keys = ", ".join(stored.document["unlike"])
                 warnings.append(
                     f"each of {manifest.world_size} ranks had its own values; using those of rank 0: {keys}"
                 )
         return RestoredCheckpoint(str(storage), manifest, stored.config_yaml, warnings=warnings, changed=changed), []
-
-    def _read(self, storage: Storage, manifest: Manifest, layout: Layout, targets: Mapping[str, torch.Tensor]) -> None:
-        blocks = StoredBlocks(storage, manifest)
-        read_tensors(storage, layout, blocks, targets, check=self._checksums)
 
     def _attempt(self, work: Callable[[], Result]) -> tuple[Result | None, list[str]]:
         """Return this rank's result of `work`, and the damage that any rank found, the same lines on all ranks."""
@@ -263,3 +276,473 @@ def _look_for_damage(storage: Storage, manifest: Manifest, depth: str, world: Wo
     damage = find_damage(storage, manifest, depth, world.rank, world.size)
     if damage:
         raise Damaged("\n".join(damage))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Comparing a checkpoint with the state to restore
+
+_ALLOW_HINT = re.compile(r"allow it: checkpoint\.allow_changes=\[([^\]]+)\]")
+
+
+_NUM_LINES, _NUM_CHARACTERS = 4, 300
+"""Limits of the error message: one cause, such as a different width, shows up in every tensor."""
+
+
+class IncompatibleCheckpoint(UserError):
+    """Raised if a checkpoint cannot be restored into the state.
+
+    `lines` holds all differences, settings first; the message shows some of them.
+    """
+
+    def __init__(self, storage: Storage, different: list[str], unfit: Mapping[str, list[str]]) -> None:
+        """different: one line per differing setting.  unfit: other differences, by part of the state."""
+        of_parts = [line for lines in unfit.values() for line in lines]
+        self.lines = [*different, *of_parts]
+        has_new_optimizer = any(line.startswith("optim.name:") for line in different)  # explains its state
+        advised = [
+            line for name, lines in unfit.items() if name != "optimizer" or not has_new_optimizer for line in lines
+        ]
+        parts = [name for name, lines in unfit.items() if any(not _ALLOW_HINT.search(line) for line in lines)]
+        self._place, self._advice = storage, advice_for(different, advised, parts)
+        most = _NUM_LINES if len(self.lines) <= _NUM_LINES else _NUM_LINES - 1  # one line says how many more
+        first = [lines[0] for lines in unfit.values()]
+        self._shown = [*different, *first, *(line for line in of_parts if line not in first)][:most]
+        super().__init__(self.message())
+
+    @property
+    def is_short(self) -> bool:
+        """True if the message shows all differences in full."""
+        return len(self.lines) == len(self._shown) and all(len(line) <= _NUM_CHARACTERS for line in self.lines)
+
+    def message(self, file: str = "") -> str:
+        """Return the message; `file` names a file that holds all lines."""
+        shown = [line if len(line) <= _NUM_CHARACTERS else f"{line[:_NUM_CHARACTERS]}..." for line in self._shown]
+        if more := len(self.lines) - len(self._shown):
+            shown.append(f"and {more} more differences" + f": {file}" * bool(file))
+        elif file:
+            shown.append(f"in full: {file}")
+        return f"cannot resume from {self._place}:\n" + "\n".join(f"  {line}" for line in (*shown, self._advice))
+
+
+class StoredState:
+    """Everything in a checkpoint but the tensors.  Each file is verified as it is read."""
+
+    def __init__(self, storage: Storage, manifest: Manifest, world: World) -> None:
+        self.document: dict[str, Any] = json.loads(read_file(storage, manifest, "state.json"))
+        self.layout = layout_from_json(read_file(storage, manifest, "layout.json"))
+        self.config_yaml = read_file(storage, manifest, "config.yaml").decode()
+        is_same_size = manifest.world_size == world.size
+        self.own = read_file(storage, manifest, rank_file(world.rank)) if is_same_size else None
+        """This rank's file of per-rank state; None if the checkpoint has a different number of ranks."""
+
+
+def find_targets(state: TrainState, layout: Layout, left_out: set[str]) -> dict[str, torch.Tensor]:
+    """Return the tensor to read each stored tensor into: the live tensor if it exists and has the same shape."""
+    targets: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for name, part in state.parts.items():
+            if name in left_out:
+                continue
+            stored = _within(layout, name)
+            StatePart.of(part).prepare(stored)
+            _, live = split(part.state_dict(), (name,))
+            by_key = {".".join(path): tensor for path, tensor in live.items()}
+            for key in stored:
+                full = f"{name}.{key}"
+                tensor = by_key.get(full)
+                if tensor is None or tuple(tensor.shape) != stored[key].shape:
+                    tensor = torch.empty(stored[key].shape, dtype=stored[key].dtype)
+                targets[full] = tensor.detach()
+    return targets
+
+
+def _within(layout: Layout, name: str) -> dict[str, StoredTensor]:
+    return {key.removeprefix(f"{name}."): stored for key, stored in layout.items() if key.startswith(f"{name}.")}
+
+
+def check_compatible(
+    storage: Storage, different: list[str], state: TrainState, stored: StoredState, allowed: frozenset[str]
+) -> tuple[set[str], list[str]]:
+    """Return the parts that may be left unrestored because the user allows it, and remarks to print.
+
+    Raises IncompatibleCheckpoint with all differences, `different` first.
+    """
+    # The earliest checkpoints of this format did not list per-rank parts.
+    parts = stored.document["parts"]
+    per_rank_parts = stored.document.get("rank_parts", list(state.per_rank_parts))
+    known = {*state.parts, *state.per_rank_parts, *parts, *per_rank_parts}
+    for named in allowed:
+        if named.startswith("state.") and named.removeprefix("state.") not in known:
+            rule = f"the state has {', '.join(f'state.{name}' for name in sorted(known))}"
+            best = nearest(named.removeprefix("state."), known)
+            meant = [f"state.{best}"] if best else None
+            fix = "" if best else "leave it out, or name one of these"
+            raise setting_error("checkpoint.allow_changes", [named], rule, meant=meant, fix=fix)
+    lines: dict[str, list[str]] = {}
+    left_out = set()
+    for name, thing in [*state.parts.items(), *state.per_rank_parts.items()]:
+        part, unfit = StatePart.of(thing), list[str]()
+        if name not in (parts if name in state.parts else per_rank_parts):
+            unfit = [] if part.may_be_absent else [_other_state(name, "not in the checkpoint")]
+        elif name in state.per_rank_parts:
+            if stored.own is None and not part.can_restart:
+                unfit = [_other_state(name, "per-rank state, saved with a different number of ranks")]
+        else:
+            found = part.differences(parts[name], _within(stored.layout, name))
+            unfit = _sharded_differences(name, part, stored.layout) if found is None else found
+        if unfit and f"state.{name}" in allowed:
+            left_out.add(name)
+        elif unfit:
+            lines[name] = unfit
+    for name in [*parts, *per_rank_parts]:
+        if name not in {*state.parts, *state.per_rank_parts} and f"state.{name}" not in allowed:
+            lines[name] = [_other_state(name, "only in the checkpoint")]
+    all_remarks: list[str] = []
+    for name, thing in state.parts.items():
+        if name in parts and f"state.{name}" not in allowed:
+            changed, remarks = StatePart.of(thing).changes_outside(parts[name], allowed)
+            if changed:
+                lines[name] = lines.get(name, []) + changed
+            all_remarks += remarks
+    if different or lines:
+        raise IncompatibleCheckpoint(storage, different, lines)
+    return left_out, all_remarks
+
+
+def advice_for(different: list[str], unfit: list[str], parts: Sequence[str] = ()) -> str:
+    """Return advice on a checkpoint that was refused.
+
+    parts: parts of the state with differences that do not say how to allow them.
+    """
+    keys = [line.partition(":")[0] for line in different] + [
+        part for line in unfit for part in _ALLOW_HINT.findall(line)
+    ]
+    if len(keys) < len(different) + len(unfit):
+        names = [f"state.{name}" for name in parts if name != "optimizer" or "model" not in parts]  # model implies it
+        whole = ["model" if key == "model.name" else key for key in keys]  # covers all its settings
+        allowed = shlex.quote(f"checkpoint.allow_changes=[{','.join(dict.fromkeys([*whole, *names]))}]")
+        return (
+            "to fix: undo the change, or train another run: run.name=NAME (train.init_from starts it from these "
+            f"weights, if they fit); {allowed} starts what does not fit afresh"
+        )
+    needed = [key for key in dict.fromkeys(keys) if key.partition(".")[0] == key or key.partition(".")[0] not in keys]
+    allowed = shlex.quote(f"checkpoint.allow_changes=[{','.join(needed)}]")
+    return f"to fix: undo the change, train another run (run.name=NAME), or allow it: {allowed}"
+
+
+def _other_state(name: str, where: str) -> str:
+    return f"state {name!r}: {where} (allow it: checkpoint.allow_changes=[state.{name}])"
+
+
+def _sharded_differences(name: str, part: StatePart, layout: Layout) -> list[str]:
+    """Return one line per DTensor of another shape."""
+    with torch.no_grad():
+        _, live = split(part.state_dict(), (name,))
+    lines = []
+    for path, tensor in live.items():
+        stored = layout.get(".".join(path))
+        if isinstance(tensor, DTensor) and stored is not None and tuple(tensor.shape) != stored.shape:
+            lines.append(
+                f"{'.'.join(path)}: shape {_shape(stored.shape)} in the checkpoint, {_shape(tensor.shape)} now"
+            )
+    return lines
+
+
+def tensor_differences(own: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]) -> Iterator[str]:
+    """Yield one line per difference in keys, shapes and dtypes, in either direction."""
+    for key in [*own, *(key for key in stored if key not in own)]:
+        if key not in stored:
+            yield f"{key}: {_shape(own[key].shape)}, not in the checkpoint"
+        elif key not in own:
+            yield f"{key}: {_shape(stored[key].shape)}, only in the checkpoint"
+        else:
+            before, now = stored[key], own[key]
+            if before.shape != tuple(now.shape):
+                yield f"{key}: shape {_shape(before.shape)} in the checkpoint, {_shape(now.shape)} now"
+            if before.dtype != now.dtype:
+                yield f"{key}: dtype {_dtype(before.dtype)} in the checkpoint, {_dtype(now.dtype)} now"
+
+
+def _shape(shape: Any) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def apply(state: TrainState, stored: StoredState, targets: Mapping[str, torch.Tensor], left_out: set[str]) -> None:
+    """Load every part's state.  Call this only after everything has been read and verified."""
+    plain: dict[str, Any] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    if stored.own is not None:
+        header = json.loads(stored.own[8 : 8 + int.from_bytes(stored.own[:8], "little")])
+        plain, tensors = json.loads(header["__metadata__"]["state"]), safetensors.torch.load(stored.own)
+    differing = {key: tensors[key] for key in stored.document.get("unlike", []) if key in tensors}
+    with torch.no_grad():
+        for name, part in state.parts.items():
+            if name in stored.document["parts"] and name not in left_out:
+                part.load_state_dict(join(stored.document["parts"][name], {**targets, **differing}))
+        for name, part in state.per_rank_parts.items():
+            if name in plain and name not in left_out:
+                part.load_state_dict(join(plain[name], tensors))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Finding the checkpoint that a path refers to
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Return whether `path`, a folder or URL, is a single checkpoint, even if it is damaged or lacks its manifest."""
+    return not CHECKPOINT_FILES.isdisjoint(list_configured_folder(open_storage(path)))
+
+
+def find_checkpoints(path: str | os.PathLike[str]) -> Storage:
+    """Return the folder of checkpoints at `path`, which is that folder itself or a run folder.  Raises UserError."""
+    storage = open_storage(path)
+    for folder in (storage, storage / "checkpoints", *_elsewhere(storage)):
+        if any(name.startswith(PREFIX) for name in folder.names()) or folder.quarantined_names():
+            return folder
+    local = find_folder(path)
+    rule = "has no checkpoints"
+    if local is not None and not local.is_dir():
+        rule = "is a file" if local.exists() else "no such folder"
+    raise UserError(f"{path}: {rule}\n  to fix: give a run folder, or the folder in checkpoint.dir")
+
+
+def find_checkpoint(path: str | os.PathLike[str]) -> Storage:
+    """Return the checkpoint that `path` refers to.
+
+    `path` is a checkpoint itself, a run folder (for its newest checkpoint; one saved while steps were skipped only if
+    there is no other), or `RUN/best` (for the one with the best evaluation).  Raises UserError.
+
+    The checkpoint may be damaged: only reading it will show that.
+    """
+    if is_checkpoint(path):
+        return open_storage(path)
+    if (run := run_of_best(os.fspath(path))) is not None:
+        folder = find_checkpoints(run)
+        best = best_step(folder)
+        if best is None:
+            raise UserError(f"{path}: none of the checkpoints in {folder} was evaluated when it was saved")
+        return folder / name_of(best)
+    folder = find_checkpoints(path)
+    step = newest_step(folder)
+    if step is None:
+        raise UserError(f"{path}: has no checkpoint")
+    return folder / name_of(step)
+
+
+def _elsewhere(run: Storage) -> list[Storage]:
+    """Return the checkpoint folder from a run's stored configuration, or an empty list if it sets none."""
+    try:
+        text = run.read(CONFIG).decode(errors="replace")
+        stored, run_dir = stored_value(text, "checkpoint.dir"), stored_value(text, "run.dir")
+    except (OSError, UserError):  # not a run folder
+        return []
+    if is_masked(stored):
+        raise UserError(
+            f"{run}: its checkpoints are at {stored}, whose credentials are not stored; give the complete URL"
+        )
+    if not (isinstance(stored, str) and stored):
+        return []
+    return [open_storage(relocated(stored, str(run_dir or run), str(run)))]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Weights by name, any rows of them, in one process and without a process group
+
+_TRIES = 50
+"""Attempts to open the newest checkpoint of a live run, if each one is pruned before it can be opened."""
+_AVERAGE = "ema.weights."
+"""Prefix of the keys of averaged weights."""
+
+
+class StoredWeights(StoredTensors):
+    """The model's weights in one checkpoint, verified as they are read."""
+
+    def __init__(self, storage: Storage, averaged: bool = False) -> None:
+        """With `averaged`, trained weights are replaced by their average (`train.ema`), cast to the weights' dtype.
+
+        All files stay open, so that they remain readable if a live run prunes the checkpoint meanwhile.
+
+        Raises UserError if there is no checkpoint or it holds no average, TrainingFailed if it is damaged.
+        """
+        self.description = str(storage)
+        try:
+            self.manifest = read_manifest(storage)
+            if isinstance(storage, LocalStorage) and not isinstance(storage, PinnedStorage):
+                with suppress(FileNotFoundError):  # the check below reports which one is missing
+                    storage = PinnedStorage(storage.path, [COMMIT, *self.manifest.files])
+            self.storage = storage
+            damage = find_damage(storage, self.manifest, "frames")
+            if damage:
+                raise Damaged("\n  ".join(damage))
+            layout = layout_from_json(read_file(storage, self.manifest, "layout.json"))
+            self._blocks = StoredBlocks(storage, self.manifest)
+            self.config_yaml = read_file(storage, self.manifest, "config.yaml").decode()
+            self.parts = json.loads(read_file(storage, self.manifest, "state.json"))["parts"]
+        except FileNotFoundError as error:
+            raise UserError(f"{storage}: no checkpoint here ({COMMIT} is missing)") from error
+        except Damaged as error:
+            raise TrainingFailed(f"the checkpoint {storage} is damaged:\n  {error}") from error
+        self.layout = layout
+        self._stored = _within(layout, "model")
+        if averaged and not any(key.startswith(_AVERAGE) for key in layout):
+            raise UserError(f"{storage}: has no averaged weights: its run had train.ema=0")
+        self._keys = {name: f"{_AVERAGE}{name}" for name in self._stored if averaged and f"{_AVERAGE}{name}" in layout}
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return rows [start, stop) of a parameter, all by default.  Raises TrainingFailed if they are damaged."""
+        if name in self._keys:
+            return self.read_stored(self._keys[name], start, stop).to(self.dtypes[name])
+        return self.read_stored(f"model.{name}", start, stop)
+
+    def read_stored(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return rows of any tensor of the checkpoint by its full key."""
+        try:
+            return read_rows(self.storage, self.layout[key], self._blocks, start, stop)
+        except (Damaged, OSError) as error:
+            raise TrainingFailed(f"the checkpoint {self.storage} is damaged:\n  {error}") from error
+
+
+def open_checkpoint(path: str | os.PathLike[str], averaged: bool = False) -> StoredWeights:
+    """Open the weights of the checkpoint that `path` refers to (see `find_checkpoint`).
+
+    If a live run prunes the newest checkpoint before it is open, try again with the one that is newest then.  Raises
+    the exceptions of `find_checkpoint` and `StoredWeights`.
+    """
+    for _ in range(_TRIES):
+        storage = find_checkpoint(path)
+        try:
+            return StoredWeights(storage, averaged)
+        except (UserError, TrainingFailed):
+            if COMMIT in storage.names() or is_same_location(str(storage), os.fspath(path)):
+                raise
+    fix = "set checkpoint.keep_last of that run higher"
+    raise UserError(f"{path}: its checkpoints are deleted faster than they can be opened\n  to fix: {fix}")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Tensors from the data files
+
+
+def read_tensors(
+    storage: Storage, layout: Layout, blocks: Mapping[str, Blocks], targets: Tensors, check: bool = True
+) -> None:
+    """Read this rank's parts of `targets` (DTensors of any mesh, or plain tensors) in place, and verify them.
+
+    No collective.  Raises Damaged or OSError; some targets may then have been overwritten.
+    """
+    from trainer.checkpoint.dcp import load
+
+    reader = ChunkReader(storage, blocks, check)
+    try:
+        load(targets, layout, reader)
+    finally:
+        reader.close()
+
+
+class ChunkReader:
+    """Reads parts of chunks from the files of one checkpoint."""
+
+    _NUM_THREADS = 2
+    """The threads take the blocks of a file in turn: one waits for the disk while the other computes a checksum.  With
+    whole tensors per thread, which defeats the kernel's read-ahead, reading took 1.3 to 3 times as long."""
+    _WAITING_BYTES = 64 << 20
+    """Limit of the data in flight: reads that have started and are not yet finished."""
+
+    def __init__(self, storage: Storage, blocks: Mapping[str, Blocks], check: bool = True) -> None:
+        self._place, self._blocks, self._check = storage, blocks, check
+        self._open: dict[str, BlockReader] = {}
+
+    def read_parts(self, parts: Iterable[ReadRequest]) -> None:
+        """Fill the targets, in file order."""
+        waiting: deque[_Reading] = deque()
+        with ThreadPoolExecutor(self._NUM_THREADS) as threads:
+            try:
+                for part in sorted(parts, key=lambda part: (part.chunk.file, part.chunk.start)):
+                    if part.target.numel():
+                        waiting.append(self._begin(threads, part))
+                    while sum(reading.num_bytes for reading in waiting) > self._WAITING_BYTES:
+                        waiting.popleft().finish()
+                for reading in waiting:
+                    reading.finish()
+            except BaseException:
+                threads.shutdown(wait=True, cancel_futures=True)
+                raise
+
+    def _begin(self, threads: ThreadPoolExecutor, part: ReadRequest) -> _Reading:
+        """Start reading a part of a chunk, directly into the target if the target has the same memory layout."""
+        chunk, target = part.chunk, part.target
+        rows_only = part.sizes[1:] == chunk.sizes[1:]
+        row_bytes = int(np.prod(chunk.sizes[1:], dtype=np.int64)) * part.dtype.itemsize
+        start = chunk.data_start + (part.offsets[0] * row_bytes if rows_only and part.offsets else 0)
+        fits = rows_only and target.device.type == "cpu" and target.dtype == part.dtype and target.is_contiguous()
+        buffer = target if fits else torch.empty(part.sizes if rows_only else chunk.sizes, dtype=part.dtype)
+        jobs = [threads.submit(read) for read in self._file(chunk.file).parts(_bytes_of(buffer), start)]
+        if fits:
+            return _Reading(jobs, None, None, buffer.nbytes)
+        box = () if rows_only else tuple(slice(o, o + n) for o, n in zip(part.offsets, part.sizes, strict=True))
+        return _Reading(jobs, buffer[box], target, buffer.nbytes)
+
+    def _file(self, name: str) -> BlockReader:
+        if name not in self._open:
+            if name not in self._blocks:
+                raise Damaged(f"{self._place}/{name}: is not in the manifest")
+            self._open[name] = BlockReader(self._place, name, self._blocks[name], self._check)
+        return self._open[name]
+
+    def read_rows(self, chunk: Chunk, start: int, rows: torch.Tensor) -> None:
+        """Read rows of one chunk, from row `start` on."""
+        position = chunk.data_start + start * (rows.nbytes // len(rows) if rows.ndim else 0)
+        self._file(chunk.file).read_into(_bytes_of(rows), position)
+
+    def close(self) -> None:
+        for reader in self._open.values():
+            reader.close()
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A read in progress of a part of a chunk."""
+
+    jobs: Sequence[Future[None]]
+    source: torch.Tensor | None
+    """Intermediate buffer, if the data is not read directly into the target."""
+    target: torch.Tensor | None
+    num_bytes: int
+
+    def finish(self) -> None:
+        for job in self.jobs:
+            job.result()
+        if self.source is not None and self.target is not None:
+            self.target.copy_(self.source)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def read_rows(
+    storage: Storage, stored: StoredTensor, blocks: Mapping[str, Blocks], start: int = 0, stop: int | None = None
+) -> torch.Tensor:
+    """Return rows [start, stop) along dim 0 of one tensor, all by default, on the CPU.  Raises Damaged or OSError."""
+    rows = stored.shape[0] if stored.shape else 1
+    stop = rows if stop is None else stop
+    out = torch.empty((stop - start, *stored.shape[1:]) if stored.shape else (), dtype=stored.dtype)
+    reader = ChunkReader(storage, blocks)
+    try:
+        offsets = (start, *(0 for _ in stored.shape[1:])) if stored.shape else ()
+        for chunk in stored.chunks.meeting(offsets, tuple(out.shape)):
+            first = chunk.offsets[0] if chunk.offsets else 0
+            height = chunk.sizes[0] if chunk.sizes else 1
+            low, high = max(start, first), min(stop, first + height)
+            whole = torch.empty((high - low, *chunk.sizes[1:]) if stored.shape else (), dtype=stored.dtype)
+            reader.read_rows(chunk, low - first, whole)
+            within = (low - start, *chunk.offsets[1:])
+            box = tuple(slice(o, o + n) for o, n in zip(within, whole.shape, strict=True)) if stored.shape else ()
+            out[box].copy_(whole)
+    finally:
+        reader.close()
+    return out

@@ -1,4 +1,4 @@
-"""Retention: decides which published checkpoints are kept, and which of them count as good.
+"""Retention: decides which published checkpoints are kept, which of them count as good, and whether they will fit.
 
 A checkpoint is not good if it was saved while steps were skipped, if its manifest is damaged, or if its folder has the
 name of another step.  Such a checkpoint never replaces a good one.
@@ -7,13 +7,16 @@ name of another step.  Such a checkpoint never replaces a good one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import islice
 
-from trainer.checkpoint.blocks import Damaged
 from trainer.checkpoint.manifest import Manifest, name_of, read_manifest, step_in
-from trainer.checkpoint.storage import DOUBTFUL, Storage
+from trainer.checkpoint.storage import DOUBTFUL, Damaged, Storage
+from trainer.config import CheckpointSection
 from trainer.errors import UserError
+from trainer.metrics.console import readable_bytes
 
 
 def list_steps(storage: Storage) -> list[int]:
@@ -29,8 +32,11 @@ def newest_step(storage: Storage) -> int | None:
     reading it will show that.
     """
     steps = list_steps(storage)
-    settled = (step for step in reversed(steps) if not _num_skipped(storage / name_of(step)))
-    return next(settled, steps[-1] if steps else None)
+    for step in reversed(steps):
+        manifest = _read(storage / name_of(step))
+        if manifest is None or not manifest.num_skipped:
+            return step
+    return steps[-1] if steps else None
 
 
 def best_step(storage: Storage) -> int | None:
@@ -48,11 +54,6 @@ def find_best(storage: Storage) -> tuple[float, int] | None:
     good = [manifest for manifest in manifests if manifest.evaluation and not manifest.num_skipped]
     scored = [(m.evaluation[good[-1].metric], m.step) for m in good if good[-1].metric in m.evaluation]
     return min(scored, default=None)
-
-
-def _num_skipped(storage: Storage) -> int:
-    manifest = _read(storage)
-    return 0 if manifest is None else manifest.num_skipped
 
 
 def _read(storage: Storage) -> Manifest | None:
@@ -93,28 +94,28 @@ class RetentionPolicy:
         good = (manifest for manifest in found if manifest is not None and not manifest.num_skipped)
         return sum(m.evaluation.get(self._metric, math.inf) <= value for m in good) < self._keep_best
 
-    def obsolete(self) -> list[str]:
-        """Return the names of the checkpoints to prune.  Propagates errors of the storage."""
-        return self._older_than_the_last(self._keep_last)
+    def obsolete(self, before_next: bool = False) -> list[str]:
+        """Return the names of the checkpoints to prune: older than the newest good ones, and kept by no other rule.
 
-    def obsolete_after_next(self) -> list[str]:
-        """Return the names of the checkpoints that will be pruned once another good one is published.
+        `before_next`: those that will be pruned once another good one is published.  If the disk is too full for the
+        new checkpoint, they can be pruned first.  At least one good checkpoint always remains.
 
-        If the disk is too full for the new checkpoint, they can be pruned first.  At least one good checkpoint always
-        remains.
+        Propagates errors of the storage.
         """
-        return self._older_than_the_last(self._keep_last - 1) if self._keep_last > 1 else []
-
-    def _older_than_the_last(self, number: int) -> list[str]:
-        """Return checkpoints older than the newest `number` good ones that no other rule keeps."""
+        number = self._keep_last - 1 if before_next else self._keep_last
         steps = list_steps(self._place)
-        last = list(islice((step for step in reversed(steps) if self._is_good(step)), number))
+        last = list(islice((step for step in reversed(steps) if self._is_good(step)), max(0, number)))
         if not last or len(last) < number:
             return []
-        best = self._best(steps)
-        return [
-            name_of(step) for step in steps if step < last[-1] and step not in best and not self._is_kept_for_good(step)
-        ]
+        manifests = {step: self._look_at(step) for step in steps}
+        evaluated = [m for m in manifests.values() if m and not m.num_skipped and self._metric in m.evaluation]
+        best = sorted((m.evaluation[self._metric], m.step) for m in evaluated)[: self._keep_best]  # a tie: the older
+        kept = {step for _, step in best}
+        for step, manifest in manifests.items():
+            stands_for = (step, *(manifest.due if manifest is not None else ()))
+            if self._keep_every > 0 and any(due % self._keep_every == 0 for due in stands_for):
+                kept.add(step)
+        return [name_of(step) for step in steps if step < last[-1] and step not in kept]
 
     def names_to_quarantine(self, since: int) -> list[str]:
         """Return the names of the good checkpoints saved at or after step `since`, from which on every step failed.
@@ -129,17 +130,6 @@ class RetentionPolicy:
         aside = self._place.quarantined_names()
         return [name_of(step) for step in good if step >= since and f"{DOUBTFUL}-{name_of(step)}" not in aside]
 
-    def _is_kept_for_good(self, step: int) -> bool:
-        every, manifest = self._keep_every, self._look_at(step)
-        stands_for = (step, *(manifest.due if manifest is not None else ()))
-        return every > 0 and any(due % every == 0 for due in stands_for)
-
-    def _best(self, steps: Sequence[int]) -> set[int]:
-        """Return the steps of the good checkpoints kept for their evaluation; a tie goes to the older one."""
-        good = [m for step in steps if (m := self._look_at(step)) is not None and not m.num_skipped]
-        scored = sorted((m.evaluation[self._metric], m.step) for m in good if self._metric in m.evaluation)
-        return {step for _, step in scored[: self._keep_best]}
-
     def _is_good(self, step: int) -> bool:
         manifest = self._look_at(step)
         return manifest is not None and not manifest.num_skipped
@@ -149,3 +139,72 @@ class RetentionPolicy:
         if step not in self._known:
             self._known[step] = _read(self._place / name_of(step))
         return self._known[step]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Whether the checkpoints that are kept will fit on the disk
+
+
+@dataclass(frozen=True)
+class CheckpointCounts:
+    """Number of checkpoints that a run will have on disk at the same time."""
+
+    num_kept: int
+    """After its last save."""
+    num_at_peak: int
+    """At the peak, while a new checkpoint is written before the oldest is deleted."""
+    num_if_pruned_first: int
+    """If the oldest is deleted before the next one is written, which happens only if the disk is full."""
+
+
+def checkpoint_counts(section: CheckpointSection, steps_left: int, num_existing: int) -> CheckpointCounts:
+    """Return the demand of a run that has `num_existing` checkpoints and will train `steps_left` more steps."""
+    every = section.every if isinstance(section.every, int) else 1
+    num_saves = 1 if every == 0 else max(1, -(-steps_left // every))
+    permanent = section.keep_best + (steps_left // section.keep_every if section.keep_every else 0)
+    everything = num_existing + num_saves
+    if section.keep_last == 0:
+        if not isinstance(section.every, int):  # the number of saves is unknown
+            everything = num_existing + 1
+        return CheckpointCounts(everything, everything, everything)
+    num_kept = min(section.keep_last + permanent, everything)
+    num_at_peak = min(section.keep_last + permanent + 1, everything)
+    return CheckpointCounts(num_kept, num_at_peak, min(max(section.keep_last, 2) + permanent, everything))
+
+
+def disk_space_warning(storage: Storage, section: CheckpointSection, num_bytes: int, steps_left: int) -> str:
+    """Return a warning if a run's checkpoints do not fit on the disk of `storage`.
+
+    The result is empty if they fit or the free space is unknown.
+
+    num_bytes: estimated size of a checkpoint, used if there is no existing checkpoint to measure.
+    """
+    free, existing = None, list[int]()
+    with suppress(OSError, Damaged, UserError):
+        free, existing = storage.free_bytes(), list_steps(storage)
+        if existing:
+            num_bytes = read_manifest(storage / name_of(existing[-1])).num_bytes
+    if free is None:
+        return ""
+    counts = checkpoint_counts(section, steps_left, len(existing))
+    still = (counts.num_at_peak - len(existing)) * num_bytes
+    if still <= free:
+        return ""
+    number = counts.num_at_peak
+    parts = f"{counts.num_kept} kept" + (", 1 being written" if number > counts.num_kept else "")
+    need = f"{number} checkpoint{'s' * (number > 1)} of {readable_bytes(num_bytes)} ({parts})"
+    there = f", {len(existing)} of them there already" if existing else ""
+    lines = [
+        f"warning: checkpoint.keep_last={section.keep_last}: {need} need {readable_bytes(number * num_bytes)}{there}, "
+        f"but {storage} has {readable_bytes(free)} free"
+    ]
+    if section.keep_last > 1 and (counts.num_if_pruned_first - len(existing)) * num_bytes <= free:
+        lines.append("the oldest one will be deleted before the next is written")
+    else:
+        lines.append("saves will fail once the disk is full")
+    fixes = ["free some space there", "set checkpoint.dir to a folder on another disk"]
+    with_one = checkpoint_counts(replace(section, keep_last=1), steps_left, len(existing)).num_at_peak
+    if with_one < number:
+        fixes.append(f"set checkpoint.keep_last=1 (needs {readable_bytes(with_one * num_bytes)})")
+    lines.append(f"to fix: {', or '.join(fixes)}")
+    return "\n  ".join(lines)

@@ -1,118 +1,43 @@
-"""Decides when to save, tracks the save in flight, and retries failed saves."""
+"""Decides when to save, makes each save, and retries failed ones.
+
+`Saver` is the manager: due saves, retries, the final save, what happens before and after each save, and what becomes of
+older checkpoints.  `Checkpoints` (writer.py) makes one save.
+"""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from trainer.checkpoint.error_messages import DISK_FULL_ADVICE
-from trainer.checkpoint.interval import estimated_save_s
+from trainer.checkpoint.interval import Costs, costs_of, describe_costs, estimated_save_s
 from trainer.checkpoint.manifest import name_of
 from trainer.checkpoint.retention import find_best
-from trainer.checkpoint.save_policy import SavePolicy, build_save_policy
-from trainer.checkpoint.snapshot import Savable
-from trainer.checkpoint.store import Checkpoints, SaveResult
-from trainer.config import RunConfig
-from trainer.distributed.step_sync import StepSync
+from trainer.checkpoint.storage import DISK_FULL_ADVICE, DOUBTFUL, describe
+from trainer.checkpoint.writer import Checkpoints, SaveResult
+from trainer.config import CheckpointSection, RunConfig
+from trainer.distributed.channel import StepSync
 from trainer.errors import TrainingFailed
 from trainer.files import find_folder
 from trainer.metrics.goodput import RunHistory
+from trainer.metrics.record import Record
+from trainer.metrics.sinks import Metrics, warn
+from trainer.metrics.step_metrics import StepMetrics
+
+if TYPE_CHECKING:
+    from trainer.lifecycle.folder import RunFolder
+    from trainer.lifecycle.relocation import Relocation
+    from trainer.lifecycle.resume import Resume
+    from trainer.lifecycle.state import TrainState
+    from trainer.lifecycle.watchdog import Watchdog
 
 _FINAL_PAUSES_S = (0.0, 1.0, 3.0)
 """Pause before each attempt of the final save."""
 _DISK_FULL_PAUSES_S = (5.0, 10.0, 20.0, 25.0)
 """Pauses before further attempts if the disk is full."""
-
-
-class Resumable(Savable, Protocol):
-    """State that records whether the evaluation at its step is still pending."""
-
-    eval_pending: bool
-
-
-class SaveListener(Protocol):
-    """Receives events of saves, and provides measurements of the run so far."""
-
-    @property
-    def step_s(self) -> float:
-        """Duration of a step in seconds; 0 if it is not known yet."""
-        ...
-
-    def experience(self) -> RunHistory:
-        """Return the run's measurements of saves and failures; empty except on rank 0."""
-
-    def expects(self, falls_due: Callable[[int], bool]) -> None:
-        """Take the function that tells, after the all-reduce of step `step`, whether a save is due after that step."""
-
-    def settle(self) -> None:
-        """Resolve whether the latest steps were skipped, if that is not known yet."""
-
-    def prepare(self, state: Resumable) -> None:
-        """Prepare for a save that is about to begin.  Collective."""
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """Return a context manager for a block in which training waits for a save."""
-
-    def began(self, stage: Callable[[], str]) -> None:
-        """Note that a save has begun.  `stage()` describes what it is doing."""
-
-    def ended(self, result: SaveResult, every_s: float | None) -> None:
-        """Note that the save in flight has succeeded or failed.  `every_s`: the save interval in seconds, if known."""
-
-    def warn(self, text: str) -> None:
-        """Report a problem that does not stop training."""
-
-
-class SaveSchedule:
-    """Schedules saves by a policy, and retries failed ones after a pause that doubles with each further failure.
-
-    All ranks make the same calls.  Only rank 0 reads the clock: the step's all-reduce broadcasts its `may_retry`.
-    """
-
-    FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-
-    def __init__(self, policy: SavePolicy, clock: Callable[[], float] = time.monotonic) -> None:
-        self.policy, self._clock = policy, clock
-        self.num_failures = 0
-        """Number of consecutive failed saves."""
-        self._retry_at = 0.0
-        self._is_postponed = False
-        self._owed: list[int] = []
-
-    def may_retry(self) -> bool:
-        """Return whether the pause after a failed save is over."""
-        return self.num_failures > 0 and self._clock() >= self._retry_at
-
-    def is_due(self, step: int, may_retry: bool) -> bool:
-        """Return whether to save after step `step`.  `may_retry`: rank 0's answer."""
-        falls_due = self.policy.falls_due(step)
-        if falls_due:
-            self._owed.append(step)
-        if self.num_failures:
-            return may_retry
-        return falls_due or self._is_postponed
-
-    def postpone(self) -> None:
-        """Postpone the save that is due to the next step, because the current state is not worth saving."""
-        self._is_postponed = True
-
-    def begin(self, step: int) -> list[int]:
-        """Note that a save of step `step` begins; return the earlier steps whose due saves it replaces."""
-        self._is_postponed = False
-        self.policy.began()
-        return [due for due in self._owed if due < step]
-
-    def failed(self) -> None:
-        pause = min(self.FIRST_PAUSE_S * 2**self.num_failures, self.LONGEST_PAUSE_S)
-        self.num_failures += 1
-        self._retry_at = self._clock() + pause
-
-    def succeeded(self, step: int) -> None:
-        self.num_failures = 0
-        self._owed = [due for due in self._owed if due > step]
 
 
 class Saver:
@@ -127,18 +52,38 @@ class Saver:
         checkpoints: Checkpoints,
         config: RunConfig,
         step_sync: StepSync,
-        listener: SaveListener,
+        *,
+        folder: RunFolder,
+        relocation: Relocation,
+        resume: Resume,
+        step_metrics: StepMetrics,
+        watchdog: Watchdog,
+        metrics: Metrics,
         expected_bytes: int,
     ) -> None:
         """`expected_bytes`: estimate of the bytes that this rank writes per save."""
-        self._checkpoints, self._config, self._listener = checkpoints, config.checkpoint, listener
+        self._checkpoints, self._config, self._world = checkpoints, config.checkpoint, checkpoints.world
+        self._folder, self._relocation, self._resume = folder, relocation, resume
+        self._step_metrics, self._watchdog, self._metrics = step_metrics, watchdog, metrics
         self._expected_bytes = expected_bytes
-        policy = build_save_policy(config, checkpoints.world, step_sync, expected_bytes, lambda: listener.step_s)
+        policy: SavePolicy
+        if isinstance(config.checkpoint.every, int):
+            policy = FixedInterval(config.checkpoint.every)
+        else:
+            num_nodes = self._world.env.num_nodes
+            policy = AdaptiveInterval(
+                config.checkpoint,
+                costs=functools.partial(costs_of, config, num_nodes, expected_bytes),
+                num_nodes=num_nodes,
+                step_s=lambda: step_metrics.step_s,
+                step_sync=step_sync,
+                is_main=self._world.is_main,
+            )
         self.schedule = SaveSchedule(policy)
-        listener.expects(policy.falls_due)
+        step_metrics.is_saved_after = policy.falls_due
         self._is_written = step_sync.register(lambda: checkpoints.is_written)
         self._is_overdue = step_sync.register(lambda: checkpoints.is_overdue)
-        self._may_retry = step_sync.register(lambda: checkpoints.world.is_main and self.schedule.may_retry())
+        self._may_retry = step_sync.register(lambda: self._world.is_main and self.schedule.may_retry())
         self._started: tuple[object, ...] | None = None
         self._saved: tuple[object, ...] | None = None
         """`_mark` of the newest checkpoint of this run."""
@@ -149,12 +94,17 @@ class Saver:
         """Return whether to save after step `step`, the same on all ranks.  Not collective."""
         return self.schedule.is_due(step, self._may_retry.any_yes)
 
-    def save_if_best(self, state: Resumable) -> None:
-        """Save a state that has just been evaluated if it ranks among the best saved ones.
+    def save_if_best(self, state: TrainState) -> None:
+        """Save a state that has just been evaluated if it ranks among the best saved ones.  One broadcast.
 
         This save is never skipped, not even with `checkpoint.when_busy=skip`, since it cannot be made later.
         """
-        if self._config.keep_best and self._checkpoints.is_among_the_best(state.evaluation):
+        if not self._config.keep_best:
+            return
+        is_best = True  # if the storage is unreachable, the save will report it
+        with suppress(OSError):
+            is_best = self._world.is_main and self._checkpoints.retention.would_keep(state.evaluation)
+        if self._world.broadcast(is_best):
             self.try_save(state, may_skip=False)
 
     @property
@@ -165,7 +115,7 @@ class Saver:
                 return find_best(self._checkpoints.storage)
         return None
 
-    def try_save(self, state: Resumable, may_skip: bool = True) -> None:
+    def try_save(self, state: TrainState, may_skip: bool = True) -> None:
         """Save as `fit` does: failures are counted, and raised only after too many in a row.
 
         While steps are being skipped the state is not worth saving, so the save is postponed to the next good step.
@@ -173,9 +123,9 @@ class Saver:
         is_begun = self._started == self._mark(state)  # it was already saved as one of the best
         if self._checkpoints.in_flight and (is_begun or (may_skip and self._config.when_busy == "skip")):
             return
-        self._listener.settle()
+        self._step_metrics.settle()
         if state.num_skipped:
-            self.schedule.postpone()
+            self.schedule.is_postponed = True
             return
         self.finish()
         if self._is_saved(state) and not self.schedule.num_failures:
@@ -184,7 +134,7 @@ class Saver:
         if self._config.mode == "sync":
             self._collect()
 
-    def save(self, state: Resumable, wait: bool) -> Path | str:
+    def save(self, state: TrainState, wait: bool) -> Path | str:
         """Save now; return the (future) folder or URL of the checkpoint.  Raises TrainingFailed if the save fails."""
         self.finish()
         background = self._config.mode == "async" and not wait
@@ -203,7 +153,7 @@ class Saver:
         """Wait for the save in flight, if any, report it and return its result."""
         return self._collect() if self._checkpoints.in_flight else None
 
-    def save_final(self, state: Resumable) -> None:
+    def save_final(self, state: TrainState) -> None:
         """Make the final save: wait for the save in flight, then save with a few retries.
 
         If the disk is full, keep retrying for about a minute, in case somebody frees some space.
@@ -215,7 +165,7 @@ class Saver:
                 break
             if number == len(_FINAL_PAUSES_S):
                 left_s = sum(_DISK_FULL_PAUSES_S)
-                self._listener.warn(f"the final save waits up to {left_s:.0f} s for room on the disk: {error}")
+                self._warn(f"the final save waits up to {left_s:.0f} s for room on the disk: {error}")
             time.sleep(pause_s)
             self._start(state, background=False)
             error = self._collect(warns=False, is_last=True).error
@@ -226,12 +176,12 @@ class Saver:
 
     def begin(self) -> list[str]:
         """Start with the measurements of earlier attempts; return lines that describe the save policy."""
-        found = self._listener.experience()
+        found = self._metrics.experience()
         self.longest_s = max(self.longest_s, found.longest_save_s)
         self.schedule.policy.update(found)
         return self.schedule.policy.describe()
 
-    def loaded(self, state: Resumable, is_own: bool) -> None:
+    def loaded(self, state: TrainState, is_own: bool) -> None:
         """Note that a checkpoint was loaded.  If it is this run's own, it need not be saved again.  Not collective."""
         self._saved = self._mark(state) if is_own else None
 
@@ -254,26 +204,48 @@ class Saver:
         self._checkpoints.wait(timeout_s)
 
     def quarantine_since(self, since: int | None) -> None:
-        """Quarantine checkpoints saved since step `since`, after which every step was skipped.  Not collective."""
-        if since is not None and (done := self._checkpoints.quarantine_since(since)):
-            self._listener.warn(done)
+        """Quarantine checkpoints saved since step `since`, after which every step was skipped.
+
+        The next start then resumes from an older checkpoint, if there is one; no checkpoint is quarantined twice.
+        Not collective: for rank 0 of a run that has failed.
+        """
+        own = self._checkpoints
+        if since is None or not self._world.is_main or (own.in_flight and not own.is_written):
+            return
+        try:
+            names = own.retention.names_to_quarantine(since)
+            for name in names:
+                own.storage.quarantine(name, DOUBTFUL)
+        except Exception as error:  # the storage has failed as well: leave the checkpoints in place
+            self._warn(f"cannot set aside the checkpoints saved after step {since}: {describe(error)}")
+            return
+        if names:
+            done = ", ".join(f"{name} was set aside as {DOUBTFUL}-{name}" for name in names)
+            self._warn(f"every step since then failed: {done}; the same command resumes from the checkpoint before it")
 
     def wait_for_deleting(self) -> None:
         """Wait for the deletion of pruned checkpoints, up to a time limit.  Not collective."""
         self._checkpoints.wait_for_deleting()
 
-    def _mark(self, state: Resumable) -> tuple[object, ...]:
+    def _warn(self, text: str) -> None:
+        if self._world.is_main:
+            warn(text)
+
+    def _mark(self, state: TrainState) -> tuple[object, ...]:
         """Return a key that identifies the state: its step, and its evaluation if best checkpoints are kept."""
         return state.step, state.eval_pending, self._config.keep_best > 0 and tuple(state.evaluation.items())
 
-    def _is_saved(self, state: Resumable) -> bool:
+    def _is_saved(self, state: TrainState) -> bool:
         return self._saved == self._mark(state)
 
-    def _start(self, state: Resumable, background: bool) -> None:
-        self._listener.prepare(state)
+    def _start(self, state: TrainState, background: bool) -> None:
+        self._world.agreed(self._folder.acquire)
+        self._relocation.check()
+        self._resume.confirm(state.step)
+        self._step_metrics.settle()
         self._started = self._mark(state)
-        self._listener.began(lambda: self._checkpoints.stage)
-        with self._listener.waiting():
+        self._watchdog.save_begins(lambda: self._checkpoints.stage)
+        with self._watchdog.during("save"):
             self._checkpoints.start(state, background, self.schedule.begin(state.step))
 
     def _collect(self, warns: bool = True, has_ended: bool = False, is_last: bool = False) -> SaveResult:
@@ -282,9 +254,14 @@ class Saver:
         Raises TrainingFailed if the storage does not respond, and, unless `is_last`, after too many consecutive
         failures.
         """
-        with self._listener.waiting():
+        with self._watchdog.during("save"):
             result = self._checkpoints.take(has_ended)
-        self._listener.ended(result, self.schedule.policy.every_s)
+        self._watchdog.save_ends()
+        if not result.error:
+            times = {"blocked_s": result.blocked_s, "total_s": result.total_s}
+            every_s = self.schedule.policy.every_s
+            times |= {} if every_s is None else {"every_s": every_s}
+            self._metrics.write(Record(kind="checkpoint", step=result.step, **times, bytes=result.bytes))
         if result.lost == "storage":
             raise TrainingFailed(f"cannot save: {result.error} (checkpoint.timeout_s)")
         if result.error:
@@ -294,12 +271,145 @@ class Saver:
             if self.schedule.num_failures >= limit and not is_last:
                 raise TrainingFailed(f"cannot save: {result.error} ({count})")
             if warns:
-                self._listener.warn(f"checkpoint not saved, training continues: {result.error} ({count})")
+                self._warn(f"checkpoint not saved, training continues: {result.error} ({count})")
             return result
         self.schedule.succeeded(result.step)
         self.longest_s = max(self.longest_s, result.total_s)
-        self.schedule.policy.update(self._listener.experience())
+        self.schedule.policy.update(self._metrics.experience())
         self._saved = self._started
         if result.warning:
-            self._listener.warn(result.warning)
+            self._warn(result.warning)
         return result
+
+
+class SaveSchedule:
+    """Schedules saves by a policy, and retries failed ones after a pause that doubles with each further failure.
+
+    All ranks make the same calls.  Only rank 0 reads the clock: the step's all-reduce broadcasts its `may_retry`.
+    """
+
+    FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+
+    def __init__(self, policy: SavePolicy, clock: Callable[[], float] = time.monotonic) -> None:
+        self.policy, self._clock = policy, clock
+        self.num_failures = 0
+        """Number of consecutive failed saves."""
+        self._retry_at = 0.0
+        self.is_postponed = False
+        """True if the save that is due was put off to the next step, because the state was not worth saving."""
+        self._owed: list[int] = []
+
+    def may_retry(self) -> bool:
+        """Return whether the pause after a failed save is over."""
+        return self.num_failures > 0 and self._clock() >= self._retry_at
+
+    def is_due(self, step: int, may_retry: bool) -> bool:
+        """Return whether to save after step `step`.  `may_retry`: rank 0's answer."""
+        falls_due = self.policy.falls_due(step)
+        if falls_due:
+            self._owed.append(step)
+        if self.num_failures:
+            return may_retry
+        return falls_due or self.is_postponed
+
+    def begin(self, step: int) -> list[int]:
+        """Note that a save of step `step` begins; return the earlier steps whose due saves it replaces."""
+        self.is_postponed = False
+        self.policy.began()
+        return [due for due in self._owed if due < step]
+
+    def failed(self) -> None:
+        pause = min(self.FIRST_PAUSE_S * 2**self.num_failures, self.LONGEST_PAUSE_S)
+        self.num_failures += 1
+        self._retry_at = self._clock() + pause
+
+    def succeeded(self, step: int) -> None:
+        self.num_failures = 0
+        self._owed = [due for due in self._owed if due > step]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# After which steps a save is due
+
+
+class SavePolicy:
+    """Decides after which steps to save, the same on all ranks."""
+
+    @property
+    def every_s(self) -> float | None:
+        """Current interval between saves in seconds; None if the interval is a number of steps."""
+        return None
+
+    def falls_due(self, step: int) -> bool:
+        """Return whether a save is due after step `step`; call it after the step's all-reduce.  Not collective."""
+        raise NotImplementedError
+
+    def began(self) -> None:
+        """Record that a save begins."""
+
+    def update(self, found: RunHistory) -> None:
+        """Update the interval from what the run has measured.  Only the update on rank 0 matters."""
+
+    def describe(self) -> list[str]:
+        """Return lines that describe the policy to the user."""
+        return []
+
+
+class FixedInterval(SavePolicy):
+    """Saves every `every` steps; 0 disables saving."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+
+    def falls_due(self, step: int) -> bool:
+        return self._every > 0 and step % self._every == 0
+
+
+class AdaptiveInterval(SavePolicy):
+    """Saves at the Young/Daly interval: rank 0 decides by its clock, and the step's all-reduce broadcasts the decision.
+
+    Multiples of `checkpoint.keep_every` are saved as well.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointSection,
+        costs: Callable[[RunHistory | None], Costs],
+        num_nodes: int,
+        step_s: Callable[[], float],
+        step_sync: StepSync,
+        is_main: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """costs: returns the costs of saves and failures from the run's measurements.  step_s: returns the duration of
+        a step in seconds.
+        """
+        self._keep_every, self._num_nodes = config.keep_every, num_nodes
+        self._costs_of, self._step_s, self._clock = costs, step_s, clock
+        self._since: float | None = None
+        self.costs = costs(None)
+        self._is_time = step_sync.register(lambda: is_main and self.is_time())
+
+    @property
+    def every_s(self) -> float:
+        return self.costs.best_s
+
+    def is_time(self) -> bool:
+        """Return whether to save after the current step, because it ends closest to the time at which a save is due."""
+        now = self._clock()
+        if self._since is None:
+            self._since = now
+        return now - self._since + 1.5 * self._step_s() >= self.every_s
+
+    def falls_due(self, step: int) -> bool:
+        return self._is_time.any_yes or (self._keep_every > 0 and step % self._keep_every == 0)
+
+    def began(self) -> None:
+        self._since = self._clock()
+
+    def update(self, found: RunHistory) -> None:
+        self.costs = self._costs_of(found)
+
+    def describe(self) -> list[str]:
+        said = describe_costs(self.costs, self.every_s, self._num_nodes)
+        return ["checkpoint.every=auto:", *(f"  {topic}: {text}" for topic, text in said.items())]

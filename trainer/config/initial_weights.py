@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.config.load import CONFIG, read_run_config, run_of_best, section_of
-from trainer.config.pretrained import check_weights, is_folder_of_weights
+from trainer.config.load import CONFIG, read_run_config, section_of
+from trainer.config.location import locate
+from trainer.config.pretrained import check_weights
 from trainer.config.schema import RunConfig
 from trainer.errors import setting_error
 
@@ -23,7 +24,7 @@ def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
         return
     start = config.train.init_from
     if start is not None:
-        if is_folder_of_weights(start):
+        if locate(start).kind == "huggingface":
             check_weights(start, "model.path" if given.get("model.path") else "train.init_from")
         return
     if not hasattr(config.model, "fresh") or not config.model_path:
@@ -103,9 +104,7 @@ def _tokenizer_of_run(config: RunConfig) -> str | None:
     start = config.train.init_from
     if start is None or "://" in start.removeprefix("file://"):
         return None
-    stored = section_of(read_run_config(Path((run_of_best(start) or start).removeprefix("file://"))), "data").get(
-        "tokenizer"
-    )
+    stored = section_of(read_run_config(locate(start).folder), "data").get("tokenizer")
     if not isinstance(stored, str) or stored in ("bytes", "model"):
         return None
     return str(Path(stored).expanduser().absolute())
@@ -115,7 +114,7 @@ def find_weights_folder(config: RunConfig) -> str | None:
     """Return the Hugging Face folder of the initial weights, or None if they come from elsewhere."""
     start = config.train.init_from
     if start is not None:
-        return start if is_folder_of_weights(start) else None
+        return start if locate(start).kind == "huggingface" else None
     is_read = hasattr(config.model, "fresh") and not config.model.fresh
     return config.model_path if is_read else None
 

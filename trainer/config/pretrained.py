@@ -44,12 +44,6 @@ def find_huggingface(recipe: Recipe) -> HuggingFace:
     return recipe.hf
 
 
-def is_folder_of_weights(path: str | Path) -> bool:
-    """Return whether `path` is a Hugging Face model folder, rather than a run folder or a checkpoint."""
-    folder = Path(str(path).removeprefix("file://"))
-    return folder.is_dir() and ((folder / CONFIG).is_file() or any(folder.glob("*.safetensors")))
-
-
 def stored_dtype(path: str | Path) -> str | None:
     """Return the dtype that the folder's config.json declares; None if it declares none or cannot be read."""
     try:

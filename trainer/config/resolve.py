@@ -51,10 +51,10 @@ from trainer.config.load import (
     read_yaml,
     recipe_files,
     refuse_masked,
-    run_of_best,
     section_of,
     split_overrides,
 )
+from trainer.config.location import locate
 from trainer.config.mesh import MeshShape, resolve_context_method
 from trainer.config.pretrained import (
     DeclaredModel,
@@ -62,7 +62,6 @@ from trainer.config.pretrained import (
     find_native,
     free_fields,
     has_config_only,
-    is_folder_of_weights,
     stored_dtype,
 )
 from trainer.config.rules import likely_device
@@ -450,7 +449,7 @@ def auto_model(keys: Keys, given: Given) -> Keys:
     asked = {**kept, **assignments}
     init_from = asked.get("train.init_from")
     start = None if init_from in (None, "null", "~", "") else str(init_from)
-    folder = asked.get("model.path") or (start if start is not None and is_folder_of_weights(start) else None)
+    folder = asked.get("model.path") or (start if start is not None and locate(start).kind == "huggingface" else None)
     if not folder:
         rule = "model.name=auto needs a Hugging Face model folder"
         raise setting_error("model.path", None, rule, example="models/Qwen3-8B")
@@ -505,10 +504,11 @@ def model_of_weights(tree: Any, given: Given) -> Any:
     source, recipe = tree.train.init_from, find_recipe(str(tree.model.name))
     if source is None:
         return tree
-    if is_folder_of_weights(source):
+    location = locate(source)
+    if location.kind == "huggingface":
         given.declared = declared_by_folder(source, recipe, "train.init_from")
     else:
-        stored = Path((run_of_best(source) or source).removeprefix("file://")) / CONFIG  # of a run or of a checkpoint
+        stored = location.folder / CONFIG  # of a run or of a checkpoint
         try:
             if stored.is_file():
                 given.declared = declared_by_yaml(stored.read_text(), recipe.name, str(stored))
@@ -610,7 +610,7 @@ def tokenizer_file(config: RunConfig, given: Given) -> RunConfig:
     """
     named, start = config.data.tokenizer, config.train.init_from
     if named == MODEL:  # the Hugging Face folder of the model, or of its initial weights
-        named = config.model_path or (start if start is not None and is_folder_of_weights(start) else MODEL)
+        named = config.model_path or (start if start is not None and locate(start).kind == "huggingface" else MODEL)
     if named != MODEL and (Path(named).expanduser() / "tokenizer.json").is_file():
         named = str((Path(named).expanduser() / "tokenizer.json").absolute())
     return replace(config, data=replace(config.data, tokenizer=named))
@@ -839,8 +839,8 @@ PASSES = (
     Pass("tokenizer of weights", tokenizer_of_weights, "config", "comes with the initial weights"),
     Pass("range test folder", range_test_folder, "config", "apart from the run it is for"),
     Pass("free name", free_name, "start", "the folder holds another finished run"),
-    Pass("trim rows", "trainer.data.resolve:trim_rows", "data", "the longest conversation"),
-    Pass("epochs", "trainer.data.resolve:epochs_to_steps", "data", "train.epochs of the data"),
+    Pass("trim rows", "trainer.data.opening:trim_rows", "data", "the longest conversation"),
+    Pass("epochs", "trainer.data.opening:epochs_to_steps", "data", "train.epochs of the data"),
     Pass("context method", context_method, "device", "suits the heads and nodes"),
     Pass("auto", "trainer.plan.forecast:choose_auto", "device", "the planner's choice for this memory"),
     Pass("context method", context_method, "device", "suits the context the planner chose"),

@@ -3,8 +3,8 @@
     tokenizer        text <-> token ids
     source           samples by index: token shards on disk, standard library text, synthetic patterns
     chat             conversations and their loss masks
-    source_factory   data settings -> source
-    sample_order     which sample is at each position of an endless run
+    opening          data settings -> source
+    mixture          which sample is at each position of an endless run
     loader           a rank's micro-batches, and the sample count that a resume needs
 
 Nothing here depends on the mesh or the model: a rank is just an integer, and of the model only the vocabulary size

@@ -17,21 +17,35 @@ recipe=NAME is a recipe or a run folder.  The default is llama_small, with any v
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from trainer.config import RunConfig, check_config, declared_keys, load_config, recipe_files, smallest_mesh
 from trainer.config.command_line import split_allow_import
 from trainer.config.messages import unexpected_argument, unknown_option
 from trainer.data.check import check_data
-from trainer.data.mixed_source import find_order
-from trainer.data.resolve import resolve_from_data
-from trainer.data.show import show_samples
-from trainer.data.source_factory import open_source
-from trainer.data.usage import SourceUsage, describe_usage, usage_by_phase
+from trainer.data.mixture import (
+    SOURCE,
+    MixedSource,
+    SampleOrder,
+    SourceUsage,
+    describe_usage,
+    epochs,
+    find_order,
+    usage_by_phase,
+)
+from trainer.data.opening import open_source, resolve_from_data
+from trainer.data.shards import ShardError
+from trainer.data.source import IGNORE, Source, as_mapping
+from trainer.data.tokenizer import Tokenizer, tokenizer_of
 from trainer.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
+    TrainingFailed,
     UserError,
     choice_error,
     print_stdout,
@@ -113,8 +127,8 @@ def _run(parsed: _Arguments) -> int:
     source = open_source(config.data, vocab_size, "train")
     order = find_order(source, config)
     if parsed.command == "show":
-        which = (parsed.numbers["--step"], parsed.numbers["--samples"], parsed.is_full)
-        show_samples(source, order, config, *which, print_stdout)
+        step, count = parsed.numbers["--step"], parsed.numbers["--samples"]
+        _show_samples(source, order, config, step=step, count=count, is_full=parsed.is_full)
         return EXIT_FINISHED
     usages = usage_by_phase(order, config.train.global_batch_size, config.train.steps, source.seq_len)
     print_stdout("\n".join(_table(config, usages)))
@@ -137,12 +151,82 @@ def _table(config: RunConfig, usages: Sequence[SourceUsage]) -> list[str]:
     return [
         *table_lines(header, rows),
         "epochs: passes over the source by the end of the phase",
-        *_repeat_lines(usages),
+        *(line for line in describe_usage(usages) if line.startswith("repeats")),
     ]
 
 
-def _repeat_lines(usages: Sequence[SourceUsage]) -> list[str]:
-    return [line for line in describe_usage(usages) if line.startswith("repeats")]
+_EDGE_CHARS = 60
+"""Characters shown of the start and of the end of a long piece."""
+
+
+def _show_samples(
+    source: Source, order: SampleOrder, config: RunConfig, *, step: int, count: int, is_full: bool
+) -> None:
+    """Print the first `count` samples of a step, each as a block of lines.
+
+    Each line is a run of tokens of one document that are either all targets or all ignored.  Raises TrainingFailed if
+    the data are corrupt.
+    """
+    batch = config.train.global_batch_size
+    own = tokenizer_of(config.data)
+    tokenizer = own if own.name == source.tokenizer else None  # if another one made the tokens, show their ids
+    positions = (step - 1) * batch + np.arange(min(count, batch))
+    indices = order.at(positions)
+    try:
+        found = as_mapping(source.batch(indices))
+    except ShardError as error:
+        raise TrainingFailed(str(error)) from error
+    names = list(source.sources) if isinstance(source, MixedSource) else [""]
+    is_chat, many = config.data.source == "chat", source.rows_per_sample
+    for number, (position, index) in enumerate(zip(positions.tolist(), indices.tolist(), strict=True)):
+        name = names[int(found[SOURCE][number * many])] if SOURCE in found else ""
+        rows = range(number * many, (number + 1) * many)
+        lines = [line for row in rows for line in _lines(found, row, tokenizer, is_chat, is_full)]
+        of, epoch = f", source {name}" if name else "", epochs(order, position)[name]
+        header = f"step {step}, position {position}: sample {index}{of}, epoch {epoch:.4f}"
+        print_stdout("\n".join([header, *lines, ""]))
+
+
+def _lines(
+    found: dict[str, NDArray[Any]], row: int, tokenizer: Tokenizer | None, is_chat: bool, is_full: bool
+) -> Iterator[str]:
+    tokens, counts = found["tokens"][row], found["targets"][row] != IGNORE
+    if "documents" in found:
+        documents = found["documents"][row]
+    elif is_chat:  # one conversation, then padding, which repeats the last token
+        end = int(np.flatnonzero(counts | (tokens != tokens[-1])).max(initial=-1)) + 1
+        documents = (np.arange(len(tokens)) >= end).astype(np.int64)
+    elif tokenizer is None:
+        documents = np.zeros(len(tokens), dtype=np.int64)
+    else:  # judged by end tokens; padding counts as the last document
+        is_end = tokens == tokenizer.end_id
+        documents = np.cumsum(np.concatenate([[False], is_end[:-1] & ~is_end[1:]]))
+    # Each conversation has targets, so everything after the last conversation with targets is padding.
+    padded = documents > documents[counts].max(initial=-1) if is_chat else np.zeros(len(tokens), bool)
+    borders = np.flatnonzero((np.diff(documents) != 0) | (np.diff(counts) != 0)) + 1
+    width = len(str(len(tokens)))
+    for start, end in zip([0, *borders.tolist()], [*borders.tolist(), len(tokens)], strict=True):
+        if padded[start]:
+            yield f"  {start:>{width}}-{end - 1:<{width}}  padding"
+            continue
+        kind = "trained on" if counts[start] else "ignored   "
+        text = _text(tokens[start:end], tokenizer, is_full)
+        yield f"  {start:>{width}}-{end - 1:<{width}}  document {int(documents[start]) + 1}  {kind}  {text}"
+
+
+def _text(tokens: NDArray[Any], tokenizer: Tokenizer | None, is_full: bool) -> str:
+    if tokenizer is None:
+        shown = (
+            tokens.tolist() if is_full or len(tokens) <= 16 else [*tokens[:8].tolist(), "...", *tokens[-8:].tolist()]
+        )
+        return " ".join(map(str, shown))
+    text = tokenizer.decode(tokens)
+    start = len(tokenizer.start_ids)
+    begins = "[begin] " if start and tuple(tokens[:start].tolist()) == tokenizer.start_ids else ""
+    ends = " [end]" if tokens[-1] == tokenizer.end_id else ""
+    if is_full or len(text) <= 2 * _EDGE_CHARS + 5:
+        return begins + repr(text) + ends
+    return f"{begins}{text[:_EDGE_CHARS]!r} ... {text[-_EDGE_CHARS:]!r}{ends}"
 
 
 if __name__ == "__main__":

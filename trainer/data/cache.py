@@ -1,8 +1,13 @@
 """On-disk cache of data that is built once and shared by all processes and later runs.
 
-`get_or_build` handles entries that are folders of files, such as tokenized chats.  Entries are published atomically: an
-entry appears under its name only when it is complete and flushed to disk.  A corrupt entry is removed and rebuilt, and
-one line reports it.  `read_value` and `write_value` store single JSON values; a corrupt one counts as missing.
+Every entry follows one protocol, `build_entry`: lock, look again, build under a temporary name, flush to disk, rename.
+An entry appears under its name only when it is complete.  A corrupt entry is removed and rebuilt, and one line reports
+it.  `get_or_build` adds the choice of a folder: tokenized chats, the standard library, row layouts and lists of shards
+use it; downloaded shards and text (`remote.cache`) have a folder of their own and use `build_entry`.  Tokenized text is
+different: many processes build parts of one entry at the same time (`ingest`), so only the choice of the folder is
+shared.
+
+`read_value` and `write_value` store single JSON values; a corrupt one counts as missing.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from typing import Any, TypeVar
 from trainer.data.shards import ShardError
 from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import CHECKSUM, checked, replacing, sync_folder, with_checksum
-from trainer.stopping import stop_if_asked
+from trainer.stopping import add_partial, drop_partial, stop_if_asked
 
 Entry = TypeVar("Entry")
 
@@ -35,6 +40,9 @@ _MIN_RETRY_S, _MAX_RETRY_S = 0.001, 0.05
 """First and longest pause between attempts to get a lock, in seconds; the pause doubles each time."""
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+# -- folders ----------------------------------------------------------------------------------------------------------
 
 
 def find_cache_folders(setting: str | None) -> list[Path]:
@@ -52,41 +60,20 @@ def find_cache_folders(setting: str | None) -> list[Path]:
     return folders
 
 
-def get_or_build(
-    cache_dir: str | None,
-    name: str,
-    what: str,
-    build: Callable[[Path], None],
-    load: Callable[[Path], Entry],
-    input_bytes: int = 0,
-) -> Entry:
-    """Return the cache entry `name`, building it first if it is missing or corrupt.
+def in_writable_folder(cache_dir: str | None, what: str, use: Callable[[Path], Entry], input_bytes: int = 0) -> Entry:
+    """Return `use(folder)` for the first cache folder in which it raises no OSError.
 
-    load: reads an entry from its folder.  It must verify the checksum of everything that is used later, and raise one
-        of CORRUPTION_ERRORS if anything is wrong.
-    build: writes the files of an entry into an empty folder.
-    what, input_bytes: a description of the entry and the size of its input files in bytes, for messages.
+    what, input_bytes: a description of what is stored and the size of its input files in bytes, for messages.
 
-    Any number of processes may request the same entry: one builds it while the others wait.  On a file system without
-    locks each process builds its own copy, and the first to finish publishes it.  Raises UserError if no cache folder
-    is writable.
+    Raises UserError if there is no such folder.
     """
-    folders = find_cache_folders(cache_dir)
-    for folder in folders:
-        with contextlib.suppress(*CORRUPTION_ERRORS):  # missing or corrupt: checked again under the lock
-            return load(folder / name)
-    failures: list[UserError] = []
-    for folder in folders:
+    error = setting_error("data.cache_dir", cache_dir, f"no folder to store {what} in", fix="give a writable folder")
+    for folder in find_cache_folders(cache_dir):
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            return _build(folder / name, build, load)
-        except OSError as error:
-            failures.append(storage_error(cache_dir, what, folder, error, input_bytes))
-    raise (
-        failures[-1]
-        if failures
-        else setting_error("data.cache_dir", cache_dir, f"no folder to store {what} in", fix="give a writable folder")
-    )
+            return use(folder)
+        except OSError as failure:
+            error = storage_error(cache_dir, what, folder, failure, input_bytes)
+    raise error
 
 
 def storage_error(cache_dir: str | None, what: str, folder: Path, error: OSError, input_bytes: int = 0) -> UserError:
@@ -106,22 +93,90 @@ def storage_error(cache_dir: str | None, what: str, folder: Path, error: OSError
     return setting_error("data.cache_dir", cache_dir, rule, fix="free some space, or give a folder on another disk")
 
 
-def _build(path: Path, build: Callable[[Path], None], load: Callable[[Path], Entry]) -> Entry:
-    with locked(path.with_name(f".{path.name}.lock")) as is_locked:
+# -- entries ----------------------------------------------------------------------------------------------------------
+
+
+def get_or_build(
+    cache_dir: str | None,
+    name: str,
+    what: str,
+    build: Callable[[Path], None],
+    load: Callable[[Path], Entry],
+    input_bytes: int = 0,
+    is_file: bool = False,
+) -> Entry:
+    """Return the cache entry `name`, building it first if it is missing or corrupt.
+
+    load: reads an entry.  It must verify the checksum of everything that is used later, and raise one of
+        CORRUPTION_ERRORS if anything is wrong.
+    build: writes the files of an entry into an empty folder, or with `is_file` writes the file at a path.
+    what, input_bytes: see `in_writable_folder`.
+
+    Any number of processes may request the same entry: one builds it while the others wait; see `build_entry`.  Raises
+    UserError if no cache folder is writable.
+    """
+    for folder in find_cache_folders(cache_dir):
+        with contextlib.suppress(*CORRUPTION_ERRORS):  # missing or corrupt: checked again under the lock
+            return load(folder / name)
+
+    def build_in(folder: Path) -> Entry:
+        path = folder / name
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        build_entry(path, build, load, is_file=is_file)
+        try:
+            return load(path)
+        except CORRUPTION_ERRORS as error:
+            raise OSError(f"{path} cannot be read back: {error}") from error
+
+    return in_writable_folder(cache_dir, what, build_in, input_bytes)
+
+
+def build_entry(
+    path: Path,
+    build: Callable[[Path], None],
+    check: Callable[[Path], object],
+    *,
+    is_file: bool = False,
+    partial: Path | None = None,
+    damaged: str = "is damaged ({error}); building it again",
+) -> None:
+    """Build the entry at `path`, unless it exists and `check` raises none of CORRUPTION_ERRORS.
+
+    One process builds it while the others wait.  On a file system without locks each process builds its own copy, and
+    the first to finish publishes it.
+
+    build: writes the entry at a temporary path: into an empty folder, or with `is_file` a file.
+    partial: a temporary name that all processes share, for other processes to see what is being written.  The file is
+        locked while it is written, so locks are required: see `locked`.
+    damaged: what is printed about a corrupt entry, after its path.
+
+    Raises OSError, and what `build` raises; nothing is left behind then.
+    """
+    lock = path.with_name(f".{path.name}.lock") if partial is None else partial
+    with locked(lock, is_required=partial is not None) as held:
         if os.path.lexists(path):
             try:
-                return load(path)  # another process built it in the meantime
+                check(path)
+                return  # another process built it in the meantime
             except CORRUPTION_ERRORS as error:
-                print_stderr(f"{path}, in the cache, is damaged ({error}); building it again")
+                print_stderr(f"{path}, in the cache, {damaged.format(error=error)}")
                 remove(path)
-        if is_locked:  # no other process is building, so temporary folders are leftovers of killed processes
-            for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-                remove(leftover)
-        made = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-        made.mkdir()
+        made = partial
+        if made is None:
+            if held.is_locked:  # no other process is building, so temporary files are leftovers of killed processes
+                for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+                    remove(leftover)
+            made = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+            if not is_file:
+                made.mkdir()
+        add_partial(made)
         try:
             build(made)
-            _sync(made)
+            for file in made.iterdir() if made.is_dir() else [made]:
+                with open(file, "rb") as opened:
+                    os.fsync(opened.fileno())
+            if made.is_dir():
+                sync_folder(made)
             try:
                 os.rename(made, path)
             except OSError:
@@ -129,70 +184,9 @@ def _build(path: Path, build: Callable[[Path], None], load: Callable[[Path], Ent
                     raise  # otherwise another process was first, on a file system without locks
             sync_folder(path.parent)
         finally:
-            remove(made)
-        try:
-            return load(path)
-        except CORRUPTION_ERRORS as error:
-            raise OSError(f"{path} cannot be read back: {error}") from error
-
-
-def _sync(folder: Path) -> None:
-    """Flush the files of an entry to disk."""
-    for path in folder.iterdir():
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-    sync_folder(folder)
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[bool]:
-    """Hold a file lock during a block, and remove the lock file afterwards.
-
-    The kernel releases the lock if this process dies.  On a file system without locks, yields False without waiting.
-    A stop request ends the wait by raising StopRequested.
-    """
-    while True:
-        descriptor = open_lock(path)
-        is_locked = _lock(descriptor)
-        if not is_locked or is_same_file(descriptor, path):
-            break
-        os.close(descriptor)  # its last holder removed the file after we opened it and before we locked it
-    try:
-        yield is_locked
-    finally:
-        if is_locked:
-            path.unlink(missing_ok=True)  # while holding the lock: later openers get a new file
-        os.close(descriptor)
-
-
-def open_lock(path: Path) -> int:
-    """Open the lock file at `path`, creating it if it is missing, and return its descriptor."""
-    if path.is_dir():
-        remove(path)
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-
-
-def _lock(descriptor: int) -> bool:
-    """Wait until the open file can be locked, and lock it; return False if its file system has no locks."""
-    pause = _MIN_RETRY_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            stop_if_asked()
-            time.sleep(pause)
-            pause = min(2 * pause, _MAX_RETRY_S)
-        except OSError:
-            return False
-
-
-def is_same_file(descriptor: int, path: Path) -> bool:
-    """Return whether the open file is still the one at `path`."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
+            if partial is None:  # otherwise `locked` removes it, unless another process has begun to write there
+                remove(made)
+            drop_partial(made)
 
 
 def remove(path: Path) -> None:
@@ -218,3 +212,101 @@ def read_value(path: Path) -> Any:
         content = json.loads(path.read_bytes())
         return checked(content)["value"] if CHECKSUM in content else None
     return None
+
+
+# -- locks ------------------------------------------------------------------------------------------------------------
+
+
+class FileLock:
+    """A lock that `locked` holds.
+
+    is_locked: False on a file system without locks.
+    """
+
+    def __init__(self, descriptor: int, is_locked: bool) -> None:
+        self._descriptor, self.is_locked = descriptor, is_locked
+
+    def make_exclusive(self) -> bool:
+        """Turn a shared lock into an exclusive one, unless other processes share it; return whether it is exclusive."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+@contextlib.contextmanager
+def locked(path: Path, *, is_shared: bool = False, is_required: bool = False) -> Iterator[FileLock]:
+    """Hold a file lock during a block.  The last holder removes the file, unless it was renamed inside the block.
+
+    The kernel releases the lock if this process dies.  On a file system without locks, raises OSError with advice if
+    the lock is required, and otherwise does not wait: the block must then be harmless if several processes run it.  A
+    stop request ends the wait by raising StopRequested.
+    """
+    while True:
+        descriptor, is_locked = open_lock(path), True
+        try:
+            _wait_for_lock(descriptor, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX)
+        except OSError as error:
+            is_locked = False
+            if is_required:
+                os.close(descriptor)
+                rule = f"the file system of the cache {path.parent} has no locks; set data.cache_dir to a local disk"
+                raise OSError(error.errno, rule) from error
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if not is_locked or is_same_file(descriptor, path):
+            break
+        os.close(descriptor)  # its last holder removed or renamed the file after we opened it and before we locked it
+    lock = FileLock(descriptor, is_locked)
+    try:
+        yield lock
+    finally:
+        # Only a holder of the lock removes the file, and only the file that it has locked: later openers get a new one.
+        if is_locked and (not is_shared or lock.make_exclusive()) and is_same_file(descriptor, path):
+            path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def remove_unlocked(path: Path) -> bool:
+    """Remove the file at `path` if it exists and no process has locked it; return whether it was removed."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        is_abandoned = FileLock(descriptor, True).make_exclusive() and is_same_file(descriptor, path)
+        if is_abandoned:
+            path.unlink(missing_ok=True)  # while holding the lock: it cannot become another process's in between
+        return is_abandoned
+    finally:
+        os.close(descriptor)
+
+
+def open_lock(path: Path) -> int:
+    """Open the lock file at `path`, creating it if it is missing, and return its descriptor."""
+    if path.is_dir():
+        remove(path)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+
+def _wait_for_lock(descriptor: int, kind: int) -> None:
+    """Wait until the open file can be locked, and lock it.  Raises OSError if its file system has no locks."""
+    pause = _MIN_RETRY_S
+    while True:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            stop_if_asked()
+            time.sleep(pause)
+            pause = min(2 * pause, _MAX_RETRY_S)
+
+
+def is_same_file(descriptor: int, path: Path) -> bool:
+    """Return whether the open file is still the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.config import DataSection
+from trainer.data.opening import open_source
 from trainer.data.shards import Shard, ShardError
 from trainer.data.source import IGNORE, Source, as_mapping
-from trainer.data.source_factory import open_source
 from trainer.data.tokenizer import tokenizer_of
 
 Tell = Callable[[str], None]
@@ -65,7 +65,7 @@ def _plural(number: int, what: str) -> str:
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
-# -- shards -----------------------------------------------------------------------------------------------------
+# -- shards -----------------------------------------------------------------------------------------------------------
 
 
 def _open_named_shards(data: DataSection) -> dict[str, Shard | ShardError]:
@@ -104,7 +104,7 @@ def _find_damage(shard: Shard) -> str | None:
     return None
 
 
-# -- hashes -----------------------------------------------------------------------------------------------------
+# -- hashes -----------------------------------------------------------------------------------------------------------
 # A polynomial hash: that of tokens t_0 t_1 ... is the sum of mixed(t_i) * base**i, modulo 2**64.
 
 _BASE = 0x9E3779B97F4A7C15
@@ -128,14 +128,11 @@ class _Hasher:
         self._powers, self._inverses = _powers(_BASE, 1 << 12), _powers(_INVERSE, 1 << 12)
 
     def _terms(self, tokens: NDArray[Any]) -> Hashes:
-        self._extend_powers(len(tokens))
+        if len(tokens) > len(self._powers):
+            self._powers, self._inverses = _powers(_BASE, 2 * len(tokens)), _powers(_INVERSE, 2 * len(tokens))
         terms = self._random_table.take(tokens)
         terms *= self._powers[: len(tokens)]
         return terms
-
-    def _extend_powers(self, count: int) -> None:
-        if count > len(self._powers):
-            self._powers, self._inverses = _powers(_BASE, 2 * count), _powers(_INVERSE, 2 * count)
 
     def grams(self, tokens: NDArray[Any]) -> Hashes:
         """Return the hashes of all 32-grams."""
@@ -169,7 +166,7 @@ def _powers_at(base: int, exponents: NDArray[np.int64]) -> Hashes:
     return found
 
 
-# -- duplicate documents ----------------------------------------------------------------------------------------
+# -- duplicate documents ----------------------------------------------------------------------------------------------
 
 
 def _report_duplicates(shards: list[Shard], tell: Tell) -> int:
@@ -201,7 +198,7 @@ def _report_duplicates(shards: list[Shard], tell: Tell) -> int:
     return len(same)
 
 
-# -- held-out text that is trained on ---------------------------------------------------------------------------
+# -- held-out text that is trained on ---------------------------------------------------------------------------------
 
 
 class _HeldOutIndex:

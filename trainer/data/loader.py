@@ -1,6 +1,6 @@
 """Loaders: a rank's micro-batches, in an order that does not depend on the number of ranks or workers.
 
-Training counts positions in an endless sequence of samples (see `sample_order`).  With a global batch size of G, step u
+Training counts positions in an endless sequence of samples (see `mixture`).  With a global batch size of G, step u
 (counted from 0) reads positions u * G up to (u + 1) * G.  Each data-parallel rank takes a contiguous slice of them and
 splits it into micro-batches.  So a resume needs just one integer, the number of samples consumed by finished steps,
 which is valid on any mesh.  A fingerprint of the data is stored with it, since the same position in different data
@@ -12,13 +12,18 @@ Ranks are plain integers here; no collectives are issued.
 from __future__ import annotations
 
 import atexit
+import math
+import multiprocessing
+import os
 import signal
+import threading
+import time
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -27,16 +32,20 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainer.config import RunConfig, Slices, find_slices
-from trainer.data.fingerprint import Fingerprint
-from trainer.data.mixed_source import evenly_spaced_indices, find_order
-from trainer.data.prefetch import Prefetcher, WaitAbandoned
-from trainer.data.sample_order import Permutation, SampleOrder, epochs
+from trainer.data.mixture import (
+    Permutation,
+    SampleOrder,
+    SourceUsage,
+    epochs,
+    evenly_spaced_indices,
+    find_order,
+    usage_by_phase,
+)
+from trainer.data.opening import check_tokenizer
 from trainer.data.shards import ShardError
-from trainer.data.source import Source, as_mapping
-from trainer.data.tokenizer_check import check_tokenizer
-from trainer.data.usage import SourceUsage, usage_by_phase
+from trainer.data.source import Fingerprint, Source, as_mapping
 from trainer.distributed.stop_request import STOP_SIGNALS
-from trainer.errors import TrainingFailed, UserError, setting_error
+from trainer.errors import EXIT_FAILED, TrainingFailed, UserError, setting_error
 from trainer.sequence import find_borders
 
 Batch: TypeAlias = "dict[str, Tensor]"
@@ -261,91 +270,6 @@ def _batches_in_process(
         yield _tensors(batches.read(batch_indices), device is not None)
 
 
-class _Workers:
-    """Iterator over micro-batches made by worker processes."""
-
-    def __init__(
-        self,
-        reader: _BatchReader,
-        indices: Iterator[NDArray[np.int64]],
-        num_workers: int,
-        max_per_message: int,
-        pins: bool,
-    ):
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
-            loader = StatefulDataLoader(
-                _Messages(reader),
-                batch_sampler=_group_into_messages(indices, max_per_message),
-                collate_fn=_identity,
-                num_workers=num_workers,
-                worker_init_fn=_ignore_signals,
-                # The loader draws a seed for its workers, by default from the global generator.
-                generator=torch.Generator(),
-                # Never snapshot: the loader's own state would only load on the same number of workers.
-                snapshot_every_n_steps=2**62,
-            )
-            self._messages: Any = iter(loader)
-        self._pins = pins
-        self._ready: deque[Arrays | TrainingFailed] = deque()
-
-    def __iter__(self) -> Iterator[Batch | TrainingFailed]:
-        return self
-
-    def __next__(self) -> Batch | TrainingFailed:
-        if not self._ready:
-            self._ready.extend(_unpack(next(self._messages)))
-        return _tensors(self._ready.popleft(), self._pins)
-
-    def close(self) -> None:
-        """Stop the workers; those that do not respond within seconds are killed."""
-        workers = self._messages._workers
-        self._messages = None  # drops the last reference, so the iterator's own clean-up runs here
-        for worker in workers:
-            if worker.is_alive():
-                worker.kill()  # workers ignore SIGTERM, which is all that the clean-up sends
-
-
-Message: TypeAlias = "dict[str, Tensor] | list[Arrays | TrainingFailed]"
-
-
-class _Messages(Dataset["Message"]):
-    """Dataset for `StatefulDataLoader` whose items are messages of several micro-batches.
-
-    Each entry of a message is a single tensor for all its micro-batches: torch passes every tensor between processes
-    through a separate shared-memory file, which costs more than making a micro-batch.
-    """
-
-    def __init__(self, batches: _BatchReader) -> None:
-        self._batches = batches
-
-    def __getitems__(self, message: list[NDArray[np.int64]]) -> Message:
-        found = [self._batches.read(indices) for indices in message]
-        complete = [batch for batch in found if not isinstance(batch, TrainingFailed)]
-        if len(complete) < len(found):
-            return found
-        return {name: torch.from_numpy(np.stack([batch[name] for batch in complete])) for name in complete[0]}
-
-
-def _unpack(message: Message) -> Iterable[Arrays | TrainingFailed]:
-    if isinstance(message, list):
-        return message
-    names, arrays = list(message), (tensor.numpy() for tensor in message.values())
-    return [dict(zip(names, entries, strict=True)) for entries in zip(*arrays, strict=True)]
-
-
-def _group_into_messages(
-    indices: Iterator[NDArray[np.int64]], max_per_message: int
-) -> Iterator[list[NDArray[np.int64]]]:
-    """Yield the indices of each message: one micro-batch first, so that training starts soon, then twice as many."""
-    length = 1
-    while message := list(islice(indices, length)):
-        yield message
-        length = min(max_per_message, 2 * length)
-
-
 def _fingerprint_of(source: Source) -> Fingerprint:
     try:
         return source.fingerprint
@@ -456,9 +380,12 @@ class _BatchReader:
             batch = as_mapping(self._source.batch(indices))
         except ShardError as error:
             return TrainingFailed(str(error))
-        ids = (batch["tokens"], batch["targets"])
-        if not self._source.checks_ids and (found := _out_of_vocabulary(self._source.vocab_size, indices, *ids)):
-            return TrainingFailed(found)
+        limit = self._source.vocab_size
+        for ids in () if self._source.checks_ids else (batch["tokens"], batch["targets"]):
+            if ids.max(initial=0) >= limit:
+                row, position = np.argwhere(ids >= limit)[0]
+                rule = f"ids must be below {limit}, the size of the vocabulary"
+                return TrainingFailed(f"sample {indices[row]} holds the id {ids[row, position]}: {rule}")
         return batch if self._slices is None else slice_batch(batch, self._slices)
 
 
@@ -489,24 +416,243 @@ def _raise_if_failed(batch: Batch | TrainingFailed) -> Batch:
     return batch
 
 
-def _out_of_vocabulary(limit: int, indices: NDArray[np.int64], *batch: NDArray[np.int64]) -> str:
-    """Return a message about the first id beyond the vocabulary, or "" if there is none."""
-    for ids in batch:
-        if ids.max(initial=0) >= limit:
-            row, position = np.argwhere(ids >= limit)[0]
-            rule = f"ids must be below {limit}, the size of the vocabulary"
-            return f"sample {indices[row]} holds the id {ids[row, position]}: {rule}"
-    return ""
+# -- a thread that prefetches -----------------------------------------------------------------------------------------
+# If an item never arrives, for example after a lost connection, the caller decides when to stop waiting.
+#
+# Waking a thread costs more than making a micro-batch.  So the thread works in bursts: it fills its buffer, then sleeps
+# until the buffer is half empty.  A caller that finds the buffer empty polls every millisecond.  A caller that does no
+# work between items leaves no time for prefetching; the two threads would only contend for the GIL.  Such a caller
+# makes its items itself while the thread sleeps, unless making an item could block, since it could not give up then.
+
+Item = TypeVar("Item")
+
+_POLL_S = 0.001
+
+_IDLE_CALLER_S = 1e-4
+"""A caller that returns within this time, which is less than it takes to wake a thread, did no other work."""
+
+_JOIN_TIMEOUT_S = 2.0
+"""Seconds to wait for the thread when closing.  A thread still waiting for a connection is abandoned."""
+
+
+class WaitAbandoned(Exception):
+    """The wait was abandoned before the item arrived."""
+
+
+class Prefetcher(Generic[Item]):
+    """Iterator whose items a background thread prefetches, up to `capacity` at a time.
+
+    Exceptions, including StopIteration, are re-raised in order.  The thread ends when `close` is called or this object
+    is deleted.
+
+    should_abandon: polled while waiting for an item; WaitAbandoned is raised as soon as it returns True.
+    is_nonblocking: whether the iterator never blocks for long, so that the caller may make items itself.
+    """
+
+    def __init__(
+        self,
+        items: Iterator[Item],
+        capacity: int,
+        should_abandon: Callable[[], bool] = lambda: False,
+        is_nonblocking: bool = False,
+    ) -> None:
+        self._buffer, self._should_abandon = _Buffer(items, capacity, is_nonblocking), should_abandon
+        self._thread = threading.Thread(target=self._buffer.fill, name="data", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        return self._buffer.take(self._should_abandon)
+
+    def close(self) -> None:
+        """Stop the thread, and wait briefly for it to end."""
+        self._buffer.close()
+        self._thread.join(_JOIN_TIMEOUT_S)
+
+    def __del__(self) -> None:
+        self._buffer.close()
+
+
+class _Buffer(Generic[Item]):
+    """Buffer of prefetched items.
+
+    The thread refers only to this object, not to the one whose deletion ends it.  The iterator belongs to the thread,
+    except while the thread sleeps: then it belongs to the caller, and only the caller can wake the thread.
+    """
+
+    def __init__(self, source: Iterator[Item], capacity: int, is_nonblocking: bool) -> None:
+        self._source, self._capacity, self._items = source, capacity, deque[Item]()
+        self._is_nonblocking = is_nonblocking
+        self._error: BaseException | None = None
+        self._is_closed = self._is_resting = self._is_caller_faster = False
+        self._taken_at = -math.inf
+        self._has_space = threading.Event()
+
+    def fill(self) -> None:
+        try:
+            for item in self._source:
+                self._items.append(item)
+                if self._is_caller_faster or len(self._items) >= self._capacity:
+                    self._has_space.clear()
+                    self._is_resting = True
+                    if not self._is_closed:
+                        self._has_space.wait()
+                if self._is_closed:
+                    return
+            self._error = StopIteration()
+        except BaseException as error:
+            self._error = error
+
+    def take(self, should_abandon: Callable[[], bool]) -> Item:
+        is_caller_idle = self._is_nonblocking and time.perf_counter() - self._taken_at < _IDLE_CALLER_S
+        self._is_caller_faster &= is_caller_idle
+        item = self._wait_for_item(is_caller_idle, should_abandon)
+        self._taken_at = time.perf_counter()
+        return item
+
+    def _wait_for_item(self, is_caller_idle: bool, should_abandon: Callable[[], bool]) -> Item:
+        while True:
+            failure = self._error  # read first: all items are in the buffer before the error is set
+            if self._items:
+                break
+            if failure is not None:
+                raise failure
+            self._is_caller_faster |= is_caller_idle
+            if self._is_resting and self._is_caller_faster:
+                try:
+                    return next(self._source)
+                except BaseException as error:
+                    self._error = error
+                    raise
+            self._wake()
+            if should_abandon():
+                raise WaitAbandoned
+            time.sleep(_POLL_S)
+        item = self._items.popleft()
+        if len(self._items) <= self._capacity // 2 and not self._is_caller_faster:
+            self._wake()
+        return item
+
+    def _wake(self) -> None:
+        if self._is_resting:
+            self._is_resting = False
+            self._has_space.set()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._has_space.set()
+
+
+# -- worker processes ------------------------------------------------------------------------------------------------
+
+
+class _Workers:
+    """Iterator over micro-batches made by worker processes."""
+
+    def __init__(
+        self,
+        reader: _BatchReader,
+        indices: Iterator[NDArray[np.int64]],
+        num_workers: int,
+        max_per_message: int,
+        pins: bool,
+    ):
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
+            loader = StatefulDataLoader(
+                _Messages(reader),
+                batch_sampler=_group_into_messages(indices, max_per_message),
+                collate_fn=_identity,
+                num_workers=num_workers,
+                worker_init_fn=_prepare_worker,
+                # The loader draws a seed for its workers, by default from the global generator.
+                generator=torch.Generator(),
+                # Never snapshot: the loader's own state would only load on the same number of workers.
+                snapshot_every_n_steps=2**62,
+            )
+            self._messages: Any = iter(loader)
+        self._pins = pins
+        self._ready: deque[Arrays | TrainingFailed] = deque()
+
+    def __iter__(self) -> Iterator[Batch | TrainingFailed]:
+        return self
+
+    def __next__(self) -> Batch | TrainingFailed:
+        if not self._ready:
+            self._ready.extend(_unpack(next(self._messages)))
+        return _tensors(self._ready.popleft(), self._pins)
+
+    def close(self) -> None:
+        """Stop the workers; those that do not respond within seconds are killed."""
+        workers = self._messages._workers
+        self._messages = None  # drops the last reference, so the iterator's own clean-up runs here
+        for worker in workers:
+            if worker.is_alive():
+                worker.kill()  # workers ignore SIGTERM, which is all that the clean-up sends
+
+
+Message: TypeAlias = "dict[str, Tensor] | list[Arrays | TrainingFailed]"
+
+
+class _Messages(Dataset["Message"]):
+    """Dataset for `StatefulDataLoader` whose items are messages of several micro-batches.
+
+    Each entry of a message is a single tensor for all its micro-batches: torch passes every tensor between processes
+    through a separate shared-memory file, which costs more than making a micro-batch.
+    """
+
+    def __init__(self, batches: _BatchReader) -> None:
+        self._batches = batches
+
+    def __getitems__(self, message: list[NDArray[np.int64]]) -> Message:
+        found = [self._batches.read(indices) for indices in message]
+        complete = [batch for batch in found if not isinstance(batch, TrainingFailed)]
+        if len(complete) < len(found):
+            return found
+        return {name: torch.from_numpy(np.stack([batch[name] for batch in complete])) for name in complete[0]}
+
+
+def _unpack(message: Message) -> Iterable[Arrays | TrainingFailed]:
+    if isinstance(message, list):
+        return message
+    names, arrays = list(message), (tensor.numpy() for tensor in message.values())
+    return [dict(zip(names, entries, strict=True)) for entries in zip(*arrays, strict=True)]
+
+
+def _group_into_messages(
+    indices: Iterator[NDArray[np.int64]], max_per_message: int
+) -> Iterator[list[NDArray[np.int64]]]:
+    """Yield the indices of each message: one micro-batch first, so that training starts soon, then twice as many."""
+    length = 1
+    while message := list(islice(indices, length)):
+        yield message
+        length = min(max_per_message, 2 * length)
 
 
 def _identity(message: Message) -> Message:
     return message
 
 
-def _ignore_signals(worker_id: int) -> None:
-    """Ignore stop signals to the process group in a worker: its rank must still finish the step and save."""
+def _prepare_worker(worker_id: int) -> None:
+    """Let a worker ignore stop signals to the process group, but end when its rank does.
+
+    The rank must still finish the step and save.  If it is killed, torch's own check misses that where the start method
+    is forkserver, the default from Python 3.14 on: it watches the worker's parent, which is then the fork server.
+    """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_rank, name="exit-with-rank", daemon=True).start()
+
+
+def _exit_with_rank() -> None:
+    rank = multiprocessing.parent_process()
+    if rank is not None:
+        rank.join()
+        os._exit(EXIT_FAILED)
 
 
 def _close_if_alive(reference: weakref.ref[TrainLoader]) -> None:

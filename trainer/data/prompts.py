@@ -22,10 +22,9 @@ def chat_end_ids(tokenizer: str, template: str = "model") -> set[int]:
     tokenizer, template: the values of `data.tokenizer` and `data.chat_template`.  Raises UserError if one cannot be
         read.
     """
-    from trainer.data.chat.conversation import BadChat, Conversation
-    from trainer.data.chat.masking import Encoder
+    from trainer.data.chat.formats import BadChat, Conversation
+    from trainer.data.chat.masking import ChatTokenizer, Encoder
     from trainer.data.chat.template import find_template
-    from trainer.data.chat.tokens import ChatTokenizer
 
     chat_template, chat_tokenizer = find_template(template, tokenizer), ChatTokenizer(tokenizer)
     ends, system = {chat_tokenizer.plain.end_id}, {"role": "system", "content": "Hi"}
@@ -49,8 +48,8 @@ def chat_prompt_tokens(text: str, tokenizer: str, key: str, template: str = "mod
         from trainer.data.chat.template import find_template
     except ImportError as error:
         raise setting_error(key, text, f"needs the library {error.name}: pip install {error.name}") from error
-    from trainer.data.chat.conversation import BadChat
-    from trainer.data.chat.tokens import ChatTokenizer
+    from trainer.data.chat.formats import BadChat
+    from trainer.data.chat.masking import ChatTokenizer
 
     chat_template, chat_tokenizer = find_template(template, tokenizer, key=key), ChatTokenizer(tokenizer)
     if chat_template is None:

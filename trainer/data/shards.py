@@ -1,4 +1,19 @@
-"""Reads and writes token shards.  The module `source` describes their files."""
+"""Reads and writes token shards, and the manifests that list them.
+
+A token shard consists of three or four files:
+
+    NAME.bin    tokens, little-endian, uint8, uint16 or uint32 depending on the vocabulary size
+    NAME.idx    document start offsets and the end of the last document: uint64, num_documents + 1 entries
+    NAME.crc    for large shards: CRC-32 of all tokens, of the index, and of each 4096 bytes of tokens, as uint32
+    NAME.json   metadata (`ShardInfo`): the contents, sizes and checksums of the other files
+
+A manifest lists the shards of a dataset with their metadata, so that opening thousands of shards reads a single file.
+
+Files are read through a small cache of descriptors, without memory mapping.  If a memory-mapped file is truncated or
+its storage fails, the process dies of SIGBUS.  A mapping also holds its descriptor open, and touching one page reads
+ahead its neighbours, a hundred times what a sample needs.  `preadv` has none of these problems, nor a file position
+that processes or threads would share.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +26,18 @@ import json
 import os
 import re
 import secrets
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.descriptors import SHARD_FILES, FileVersion
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.environment import file_limit
-from trainer.files import CHECKSUM, checked, crc32, with_checksum
+from trainer.files import CHECKSUM, checked, crc32, replacing, with_checksum
 from trainer.stopping import add_partial, drop_partial
 
 SUFFIXES = (".bin", ".idx", ".crc", ".json")
@@ -38,6 +53,9 @@ before a sample is used costs no additional reads."""
 
 _MAX_BYTES_WITHOUT_CRC = 1 << 22
 """Bytes of tokens up to which a shard has no .crc: the complete shard is verified before its first use."""
+
+FileVersion: TypeAlias = "tuple[str, int, int]"
+"""A version of a file: path, inode and change time (ctime, ns)."""
 
 _VERIFIED: set[FileVersion] = set()
 """The files whose checksums this process has verified."""
@@ -203,20 +221,21 @@ class Shard:
             return
         recorded = self._recorded_checksum[8:] if is_index else self._recorded_checksum[:8]
         if recorded:
+            crc, offset, block = 0, 0, np.empty(1 << 20, np.uint8)
             try:
-                found = f"{_crc_of(file):08x}"
+                while count := SHARD_FILES.read_into(block, file, offset):
+                    crc, offset = crc32(block[:count].data, crc), offset + count
             except OSError as error:
                 raise ShardError(f"{file[0]} cannot be read ({describe_os_error(error)})") from error
+            found = f"{crc:08x}"
             if found != recorded:
-                raise self._corruption_error(file[0], f"its checksum is {found}, but {recorded} was written")
+                why = f"is damaged: its checksum is {found}, but {recorded} was written"
+                if not self.is_rebuilt:
+                    raise ShardError(f"{file[0]} {why}")
+                with contextlib.suppress(OSError):
+                    os.replace(file[0], f"{file[0]}.damaged")
+                raise ShardError(f"{file[0]}, in the cache, {why}; the next start builds it again")
         _VERIFIED.add(file)
-
-    def _corruption_error(self, path: str, why: str) -> ShardError:
-        if not self.is_rebuilt:
-            return ShardError(f"{path} is damaged: {why}")
-        with contextlib.suppress(OSError):
-            os.replace(path, f"{path}.damaged")
-        return ShardError(f"{path}, in the cache, is damaged: {why}; the next start builds it again")
 
     @functools.cached_property
     def _recorded_checksum(self) -> str:
@@ -357,7 +376,10 @@ class ShardWriter:
         if self.num_tokens * self._dtype.itemsize > _MAX_BYTES_WITHOUT_CRC:
             add_partial(self._temporary(".crc"))
             self._files[".crc"] = open(self._temporary(".crc"), "wb")  # noqa: SIM115
-            self._files[".crc"].write(bytes.fromhex(info.checksum) + _page_sums_of(self._temporary(".bin")))
+            self._files[".crc"].write(bytes.fromhex(info.checksum))
+            with open(self._temporary(".bin"), "rb") as tokens:
+                page_sums = [crc32(page) for page in iter(lambda: tokens.read(_PAGE_BYTES), b"")]
+            self._files[".crc"].write(np.array(page_sums, "<u4").tobytes())
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -453,23 +475,6 @@ def verify_at_start(shards: Sequence[Shard]) -> None:
             shard.verify()
 
 
-def _crc_of(file: FileVersion) -> int:
-    found, offset = 0, 0
-    block = np.empty(1 << 20, np.uint8)
-    while count := SHARD_FILES.read_into(block, file, offset):
-        found, offset = crc32(block[:count].data, found), offset + count
-    return found
-
-
-def _page_sums_of(path: Path) -> bytes:
-    """Return the concatenated checksums of a file's pages, little-endian."""
-    found = []
-    with open(path, "rb") as file:
-        while page := file.read(_PAGE_BYTES):
-            found.append(crc32(page))
-    return np.array(found, "<u4").tobytes()
-
-
 def describe_os_error(error: OSError) -> str:
     """Describe an OSError, with the limit that was reached or advice about a full disk if that is the cause."""
     limit = f"; `ulimit -n` is {file_limit()}" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
@@ -486,3 +491,212 @@ def _little_endian(dtype: str) -> np.dtype[Any]:
 def find_dtype(vocab_size: int) -> str:
     """Return the name of the smallest dtype that can represent every id."""
     return "uint8" if vocab_size <= 2**8 else "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+# -- manifests --------------------------------------------------------------------------------------------------------
+
+MANIFEST = "manifest.json"
+"""The file name of a manifest in a folder."""
+
+ShardRow: TypeAlias = "tuple[str, int, int, int]"
+"""A shard: its path, absolute or relative to the manifest's folder, and its numbers of tokens, documents and raw text
+bytes."""
+
+_MANIFEST_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Lists the training and held-out shards of a dataset, all made by the same tokenizer.
+
+    train_content, held_out_content: the digests from `sample_content`; empty if there are no such shards.
+    notes: statistics collected while building the shards, for the messages of later runs.
+    checksums: the checksums in the metadata of all shards, first of `train`, then of `held_out`.  Empty in manifests
+        written by earlier versions.
+    """
+
+    dtype: str
+    vocab_size: int
+    tokenizer: str
+    end_id: int
+    train: list[ShardRow]
+    held_out: list[ShardRow]
+    train_content: str = ""
+    held_out_content: str = ""
+    notes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    format: int = _MANIFEST_FORMAT
+    checksums: list[str] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest:
+        """Return the manifest at `path`.  Raises ShardError."""
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ShardError(f"the manifest {path} cannot be read ({error.strerror})") from error
+        return cls.parse(content, str(path))
+
+    @classmethod
+    def parse(cls, content: bytes, path: str) -> Manifest:
+        """Parse the content of a manifest; `path` names it in messages.  Raises ShardError."""
+        try:
+            found = cls(**checked(json.loads(content)))
+            if found.format != _MANIFEST_FORMAT:
+                raise ShardError(f"{path} has format {found.format}, this version reads format {_MANIFEST_FORMAT}")
+            _check_types(found)
+            for row in (*found.train, *found.held_out):
+                name, *counts = row
+                if not isinstance(name, str) or [type(count) for count in counts] != [int] * 3 or min(counts) < 0:
+                    raise ValueError(f"a shard is {row!r}")
+        except (ValueError, TypeError) as error:
+            raise ShardError(
+                f"{path} is not a manifest of token shards; for documents use .jsonl, one per line"
+            ) from error
+        return found
+
+    def write(self, path: Path) -> None:
+        """Write the manifest to `path` atomically, replacing an earlier one, and flush it to disk."""
+        with replacing(path) as partial:
+            partial.write_text(json.dumps(with_checksum(vars(self)), separators=(",", ":")))
+
+    def shards(self, folder: Path, held_out: bool = False) -> list[Shard]:
+        """Return the shards; their files are checked with `stat`, not opened.  Raises ShardError."""
+        inside = f"{folder}/"
+        return [
+            Shard.from_manifest(name if name.startswith("/") else inside + name, info)
+            for name, info in self.infos(held_out)
+        ]
+
+    def infos(self, held_out: bool = False) -> list[tuple[str, ShardInfo]]:
+        """Return the shards' paths, as written in the manifest, and their metadata."""
+        checksums = self.checksums or [""] * (len(self.train) + len(self.held_out))
+        rows, own = (
+            (self.held_out, checksums[len(self.train) :]) if held_out else (self.train, checksums[: len(self.train)])
+        )
+        return [
+            (
+                name,
+                ShardInfo(
+                    dtype=self.dtype,
+                    vocab_size=self.vocab_size,
+                    tokenizer=self.tokenizer,
+                    end_id=self.end_id,
+                    num_tokens=num_tokens,
+                    num_documents=num_documents,
+                    num_bytes=num_bytes,
+                    checksum=checksum,
+                ),
+            )
+            for (name, num_tokens, num_documents, num_bytes), checksum in zip(rows, own, strict=True)
+        ]
+
+
+def _check_types(manifest: Manifest) -> None:
+    """Raise ValueError if a field has the wrong type or an invalid value."""
+    texts = (manifest.dtype, manifest.tokenizer, manifest.train_content, manifest.held_out_content, *manifest.checksums)
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("a field that must be text is not")
+    if manifest.checksums and len(manifest.checksums) != len(manifest.train) + len(manifest.held_out):
+        raise ValueError("it has a checksum too few or too many")
+    for checksum in filter(None, manifest.checksums):
+        if not re.fullmatch("[0-9a-f]{16}", checksum):
+            raise ValueError(f"a checksum is {checksum!r}")
+    if type(manifest.vocab_size) is not int or type(manifest.end_id) is not int or not isinstance(manifest.notes, dict):
+        raise ValueError("vocab_size, end_id or notes is something else")
+    if manifest.vocab_size < 1 or manifest.dtype != find_dtype(manifest.vocab_size):
+        raise ValueError(f"dtype is {manifest.dtype}")
+
+
+def row_of(shard: Shard, folder: Path) -> ShardRow:
+    """Return the manifest row of a shard, for a manifest in `folder`."""
+    info = shard.info
+    return shard.path.relative_to(folder).as_posix(), info.num_tokens, info.num_documents, info.num_bytes
+
+
+def rows_of(shards: Sequence[Shard], folder: Path) -> list[ShardRow]:
+    """Return the manifest rows of shards, for a manifest in `folder`."""
+    return [row_of(shard, folder) for shard in shards]
+
+
+# -- open files -------------------------------------------------------------------------------------------------------
+
+MAX_OPEN_FILES = 128
+"""Maximum number of open descriptors, over all files."""
+
+
+class _Descriptor:
+    """An open file.  It is closed with its last reference, so a reader may finish after the cache has evicted it."""
+
+    number = -1
+
+    def __init__(self, path: str) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.number, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def __del__(self) -> None:
+        if self.number >= 0:
+            os.close(self.number)
+
+
+class DescriptorCache:
+    """Cache of the most recently opened files.  Thread-safe; a forked process may keep using the cache it inherits.
+
+    Looking up an open file takes no lock and records no use, since every sample goes through here.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[FileVersion, _Descriptor] = {}
+        self._lock = threading.Lock()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._reset_lock)
+
+    def read_into(self, buffer: NDArray[Any], file: FileVersion, offset: int) -> int:
+        """Fill the contiguous `buffer` with bytes from `offset` on, and return their number: fewer at end of file.
+
+        Each version of a file has its own descriptor, since the file may have been replaced.  Raises OSError.
+        """
+        descriptor = self._open.get(file) or self._get_or_open(file)
+        count = os.preadv(descriptor.number, [buffer.data], offset)
+        while 0 < count < buffer.nbytes:  # interrupted by a signal, or end of file
+            more = os.preadv(descriptor.number, [buffer.data.cast("B")[count:]], offset + count)
+            if not more:
+                break
+            count += more
+        return count
+
+    def forget(self, file: FileVersion) -> None:
+        """Drop a file from the cache; it is closed once no thread reads from it."""
+        with self._lock:
+            self._open.pop(file, None)
+
+    def close(self) -> None:
+        """Drop all files from the cache; each is closed once no thread reads from it."""
+        with self._lock:
+            self._open.clear()
+
+    def _get_or_open(self, file: FileVersion) -> _Descriptor:
+        with self._lock:
+            descriptor = self._open.get(file)  # another thread may just have opened it
+            if descriptor is None:
+                max_open = max(1, min(MAX_OPEN_FILES, file_limit() // 4))
+                for other in list(self._open)[: max(0, len(self._open) + 1 - max_open)]:
+                    del self._open[other]
+                descriptor = self._open[file] = self._open_file(file[0])
+            return descriptor
+
+    def _open_file(self, path: str) -> _Descriptor:
+        try:
+            return _Descriptor(path)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._open:
+                raise
+        self._open.clear()  # the rest of the process has used up the limit: make do with one descriptor
+        return _Descriptor(path)
+
+    def _reset_lock(self) -> None:
+        self._lock = threading.Lock()  # a thread of the parent may have held it during the fork
+
+
+SHARD_FILES = DescriptorCache()
+"""The open files of all token shards that this process reads."""

@@ -1,14 +1,11 @@
-"""Sources: random access to samples by index.
+"""Sources: random access to samples by index, and the fingerprints that identify their samples.
 
 A sample is `seq_len` tokens and, for each of them, the target: the next token.  Sources do not know about the sample
 order, ranks or batches.  This module does not import torch.
 
-A token shard consists of three or four files:
-
-    NAME.bin    tokens, little-endian, uint8, uint16 or uint32 depending on the vocabulary size
-    NAME.idx    document start offsets and the end of the last document: uint64, num_documents + 1 entries
-    NAME.crc    for large shards: CRC-32 of all tokens, of the index, and of each 4096 bytes of tokens, as uint32
-    NAME.json   metadata (`ShardInfo`): the contents, sizes and checksums of the other files
+A fingerprint is stored in checkpoints next to the data position.  A position counts the samples consumed so far.  It
+means nothing in other data, and even a different number of samples gives a different order.  File names, folders and
+modification times do not matter: moved data are still the same.
 """
 
 from __future__ import annotations
@@ -18,14 +15,14 @@ import dataclasses
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.fingerprint import Fingerprint
 from trainer.data.shards import Shard, ShardError
 from trainer.data.stdlib import Split
 
@@ -267,9 +264,9 @@ class TokenSource(Source):
         """Download remote shards before they are read; see `Source.follow`."""
         if not self.shards[0].is_remote:
             return indices
-        from trainer.data.remote.prefetch import prefetcher_for
+        from trainer.data.remote.shards import ShardPrefetcher
 
-        return prefetcher_for(self.shards, self._shards_of, steps, rank_slice).follow(indices)
+        return ShardPrefetcher(self.shards, self._shards_of, steps, rank_slice).follow(indices)
 
     def _shards_of(self, indices: NDArray[np.int64]) -> list[int]:
         """Return the numbers of the shards that contain the samples, in the order of the samples."""
@@ -318,13 +315,10 @@ class TokenSource(Source):
                 self._read(row, start)
             except ShardError as error:
                 raise ShardError(f"sample {index} cannot be read: {error}") from error
-        if self._has_unknown_ids(rows):
+        if self._can_hold_unknown_ids and rows.max(initial=0) >= self.vocab_size:
             number = int(np.argmax((rows >= self.vocab_size).any(axis=1)))
             raise ShardError(self._out_of_vocabulary_message(rows[number], indices[number], starts[number]))
         return rows
-
-    def _has_unknown_ids(self, found: NDArray[np.unsignedinteger[Any]]) -> bool:
-        return self._can_hold_unknown_ids and bool(found.max(initial=0) >= self.vocab_size)
 
     def _out_of_vocabulary_message(self, found: NDArray[np.unsignedinteger[Any]], index: int, start: int) -> str:
         """Return the message about the first id beyond the vocabulary."""
@@ -377,3 +371,76 @@ def sample_content(shards: Sequence[Shard]) -> str:
         for start in sorted({last - last * place // num_places for place in range(num_places)}):
             digest.update(shard.peek(start, count).tobytes())
     return digest.hexdigest()
+
+
+# -- fingerprints -----------------------------------------------------------------------------------------------------
+
+_KEYS_ALLOWING_OTHER_DATA = frozenset({"data", "data.path", "data.source", "data.tokenizer", "data.bos"})
+_KEYS_ALLOWING_OTHER_WINDOWS = frozenset(
+    {"data.seq_len", "data.documents", "data.fit", "data.pack", "data.holdout", "data.eval_path"}
+)
+"""Keys in `checkpoint.allow_changes` that permit different data, or different samples cut from the same data."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Identifies the samples of a source.  It is the same on all ranks and does not depend on the sample order.
+
+    content: a digest of all or part of the underlying data, or "" if unknown.
+    sources: for a mixture, the fingerprint of each source by name.
+    """
+
+    num_samples: int
+    num_shards: int = 0
+    num_tokens: int = 0
+    content: str = ""
+    sources: Mapping[str, Fingerprint] = field(default_factory=dict)
+
+    def to_state(self) -> dict[str, Any]:
+        """Return the plain values to store in a checkpoint."""
+        state = {name: value for name, value in vars(self).items() if name != "sources"}
+        sources = {name: source.to_state() for name, source in self.sources.items()}
+        return {**state, "sources": sources} if sources else state
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Fingerprint:
+        """Return the fingerprint that `to_state` converted."""
+        sources = {name: cls.from_state(source) for name, source in state.get("sources", {}).items()}
+        return cls(state["num_samples"], state["num_shards"], state["num_tokens"], state["content"], sources)
+
+    def changes(self, stored: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
+        """Compare with a stored fingerprint, as `to_state` returned it.
+
+        allowed: configuration keys and sections that may change.
+
+        Returns two lists with a line per change: changes that forbid resuming, and changes that `allowed` permits.
+        """
+        before = Fingerprint.from_state(stored)
+        if not (before.sources and self.sources):
+            return self._changes(before, allowed, "data")
+        refused, reported = [], []
+        for name in sorted({*before.sources, *self.sources}):
+            source, other = self.sources.get(name, Fingerprint(0)), before.sources.get(name, Fingerprint(0))
+            found = source._changes(other, allowed, f"data, source {name}")
+            refused += found[0]
+            reported += found[1]
+        return refused, reported
+
+    def _changes(self, before: Fingerprint, allowed: Collection[str], name: str) -> tuple[list[str], list[str]]:
+        if before == self:
+            return [], []
+        is_same_data = dataclasses.replace(before, num_samples=self.num_samples) == self
+        if is_same_data and not _KEYS_ALLOWING_OTHER_WINDOWS.isdisjoint(allowed):
+            return [], []  # the comparison of the configurations reports this change
+        if is_same_data or not self.num_shards or not before.num_shards:
+            mine, theirs = f"{self.num_samples} samples", f"{before.num_samples} samples"
+        else:
+            mine, theirs = self._size(), before._size()
+        now = "the same number now, with different content" if mine == theirs else f"{mine} now"
+        line = f"{name}: {theirs} in the checkpoint, {now}; the saved position no longer refers to the same samples"
+        if not _KEYS_ALLOWING_OTHER_DATA.isdisjoint(allowed):
+            return [], [f"{line}, as it was allowed"]
+        return [f"{line} (allow it: checkpoint.allow_changes=[data])"], []
+
+    def _size(self) -> str:
+        return f"{self.num_shards} shard{'' if self.num_shards == 1 else 's'} of {self.num_tokens} tokens"

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
@@ -84,12 +84,23 @@ class StdlibCorpus:
         """Return the tokenized split from the cache, one document per file; see `get_or_build`."""
 
         def build(folder: Path) -> None:
-            _write_shard(folder / "text.bin", tokenizer, self.documents(split))
+            writer = ShardWriter(folder / "text.bin", tokenizer)
+            try:
+                for text in self.documents(split):
+                    writer.write(tokenizer.encode(text), len(text))
+                    writer.end_document()
+                writer.close()
+                writer.publish()
+            finally:
+                writer.discard()
+
+        def load(folder: Path) -> Shard:
+            shard = Shard(folder / "text.bin")
+            shard.verify()
+            return shard
 
         name = f"stdlib-{self._fingerprint(tokenizer)}-{split}"
-        return get_or_build(
-            cache_dir, name, "tokenized text", build, lambda folder: _load_verified(folder / "text.bin")
-        )
+        return get_or_build(cache_dir, name, "tokenized text", build, load)
 
     def _find_names(self, split: Split) -> list[str]:
         return [file.name for file in self._files if _is_held_out(file.name) == (split == "eval")]
@@ -100,26 +111,8 @@ class StdlibCorpus:
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def _load_verified(path: Path) -> Shard:
-    shard = Shard(path)
-    shard.verify()
-    return shard
-
-
 def _is_held_out(name: str) -> bool:
     return hashlib.sha256(name.encode()).digest()[0] % 20 == 0
-
-
-def _write_shard(path: Path, tokenizer: Tokenizer, documents: Sequence[bytes]) -> None:
-    writer = ShardWriter(path, tokenizer)
-    try:
-        for text in documents:
-            writer.write(tokenizer.encode(text), len(text))
-            writer.end_document()
-        writer.close()
-        writer.publish()
-    finally:
-        writer.discard()
 
 
 def held_out_text(data: DataSection) -> bytes | None:

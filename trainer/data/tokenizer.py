@@ -1,25 +1,31 @@
-"""Tokenizers: text to token ids and back.
+"""Tokenizers: text to token ids and back, and the special tokens around a document, such as BOS and EOS.
 
-Every tokenizer has an end-of-document token.  This module does not import torch.
+Every tokenizer has an end-of-document token.  The post-processor in tokenizer.json defines the tokens that the
+tokenizer adds itself.  Only the configuration files next to tokenizer.json say which token is EOS.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.special_tokens import added_ids, configured_bos, configured_eos
 from trainer.errors import UserError, nearest, setting_error
+from trainer.files import read_json
 
 if TYPE_CHECKING:
     import tokenizers
 
     from trainer.config import DataSection
+
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
 """Common names of the end-of-document token, tried in this order if no configuration file names the token."""
@@ -31,7 +37,7 @@ _RULES_VERSION = "text is text"
 """Change this when the same tokenizer file gives different tokens, so that cached tokens are not reused."""
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """Converts text to ids below `vocab_size`, and back.
 
     name: identifies the tokenizer: equal for two tokenizers only if they give the same ids.  Stored with the tokens.
@@ -42,34 +48,26 @@ class Tokenizer(Protocol):
     name: str
     vocab_size: int
     end_id: int
+    start_ids: tuple[int, ...]
+    end_ids: tuple[int, ...]
 
-    @property
-    def start_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def end_ids(self) -> tuple[int, ...]: ...
-
+    @abstractmethod
     def encode(self, text: str | bytes) -> NDArray[np.integer[Any]]:
         """Return the ids of `text`, a one-dimensional array."""
-        ...
 
+    @abstractmethod
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
         """Return the text of `ids`; invalid UTF-8 becomes U+FFFD, and end-of-document tokens are dropped."""
-        ...
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """Byte-level tokenizer: ids 0 to 255 are the bytes, 256 is the end-of-document token."""
 
     name = "bytes"
     vocab_size = 257
     end_id = 256
     start_ids = ()
-
-    @property
-    def end_ids(self) -> tuple[int, ...]:
-        """The end-of-document token alone."""
-        return (self.end_id,)
+    end_ids = (end_id,)
 
     def encode(self, text: str | bytes) -> NDArray[np.integer[Any]]:
         """Return the bytes of `text` as uint8; a str is encoded as UTF-8."""
@@ -81,12 +79,12 @@ class ByteTokenizer:
         return values[values < 256].astype(np.uint8).tobytes().decode(errors="replace")
 
 
-class FileTokenizer:
+class FileTokenizer(Tokenizer):
     """A Hugging Face `tokenizer.json`, read with the `tokenizers` library (the extra `hf`).
 
     Text never becomes a special token, even if it spells one.  A document starts and ends with the tokens that the
     tokenizer's post-processor adds, and ends with the end-of-document token.  That is the one named in the
-    configuration files next to the tokenizer (see `special_tokens`), otherwise the last one that the post-processor
+    configuration files next to the tokenizer (see `_configured_id`), otherwise the last one that the post-processor
     adds, otherwise one of END_OF_DOCUMENT.
 
     bos: whether documents start with the beginning-of-text token; None to do what the post-processor does.
@@ -112,7 +110,7 @@ class FileTokenizer:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             rule = f"is not a Hugging Face tokenizer.json ({error})"
-            raise setting_error(key, path, rule, "bytes") from error
+            raise setting_error(key, path, rule, fix="download or save the file again") from error
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()  # the file may have been saved with a model's maximum length
         self._tokenizer.no_padding()
@@ -120,7 +118,11 @@ class FileTokenizer:
         self.vocab_size = max(ids.values()) + 1  # not len(ids): there may be gaps
         self.start_ids, added_after = added_ids(self._tokenizer)
         if bos is not None:
-            begin = self._find_begin(Path(path).expanduser(), ids, key)
+            begin = _configured_id(_BOS_KEYS, Path(path).expanduser(), ids, key)
+            if begin is None and self.start_ids:
+                begin = self.start_ids[0]
+            if begin is None:
+                begin = next((ids[name] for name in _BEGIN_OF_DOCUMENT if name in ids), None)
             others = tuple(number for number in self.start_ids if number != begin)
             if bos and begin is None:
                 named = ", ".join(_BEGIN_OF_DOCUMENT)
@@ -136,14 +138,8 @@ class FileTokenizer:
         """The underlying `tokenizers.Tokenizer`, set to encode special tokens as text; must not be modified."""
         return self._tokenizer
 
-    def _find_begin(self, path: Path, ids: dict[str, int], key: str) -> int | None:
-        begin = configured_bos(path, ids, key)
-        if begin is None and self.start_ids:
-            begin = self.start_ids[0]
-        return next((ids[name] for name in _BEGIN_OF_DOCUMENT if name in ids), None) if begin is None else begin
-
     def _find_end(self, path: Path, ids: dict[str, int], added_after: tuple[int, ...], key: str) -> int:
-        end = configured_eos(path, ids, key)
+        end = _configured_id(_EOS_KEYS, path, ids, key)
         if end is None and added_after:
             end = added_after[-1]
         if end is None:
@@ -199,3 +195,68 @@ def tokenizer_file(setting: str) -> Path:
     """Return the tokenizer file at a path: the path itself, or the tokenizer.json in a folder."""
     path = Path(setting).expanduser()
     return path / "tokenizer.json" if path.is_dir() else path
+
+
+# -- special tokens ---------------------------------------------------------------------------------------------------
+
+_EOS_KEYS = (
+    ("tokenizer_config.json", "eos_token"),
+    ("special_tokens_map.json", "eos_token"),
+    ("generation_config.json", "eos_token_id"),
+    ("config.json", "eos_token_id"),
+)
+"""The files that may name the EOS token, and the key in each; the tokenizer's own files come first."""
+
+_BOS_KEYS = tuple((name, field.replace("eos", "bos")) for name, field in _EOS_KEYS)
+
+
+def added_ids(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids that the post-processor adds before a text, and those that it adds after it."""
+    if tokenizer.num_special_tokens_to_add(is_pair=False) == 0:
+        return (), ()
+    for text in ("a", "0", *sorted(tokenizer.get_vocab(with_added_tokens=False))):
+        found = tokenizer.encode(text)
+        is_text = [not mask for mask in found.special_tokens_mask]
+        if any(is_text):
+            start, stop = is_text.index(True), len(is_text) - is_text[::-1].index(True)
+            return tuple(found.ids[:start]), tuple(found.ids[stop:])
+    return (), ()  # no text encodes to any token
+
+
+def _configured_id(files: Sequence[tuple[str, str]], path: Path, ids: Mapping[str, int], key: str) -> int | None:
+    """Return the id of a special token from the configuration files next to the tokenizer, or None if none names it.
+
+    files: _EOS_KEYS or _BOS_KEYS.
+    path: the tokenizer file.  The configuration files are ignored unless it is called tokenizer.json.
+    ids: the vocabulary.
+    key: the setting to name in errors.
+
+    Raises UserError if a file cannot be read, or names a token that is not in the vocabulary.
+    """
+    for name, field in files if path.name == "tokenizer.json" else ():
+        value = _read_config(path, name, key).get(field)
+        if isinstance(value, list):
+            value = value[0] if value else None
+        if isinstance(value, dict):  # an added-token object
+            value = value.get("content")
+        if value is None:
+            continue
+        end = ids.get(value) if isinstance(value, str) else value
+        if type(end) is not int or end not in ids.values():
+            shown = value if isinstance(value, str) else json.dumps(value)
+            rule = f"{path.with_name(name)} has {field}={shown}, which is not a token of this tokenizer"
+            raise setting_error(key, path, rule, fix="use a tokenizer.json together with its own files")
+        return end
+    return None
+
+
+def _read_config(path: Path, name: str, key: str) -> dict[str, Any]:
+    try:
+        content = read_json(path.with_name(name))
+        if not isinstance(content, dict):
+            raise ValueError("it is not a JSON object")
+        return content
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise setting_error(key, path, f"{name} in the same folder cannot be read ({error})") from error

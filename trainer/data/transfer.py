@@ -29,18 +29,13 @@ def prefetch_to_device(
             copied = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
         if pending is not None:
             yield pending
-        pending = _wait_for_copy(copied, copy_stream)
+        current = torch.cuda.current_stream(copy_stream.device)
+        current.wait_stream(copy_stream)
+        for tensor in copied.values():
+            tensor.record_stream(current)  # otherwise the next copy could reuse its memory while it is being read
+        pending = copied
     if pending is not None:
         yield pending
-
-
-def _wait_for_copy(batch: dict[str, torch.Tensor], copy_stream: torch.cuda.Stream) -> dict[str, torch.Tensor]:
-    """Make the current stream wait for the copy, and return the batch for use on that stream."""
-    current = torch.cuda.current_stream(copy_stream.device)
-    current.wait_stream(copy_stream)
-    for tensor in batch.values():
-        tensor.record_stream(current)  # otherwise the next copy could reuse its memory while it is still being read
-    return batch
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

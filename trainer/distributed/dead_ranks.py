@@ -15,21 +15,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _LOST = re.compile(r"(closed|reset) by peer|broken pipe|remote process exit|ncclRemoteError", re.IGNORECASE)
 _MAX_NAMED = 4
 """Maximum number of dead ranks to name."""
-
-
-class WorkerExit(Protocol):
-    """How a worker ended, as its launcher saw it."""
-
-    pid: int
-    exitcode: int
-    """As in `subprocess`: a negative value is the signal that killed the worker."""
-    timestamp: int
-    """Time of the end, in seconds."""
 
 
 def describe_end(rank: int, pid: int, exit_code: int | None) -> str:
@@ -46,8 +39,11 @@ def describe_end(rank: int, pid: int, exit_code: int | None) -> str:
     return f"{who} was killed by {name}{why}"
 
 
-def describe_killed(ends: Mapping[int, WorkerExit]) -> str:
-    """Describe which ranks were killed by which signals, ignoring kills by the launcher; empty if none was."""
+def describe_killed(ends: Mapping[int, ProcessFailure]) -> str:
+    """Describe which ranks were killed by which signals, ignoring kills by the launcher; empty if none was.
+
+    `ends`: how workers ended, as the launcher saw it, by rank.  As in `subprocess`, a negative exit code is a signal.
+    """
     first = min((end.timestamp for end in ends.values()), default=0)
     # Later deaths are the launcher's kills of ranks that did not exit.
     killed = {rank: end for rank, end in ends.items() if end.exitcode < 0 and end.timestamp <= first + 1}

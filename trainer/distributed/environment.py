@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
+import ipaddress
 import os
 import re
 import resource
 import signal
 import socket
+import struct
 import subprocess
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -177,22 +180,6 @@ def limit_spinning(env: MutableMapping[str, str] = os.environ) -> None:
         env["GOMP_SPINCOUNT"] = "10000"
 
 
-def limit_compile_processes(num_cores: int, local_world_size: int, env: MutableMapping[str, str] = os.environ) -> None:
-    """Limit the compile processes of all ranks on a node to its number of cores, unless the user configured this.
-
-    By default each rank starts 32.  The variable is read when torch's compiler is imported.
-    """
-    env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, min(32, num_cores // local_world_size))))
-
-
-def connect_lazily(env: MutableMapping[str, str] = os.environ) -> None:
-    """Make gloo connect two ranks lazily, unless the user configured this.  Call before opening a process group.
-
-    By default each group connects every pair of ranks: on 256 ranks, more than a thousand sockets per rank.
-    """
-    env.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-
-
 def use_expandable_segments(env: MutableMapping[str, str] = os.environ) -> None:
     """Use expandable segments for CUDA memory, unless the user configured this.  Call before importing torch.
 
@@ -322,3 +309,64 @@ def first_address(node_list: str) -> str:
         if found is None:
             raise
         return found.group(1)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The network interface on which other nodes can reach this one
+
+
+_VARIABLE = "GLOO_SOCKET_IFNAME"
+_ELSEWHERE = "192.0.2.1"
+"""An address that no host has (RFC 5737), so that the route to it is the default route."""
+_SIOCGIFADDR = 0x8915
+
+
+def choose_interface(env: Environment, variables: MutableMapping[str, str] = os.environ) -> str:
+    """Make gloo listen on the interface that other nodes can reach, unless the user chose one.
+
+    gloo listens on the address that the host name resolves to, which is 127.0.1.1 on many systems, so that ranks on
+    other nodes cannot connect and time out.  The route to the rendezvous address shows the right interface.
+
+    Returns the interface's name, or an empty string if gloo chooses.  Call before opening the process group.
+    """
+    if variables.get(_VARIABLE) or env.local_world_size >= env.world_size:
+        return variables.get(_VARIABLE, "")
+    name = find_interface([variables.get("MASTER_ADDR", ""), _ELSEWHERE], _own_address, _addresses())
+    if name:
+        variables[_VARIABLE] = name
+    return name
+
+
+def find_interface(hosts: Sequence[str], own_address: Callable[[str], str], interfaces: Mapping[str, str]) -> str:
+    """Return the interface of the route to the first of `hosts` that is not on this machine; empty if there is none.
+
+    own_address: returns the source address of the route to a host, or an empty string if there is no route.
+    interfaces: interface names by address.
+    """
+    for host in hosts:
+        address = own_address(host) if host else ""
+        if address and not ipaddress.ip_address(address).is_loopback and address in interfaces:
+            return interfaces[address]
+    return ""
+
+
+def _own_address(host: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a UDP socket sends nothing
+        try:
+            probe.connect((host, 9))
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
+
+
+def _addresses() -> dict[str, str]:
+    """Return the names of this machine's interfaces by their IPv4 addresses.  Linux only; empty elsewhere."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # the interface has no address
+                continue
+            found[socket.inet_ntoa(answer[20:24])] = name
+    return found

@@ -74,13 +74,9 @@ def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None
     ctx.group = inputs[-1]
 
 
-def _sum(ctx: Any, grad_parts: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-    return sum_parts(grad_parts, ctx.group), None, None
-
-
-def _exchange_back(ctx: Any, grad_parts: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return exchange_parts(grad_parts, ctx.group), None
-
-
-gather_parts.register_autograd(_sum, setup_context=_keep_group)
-exchange_parts.register_autograd(_exchange_back, setup_context=_keep_group)
+gather_parts.register_autograd(
+    lambda ctx, grad_parts: (sum_parts(grad_parts, ctx.group), None, None), setup_context=_keep_group
+)
+exchange_parts.register_autograd(
+    lambda ctx, grad_parts: (exchange_parts(grad_parts, ctx.group), None), setup_context=_keep_group
+)

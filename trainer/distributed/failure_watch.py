@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from trainer.distributed.channel import StoreTimeout, TimedStore
 from trainer.errors import EXIT_FAILED, print_stderr
+
+if TYPE_CHECKING:
+    from trainer.lifecycle.lifecycle import Lifecycle
 
 FAILURE = "meshtrainer/failure"
 """Store key that holds the first failure."""
 
 _GRACE_S, _PATIENCE_S = 3.0, 600.0
 """Time for the main thread to exit by itself, and for a save in flight to end."""
-
-
-class FailureListener(Protocol):
-    """Receives events if the run fails elsewhere than in this rank's main thread.  Called on other threads."""
-
-    def peer_failed(self) -> None:
-        """Note that another rank has failed, or the launcher has died."""
-
-    def before_exit(self, patience_s: float, reason: str) -> None:
-        """Finish what must be finished within `patience_s` seconds: the process exits because of `reason`."""
-
-    def give_up(self, reason: str) -> None:
-        """Note that the process exits because this rank's main thread hangs."""
 
 
 class FailureWatch(threading.Thread):
@@ -40,7 +30,7 @@ class FailureWatch(threading.Thread):
         rank: int,
         messages: TimedStore,
         parent: int | None,
-        listeners: list[FailureListener],
+        listeners: list[Lifecycle],
     ) -> None:
         super().__init__(name="failure-watch", daemon=True)
         self._rank, self._messages = rank, messages

@@ -7,13 +7,16 @@ device.  Independent of models and data.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
+import threading
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -23,22 +26,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trainer.config import MeshShape, RunConfig
 from trainer.distributed.channel import Channel, TimedStore
 from trainer.distributed.dead_ranks import describe_dead, is_lost_connection, this_process
-from trainer.distributed.device import claim_gpu, find_device, use_deterministic_kernels
 from trainer.distributed.environment import (
+    EXPANDABLE,
     Environment,
-    connect_lazily,
+    choose_interface,
     export_slurm_rendezvous,
     find_environment,
     follow_parent,
     keep_freed_memory,
-    limit_compile_processes,
     raise_file_limit,
 )
 from trainer.distributed.exchange import register_group
-from trainer.distributed.failure_watch import FAILURE, FailureListener, FailureWatch
-from trainer.distributed.network_interface import choose_interface
-from trainer.distributed.rendezvous import agree_to_start, join_store
-from trainer.errors import PeerFailed, UserError, print_stderr
+from trainer.distributed.failure_watch import FAILURE, FailureWatch
+from trainer.distributed.stop_request import was_asked_early
+from trainer.errors import EXIT_STOPPED, PeerFailed, TrainingFailed, UserError, print_stderr, setting_error
+
+if TYPE_CHECKING:
+    from trainer.lifecycle.lifecycle import Lifecycle
 
 REPLICATE, SHARD, CONTEXT = "replicate", "shard", "context"
 """Names of the mesh axes, and of the context-parallel groups, which subdivide `shard`."""
@@ -68,7 +72,10 @@ class World(Channel):
                 raise
             problem = str(error)  # the rendezvous tells the other ranks
         torch.set_num_threads(config.run.threads or max(1, _num_cores() // self.env.local_world_size))
-        limit_compile_processes(_num_cores(), self.env.local_world_size)
+        # By default each rank starts 32 compile processes; all ranks of a node share its cores.  Torch's compiler reads
+        # the variable when it is imported.
+        num_compile = max(1, min(32, _num_cores() // self.env.local_world_size))
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(num_compile))
         if config.run.deterministic:
             use_deterministic_kernels()
         if self.device.type == "cpu":
@@ -89,7 +96,7 @@ class World(Channel):
         self._with_own_timeout: set[dist.ProcessGroup] = set()
         self.first_failure: str | None = None
         """The first failure, if it was on another rank; set by `announce_failure`."""
-        self.failure_listeners: list[FailureListener] = []
+        self.failure_listeners: list[Lifecycle] = []
         self._processes = self.gather(this_process())
         self._watch = None
         if self._store is not None:
@@ -115,11 +122,15 @@ class World(Channel):
         # owner has set another timeout.
         groups = list(dist.distributed_c10d._world.pg_map) if self.owns_group else self._groups
         for group in set(groups) - self._with_own_timeout:
-            if group in self._groups or _timeout_of(group, self.device) in (None, before, *_DEFAULT_TIMEOUTS):
+            known = None
+            if group not in self._groups:  # None as well if the backend does not expose it
+                known = getattr(getattr(group._get_backend(self.device), "options", None), "_timeout", None)
+            if known in (None, before, *_DEFAULT_TIMEOUTS):
                 _set_timeout(self.timeout, group)
 
     def _open_group(self, meeting_s: timedelta, problem: str) -> None:
-        connect_lazily()
+        # By default each gloo group connects every pair of ranks: on 256 ranks, over a thousand sockets per rank.
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         backend = "cuda:nccl" if self.device.type == "cuda" else "gloo"
         device_id = self.device if self.device.type == "cuda" else None
         if self.env.launcher == "single":
@@ -130,7 +141,10 @@ class World(Channel):
             self.interface = choose_interface(self.env)
             store, rank, size = join_store(meeting_s)
             store = self._store = PrefixStore(f"meshtrainer/{next(_openings)}", store)
-            problem = problem or claim_gpu(store, rank, self.env, self.device)
+            if self.device.type == "cuda" and self.env.local_world_size > torch.cuda.device_count():
+                # Other ranks may see the same GPU: NCCL would fail later, with a less helpful message.
+                uuid = str(torch.cuda.get_device_properties(self.device).uuid)
+                problem = problem or claim_gpu(store, rank, uuid, self.env.local_world_size)
             agree_to_start(store, rank, size, meeting_s.total_seconds(), problem)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=size, timeout=self.timeout, device_id=device_id
@@ -209,15 +223,10 @@ class World(Channel):
             first = TimedStore(self._store, _ANSWER_S).compare_set(FAILURE, "", dead or message)
         except RuntimeError:  # the process that hosts the store is gone
             first = self.first_failure or dead or message
-        if first == dead:
-            self._report_once(dead)
+        if first == dead and self.env.launcher != "nproc":  # which reports dead ranks itself
+            self.once("death", lambda: print_stderr(f"error: {dead}"))  # on one of the ranks that noticed
         self.first_failure = None if first == message else first
         return self.first_failure
-
-    def _report_once(self, dead: str) -> None:
-        """Report a dead rank on one of the ranks that noticed, unless the launcher reports it."""
-        if self.env.launcher != "nproc":
-            self.once("death", lambda: print_stderr(f"error: {dead}"))
 
     def remember_failure(self) -> None:
         """Fetch the failure that another rank announced while the store is still there.
@@ -291,12 +300,6 @@ def _set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """Return the timeout of a group's collectives on `device`, or None if the backend does not expose it."""
-    options = getattr(group._get_backend(device), "options", None)
-    return getattr(options, "_timeout", None)
-
-
 def _record_collectives(folder: Path) -> None:
     """Enable NCCL's flight recorder, which dumps the latest collectives into `folder` if one times out.
 
@@ -334,3 +337,162 @@ def _joined_environment(env: Environment) -> Environment:
 
 def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Devices
+
+
+def find_device(wanted: str, env: Environment) -> torch.device:
+    """Return this rank's device and make it the current device.
+
+    Raises UserError if `run.device` requires a GPU and there is none, or if there are fewer GPUs than ranks.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = choose_gpu(wanted, env, num_gpus)
+    if index is None:
+        return torch.device("cpu")
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    _try_memory(device, env)
+    return device
+
+
+def use_deterministic_kernels() -> None:
+    """Use deterministic kernels for the rest of this process.
+
+    Call this before anything runs on a GPU, because cuBLAS reads its workspace size at its first use.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _try_memory(device: torch.device, env: Environment) -> None:
+    """Make a small allocation; if the driver does not support expandable segments, disable them."""
+    try:
+        torch.empty(1, device=device)
+    except RuntimeError as error:
+        if os.environ.get("PYTORCH_CUDA_ALLOC_CONF") != EXPANDABLE:
+            raise
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # newer torch deprecates this, older has nothing else
+            torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        torch.empty(1, device=device)
+        if env.rank == 0:
+            print_stderr(f"warning: {EXPANDABLE} is off, since the driver refuses it: {str(error).splitlines()[0]}")
+
+
+def choose_gpu(wanted: str, env: Environment, num_gpus: int, variables: Mapping[str, str] = os.environ) -> int | None:
+    """Return the index of this rank's GPU among the `num_gpus` visible ones; None for the CPU.
+
+    Each rank takes the GPU of its local rank.  If it sees only one GPU, the launcher has assigned that one to it:
+    `srun --gpus-per-task=1`, or a wrapper that sets CUDA_VISIBLE_DEVICES per rank.  `claim_gpu` checks later that ranks
+    do not share a GPU.  Raises UserError if there is no GPU or there are too few.
+    """
+    if wanted == "cuda" and not num_gpus:
+        raise setting_error("run.device", wanted, "torch finds no usable GPU", "cpu")
+    if wanted == "cpu" or not num_gpus:
+        return None
+    if env.local_rank < env.local_world_size <= num_gpus:
+        return env.local_rank
+    visible = variables.get("CUDA_VISIBLE_DEVICES", variables.get("HIP_VISIBLE_DEVICES", ""))
+    names_one = len([name for name in visible.split(",") if name.strip()]) == 1
+    if num_gpus == 1 and (env.launcher == "srun" or (env.launcher != "nproc" and names_one)):
+        return 0
+    raise _too_few(env.local_world_size, num_gpus)
+
+
+def claim_gpu(store: Store, rank: int, uuid: str, num_ranks: int) -> str:
+    """Claim a GPU by UUID for one of the node's `num_ranks` ranks; return an error message if it is taken, or ""."""
+    owner = store.compare_set(f"meeting/gpu/{uuid}", "", str(rank)).decode()
+    return "" if owner == str(rank) else str(_too_few(num_ranks, 1, f"; ranks {owner} and {rank} see the same one"))
+
+
+def _too_few(ranks: int, num_gpus: int, how: str = "") -> UserError:
+    rule = f"this node has {num_gpus} GPU{'s' * (num_gpus != 1)}, one for each rank{how}"
+    return setting_error("nproc", ranks, rule, fix=f"nproc={num_gpus}, or run.device=cpu")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Rendezvous: all ranks join a store, and decide there whether to start, before any collective can hang
+
+
+_READ_S = 5.0
+"""How long rank 0, which may host the store, waits for the others to read a decision to stop."""
+
+
+@functools.cache
+def join_store(timeout: timedelta) -> tuple[Store, int, int]:
+    """Join the rendezvous store; return it, this rank and the world size.  One store for the life of the process.
+
+    Callers must use a new prefix for each process group: group names repeat, and a rank that read the stale address of
+    an earlier group would hang.
+    """
+    found: list[tuple[Store, int, int]] = []
+    errors: list[BaseException] = []
+
+    def meet() -> None:
+        try:
+            found.append(next(dist.rendezvous("env://", timeout=timeout)))
+        except BaseException as error:
+            errors.append(error)
+
+    meeting = threading.Thread(target=meet, name="rendezvous", daemon=True)
+    meeting.start()
+    while meeting.is_alive():  # in a thread, so that signals are handled meanwhile
+        meeting.join(0.2)
+        if was_asked_early():
+            _exit_before_start(should_announce=True)
+    if errors:
+        raise errors[0]
+    return found[0]
+
+
+_GO, _STOP = "go", "stop"
+_PROBLEM = "meeting/problem"
+
+
+def agree_to_start(store: Store, rank: int, size: int, timeout_s: float, problem: str = "") -> None:
+    """Return once all ranks have joined; if one of them was asked to stop before that, all exit with code 75.
+
+    Opening a process group does not react to signals, so ranks would wait for a rank that has left until the timeout.
+    Therefore they decide in the store, where the first decision wins: the last rank to join writes "go", and a rank
+    that was asked to stop writes "stop".  `problem`: a user error that this rank has found; all ranks raise UserError
+    with the first one.
+    """
+    if problem:
+        store.compare_set(_PROBLEM, "", problem)
+    is_last = store.add("meeting/here", 1) == size
+    deadline, pause_s = time.monotonic() + timeout_s, 0.002
+    while not store.check(["meeting/word"]):
+        if was_asked_early():
+            store.compare_set("meeting/word", "", _STOP)
+        elif is_last:
+            store.compare_set("meeting/word", "", _GO)
+        elif time.monotonic() > deadline:
+            raise TrainingFailed(f"rank {rank}: not all of {size} ranks joined within run.timeout_s={timeout_s:g}")
+        else:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+    if store.get("meeting/word").decode() == _STOP:
+        _let_all_read(store, rank, size)
+        _exit_before_start(should_announce=rank == 0)
+    if store.check([_PROBLEM]):
+        found = store.get(_PROBLEM).decode()
+        _let_all_read(store, rank, size)
+        raise UserError(found)
+
+
+def _let_all_read(store: Store, rank: int, size: int) -> None:
+    """On rank 0, which may host the store, wait until the other ranks have read it."""
+    store.add("meeting/left", 1)
+    until = time.monotonic() + _READ_S
+    while rank == 0 and store.add("meeting/left", 0) < size and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+def _exit_before_start(should_announce: bool) -> NoReturn:
+    if should_announce:
+        print_stderr("stopped before all ranks had joined")
+    os._exit(EXIT_STOPPED)

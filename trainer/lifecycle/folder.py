@@ -15,15 +15,16 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from trainer.config import RunConfig
 from trainer.config.load import CONFIG
-from trainer.errors import EXIT_FAILED, UserError, masked, print_stderr, redact, setting_error, typed
+from trainer.errors import EXIT_FAILED, UserError, masked, print_stderr, redact, setting_error
 from trainer.files import find_folder, write_and_sync, write_atomically
+from trainer.metrics.record import find_boot
 
 RECORD = ("metrics.jsonl", "metrics_superseded.jsonl", "console.log", "samples.txt", "tensorboard", "wandb", "profile")
 """Files, other than checkpoints, that are moved aside when a run starts over."""
@@ -152,13 +153,6 @@ class RunFolder:
         if checkpoint_dir is not None and self.path.absolute() in checkpoint_dir.parents:
             self._locks[0].make(checkpoint_dir.parent)
 
-    @property
-    def moved_settings(self) -> str:
-        """Command-line settings for the folders that the run has moved to; empty if it has not moved."""
-        before = {"run.dir": self.config.run_dir, "checkpoint.dir": self.config.checkpoint.dir}
-        now = {"run.dir": self.path, "checkpoint.dir": self.checkpoint_dir}
-        return " ".join(typed(key, now[key]) for key in now if now[key] != before[key])
-
     def using(self, work: Callable[[], object]) -> None:
         """Run `work`, and turn errors of this folder, such as a full disk, into UserError."""
         with _usable("run.dir", self.path, f"runs/{self.config.run.name}"):
@@ -177,7 +171,7 @@ class RunFolder:
                 )
             write_atomically(self.path / CONFIG, comment + config.to_yaml())
 
-    def move_aside(self, *names: str) -> Path | None:
+    def move_aside(self, names: Sequence[str]) -> Path | None:
         """Move files that the new attempt does not continue into a folder `previous_NNN`; return that folder.
 
         Nothing is deleted.  If the metrics are moved, files that the new attempt will overwrite are copied along.
@@ -318,7 +312,10 @@ class FolderLock:
                 self._wait_for_death(mine)
         finally:
             mine.unlink(missing_ok=True)
-        self._clean()
+        for path in self.folder.glob(f"{self.NAME}.*"):  # temporary files of claimants: those of live ones stay
+            other = _parse(path)
+            if other is None or (_where(other) == _where(self._own) and _start_of(other["pid"]) != other["started"]):
+                path.unlink(missing_ok=True)
         self._descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._beat = threading.Thread(target=self._keep_alive, name="owner", daemon=True)
         self._beat.start()
@@ -387,13 +384,6 @@ class FolderLock:
     def follow(self, folder: Path) -> None:
         """Continue with the folder under its new name `folder`."""
         self.folder, self.path, self._made = folder, folder / self.NAME, []
-
-    def _clean(self) -> None:
-        """Delete the temporary files of dead claimants, but not those of live ones."""
-        for path in self.folder.glob(f"{self.NAME}.*"):
-            owner = _parse(path)
-            if owner is None or (_where(owner) == _where(self._own) and _start_of(owner["pid"]) != owner["started"]):
-                path.unlink(missing_ok=True)
 
     def _wait_for_death(self, mine: Path) -> None:
         """Return once the owner is dead and its file has been removed.  Raises UserError if the owner is alive."""
@@ -528,10 +518,13 @@ def _parse(path: Path) -> dict[str, Any] | None:
 
 
 def _this_process() -> dict[str, Any]:
+    namespace = ""
+    with contextlib.suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
     return {
         "host": socket.gethostname(),
-        "boot": _read_line("/proc/sys/kernel/random/boot_id"),
-        "namespace": _namespace(),
+        "boot": find_boot(),
+        "namespace": namespace,
         "pid": os.getpid(),
         "started": _start_of(os.getpid()),
         "job": os.environ.get("SLURM_JOB_ID", ""),
@@ -554,13 +547,6 @@ def _where(owner: dict[str, Any]) -> tuple[Any, ...]:
     return owner["host"], owner["boot"], owner["namespace"]
 
 
-def _namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
 def _start_of(pid: int) -> str:
     """Return a process's start time in kernel ticks; empty if it does not exist or is a zombie."""
     try:
@@ -572,10 +558,3 @@ def _start_of(pid: int) -> str:
             return ""
         return "alive"
     return "" if fields[0] in ("Z", "X") else fields[19]
-
-
-def _read_line(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""

@@ -1,18 +1,27 @@
-"""Starts the ranks of `nproc=N` on this machine through torch's elastic launcher, and reports how they ended."""
+"""Starts the ranks of `nproc=N` on this machine through torch's elastic launcher, and reports how they ended.
+
+A dry run does everything that a start does before the first step, in a temporary folder.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.config import RunConfig
 from trainer.distributed import stop_request
 from trainer.distributed.dead_ranks import describe_killed
-from trainer.distributed.environment import LAUNCHER, SPAWNED_BY_US
+from trainer.distributed.environment import LAUNCHER, SPAWNED_BY_US, Environment
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, print_stderr
 from trainer.lifecycle.folder import note_end, read_status
 from trainer.metrics.record import last_step
@@ -90,3 +99,42 @@ def _note_end(config: RunConfig, before: Mapping[str, Any], reason: str) -> None
     """Print and record in `status.json` how the ranks ended, if they could not do so themselves."""
     print_stderr(f"error: {reason}")
     note_end(config.run_dir, before, last_step(config.run_dir / "metrics.jsonl"), reason)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Dry runs
+
+
+_DRY_RUN_FOLDER = "MESHTRAINER_DRY_RUN"
+"""The folder of a dry run, set by the process that starts the ranks."""
+
+
+@contextmanager
+def dry_run_config(config: RunConfig, env: Environment) -> Iterator[RunConfig]:
+    """Yield the configuration of a dry run, which writes only to a temporary folder that is removed afterwards.
+
+    A dry run resumes as the run itself would, without changing its checkpoints.
+    """
+    # The same folder on all ranks of a node, with any launcher.
+    started_by = os.environ.get("TORCHELASTIC_RUN_ID") or env.job or os.getpid()
+    seed = f"{os.getuid()} {started_by} {Path(config.run.dir).absolute()}"
+    own = Path(tempfile.gettempdir()) / f"meshtrainer-dry-run-{hashlib.sha256(seed.encode()).hexdigest()[:16]}"
+    inherited = os.environ.get(_DRY_RUN_FOLDER)
+    folder = Path(inherited or own)
+    os.environ[_DRY_RUN_FOLDER] = str(folder)
+    checkpoint_dir = config.checkpoint.dir or f"{config.run.dir}/checkpoints"
+    resume = config.checkpoint.resume
+    if resume == "auto":
+        resume = checkpoint_dir if "://" in checkpoint_dir or any(Path(checkpoint_dir).glob("step_*")) else "none"
+    try:
+        yield replace(
+            config,
+            run=replace(config.run, dir=str(folder / config.run.name), on_end=None),
+            checkpoint=replace(config.checkpoint, dir=None, resume=resume),
+            log=replace(config.log, wandb="off", tensorboard=False),
+        )
+    finally:
+        if inherited is None:
+            os.environ.pop(_DRY_RUN_FOLDER)
+            if env.rank == 0:  # only rank 0 writes
+                shutil.rmtree(folder, ignore_errors=True)

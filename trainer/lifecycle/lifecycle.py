@@ -5,22 +5,29 @@
     any ----end----> ended                   finished, stopped or failed: end record, status.json, folder released
 
 A user error before `begin` leaves an existing run unchanged: no transition, no record.
+
+Below `Lifecycle`: steps that are abandoned, and the command of `run.on_end`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from trainer.checkpoint.saver import Resumable, Saver
-from trainer.config import RunConfig, find_deadline
+from trainer.config import find_deadline
+from trainer.data.loader import EvalLoader, TrainLoader, WaitAbandoned
+from trainer.distributed.channel import StepSync
 from trainer.distributed.environment import take_start
-from trainer.distributed.step_sync import StepSync
 from trainer.distributed.stop_request import (
     GIVING_UP,
     NOTICE,
@@ -32,20 +39,14 @@ from trainer.distributed.stop_request import (
     show_cursor,
     take_stale_notice,
 )
-from trainer.distributed.world import World
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
-from trainer.lifecycle.abandon_step import StepAbandoner
-from trainer.lifecycle.folder import RunFolder
-from trainer.lifecycle.on_end import run_end_command
-from trainer.lifecycle.relocation import Relocation
 from trainer.lifecycle.summary import closing
-from trainer.lifecycle.watchdog import Watchdog
-from trainer.metrics.hub import Metrics
 from trainer.metrics.record import Record
-from trainer.metrics.step_metrics import StepMetrics
-from trainer.plan.forecast import Forecast
 from trainer.sequence import forget_slices
 from trainer.stopping import StopRequested
+
+if TYPE_CHECKING:
+    from trainer.lifecycle.assembly import TrainingRun
 
 Phase = Literal["built", "restored", "running", "ended"]
 Event = Literal["restore", "begin", "end"]
@@ -68,46 +69,32 @@ TRANSITIONS: Mapping[tuple[Phase, Event], Phase] = {
 class Lifecycle:
     """One run in this process: its phase, its folder, requests to stop, and how it ends.
 
-    It is a failure listener (`World.failure_listeners`) for failures of other ranks, and for hangs of this rank's main
-    thread that the watchdog detects.
+    It is in `World.failure_listeners`: the failure watch calls `peer_failed` and `before_exit` after failures of other
+    ranks, and the watchdog calls `give_up` if this rank's main thread hangs, each from a thread of its own.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        world: World,
-        progress: Resumable,
-        step_sync: StepSync,
-        folder: RunFolder,
-        relocation: Relocation,
-        metrics: Metrics,
-        watchdog: Watchdog,
-        accounts: StepMetrics,
-        saver: Saver,
-        forecast: Forecast,
-        loader: object,
-        eval_loader: object,
-        started: float,
-    ) -> None:
-        self._config, self._world, self._progress = config, world, progress
-        self._folder, self._relocation, self._metrics, self._watchdog = folder, relocation, metrics, watchdog
-        self._accounts, self._saver, self._forecast = accounts, saver, forecast
-        self._loader, self._started = loader, started
+    def __init__(self, run: TrainingRun, loader: object, eval_loader: object, started: float) -> None:
+        """started: when the Trainer was created, by `time.monotonic`."""
+        self._config, self._world, self._state = run.config, run.world, run.state
+        self._folder, self._relocation, self._metrics = run.folder, run.relocation, run.metrics
+        self._watchdog, self._step_metrics, self._horizon = run.watchdog, run.step_metrics, run.horizon
+        self._saver, self._forecast, self._loader, self._started = run.saver, run.forecast, loader, started
         self._earlier_error = sys.exc_info()[1]  # an exception that is already being handled
         self.phase: Phase = "built"
         self._has_run_end_command = False
         self.stopping = False
         """True on all ranks once any rank was asked to stop: the current step is the last."""
         self.stop = find_stop_request()
-        if world.is_main:
+        if run.world.is_main:
             self.stop.on_first_signal, self.stop.on_second_interrupt = acknowledge_stop, self._quit
-        self._stale_notice = take_stale_notice(config.run_dir)
+        self._stale_notice = take_stale_notice(run.config.run_dir)
         if self.stop.prompt is not None:
             self.stop.prompt.before_exit = self._record_prompt_stop
-        step_sync.register(self._is_asked_to_stop, self._begin_to_stop)
-        step_sync.register(lambda: folder.loss is not None, self._stop_for_good)
-        self.step_abandoner = StepAbandoner(step_sync, loader, eval_loader, self._is_asked_to_stop)
-        world.failure_listeners.append(self)
+        run.step_sync.register(self._is_asked_to_stop, self._begin_to_stop)
+        # If a folder of the run is lost, the current step is the last one.  Rank 0 has printed a message.
+        run.step_sync.register(lambda: run.folder.loss is not None, partial(setattr, self, "stopping", True))
+        self.step_abandoner = StepAbandoner(run.step_sync, loader, eval_loader, self._is_asked_to_stop)
+        run.world.failure_listeners.append(self)
 
     @property
     def is_running(self) -> bool:
@@ -134,26 +121,27 @@ class Lifecycle:
         facts: the start block on the console.  record: fields of the start record.  notes: further lines to print.
         Collective; the folder must already be acquired.
         """
-        opening = (self._folder.metrics, record["resumed_step"] or 0)
-        for work in (self._folder.begin, lambda: self._metrics.open(*opening)):
+        resumed_step = record["resumed_step"] or 0
+        for work in (self._folder.begin, lambda: self._metrics.open(self._folder.metrics, resumed_step)):
             self._world.agreed(partial(self._folder.using, work))
         self._metrics.wandb_id = self._world.broadcast(self._metrics.wandb_id)
         self._enter("begin")
-        self._watch_for_a_stop()
-        self._folder.write_status("running", None, self._progress.step, "")
+        if self._world.is_main:
+            notice = self._folder.path / NOTICE
+            if self._stale_notice and identity(notice) == self._stale_notice:
+                notice.unlink(missing_ok=True)  # it was meant for an earlier attempt
+            self.stop.watch(notice, find_deadline(self._config))
+        self._folder.write_status("running", None, self._state.step, "")
         self._metrics.start(facts)
         for note in notes:
             self._metrics.say(note)
+        clock, command = self._metrics.clock, take_start()
+        # The start of the command, or of this Trainer if that is unknown, in seconds since the epoch.
+        started = clock.now() - (time.monotonic() - self._started) if command is None else clock.at(command)
         nodes = self._world.env.num_nodes
-        start = Record(kind="start", **record, nodes=nodes, started=self._began_at(), **self._metrics.before)
-        self._metrics.write(start)
+        self._metrics.write(Record(kind="start", **record, nodes=nodes, started=started, **self._metrics.before))
         for note in self._saver.begin():  # after the start record, from which it takes measurements
             self._metrics.say(note)
-
-    def _began_at(self) -> float:
-        """Return the start time of the command, or of this Trainer if unknown, in seconds since the epoch."""
-        clock, command = self._metrics.clock, take_start()
-        return clock.now() - (time.monotonic() - self._started) if command is None else clock.at(command)
 
     def end(self) -> int:
         """End the run as finished, or as stopped on request.  Returns the exit code.  Collective.
@@ -164,18 +152,18 @@ class Lifecycle:
         if self.stopping:
             reasons = self._world.gather(self.stop.reason(self._stopping_s()))
             reason = next((reason for reason in reasons if reason), "asked to stop")
-            step = self._progress.step
-            there = "the last good checkpoint (steps were being skipped)" if self._accounts.in_streak else "there"
+            step = self._state.step
+            there = "the last good checkpoint (steps were being skipped)" if self._state.num_skipped else "there"
             self._metrics.say(
                 f"stopped ({reason}) at step {step}; run the same command to resume from {there}", "yellow"
             )
             self._end("stopped", EXIT_STOPPED, reason)
             return EXIT_STOPPED
-        reason = self._accounts.horizon.reason(self._progress.step)
+        reason = self._horizon.reason(self._state.step)
         best = self._saver.best if self._world.is_main else None
-        lines = closing(self._config, self._metrics, self._accounts.horizon, best, time.monotonic() - self._started)
+        lines = closing(self._config, self._metrics, self._horizon, best, time.monotonic() - self._started)
         if self._world.is_main:
-            lines += self._accounts.horizon.closing_lines(self._folder.path)
+            lines += self._horizon.closing_lines(self._folder.path)
         for line in lines:
             self._metrics.say(line, "bold")
         self._end("finished", EXIT_FINISHED, reason)
@@ -186,14 +174,14 @@ class Lifecycle:
 
         With `saves` the state is first saved elsewhere, unless it has been already.
         """
-        had_moved, step = self._relocation.has_moved, self._progress.step
+        had_moved, step = self._relocation.has_moved, self._state.step
         if not self._relocation.check():
             return
         saved = "its state is not saved"
         if saves and step:
             if not had_moved:  # the last save was in the lost folder
                 self._saver.forget()
-            self._saver.save_final(self._progress)
+            self._saver.save_final(self._state)
             saved = f"the state of step {step} is in {self._saver.storage}"
         raise self._relocation.final_error(saved)
 
@@ -202,7 +190,7 @@ class Lifecycle:
 
         clean: deletes the leftovers of an attempt that was killed.
         """
-        step, config, horizon = self._progress.step, self._config, self._accounts.horizon
+        step, config, horizon = self._state.step, self._config, self._horizon
         is_early = step < config.train.steps
         longer = "eval.patience=0" if is_early else f"train.steps={max(1, 2 * step)}"
         self._metrics.say(
@@ -220,33 +208,29 @@ class Lifecycle:
 
     def fail(self, error: BaseException) -> None:
         """Record how the run failed.  Uses no collective, because the other ranks may be anywhere."""
-        if isinstance(error, StopRequested):
-            self._stop_promptly(error)
+        if isinstance(error, StopRequested):  # before the first step of this attempt
+            self._watchdog.stop()
+            if self.phase == "running":
+                self._end("stopped", EXIT_STOPPED, error.name)
+            else:
+                self._folder.release()
             return
         self._watchdog.explain(error)
         self._watchdog.stop()
         self._forecast.explain(error)
         first = self._world.announce_failure(error)
         self._saver.wait(self._config.run.timeout_s)  # let a good save in flight finish
-        self._saver.quarantine_since(self._accounts.good_until)
+        self._saver.quarantine_since(self._state.skips.failed_since)
         if isinstance(error, UserError) and self.phase != "running":
             self._folder.release()
             return
         exit_code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED
         self._end("failed", exit_code, first or f"{type(error).__name__}: {error}")
 
-    def _stop_promptly(self, request: StopRequested) -> None:
-        """Record a stop before the first step of this attempt.  Uses no collective."""
-        self._watchdog.stop()
-        if self.phase == "running":
-            self._end("stopped", EXIT_STOPPED, request.name)
-        else:
-            self._folder.release()
-
     def _record_prompt_stop(self) -> None:
         """Record the stop from another thread while the main thread is blocked."""
         if self.phase == "running":
-            self._folder.write_status("stopped", EXIT_STOPPED, self._progress.step, "asked to stop")
+            self._folder.write_status("stopped", EXIT_STOPPED, self._state.step, "asked to stop")
         self._folder.release()
 
     def stop_in_order(self) -> None:
@@ -257,25 +241,22 @@ class Lifecycle:
         self._enter("end")
         self._watchdog.stop()
         self._saver.wait_for_deleting()
-        goodput = min(1.0, self._accounts.productive_s / (time.monotonic() - self._started))
-        facts: dict[str, Any] = {"step": self._progress.step, "reason": state, "goodput": goodput}
+        goodput = min(1.0, self._step_metrics.productive_s / (time.monotonic() - self._started))
+        facts: dict[str, Any] = {"step": self._state.step, "reason": state, "goodput": goodput}
         if self._world.is_main:
             facts |= self._forecast.result()
             for miss in self._forecast.misses():
                 self._metrics.say(f"not as planned: {miss}")
         self._metrics.write(Record(kind="end", **facts, **self._metrics.totals()))
-        self._folder.write_status(state, exit_code, self._progress.step, reason)
-        self._run_end_command(state, exit_code)
-        self._metrics.close()
-        self._release()
-
-    def _run_end_command(self, state: str, exit_code: int) -> None:
-        command, step = self._config.run.on_end, self._progress.step
+        self._folder.write_status(state, exit_code, self._state.step, reason)
+        command, step = self._config.run.on_end, self._state.step
         if command and self._world.is_main and not self._has_run_end_command:
             self._has_run_end_command = True  # the watchdog and the main thread may both detect the failure
             facts = {"RUN_DIR": self._folder.path, "STATE": state, "EXIT_CODE": exit_code, "STEP": step}
             if failure := run_end_command(command, facts):
                 self._metrics.say(failure, "yellow")
+        self._metrics.close()
+        self._release()
 
     def _release(self) -> None:
         forget_slices()
@@ -328,26 +309,22 @@ class Lifecycle:
                 self._world.close()
             return
         try:
-            self._settle()
+            self._saver.finish()
+            if self.is_running:
+                self._end_if_lost(saves=False)
+                self._step_metrics.settle()
+                if self._horizon.is_reached(self._state.step):
+                    self._state.skips.check_end(self._state.step)
         except BaseException as failure:
             self.fail(failure)
             raise
         if self.is_running:
-            has_finished = self._accounts.horizon.is_reached(self._progress.step)
+            has_finished = self._horizon.is_reached(self._state.step)
             code = EXIT_FINISHED if has_finished else EXIT_STOPPED
             self._end("finished" if has_finished else "stopped", code, "closed")
         self._watchdog.stop()
         self._release()
         self._world.close()
-
-    def _settle(self) -> None:
-        """Finish what is still pending: a save, and the metrics of the last step."""
-        self._saver.finish()
-        if self.is_running:
-            self._end_if_lost(saves=False)
-            self._accounts.settle()
-            if self._accounts.horizon.is_reached(self._progress.step):
-                self._accounts.check_end(self._progress.step)
 
     # -- requests to stop ----------------------------------------------------------------------------------------
 
@@ -360,21 +337,9 @@ class Lifecycle:
             if not self.stop.is_acknowledged:
                 self._metrics.say(STOPPING, "yellow")
 
-    def _stop_for_good(self) -> None:
-        """Make the current step the last one, because a folder of the run is lost.  Rank 0 has printed a message."""
-        self.stopping = True
-
     def _stopping_s(self) -> float:
         """Return the expected time to stop: two steps and the longest save so far, with a margin."""
-        return 2.0 * self._accounts.step_s + 1.5 * self._saver.expected_s + 5.0
-
-    def _watch_for_a_stop(self) -> None:
-        """Watch for the notice file and the deadline, on rank 0.  A stale notice of an earlier attempt is deleted."""
-        if self._world.is_main:
-            notice = self._folder.path / NOTICE
-            if self._stale_notice and identity(notice) == self._stale_notice:
-                notice.unlink(missing_ok=True)
-            self.stop.watch(notice, find_deadline(self._config))
+        return 2.0 * self._step_metrics.step_s + 1.5 * self._saver.expected_s + 5.0
 
     def _quit(self) -> None:
         """Restore the terminal and release the folder after a second Ctrl-C, before the process ends."""
@@ -396,7 +361,7 @@ class Lifecycle:
         Called on another thread, since this rank's main thread may hang.  The storage may hang as well.
         """
         if self.is_running:
-            status = ("failed", EXIT_FAILED, self._progress.step, reason)
+            status = ("failed", EXIT_FAILED, self._state.step, reason)
             writing = threading.Thread(target=self._folder.write_status, args=status, daemon=True)
             writing.start()
             writing.join(max(1.0, patience_s))
@@ -405,5 +370,98 @@ class Lifecycle:
 
     def give_up(self, reason: str) -> None:
         """Record the failure after the watchdog has found that the main thread hangs.  Called on another thread."""
-        self._folder.write_status("failed", EXIT_FAILED, self._progress.step, reason)  # first, as the rest may hang too
+        self._folder.write_status("failed", EXIT_FAILED, self._state.step, reason)  # first, as the rest may hang too
         self._end("failed", EXIT_FAILED, reason)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What happens around a save
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Steps whose data does not arrive
+
+
+PATIENCE_S = 5.0
+"""Time to wait for data after a request to stop, which is enough for most steps."""
+
+
+class _StepAbandoned(Exception):
+    """Raised on all ranks after one of them has given up waiting for its data."""
+
+
+class StepAbandoner:
+    """Abandons a step if its data does not arrive on a rank that was asked to stop (a connection may be lost).
+
+    The rank that gives up votes for it in the step's first all-reduce, which the other ranks take part in when they
+    begin the step.  None of them has changed any state by then, so that all ranks can save the state from before the
+    step.  An evaluation is abandoned in the all-reduce before each of its micro-batches.
+
+    loader, eval_loader: custom loaders are never abandoned.  is_asked: returns whether this rank was asked to stop.
+    """
+
+    def __init__(self, step_sync: StepSync, loader: object, eval_loader: object, is_asked: Callable[[], bool]) -> None:
+        self._step_sync, self._loader, self._is_asked = step_sync, loader, is_asked
+        self._has_given_up = False
+        self._waits_since: float | None = None
+        step_sync.register(lambda: self._has_given_up, self._leave)
+        for each in (loader, eval_loader):
+            if isinstance(each, (TrainLoader, EvalLoader)):
+                each.should_abandon = self._is_out_of_patience
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Leave the block on all ranks if the step inside is abandoned on one.  At most one all-reduce."""
+        try:
+            try:
+                yield
+            except WaitAbandoned:
+                self._has_given_up = True
+                self._step_sync.all_reduce()
+        except _StepAbandoned:
+            assert isinstance(self._loader, TrainLoader), "all ranks have the same loader"
+            self._loader.rewind_step()
+
+    def _is_out_of_patience(self) -> bool:
+        if not self._is_asked():
+            return False
+        now = time.monotonic()
+        self._waits_since = now if self._waits_since is None else self._waits_since
+        return now - self._waits_since > PATIENCE_S
+
+    def _leave(self) -> None:
+        raise _StepAbandoned
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The command at the end
+
+
+LIMIT_S = 30.0
+"""Time limit of the command: whoever asked the run to stop waits for it."""
+_GRACE_S = 5.0
+"""Extra time after which `timeout` kills the command, if this process was killed meanwhile and cannot."""
+
+
+def run_end_command(command: str, facts: Mapping[str, object]) -> str:
+    """Run a shell command with `facts` in its environment; return an error message, or an empty string.
+
+    The command runs in its own session, so that signals to the run's process group do not reach it.
+    """
+    env = os.environ | {name: str(value) for name, value in facts.items()}
+    try:
+        limiter = shutil.which("timeout")
+        # If this process was killed meanwhile, `timeout` kills the command and its children.
+        limit = [] if limiter is None else [limiter, "-s", "KILL", f"{LIMIT_S + _GRACE_S:g}"]
+        words = [*limit, "/bin/sh", "-c", command]
+        process = subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+    except (OSError, ValueError) as error:
+        return f"run.on_end cannot be started: {error}"
+    try:
+        code = process.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return f"run.on_end was stopped: it took more than {LIMIT_S:.0f} s"
+    return f"run.on_end failed with exit code {code}" if code else ""

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from trainer.checkpoint.storage import open_storage
-from trainer.checkpoint.store import Checkpoints
+from trainer.checkpoint.writer import Checkpoints
 from trainer.distributed.world import World
-from trainer.errors import TrainingFailed, UserError
+from trainer.errors import TrainingFailed, UserError, typed
 from trainer.lifecycle.folder import FolderLoss, RunFolder
-from trainer.metrics.hub import Metrics
+from trainer.metrics.sinks import Metrics
 
 Result = TypeVar("Result")
 
@@ -69,9 +69,12 @@ class Relocation:
 
         saved: where its state is, such as "the state of step 7 is in runs/a-rescued/checkpoints".
         """
-        settings = self._folder.moved_settings
-        lines = [str(self._folder.loss), saved]
+        folder, config = self._folder, self._folder.config
+        before = {"run.dir": config.run_dir, "checkpoint.dir": config.checkpoint.dir}
+        now = {"run.dir": folder.path, "checkpoint.dir": folder.checkpoint_dir}
+        settings = " ".join(typed(key, now[key]) for key in now if now[key] != before[key])
+        lines = [str(folder.loss), saved]
         if "run.dir=" in settings:
-            lines.append(f"its metrics and its status are in {self._folder.path}")
+            lines.append(f"its metrics and its status are in {folder.path}")
         lines.append(f"to continue: the same command with {settings}")
         return TrainingFailed(self._world.broadcast("\n  ".join(lines)))

@@ -1,30 +1,34 @@
-"""Resume: selects the checkpoint that a run starts from, and moves aside what the run does not continue."""
+"""Resume: selects the checkpoint that a run starts from, and moves aside what the run does not continue.
+
+`EarlierAttempts` compares the records in the run's folder with its checkpoints, so that missing ones are noticed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
+from typing import Any
 
-from trainer.checkpoint.compatibility import IncompatibleCheckpoint
 from trainer.checkpoint.manifest import name_of
-from trainer.checkpoint.reader import RestoredCheckpoint
-from trainer.checkpoint.snapshot import Savable
+from trainer.checkpoint.reader import IncompatibleCheckpoint, RestoredCheckpoint, RestoreRequest, find_checkpoint
+from trainer.checkpoint.retention import list_steps
 from trainer.checkpoint.storage import SUPERSEDED, is_same_location, open_storage
-from trainer.checkpoint.store import Checkpoints
-from trainer.checkpoint.stored_weights import find_checkpoint
+from trainer.checkpoint.writer import Checkpoints
 from trainer.config import RunConfig, compare_configs, stored_value
+from trainer.config.resolve import is_another_run, shared_checkpoints_rule
 from trainer.distributed.world import World
-from trainer.errors import UserError, masked
-from trainer.lifecycle.earlier_attempts import EarlierAttempts
-from trainer.lifecycle.folder import RECORD, RunFolder
-from trainer.metrics.hub import Metrics
-from trainer.metrics.sinks import warn
+from trainer.errors import UserError, masked, setting_error
+from trainer.lifecycle.folder import RECORD, RunFolder, read_status
+from trainer.lifecycle.state import TrainState
+from trainer.metrics.record import read_kinds
+from trainer.metrics.sinks import Metrics, warn
 
 
 class Resume:
@@ -48,10 +52,10 @@ class Resume:
         self.changed: list[str] = []
         """Settings that differ from those of the checkpoint, one line each."""
         self.seconds = 0.0
-        """Time spent loading, in seconds."""
+        """Time spent loading, in seconds; the Trainer measures it."""
         self._has_gone_back = False
 
-    def load(self, state: Savable, path: str | Path | None, is_running: bool) -> RestoredCheckpoint | None:
+    def load(self, state: TrainState, path: str | Path | None, is_running: bool) -> RestoredCheckpoint | None:
         """Restore `state` from `path`, by default from the checkpoint that `checkpoint.resume` selects.
 
         Returns None for a fresh start.  Raises UserError for an incompatible checkpoint, with the first differences and
@@ -68,30 +72,37 @@ class Resume:
             self._metrics.wandb_id = None  # it belongs to the other run
         self._has_gone_back = is_running
         if self._world.is_main:
-            _report(found)
+            for name, damage in found.damaged.items():
+                listed = "\n".join(f"  {line}" for line in damage)
+                warn(f"checkpoint {name} is damaged and was set aside:\n{listed}")
+            for warning in found.warnings:
+                warn(f"{found.path}: {warning}")
         return found
 
-    def _find(self, state: Savable, path: str | None, is_running: bool) -> RestoredCheckpoint | None:
+    def _find(self, state: TrainState, path: str | None, is_running: bool) -> RestoredCheckpoint | None:
         resume = path or self._config.checkpoint.resume
         if path is None and self._is_restart(resume):
             resume = "auto"
         allowed = frozenset(self._config.checkpoint.allow_changes)
         if allowed & {"optim", "optim.name", "state.model"}:
             allowed |= {"state.optimizer"}  # starts without moments if the stored ones do not fit
-        how = (state, lambda stored: compare_configs(self._config, stored), allowed, is_running)
+        request = RestoreRequest(
+            state, compare=lambda stored: compare_configs(self._config, stored), allowed=allowed, careful=is_running
+        )
+        reader = self._checkpoints.reader
         if resume == "none":
             return None
         if resume == "auto":
-            is_empty = self._world.broadcast(self._world.agreed(lambda: self._checkpoints.reader.is_empty))
+            is_empty = self._world.broadcast(self._world.agreed(lambda: reader.is_empty))
             with self._listing():
-                found = None if is_empty else self._checkpoints.reader.restore(*how)
+                found = None if is_empty else reader.restore(request)
             if self.step is None and not is_running:
                 self._world.agreed(lambda: self.earlier_attempts.check(found))
             return found
         # Rank 0 decides, because the newest checkpoint of a live run may change at any moment.
         named = self._world.agreed(lambda: str(find_checkpoint(resume)) if self._world.is_main else "")
         with self._listing():
-            return self._checkpoints.reader.load(open_storage(self._world.broadcast(named)), *how)
+            return reader.load(open_storage(self._world.broadcast(named)), request)
 
     @contextmanager
     def _listing(self) -> Iterator[None]:
@@ -106,15 +117,6 @@ class Resume:
                 raise
             text = "\n".join([str(error), "", "all of it:", *error.lines, ""])
             raise UserError(error.message(_write_temporary(self._folder.path, text))) from error
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Add the time inside the block to the loading time.  Not collective."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds += time.perf_counter() - started
 
     def _is_restart(self, resume: str) -> bool:
         """Return whether the newest checkpoint here is from an attempt that was started with the same `resume`.
@@ -172,13 +174,14 @@ class Resume:
                 self._checkpoints.storage.quarantine(name, SUPERSEDED)
             later = []
         is_asked = self._config.checkpoint.resume == "none" and self.step is None
-        record = RECORD if begins and (is_asked or has_past) else ()
-        aside = self._folder.move_aside(*(f"checkpoints/{name}" for name in later), *record)
+        starts_over = begins and (is_asked or has_past)
+        names = [f"checkpoints/{name}" for name in later]
+        aside = self._folder.move_aside(names + list(RECORD if starts_over else ()))
         if aside is not None:
-            what = "earlier run" if record else f"checkpoints after step {step}"
+            what = "earlier run" if starts_over else f"checkpoints after step {step}"
             self._metrics.say(f"moved the {what} to {aside}")
-        if not is_running:
-            self.earlier_attempts.drop_wandb_identity()
+        if not is_running and self.earlier_attempts.copied_from():
+            self._folder.move_aside(["wandb"])  # it identifies the original in Weights & Biases
 
 
 def _write_temporary(folder: Path, text: str) -> str:
@@ -193,9 +196,123 @@ def _write_temporary(folder: Path, text: str) -> str:
     return ""
 
 
-def _report(found: RestoredCheckpoint) -> None:
-    for name, damage in found.damaged.items():
-        listed = "\n".join(f"  {line}" for line in damage)
-        warn(f"checkpoint {name} is damaged and was set aside:\n{listed}")
-    for warning in found.warnings:
-        warn(f"{found.path}: {warning}")
+# ---------------------------------------------------------------------------------------------------------------
+# Earlier attempts: what the records in the folder say, compared with its checkpoints
+
+
+METRICS, STATUS = "metrics.jsonl", "status.json"
+
+
+@dataclass(frozen=True)
+class RecordedProgress:
+    """The progress of earlier attempts according to their records."""
+
+    newest_saved: int | None = None
+    """The step of the newest checkpoint that was published or resumed from; None if there never was one."""
+    source_file: str = ""
+    """The file that mentions that checkpoint."""
+
+
+def read_recorded_progress(folder: Path) -> RecordedProgress:
+    """Return the progress that a run folder records; empty if there are no records."""
+    past = RecordedProgress()
+    with contextlib.suppress(OSError):
+        for record in read_kinds(folder / METRICS, "start", "checkpoint"):
+            if record["kind"] == "start":  # newer checkpoints were gone by then, or are superseded
+                past = RecordedProgress(_step(record.get("resumed_step")), METRICS)
+            else:
+                past = RecordedProgress(max(past.newest_saved or 0, _step(record.get("step")) or 0), METRICS)
+    status = read_status(folder)
+    step = _step(status.get("step"))
+    # If the run ended in order, or resumed at a step, that step was saved.  A custom loop ends as "closed" either way.
+    is_saved = status.get("state") in ("finished", "stopped", "running") and status.get("reason") != "closed"
+    if past.newest_saved is None and step and is_saved:
+        return RecordedProgress(step, STATUS)
+    return past
+
+
+def _step(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+class EarlierAttempts:
+    """The earlier attempts of the run in a folder, whose checkpoints are expected in `checkpoint_dir`.
+
+    A run whose checkpoints have disappeared must not silently start over, and a copy of a run must not touch the
+    checkpoints of the original.  So rank 0 compares the records in the folder with the checkpoints before anything is
+    written.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder, self._config = folder, folder.config
+        self.checkpoint_dir = self._config.checkpoint.dir or str(folder.path / "checkpoints")
+
+    def check_checkpoint_dir(self) -> None:
+        """Raise UserError if this folder is a copy of a run and would use the checkpoints of the original."""
+        if not self._folder.is_main or not (origin := self.copied_from()):
+            return
+        kept = stored_value(self._folder.previous_config or "", "checkpoint.dir")
+        if is_same_location(str(masked(self.checkpoint_dir)), str(kept) if kept else f"{origin}/checkpoints"):
+            rule = shared_checkpoints_rule(origin, self.checkpoint_dir, str(self._folder.path))
+            raise setting_error("checkpoint.dir", self._config.checkpoint.dir, rule)
+
+    def check(self, found: RestoredCheckpoint | None) -> None:
+        """Raise UserError if the run had checkpoints and has none now; warn if only the newest one is missing.
+
+        found: the checkpoint that `checkpoint.resume=auto` selected.
+        """
+        if not self._folder.is_main:
+            return
+        past = read_recorded_progress(self._folder.path)
+        if past.newest_saved is None:
+            return
+        if found is None:
+            raise UserError(self._nothing_found(past))
+        missing = name_of(past.newest_saved)
+        if found.manifest.step >= past.newest_saved or missing in found.damaged:
+            return
+        storage = open_storage(self.checkpoint_dir)
+        moved = [path.name for path in self._folder.path.glob(f"previous_*/{missing}")]
+        # Not missing if the run itself has quarantined or moved it, or did not choose it.
+        if not storage.is_published(missing) and not any(
+            missing in name for name in [*moved, *storage.quarantined_names()]
+        ):
+            warn(
+                f"{past.source_file} mentions a checkpoint of step {past.newest_saved}, but the newest in "
+                f"{self.checkpoint_dir} is from step {found.manifest.step}: resuming from there"
+            )
+
+    def is_copied(self, found: RestoredCheckpoint) -> bool:
+        """Return whether the checkpoint was written by another run that still exists."""
+        return _is_another(stored_value(found.config_yaml, "run.dir"), self._folder.path)
+
+    def copied_from(self) -> str | None:
+        """Return the folder of the run that this one is a copy of, or None if it is not a copy."""
+        stored = stored_value(self._folder.previous_config or "", "run.dir")
+        return str(stored) if _is_another(stored, self._folder.path) else None
+
+    def _nothing_found(self, past: RecordedProgress) -> str:
+        lines = [
+            f"checkpoint.resume=auto: there is no checkpoint in {self.checkpoint_dir}, but this run had one",
+            f"{past.source_file} in {self._folder.path} mentions one of step {past.newest_saved}",
+            *self._seen_elsewhere(),
+            "if the checkpoints are elsewhere, or on a disk that is not mounted: mount it, or set checkpoint.dir=WHERE",
+            "to resume from a specific one: checkpoint.resume=PATH",
+            "to start over: checkpoint.resume=none, which moves the files here to a folder previous_NNN",
+            "to train a new run instead: run.name=NAME",
+        ]
+        return "\n  ".join(lines)
+
+    def _seen_elsewhere(self) -> Iterator[str]:
+        run = self._folder.path
+        before = stored_value(self._folder.previous_config or "", "checkpoint.dir")
+        if before and not is_same_location(str(before), self.checkpoint_dir):
+            yield f"the previous attempt stored them in checkpoint.dir={before}"
+        for folder in (run / "checkpoints", run, *sorted(run.glob("previous_*"))):
+            steps = [] if is_same_location(str(folder), self.checkpoint_dir) else list_steps(open_storage(folder))
+            if steps:
+                yield f"{folder} holds one of step {steps[-1]}"
+
+
+def _is_another(stored_dir: object, here: Path) -> bool:
+    return isinstance(stored_dir, str) and is_another_run(stored_dir, here)

@@ -6,19 +6,21 @@ replicas that differ once never become equal again, and samples that two ranks r
 Not checked: custom loaders, which have no sample indices to compare; buffers, which may differ between ranks (saved
 ones are compared at the save); and models other than `Trainer.model`, such as a teacher or an average.
 
-The check changes nothing, draws no random numbers, and works for any recipe.
+The check changes nothing, draws no random numbers, and works for any recipe.  Two further checks run the model itself:
+context parallelism (`check_context`) and documents packed into one row (`check_documents`) must not change its loss.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import importlib.util
+import inspect
 import json
 import platform
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,16 +32,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from trainer.config import MeshShape, RunConfig, check_config
+from trainer.config import MeshShape, RunConfig, Slices, check_config
 from trainer.config.rules import check_requirements
-from trainer.data.loader import TrainLoader
+from trainer.data.loader import Batch, TrainLoader
+from trainer.data.source import as_mapping
 from trainer.distributed.channel import Channel
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError, setting_error
+from trainer.loss import IGNORE, find_loss
 from trainer.metrics.sinks import warn
-from trainer.model.gradients import reshard
+from trainer.model.gradients import evaluation_mode, replicas_of, reshard
 from trainer.model.parameters import tied_names
-from trainer.model.replicas import replicas_of
+from trainer.sequence import current_slices, sliced, whole
 
 DATA = "data"
 """Entry of `Trainer.exempt_from_selfcheck` that skips the check of the samples."""
@@ -196,7 +200,7 @@ def check_start(
     """Raise TrainingFailed on all ranks, with the problems of all of them.
 
     Every trainable parameter must be sharded over the last axis of `mesh` and replicated over the one before, or be
-    unsharded with its gradient averaged (`trainer.model.replicas`).  The shards must cover the parameter without
+    unsharded with its gradient averaged (`trainer.model.gradients`).  The shards must cover the parameter without
     overlap.  Replicas, and frozen unsharded parameters, must be bitwise equal.  `ties`, groups of names, must still be
     the same parameter.  The samples that the ranks read for the next step must be the global batch: each sample once,
     in order, or once for each rank that holds a slice of it.  `exempt`: patterns of parameter names to skip, and
@@ -234,7 +238,11 @@ def check_start(
             found.setdefault(problem, []).append(rank)
     lines = [f"{_ranks(ranks)}: {problem}" for problem, ranks in found.items()]
     if len({report.digest for report in reports}) > 1:
-        lines += _different_parameters(channel.gather({piece.name: piece.facts for piece in pieces}))
+        parameters: list[dict[str, str]] = channel.gather({piece.name: piece.facts for piece in pieces})
+        for name in dict.fromkeys(name for facts in parameters for name in facts):
+            values = [facts.get(name, "missing") for facts in parameters]
+            if len(set(values)) > 1:
+                lines.append(f"{name} is {_by_value(values)}; expected: the same on all")
     else:
         lines += _compare_pieces(pieces, np.stack([report.pieces for report in reports]))
     lines += _compare_data(reports, loader)
@@ -261,7 +269,7 @@ def _untied(model: nn.Module, ties: Sequence[Sequence[str]], exempt: Sequence[st
         for alias in aliases:
             # A name that no longer exists was removed on purpose.
             if {first, alias} <= names and alias not in home and not _matches(alias, exempt):
-                yield f"{alias} is a parameter of its own; expected: one with {first}, as the model was built"
+                yield f"{alias} is a separate parameter; expected: tied to {first}, as the model was built"
 
 
 def _examine(
@@ -329,14 +337,6 @@ def _checksum(piece: _Piece) -> int:
     return zlib.crc32(torch.cat(sums).cpu().numpy().tobytes())
 
 
-def _different_parameters(of_ranks: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    names = dict.fromkeys(name for facts in of_ranks for name in facts)
-    for name in names:
-        values = [facts.get(name, "missing") for facts in of_ranks]
-        if len(set(values)) > 1:
-            yield f"{name} is {_by_value(values)}; expected: the same on all"
-
-
 def _compare_pieces(pieces: Sequence[_Piece], tables: NDArray[np.int64]) -> Iterator[str]:
     """Yield inconsistencies between ranks.  tables: start, length and checksum by rank and parameter."""
     for number, piece in enumerate(pieces):
@@ -358,18 +358,14 @@ def _compare_pieces(pieces: Sequence[_Piece], tables: NDArray[np.int64]) -> Iter
                     f"expected: {piece.copies}"
                 )
             end = max(end, start + length)
-            yield from _compare_replicas(piece.name, ranks, tables[ranks, number, 2].tolist())
+            checksums: list[int] = tables[ranks, number, 2].tolist()
+            right = max(checksums, key=checksums.count)  # the majority; of two replicas, the first one
+            for rank, checksum in zip(ranks, checksums, strict=True):
+                if checksum != right:
+                    model = ranks[checksums.index(right)]
+                    yield f"rank {rank}: {piece.name} differs from its replica on rank {model}"
         if end != piece.total:
             yield f"all ranks: the pieces of {piece.name} end at row {end}; expected: {piece.total}"
-
-
-def _compare_replicas(name: str, ranks: Sequence[int], checksums: Sequence[int]) -> Iterator[str]:
-    # The majority is taken to be right; with two replicas, the first one.
-    right = max(checksums, key=checksums.count)
-    model = ranks[checksums.index(right)]
-    for rank, checksum in zip(ranks, checksums, strict=True):
-        if checksum != right:
-            yield f"rank {rank}: {name} differs from its replica on rank {model}"
 
 
 def _compare_data(reports: Sequence[_Report], loader: object) -> Iterator[str]:
@@ -406,3 +402,114 @@ def _order(order: tuple[int, int, int, str] | None) -> str:
 def _some(samples: NDArray[np.int64]) -> str:
     shown = ", ".join(map(str, samples[:4].tolist()))
     return f"[{shown}{', ...' if samples.size > 4 else ''}]"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Context parallelism: the loss on slices is that on complete sequences
+
+
+_MAX_SLICE_TOKENS = 32
+"""Largest number of tokens per slice in the test input."""
+
+_LOSS_TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-3}
+"""Relative tolerance of the loss, for a different order of summation.  It must be tight: freshly initialized weights
+hardly attend to anything, so that even restarting positions in each slice changes their loss by at most 2e-6."""
+
+
+def check_context(world: World, model: nn.Module, loader: object, config: RunConfig) -> None:
+    """Raise UserError on all ranks if the model's loss on slices differs from that on complete sequences.
+
+    A model that mixes or counts tokens outside `trainer.sequence` computes a different loss on slices of sequences, and
+    nothing in its loss curve shows that.  The check runs the model itself and works for any recipe.
+
+    The test input is the beginning of this rank's next sample; no gradients are computed.  A no-op without context
+    parallelism, or with a custom loader.  Collectives: those of two forward passes, and a gather of two numbers.
+    """
+    slices = current_slices()
+    if slices is None or not isinstance(loader, TrainLoader):
+        return
+    slices = replace(slices, seq_len=min(slices.seq_len, _MAX_SLICE_TOKENS * slices.count))
+    whole_batch, own_batch = world.agreed(lambda: _batches(loader, slices))
+    loss_of = find_loss(model)
+    # Eager, because compiling for these sizes would not help the run, which has other sizes.
+    with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
+        with sliced(None):
+            expected = float(loss_of(_on(whole_batch, world)))
+        with sliced(slices):
+            found = float(loss_of(_on(own_batch, world)))
+    tolerance = _LOSS_TOLERANCE[config.fsdp.param_dtype]
+    for rank, (one, other) in enumerate(world.gather((expected, found))):
+        if not abs(one - other) <= tolerance * abs(one):
+            rule = (
+                f"recipe {config.recipe.name!r} mixes or counts tokens outside trainer.sequence: the loss of "
+                f"rank {rank}'s part of {slices.seq_len} tokens is {one:.8g} in the whole and {other:.8g} in slices"
+            )
+            raise setting_error("mesh.context", slices.count, rule, 1)
+
+
+def _batches(loader: TrainLoader, slices: Slices) -> tuple[Batch, Batch]:
+    """Return the beginning of the next sample, with targets only in this rank's slice, and the slice itself.
+
+    Positions without a target, such as a prompt's, get their own token as target, so that every position counts.
+    """
+    batch = _with_targets(loader.first_tokens(slices.seq_len))
+    own = _with_targets(loader.first_tokens(slices.seq_len, slices))
+    kept = torch.full_like(batch["targets"], IGNORE)
+    for start, stop in slices.pieces:
+        kept[:, start:stop] = batch["targets"][:, start:stop]
+    return {**batch, "targets": kept}, own
+
+
+def _with_targets(batch: Batch) -> Batch:
+    return {**batch, "targets": torch.where(batch["targets"] == IGNORE, batch["tokens"], batch["targets"])}
+
+
+def _on(batch: Batch, world: World) -> Batch:
+    return {name: entry.to(world.device) for name, entry in batch.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Documents packed into one row do not attend to each other
+
+
+_DOCUMENT_LENGTH = 6
+"""Number of tokens of each test document."""
+
+_LOGIT_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
+"""Tolerance of the logits relative to the largest one, for a different order of summation.  Other dtypes have
+`_DEFAULT_LOGIT_TOLERANCE`."""
+_DEFAULT_LOGIT_TOLERANCE = 3e-2
+
+
+def check_documents(world: World, model: nn.Module, loader: object, config: RunConfig) -> None:
+    """Raise UserError on all ranks if documents share rows and the model lets them attend to each other.
+
+    A model that accepts document ids but ignores them trains on contexts that it will never see, and only its outputs
+    show that.  The check runs the model itself and works for any recipe.
+
+    The logits of a document must be the same after one document, after another one, and alone.  A no-op if documents do
+    not share rows, or with a custom loader.  Collectives: those of one forward pass of three short rows.
+    """
+    if not isinstance(loader, TrainLoader) or "documents" not in as_mapping(loader.source.batch(np.array([-1]))):
+        return
+    accepts_documents = "documents" in inspect.signature(model.forward).parameters
+    if not accepts_documents or _mixes(model, loader.source.vocab_size, world.device):
+        rule = f"model.name={config.model.name} lets documents in one row attend to each other"
+        raise setting_error("data.documents", "masked", rule, "apart")
+
+
+def _mixes(model: nn.Module, vocab_size: int, device: torch.device) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    one, two, tried = (torch.randint(vocab_size, (_DOCUMENT_LENGTH,), generator=generator) for _ in range(3))
+    tokens = torch.stack([torch.cat(pair) for pair in ((one, tried), (two, tried), (tried, one))]).to(device)
+    documents = torch.arange(2, device=device).repeat_interleave(_DOCUMENT_LENGTH).expand_as(tokens).contiguous()
+    # Eager, because compiling for these sizes would not help the run, which has other sizes.
+    with evaluation_mode(model), torch.compiler.set_stance("force_eager"), whole():
+        logits = model(tokens, documents=documents)
+    behind_one, behind_two, alone = (
+        logits[0, _DOCUMENT_LENGTH:],
+        logits[1, _DOCUMENT_LENGTH:],
+        logits[2, :_DOCUMENT_LENGTH],
+    )
+    largest = max(float((other - alone).abs().max()) for other in (behind_one, behind_two))
+    return not largest <= _LOGIT_TOLERANCE.get(logits.dtype, _DEFAULT_LOGIT_TOLERANCE) * float(alone.abs().max())

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.compatibility import tensor_differences
 from trainer.checkpoint.layout import StoredTensor
-from trainer.checkpoint.snapshot import Stateful
+from trainer.checkpoint.reader import tensor_differences
+from trainer.checkpoint.state_parts import Stateful, StatePart
 from trainer.data.loader import TrainLoader
 from trainer.distributed.channel import Channel
-from trainer.distributed.random_state import RandomState
 from trainer.errors import UserError
-from trainer.metrics.skips import SkipCounter
+from trainer.metrics.step_metrics import SkipCounter
 from trainer.model.parameters import for_checkpoint, local, num_writes, tied_names
 from trainer.optim.optimizer import Optimizer
 from trainer.weights.adapters import BASE, BaseWeights
@@ -65,7 +63,9 @@ class TrainState:
             "counters": _Counters(self),
             "skipped_updates": skips,
         }
+        """Parts that are the same on all ranks, or sharded (DTensors).  They can be restored on any mesh."""
         self.per_rank_parts: dict[str, Stateful] = {"random": random_state}
+        """Per-rank parts.  They are restored if the number of ranks is the same; otherwise those restart that can."""
         if base is not None:
             self.parts[BASE] = base
         self._known: list[object] = [model, *optimizer.parts, optimizer, skips, random_state]
@@ -73,6 +73,7 @@ class TrainState:
 
     @property
     def weights(self) -> dict[str, float]:
+        """Magnitude limit of each parameter, by key.  To be published, values must be finite and below it."""
         kept = self.parts["model"].state_dict()
         named = ((clean_name(name), parameter) for name, parameter in self.model.named_parameters())
         return {
@@ -87,6 +88,7 @@ class TrainState:
 
     @property
     def num_skipped(self) -> int:
+        """Number of consecutive steps skipped, the same on all ranks.  If it is above 0, the weights may be bad."""
         return self.skips.in_a_row
 
     def add(self, name: str, part: Any, per_rank: bool = False) -> None:
@@ -122,13 +124,6 @@ class TrainState:
         losses = {name: value for name, value in record.items() if name == "loss" or name.startswith("loss_")}
         self.evaluation = {k: v for k, v in losses.items() if isinstance(v, float) and math.isfinite(v)}
 
-    @contextmanager
-    def keeping_random_state(self) -> Iterator[None]:
-        """Restore the random state after the block, in which random numbers may be drawn."""
-        before = self.random.state_dict()
-        yield
-        self.random.load_state_dict(before)
-
     def leave_out(self, *things: object) -> None:
         """Exclude objects that need not be restored, for example because they are rebuilt from the configuration."""
         self._known += things
@@ -145,7 +140,10 @@ class TrainState:
         forgotten = {
             name: thing
             for name, thing in _attributes(self._owner)
-            if _has_state(thing) and id(thing) not in known and not self._is_constant(thing)
+            if not isinstance(thing, type)
+            and (_is_stateful(thing) or isinstance(thing, tuple(_GENERATORS)))
+            and id(thing) not in known
+            and not self._is_constant(thing)
         }
         if forgotten:
             kind = type(self._owner).__name__
@@ -194,10 +192,6 @@ def _is_stateful(thing: object) -> bool:
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
-def _has_state(thing: object) -> bool:
-    return not isinstance(thing, type) and (_is_stateful(thing) or isinstance(thing, tuple(_GENERATORS)))
-
-
 def _as_part(part: Any) -> Stateful:
     if isinstance(part, nn.Module):
         return ModelState(part)
@@ -223,7 +217,7 @@ _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] 
 }
 
 
-class _Generator:
+class _Generator(StatePart):
     def __init__(self, generator: Any, read: Callable[[Any], Any], write: Callable[[Any, Any], Any]) -> None:
         self._generator, self._read, self._write = generator, read, write
 
@@ -244,7 +238,7 @@ def clean_name(name: str) -> str:
     return name
 
 
-class ModelState:
+class ModelState(StatePart):
     """Parameters and persistent buffers by name, except those in `elsewhere`.
 
     A tied parameter appears once, under its first name.
@@ -279,9 +273,6 @@ class ModelState:
         own = {name: value for name, value in self.state_dict().items() if isinstance(value, torch.Tensor)}
         return list(tensor_differences(own, stored))
 
-    def prepare(self, stored: Mapping[str, StoredTensor]) -> None:
-        """Do nothing: all tensors already exist."""
-
     def may_differ(self, key: str) -> bool:
         """Return True for buffers, such as running means of the data that a rank has seen."""
         return key in {clean_name(name) for name, _ in self.model.named_buffers()}
@@ -298,7 +289,7 @@ def _algorithm(part: torch.optim.Optimizer) -> str:
     return getattr(type(part), "algorithm", type(part).__name__)
 
 
-class OptimizerState:
+class OptimizerState(StatePart):
     """The optimizer's moments by parameter name.  Hyperparameters come from the configuration, not the checkpoint.
 
     However, hyperparameters that the optimizer itself changed during training are state and are restored, except the
@@ -370,10 +361,6 @@ class OptimizerState:
             lines.append(f"optimizer: holds moments of parameters with another shape or dtype: {', '.join(others)}")
         return lines
 
-    def may_differ(self, key: str) -> bool:
-        """Return False: all ranks perform the same optimizer step."""
-        return False
-
     def prepare(self, stored: Mapping[str, StoredTensor]) -> None:
         """Allocate the moments that the checkpoint has, sharded like their parameters, and drop all others.
 
@@ -411,7 +398,7 @@ def _moment_like(parameter: torch.Tensor, group: Mapping[str, Any], field: str, 
     return torch.empty(stored.shape, dtype=stored.dtype, device=device if on_device else "cpu")
 
 
-class _Counters:
+class _Counters(StatePart):
     def __init__(self, state: TrainState) -> None:
         self.state = state
 
@@ -429,3 +416,43 @@ class _Counters:
         self.state.eval_pending = state.get("owes_evaluation", False)
         self.state.evaluation = state.get("evaluation", {})
         self.state.zero_after_end = state.get("zero_after_end", False)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Random states
+
+
+def seed_everything(seed: int, rank: int, step: int = 0) -> None:
+    """Seed Python, numpy and torch with a value that differs between ranks (and so does dropout)."""
+    mixed = int(np.random.SeedSequence([seed, rank, step] if step else [seed, rank]).generate_state(1)[0])
+    random.seed(mixed)
+    np.random.seed(mixed)
+    torch.manual_seed(mixed)
+
+
+class RandomState:
+    """The random states of this rank as one resumable object."""
+
+    def __init__(self, seed: int, rank: int) -> None:
+        self._seed, self._rank = seed, rank
+
+    def restart(self, step: int) -> None:
+        """Reseed at `step`, if this rank has no stored state, so that the first steps' noise does not repeat."""
+        seed_everything(self._seed, self._rank, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])

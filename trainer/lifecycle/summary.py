@@ -6,42 +6,40 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.disk_space import disk_space_warning
-from trainer.checkpoint.storage import Storage
+from trainer.checkpoint.retention import disk_space_warning
 from trainer.config import RunConfig
 from trainer.config.rules import compiles_blocks
 from trainer.config.schema import MODEL
 from trainer.data.loader import TrainLoader
-from trainer.data.mixed_source import MixedSource
+from trainer.data.mixture import MixedSource, describe_usage
+from trainer.data.opening import open_source
 from trainer.data.prompts import chat_end_ids, chat_prompt_tokens
 from trainer.data.source import SourceSubset
-from trainer.data.source_factory import open_source
 from trainer.data.stdlib import Split, gzip_bits_per_byte, held_out_text
 from trainer.data.tokenizer import tokenizer_of
-from trainer.data.usage import describe_usage
 from trainer.distributed.world import CONTEXT, REPLICATE, SHARD, World
 from trainer.errors import UserError
 from trainer.lifecycle.resume import Resume
-from trainer.lifecycle.state import TrainState
 from trainer.metrics.console import readable_bytes, readable_count, readable_duration
-from trainer.metrics.hub import Metrics
-from trainer.metrics.skips import SkipCounter
+from trainer.metrics.sinks import Metrics
 from trainer.metrics.stop_criterion import StopCriterion
 from trainer.model.gradients import evaluation_mode
 from trainer.model.parameters import count_parameters, count_trained_parameters
 from trainer.model.sample import generate_sample
 from trainer.optim.optimizer import training_bytes
 from trainer.plan.forecast import describe_choice
-from trainer.plan.search import Choice
 from trainer.recipe import module_to_allow
 from trainer.weights.adapters import BASE, REFERENCE, BaseWeights
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 
 def mesh_sizes(mesh: DeviceMesh, config: RunConfig) -> dict[str, int]:
@@ -58,22 +56,10 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def start_facts(
-    config: RunConfig,
-    world: World,
-    mesh: DeviceMesh,
-    model: nn.Module,
-    loader: object,
-    sizes: tuple[int, int],
-    resumed_step: int | None,
-    plan: str,
-    weights: str,
-) -> Mapping[str, str]:
-    """Return the entries of the start block by name, from `run` to `data`.
-
-    sizes: numbers of FSDP units, and of micro-batches per step on each rank.  weights: where the weights come from.
-    """
-    num_units, num_micro_batches = sizes
+def start_facts(trainer: Trainer) -> Mapping[str, str]:
+    """Return the entries of the start block by name, from `run` to `data`.  Makes the plan on rank 0, if need be."""
+    config, world, mesh, model, loader = trainer.config, trainer.world, trainer.mesh, trainer.model, trainer.loader
+    num_units, num_micro_batches, resumed_step = len(trainer.units), trainer.num_micro_batches, trainer.resume.step
     axes = zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True)
     context, method = config.context, config.mesh.context_method
     shared = f", {CONTEXT} {context} ({method}) inside {SHARD}" if context > 1 else ""
@@ -92,12 +78,12 @@ def start_facts(
         "run": f"{config.run.name} in {config.run.dir}{resumed}",
         "model": f"{', '.join(description)}, {readable_count(num_parameters)} parameters{trained}, "
         + (f"{num_units} FSDP units and the root" if is_sharded else "not sharded"),
-        "weights": weights,
+        "weights": _weights_facts(config, trainer.begun_from, trainer.resume, trainer.state.parts),
         "tokenizer": _tokenizer_facts(config, loader),
         "template": _template_facts(config),
         "mesh": " x ".join(f"{name} {size}" for name, size in axes) + f"{shared} on {device_name(world.device)}{talks}",
         "memory": f"{readable_bytes(held)} per rank for weights{reference}, gradients and optimizer",
-        "plan": plan,
+        "plan": trainer.forecast.sentence() if world.is_main else "",
         "step": f"{readable_count(config.step_tokens)} token positions: {num_rows} x {config.data.seq_len}, "
         f"{num_micro_batches} micro-batch{'es' * (num_micro_batches != 1)} of {micro_batch}"
         + (f" on each of {world.size} ranks" if world.size > 1 else ""),
@@ -105,7 +91,7 @@ def start_facts(
     }
 
 
-def weights_facts(config: RunConfig, begun_from: str, resume: Resume, parts: Mapping[str, object]) -> str:
+def _weights_facts(config: RunConfig, begun_from: str, resume: Resume, parts: Mapping[str, object]) -> str:
     """Describe where the trained weights come from, and any frozen base or reference weights.
 
     begun_from: the source of the initial weights, as `load_initial_weights` returned it.
@@ -172,61 +158,44 @@ def _data_facts(config: RunConfig, loader: object) -> str:
     return "\n".join([first, *([made] if made else []), *describe_usage(loader.usage_by_phase(config.train.steps))])
 
 
-def start_notes(choice: Choice | None, advice: str, changed: Sequence[str], unevaluated: str) -> list[str]:
-    """Return further lines to print at the start.
+def start_notes(trainer: Trainer, advice: Sequence[str], is_evaluated: bool) -> list[str]:
+    """Return further lines to print at the start, below the start block.
 
-    These are the plan's choice, advice from the profile, changed settings, and why a requested evaluation is missing.
+    These are the plan's choice, advice from optional features, settings that have changed since the checkpoint, and
+    warnings: there is no data for the evaluations that were asked for; future checkpoints do not fit on the disk.
     """
+    config, changed = trainer.config, trainer.resume.changed
     lines = ["configuration changed since:", *(f"  {line}" for line in changed)]
-    notes = (describe_choice(choice), advice, "\n".join(lines) if changed else "", unevaluated)
+    notes = [describe_choice(trainer.plan_choice), *advice, "\n".join(lines) if changed else ""]
+    if config.eval.every and not is_evaluated:
+        too_few = "data.holdout=0" if config.data.holdout == 0 else "there is too little data to divide"
+        notes.append(
+            f"warning: eval.every={config.eval.every}, but nothing is held out for evaluation ({too_few}): there will "
+            "be none; give data.eval_path, or set eval.every=0"
+        )
+    if trainer.world.is_main:
+        stored = trainer.state.parts["model"].state_dict()
+        weights = sum(t.numel() * t.element_size() for t in stored.values() if isinstance(t, torch.Tensor))
+        _, _, optimizer_bytes = training_bytes(trainer.model, config.optim, config.train.ema > 0)
+        num_shards = trainer.world.size // mesh_sizes(trainer.mesh, config)[REPLICATE]
+        num_bytes, steps_left = weights + optimizer_bytes * num_shards, config.train.steps - trainer.state.step
+        notes.append(disk_space_warning(trainer.room_in, config.checkpoint, num_bytes, steps_left))
     return [note for note in notes if note]
 
 
-def why_unevaluated(config: RunConfig, is_evaluated: bool) -> str:
-    """Return a warning if the user asked for evaluations but there is no data to evaluate on; otherwise empty."""
-    if not config.eval.every or is_evaluated:
-        return ""
-    too_few = "data.holdout=0" if config.data.holdout == 0 else "there is too little data to divide"
-    return (
-        f"warning: eval.every={config.eval.every}, but nothing is held out for evaluation ({too_few}): there will be "
-        "none; give data.eval_path, or set eval.every=0"
-    )
-
-
-def disk_space_notes(
-    config: RunConfig, world: World, mesh: DeviceMesh, model: nn.Module, state: TrainState, storage: Storage
-) -> list[str]:
-    """Return a warning if future checkpoints do not fit on the disk of `storage`; empty if they do."""
-    stored = state.parts["model"].state_dict()
-    weights = sum(t.numel() * t.element_size() for t in stored.values() if isinstance(t, torch.Tensor))
-    _, _, optimizer_bytes = training_bytes(model, config.optim, config.train.ema > 0)
-    num_shards = world.size // mesh_sizes(mesh, config)[REPLICATE]
-    steps_left = config.train.steps - state.step
-    lack = disk_space_warning(storage, config.checkpoint, weights + optimizer_bytes * num_shards, steps_left)
-    return [lack] if lack else []
-
-
-def start_record(
-    config: RunConfig,
-    world: World,
-    mesh: DeviceMesh,
-    model: nn.Module,
-    resume: Resume,
-    skips: SkipCounter,
-    loader: object,
-) -> Mapping[str, Any]:
+def start_record(trainer: Trainer) -> Mapping[str, Any]:
     """Return the fields of the start record.  For a custom loader it has no facts about the data."""
     return {
-        "world_size": world.size,
-        "mesh": mesh_sizes(mesh, config),
-        "parameters": count_parameters(model),
-        "trainable_parameters": count_trained_parameters(model),
+        "world_size": trainer.world.size,
+        "mesh": mesh_sizes(trainer.mesh, trainer.config),
+        "parameters": count_parameters(trainer.model),
+        "trainable_parameters": count_trained_parameters(trainer.model),
         "torch": torch.__version__,
-        "device": device_name(world.device),
-        "resumed_step": resume.step,
-        "load_s": resume.seconds,
-        "skipped": skips.total,
-        **(loader.source.facts if isinstance(loader, TrainLoader) else {}),
+        "device": device_name(trainer.world.device),
+        "resumed_step": trainer.resume.step,
+        "load_s": trainer.resume.seconds,
+        "skipped": trainer.state.skips.total,
+        **(trainer.loader.source.facts if isinstance(trainer.loader, TrainLoader) else {}),
     }
 
 
@@ -307,10 +276,10 @@ def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metr
     tokenizer, is_chat = tokenizer_of(config.data), config.data.source == "chat"
     prompt = _prompt_of_chat(config) if is_chat else [*tokenizer.start_ids, *tokenizer.encode("def ").tolist()]
     ends = chat_end_ids(config.data.tokenizer, config.data.chat_template) if is_chat else set()
-    sizes = config.log.sample_tokens, config.data.seq_len
+    num_tokens, seq_len = config.log.sample_tokens, config.data.seq_len
     compiles = compiles_blocks(config.train.compile, world.device.type)
     with evaluation_mode(model):
-        tokens = generate_sample(model, world, prompt, *sizes, compiles, ends)
+        tokens = generate_sample(model, world, prompt, num_tokens, seq_len, compiles, ends)
     if is_chat:
         metrics.say("\nsample answer from the model, to:\n", "bold")
         metrics.say(tokenizer.decode(prompt))

@@ -19,27 +19,30 @@ The watchdog uses no collectives and works for any model.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from trainer.config import RunConfig
 from trainer.distributed import exchange
 from trainer.distributed.channel import TimedStore
 from trainer.distributed.world import CONTEXT, World
 from trainer.errors import EXIT_FAILED, PeerFailed, print_stderr
-from trainer.lifecycle.flight_recorder import dump_record, progress_of, read_record
-from trainer.lifecycle.phases import IN_STEP
-from trainer.lifecycle.rank_status import RankStatus, find_stragglers, is_stuck, reason_of, table
-from trainer.metrics.observer import PhaseObserver
+from trainer.metrics.callbacks import Callback
 
 _POLL_S, _ASK_EVERY = 0.5, 4
 _ANSWER_S, _VERDICT_S, _GRACE_S, _SAVE_GRACE_S = 6.0, 15.0, 3.0, 60.0
@@ -49,7 +52,7 @@ _TIMED_OUT = "a collective has timed out"
 _IN_BACKGROUND = "a save in the background"
 
 
-class Watchdog:
+class Watchdog(Callback):
     """Tracks what this rank is doing, at the cost of setting two attributes per phase, and detects hangs.
 
     On rank 0 it calls the world's failure listeners, from the watching thread, to record the failure.
@@ -60,7 +63,8 @@ class Watchdog:
         self._save_limit_s = config.checkpoint.timeout_s
         self._save_stage: Callable[[], str] = str
         self.phase, self.since, self.num_phases_entered, self.step = "start", time.monotonic(), 0, 0
-        self.observers: list[PhaseObserver] = []
+        self.observers: list[Callable[[str], None]] = []
+        """Functions that are called with each phase that this rank enters, possibly from any thread."""
         self._round = 0
         """Number of completed reports; each report uses separate keys in the store."""
         self._armed: tuple[float, str, float] | None = None
@@ -78,8 +82,8 @@ class Watchdog:
         """Enter a phase."""
         self.phase, self.since = phase, time.monotonic()
         self.num_phases_entered += 1
-        for observer in self.observers:
-            observer.enter_phase(phase)
+        for observe in self.observers:
+            observe(phase)
 
     def begin_step(self, step: int) -> None:
         """Begin a step, in the phase `data`."""
@@ -235,8 +239,13 @@ class Watchdog:
                     self._world.announce_failure(PeerFailed(reason_of(why, statuses)))
                 store.set(self._key("verdict"), verdict)
                 if verdict != "go on":
+                    # The store ends with this process: the others would report its loss if they had not read it yet.
                     others = [status.rank for status in statuses if status.is_responding and status.rank != rank]
-                    _wait_until_set(store, [self._key(f"heard/{other}") for other in others])
+                    unheard, until = [self._key(f"heard/{other}") for other in others], time.monotonic() + _ANSWER_S
+                    with suppress(RuntimeError):
+                        while unheard and time.monotonic() < until:
+                            if unheard := [key for key in unheard if not store.check(key)]:
+                                time.sleep(0.1)
             else:
                 store.wait(self._key("verdict"), _VERDICT_S)
                 verdict = store.get(self._key("verdict"))
@@ -267,14 +276,15 @@ class Watchdog:
 
     def _end(self, reason: str, is_stuck: bool) -> NoReturn:
         """Record the failure, within a time limit, and exit."""
-        recording = threading.Thread(target=self._record, args=(reason,), daemon=True)
+
+        def record() -> None:
+            for listener in self._world.failure_listeners:
+                listener.give_up(reason)
+
+        recording = threading.Thread(target=record, daemon=True)
         recording.start()
         recording.join(_GRACE_S)
         self._leave(is_stuck)
-
-    def _record(self, reason: str) -> None:
-        for listener in self._world.failure_listeners:
-            listener.give_up(reason)
 
     def _leave(self, is_stuck: bool) -> NoReturn:
         """Exit this process, whose main thread may hang.  A save in flight may finish first, unless it is stuck."""
@@ -297,28 +307,32 @@ class Watchdog:
         stack, is_waiting = _lines(main), bool(self._timed_out) or _is_in_a_collective(main)
         progress = progress_of(read_record()) if why else None
         collectives = [] if progress is None else [progress.completed, progress.started, progress.enqueued]
-        if _is_waiting_for_the_device(main):
+        if main is not None and main.f_code.co_filename.endswith(_WAITS_FOR_DEVICE):
             phase, is_waiting = "device", True  # the host may already be in the next step
         if why.startswith(_IN_BACKGROUND):
             is_waiting = saving is None or _is_in_a_collective(saving)  # no saving frame: its part is done
             if saving is not None:
                 phase, since, stack = "save", self._saving_since or since, [self._save_stage(), *_lines(saving)]
                 is_within_limit = time.monotonic() < since + limit
-        elif saving is not None and _is_in_another_thread(main):
+        elif saving is not None and main is not None and main.f_code.co_filename == threading.__file__:
             is_waiting = _is_in_a_collective(saving)
             stack = [*stack, f"and the thread that saves, {self._save_stage()}, at", *_lines(saving)]
-        seconds = round(time.monotonic() - since, 1)
-        device = "" if progress is None else progress.waiting_for
-        own = (self._world.rank, phase, seconds, self.step, self.num_phases_entered, is_waiting, is_within_limit)
-        return RankStatus(*own, collectives=collectives, device=device, group=_group_of(main), stack=stack)
-
-
-def _wait_until_set(store: TimedStore, keys: Sequence[str]) -> None:
-    """Wait for the others to read the verdict: the store ends with this process, and they would report its loss."""
-    until = time.monotonic() + _ANSWER_S
-    with suppress(RuntimeError):
-        while (keys := [key for key in keys if not store.check(key)]) and time.monotonic() < until:
-            time.sleep(0.1)
+        frame = main
+        while frame is not None and frame.f_code.co_filename != exchange.__file__:
+            frame = frame.f_back
+        return RankStatus(
+            rank=self._world.rank,
+            phase=phase,
+            phase_s=round(time.monotonic() - since, 1),
+            step=self.step,
+            num_phases_entered=self.num_phases_entered,
+            is_waiting=is_waiting,
+            is_within_limit=is_within_limit,
+            stack=stack,
+            collectives=collectives,
+            device="" if progress is None else progress.waiting_for,
+            group="" if frame is None else CONTEXT,
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -345,24 +359,8 @@ def _is_in_a_collective(frame: FrameType | None) -> bool:
     return False
 
 
-def _group_of(frame: FrameType | None) -> str:
-    """Return `context` inside a collective of the context-parallel group, otherwise an empty string."""
-    while frame is not None and frame.f_code.co_filename != exchange.__file__:
-        frame = frame.f_back
-    return "" if frame is None else CONTEXT
-
-
-def _is_waiting_for_the_device(frame: FrameType | None) -> bool:
-    """Return whether the innermost frame waits for work queued on a GPU, where a collective may hang."""
-    return frame is not None and frame.f_code.co_filename.endswith(_WAITS_FOR_DEVICE)
-
-
 _WAITS_FOR_DEVICE = tuple(os.sep + os.path.join("torch", "cuda", name) for name in ("streams.py", "__init__.py"))
-
-
-def _is_in_another_thread(frame: FrameType | None) -> bool:
-    return frame is not None and frame.f_code.co_filename == threading.__file__
-
+"""Files whose functions wait for work queued on a GPU, where a collective may hang."""
 
 _OF_OPERATORS = ("_ops.py", "_compile.py", "_library/custom_ops.py", "_library/autograd.py", "_dynamo/eval_frame.py")
 _OF_TORCH = ("nn/modules/module.py", "autograd/function.py", *_OF_OPERATORS)
@@ -387,3 +385,208 @@ def _lines(frame: FrameType | None) -> list[str]:
             break
         frame = frame.f_back
     return lines[:_MAX_FRAMES][::-1]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Phases of a step, found by hooks so that custom train steps work too
+
+
+IN_STEP = ("data", "forward", "backward", "reduce", "optimizer")
+"""Phases of a step, in order.  Other phases: start, evaluate, save, profile and between steps."""
+
+
+def watch_phases(watchdog: Watchdog, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Register hooks on the model and the optimizers that report the phases of a step to the watchdog."""
+
+    def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
+        if watchdog.phase == "forward" and torch.is_grad_enabled():
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(in_backward)
+
+    def in_backward(gradient: torch.Tensor) -> None:
+        if watchdog.phase == "forward":
+            watchdog.enter("backward")
+            torch.autograd.Variable._execution_engine.queue_callback(after_backward)
+
+    def after_backward() -> None:
+        if watchdog.phase == "backward":
+            watchdog.enter("reduce")
+
+    def before_optimizer(*_: Any) -> None:
+        if watchdog.phase in IN_STEP:
+            watchdog.enter("optimizer")
+
+    # Before FSDP's hook, which all-gathers and waits.
+    model.register_forward_pre_hook(lambda module, inputs: watchdog.begin_forward(), prepend=True)
+    model.register_forward_hook(after_forward)
+    for optimizer in optimizers:
+        optimizer.register_step_pre_hook(before_optimizer)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What each rank is doing, which ranks the others wait for, and the table that shows it
+
+
+_MAX_ROWS = 32
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """The status of one rank."""
+
+    rank: int
+    phase: str
+    phase_s: float
+    """Time since the rank entered the phase."""
+    step: int
+    """The current step, or the last one."""
+    num_phases_entered: int
+    """Number of phases entered since the step began."""
+    is_waiting: bool
+    """True if the rank is in a collective, so that it waits for another rank."""
+    is_within_limit: bool = False
+    """True during a save, an evaluation or the writing of a profile that is still within its own time limit."""
+    is_responding: bool = True
+    stack: list[str] = field(default_factory=list)
+    """Stack of the main thread, and of the saving thread if the main thread waits for it."""
+    collectives: list[int] = field(default_factory=list)
+    """Numbers of collectives completed, started and enqueued on its GPU; empty without a GPU."""
+    device: str = ""
+    """Description of the collective that its GPU waits for."""
+    group: str = ""
+    """`context` if the rank is in a collective of its context-parallel group, otherwise empty."""
+
+
+def find_stragglers(statuses: Sequence[RankStatus]) -> list[RankStatus]:
+    """Return the ranks that the others wait for.
+
+    These are the ranks that do not answer; otherwise the ranks furthest behind among those outside collectives.  If all
+    ranks are in collectives, which then do not match, these are the ranks whose GPUs (on a CPU: whose step and phase)
+    are furthest behind.
+    """
+    silent = [status for status in statuses if not status.is_responding]
+    if silent:
+        return silent
+    busy = [status for status in statuses if not status.is_waiting]
+    if not busy and all(status.collectives for status in statuses):
+        slowest = min(status.collectives for status in statuses)
+        return [status for status in statuses if status.collectives == slowest]
+    busy = busy or [*statuses]
+    least = min((status.step, status.num_phases_entered) for status in busy)
+    return [status for status in busy if (status.step, status.num_phases_entered) == least]
+
+
+def is_stuck(statuses: Sequence[RankStatus]) -> bool:
+    """Return whether a save in flight cannot finish, so that no rank needs to wait for it.
+
+    Either the save itself has timed out, or a rank that others wait for does not answer.
+    """
+    late = find_stragglers(statuses)
+    return any(not status.is_responding or (status.phase == "save" and not status.is_within_limit) for status in late)
+
+
+def reason_of(why: str, statuses: Sequence[RankStatus]) -> str:
+    """Describe in one line which ranks are late, in which phase, and which limit has passed."""
+    late = find_stragglers(statuses)
+    ranks = ", ".join(str(status.rank) for status in late[:8]) + (", ..." if len(late) > 8 else "")
+    who = f"rank {ranks}" if len(late) == 1 else f"ranks {ranks}"
+    first = late[0]
+    if not first.is_responding:
+        return f"watchdog: {who} did not answer ({why})"
+    device = f", the device in {first.device}" if first.device else ""
+    return (
+        f"watchdog: {who} made no progress in {first.phase} of step {first.step} for {first.phase_s:g} s{device} "
+        f"({why})"
+    )
+
+
+def table(why: str, statuses: Sequence[RankStatus]) -> str:
+    """Return the table to print: one row per rank, with the late ranks marked, and the stacks of late ranks."""
+    late = find_stragglers(statuses)
+    rows = [*late, *(status for status in statuses if status not in late)]
+    lines = [reason_of(why, statuses), "     rank    step  phase            for"]
+    for row in sorted(rows[:_MAX_ROWS], key=lambda row: row.rank):
+        if not row.is_responding:
+            lines.append(f"  >> {row.rank:4}  does not answer")
+            continue
+        waits_for = f"waits for its {row.group} group" if row.group else "waits for others"
+        state = "late" if row in late else waits_for if row.is_waiting else ""
+        mark = ">>" if row in late else "  "
+        lines.append(f"  {mark} {row.rank:4}  {row.step:6}  {row.phase:15}  {row.phase_s:6.1f} s  {state}".rstrip())
+    if len(rows) > _MAX_ROWS:
+        lines.append(f"     and {len(rows) - _MAX_ROWS} more that are not late")
+    answering = [row for row in late[:4] if row.is_responding]
+    for row in answering:
+        lines += [f"rank {row.rank} is at", *(f"  {line}" for line in row.stack)]
+    if not answering:  # no stack of a late rank is known: show one of a waiting rank
+        for row in sorted((row for row in rows if row.is_waiting), key=lambda row: not row.group)[:1]:
+            lines += [f"rank {row.rank} waits at", *(f"  {line}" for line in row.stack)]
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# NCCL's flight recorder: in host memory, so that it can be read while the GPU hangs
+
+
+@dataclass(frozen=True)
+class CollectiveProgress:
+    """Numbers of collectives completed, started and enqueued by this rank, over all its process groups.
+
+    All ranks call the same collectives, so the numbers of different ranks can be compared.  `waiting_for` describes the
+    oldest unfinished collective.
+    """
+
+    completed: int
+    started: int
+    enqueued: int
+    waiting_for: str
+
+
+def has_record() -> bool:
+    """Return whether NCCL is in use in this process."""
+    return dist.is_nccl_available() and torch.cuda.is_initialized()
+
+
+def read_record() -> bytes:
+    """Return NCCL's record as JSON; empty if NCCL is not in use."""
+    if not has_record():
+        return b""
+    return bytes(_recorder()._dump_nccl_trace_json(includeCollectives=True, onlyActive=False))
+
+
+def _recorder() -> Any:
+    from torch._C import _distributed_c10d
+
+    return _distributed_c10d
+
+
+def progress_of(record: bytes) -> CollectiveProgress | None:
+    """Return the progress of the collectives in a record; None if the record does not contain it."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+        content = json.loads(record)
+        groups: Mapping[str, Mapping[str, Any]] = content["pg_status"]
+        completed, started, enqueued = (
+            sum(max(0, int(group[key])) for group in groups.values())
+            for key in ("last_completed_collective", "last_started_collective", "last_enqueued_collective")
+        )
+        unfinished = [entry for entry in content.get("entries", ()) if entry["state"] != "completed"]
+        waiting_for = ""
+        if unfinished:  # such as `all_gather number 12 of group 0 (default_pg)`
+            entry = unfinished[0]
+            name = str(entry["profiling_name"]).removeprefix("nccl:").lstrip("_")
+            group, *of = entry["process_group"]
+            waiting_for = f"{name} number {entry['collective_seq_id']} of group {group}"
+            waiting_for += f" ({of[0]})" if of and of[0] else ""
+        return CollectiveProgress(completed, started, enqueued, waiting_for)
+    return None
+
+
+def dump_record(folder: Path, rank: int) -> None:
+    """Dump the record, if there is one, into `folder`.  On a thread of its own, since the file system may hang.
+
+    Name and format are those of NCCL's own dumps, for `python -m torch.distributed.flight_recorder.fr_trace`.
+    """
+    if has_record():
+        with contextlib.suppress(OSError):
+            (folder / f"collectives_rank_{rank}").write_bytes(_recorder()._dump_nccl_trace(includeCollectives=True))

@@ -1,15 +1,26 @@
-"""Console output: a summary at the start, one line per logging interval, and a status bar on a terminal."""
+"""Console output: a summary at the start, one line per logging interval, and a status bar on a terminal.
+
+It goes to a screen (a terminal or plain lines), which writes to a stream that can neither stop nor block the run.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import io
 import math
+import os
+import queue
+import stat
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol, TextIO
 
-from trainer.errors import printable
+from trainer.errors import discard_stream, print_stderr, printable
+from trainer.files import content_of
 from trainer.metrics.record import Record, logged_names
-from trainer.metrics.screen import Screen
 from trainer.metrics.time_breakdown import KINDS
 
 _SMOOTHING = 0.7
@@ -46,7 +57,15 @@ class ConsoleSink:
             self._print(f"sample step {record.step:>5}  {record.prompt}", "bold")
             self._print(record.text)
         elif record.kind == "norms":
-            self._print_fitted([(0, f"norms step {record.step:>6}"), *_extremes(record)])
+            norms = [(norm, name) for name, norm in record.grad_norm.items() if norm is not None]
+            fields = [(0, f"norms step {record.step:>6}")]
+            if norms:
+                (least, lowest), (most, highest) = min(norms), max(norms)
+                fields += [(0, f"gradients {least:.3g} to {most:.3g}")]
+                fields += [(1, f"largest: {highest}"), (2, f"smallest: {lowest}")]
+            else:
+                fields.append((0, "not finite"))
+            self._print_fitted(fields)
         elif record.kind == "checkpoint":
             size = readable_bytes(record.bytes)
             self._print(f"saved step {record.step:>6}  {size} in {record.total_s:.1f} s", "blue")
@@ -143,15 +162,6 @@ def fitted(fields: Sequence[tuple[int, str]], width: int | None) -> str:
     return "  ".join(text for _, text in kept)
 
 
-def _extremes(record: Record) -> list[tuple[int, str]]:
-    """Return the smallest and largest gradient norms and their units as the fields of a line."""
-    norms = [(norm, name) for name, norm in record.grad_norm.items() if norm is not None]
-    if not norms:
-        return [(0, "not finite")]
-    (least, lowest), (most, highest) = min(norms), max(norms)
-    return [(0, f"gradients {least:.3g} to {most:.3g}"), (1, f"largest: {highest}"), (2, f"smallest: {lowest}")]
-
-
 def _shares(record: Record) -> str:
     """Format the time breakdown of a profile record."""
     update = f"{record.update_s:.3g} s per step under the profiler"
@@ -195,3 +205,180 @@ def readable_bytes(count: float) -> str:
         if count >= size:
             return f"{count / size:.2f} {unit}"
     return f"{count:.0f} B"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Screens: a terminal, or plain lines for a file or a pipe
+
+
+_INDENT = 14
+
+
+class Screen(Protocol):
+    """Displays console output.  Callers must sanitize all text, so that it contains no control characters."""
+
+    @property
+    def width(self) -> int | None:
+        """Maximum length of a line in columns, or None if unlimited."""
+        ...
+
+    def show_facts(self, facts: Mapping[str, str]) -> None:
+        """Show the summary at the start of the run."""
+
+    def show_line(self, text: str, style: str) -> None:
+        """Show a line.  `style` is a color, `bold` or empty; screens without styles ignore it."""
+
+    def show_progress(self, step: int, num_steps: int, note: str) -> None:
+        """Update the status bar, if there is one."""
+
+    def close(self) -> None:
+        """Remove the status bar, if there is one."""
+
+
+class PlainScreen:
+    """Writes plain lines of any length, without a status bar, to log files and pipes."""
+
+    width: int | None = None
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def show_facts(self, facts: Mapping[str, str]) -> None:
+        for name, value in facts.items():
+            self.show_line(f"{name:>{_INDENT - 2}}  {value}".replace("\n", "\n" + _INDENT * " "), "")
+
+    def show_line(self, text: str, style: str) -> None:
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def show_progress(self, step: int, num_steps: int, note: str) -> None:
+        """No-op: there is no status bar."""
+
+    def close(self) -> None:
+        """No-op: there is nothing to remove."""
+
+
+def find_screen(stream: TextIO) -> Screen:
+    """Return a `Terminal` if the stream is one, or if the environment asks to treat it as one, else a `PlainScreen`."""
+    if not (stream.isatty() or os.environ.get("FORCE_COLOR") or os.environ.get("TTY_COMPATIBLE") == "1"):
+        return PlainScreen(stream)
+    from trainer.metrics.terminal import Terminal  # imports rich, which other runs need not load
+
+    return Terminal.on(stream)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Streams that can neither stop nor block a run
+
+
+class NonBlockingStream(io.TextIOBase):
+    """A wrapper around a text stream that never blocks: if the stream is a pipe or a terminal, a thread writes to it.
+
+    The reader of a pipe or a terminal may exit (`| head`, a closed terminal), which makes the next write fail, or stop
+    reading (a pager, a suspended `tee`), which makes a write block forever.  Neither affects training.
+
+    Text is dropped silently while the reader is `_MAX_WAITING` writes behind, and if the reader has not caught up
+    `CLOSE_S` seconds after `close`.  After the reader has exited, all text is dropped, with a single warning on stderr.
+    """
+
+    CLOSE_S = 2.0
+    """Seconds that `close` waits for a reader that has stopped reading."""
+    _MAX_WAITING = 10_000
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._has_gone = False
+        self._waiting: queue.Queue[str | None] | None = None
+        self._thread: threading.Thread | None = None
+        if _may_block(stream):
+            self._waiting = queue.Queue(self._MAX_WAITING)
+            self._thread = threading.Thread(target=self._work, args=(self._waiting,), name="console", daemon=True)
+            self._thread.start()
+            atexit.register(self.close)
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if self._waiting is None:
+            self._put(text)
+        else:
+            with contextlib.suppress(queue.Full):
+                self._waiting.put_nowait(text)
+        return len(text)
+
+    def close(self) -> None:
+        """Flush the queued text, waiting at most `CLOSE_S`.  Later text is written directly if the reader kept up."""
+        if self._waiting is None or self._thread is None:
+            return
+        waiting, self._waiting = self._waiting, None
+        with contextlib.suppress(queue.Full):
+            waiting.put_nowait(None)
+            self._thread.join(self.CLOSE_S)
+        self._has_gone |= self._thread.is_alive()
+        atexit.unregister(self.close)
+
+    def _work(self, waiting: queue.Queue[str | None]) -> None:
+        while (text := waiting.get()) is not None:
+            self._put(text)
+
+    def _put(self, text: str) -> None:
+        if self._has_gone:
+            return
+        text = text.encode(self.encoding, "replace").decode(self.encoding)  # the encoding may be ASCII
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError) as error:  # ValueError: this process closed the stream
+            self._has_gone = True
+            discard_stream(self._stream)
+            print_stderr(f"warning: standard output was closed ({error}); the run continues without it")
+
+
+class LogFile(io.TextIOBase):
+    """An append-only log file.  Lines that cannot be written are dropped, and the run continues."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = None
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            if self._fd is None:
+                self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            os.write(self._fd, text.encode("utf-8", "replace"))
+        return len(text)
+
+    def move_to(self, path: Path) -> None:
+        """Continue in another file.  The text so far is copied, unless `path` is the same file, renamed."""
+        before, self._path = b"", path
+        with contextlib.suppress(OSError):
+            if self._fd is not None and not (path.exists() and os.path.samestat(path.stat(), os.fstat(self._fd))):
+                before = content_of(self._fd)
+        self.close()
+        if before:
+            self.write(before.decode("utf-8", "replace"))
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+def _may_block(stream: TextIO) -> bool:
+    """Return whether a write to the stream may block, which is not the case for regular files and in-memory streams."""
+    try:
+        return not stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+    except (OSError, ValueError):
+        return False

@@ -155,7 +155,10 @@ class TimeLedger:
         total.failures += bool(total.has_failed)
         started, load_s = _number(record, "started") or time, _number(record, "load_s")
         if total.until and self._reason != "finished":
-            between_s = _between_s(total, record, started)
+            # If both ran on the same machine without a reboot in between, changes of its clock are accounted for.
+            is_same = total.boot != "" and total.boot == record.get("boot")
+            was_set_s = _number(record, "booted") - total.booted if is_same else 0.0
+            between_s = max(0.0, started - total.until - was_set_s)
             total.between_s += between_s
             total.wall_s += between_s
             total.down_s += (between_s + max(0.0, time - started)) * total.has_failed
@@ -220,16 +223,6 @@ class TimeLedger:
         """Copy the save durations of earlier attempts, which start records do not carry."""
         self._saves.extend(earlier._saves)
         self._longest_save_s = max(self._longest_save_s, earlier._longest_save_s)
-
-
-def _between_s(before: Goodput, start: Mapping[str, Any], started: float) -> float:
-    """Return the seconds from the last record of an attempt to the start of the next process.
-
-    If both ran on the same machine without a reboot in between, the result accounts for changes of the system clock.
-    """
-    is_same = before.boot != "" and before.boot == start.get("boot")
-    was_set_s = _number(start, "booted") - before.booted if is_same else 0.0
-    return max(0.0, started - before.until - was_set_s)
 
 
 def find_goodput(records: Iterable[Mapping[str, Any]]) -> Goodput:

@@ -13,17 +13,19 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainer.config import RunConfig
 from trainer.files import replacing
-from trainer.metrics.hub import Metrics
-from trainer.metrics.observer import Phases
+from trainer.metrics.callbacks import Callback
 from trainer.metrics.record import Record
-from trainer.metrics.sinks import warn
+from trainer.metrics.sinks import Metrics, warn
 from trainer.metrics.time_breakdown import KINDS, PHASE, STEP, Timeline, find_events
+
+if TYPE_CHECKING:
+    from trainer.lifecycle.watchdog import Watchdog
 
 _MAX_ALLOCATIONS = 100_000
 """Number of most recent allocations and frees in a memory snapshot; torchtitan uses the same number."""
@@ -31,8 +33,8 @@ _ROW = 2**31 - 1
 """Row of the phases in the trace: the id of a nonexistent thread."""
 
 
-class Profile:
-    """Context manager that profiles the steps of `log.profile_steps` on rank 0 and on the ranks in `log.profile_ranks`.
+class Profile(Callback):
+    """Profiles the steps of `log.profile_steps` on rank 0 and on the ranks in `log.profile_ranks`.
 
     It does nothing in other steps and on other ranks.  It calls no collectives: while a profile is being written, the
     other ranks wait in their next collective.  Files are named by steps and rank and are written atomically; failing to
@@ -40,8 +42,11 @@ class Profile:
     is the trace after an error on CUDA, because the device may never finish its queued work.
     """
 
-    def __init__(self, config: RunConfig, rank: int, device: torch.device, metrics: Metrics, phases: Phases) -> None:
-        self._config, self._rank, self._device, self._metrics, self._phases = config, rank, device, metrics, phases
+    def __init__(
+        self, config: RunConfig, rank: int, device: torch.device, metrics: Metrics, watchdog: Watchdog
+    ) -> None:
+        self._config, self._rank, self._device, self._metrics = config, rank, device, metrics
+        self._watchdog = watchdog
         self._first, self._last = config.log.profile_steps or (0, -1)
         self._takes_part = rank in (0, *config.log.profile_ranks)
         self._recording: _Recording | None = None
@@ -57,11 +62,8 @@ class Profile:
             return f"{asked}: no profile, because the run ends before, at step {self._config.train.steps}"
         return f"{asked}: trace only; memory snapshots need CUDA" if self._device.type != "cuda" else ""
 
-    def __enter__(self) -> Profile:
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        self._finish(has_failed=error is not None and error is not GeneratorExit)
+    def end_loop(self, has_failed: bool) -> None:
+        self._finish(has_failed)
 
     def begin_step(self, step: int) -> None:
         """Start recording if `step` is to be profiled."""
@@ -86,7 +88,7 @@ class Profile:
             warn("log.profile_steps: no profile, because another profiler is already running")
             self._takes_part = False
             return
-        with self._phases.during("profile"):
+        with self._watchdog.during("profile"):
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # keep earlier kernels out of the profile
             try:
@@ -95,16 +97,16 @@ class Profile:
                 warn(f"log.profile_steps: the profiler cannot start: {error}")
                 self._takes_part = False
                 return
-        self._phases.observers.append(self._recording)
+        self._watchdog.observers.append(self._recording.enter_phase)
 
     def _finish(self, has_failed: bool = False) -> None:
         if self._recording is None:
             return
         recording, self._recording = self._recording, None
-        self._phases.observers.remove(recording)
+        self._watchdog.observers.remove(recording.enter_phase)
         if threading.get_ident() != recording.thread:
             return  # a generator was finalized on another thread, which cannot stop the profiler
-        with self._phases.during("profile"):
+        with self._watchdog.during("profile"):
             try:
                 record = recording.write(self._config.run_dir / "profile", self._rank, has_failed)
             except (OSError, RuntimeError, ValueError) as error:

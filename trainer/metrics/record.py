@@ -1,8 +1,9 @@
-"""Metrics records (the fields of one line of `metrics.jsonl`), and functions that read them back."""
+"""Metrics records (the fields of one line of `metrics.jsonl`), functions that read them back, and the run's clock."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -107,3 +108,41 @@ def _parse(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) else None
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The clock of a run
+
+
+def uptime() -> float:
+    """Return the seconds since this machine booted, including time in suspend.  Monotonic."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+def find_boot() -> str:
+    """Return an identifier of the current boot, or an empty string if the system provides none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+class Clock:
+    """The clock of one attempt: seconds since the Unix epoch, unaffected by adjustments of the system clock.
+
+    It reads the system clock once and measures time with a monotonic clock from then on.  The boot is recorded as well,
+    so that the next attempt on the same machine knows the elapsed time even if the system clock was changed in between.
+    """
+
+    def __init__(self) -> None:
+        self.boot = find_boot()
+        self.booted = time.time() - uptime()
+        """Boot time in seconds since the epoch, according to the system clock when this object was created."""
+
+    def now(self) -> float:
+        """Return the current time in seconds since the epoch."""
+        return self.at(uptime())
+
+    def at(self, uptime_s: float) -> float:
+        """Return the time at which the machine had been up for `uptime_s` seconds."""
+        return self.booted + uptime_s

@@ -1,11 +1,12 @@
 """Sinks for metrics records: `metrics.jsonl`, `samples.txt`, TensorBoard and Weights & Biases.
 
-The console sink is in `console.py`.
+`Metrics` creates those of a run and sends each record to all of them.  The console sink is in `console.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -17,14 +18,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO, cast
 
 from trainer.config import RunConfig
 from trainer.errors import masked_argument, print_stderr, redact, setting_error
 from trainer.files import append_and_sync, content_of, write_atomically
-from trainer.metrics.goodput import TimeLedger
-from trainer.metrics.record import Record, read_lines
-from trainer.metrics.stream import LogFile
+from trainer.metrics.console import ConsoleSink, LogFile, NonBlockingStream, PlainScreen, find_screen
+from trainer.metrics.goodput import RunHistory, TimeLedger
+from trainer.metrics.record import Clock, Record, read_lines
 
 
 class Sink(Protocol):
@@ -41,7 +42,7 @@ class Sink(Protocol):
 class JsonLines:
     """`metrics.jsonl`: one JSON object per line, appended and written immediately.
 
-    A resumed run first drops the lines past its checkpoint that it will write again (the kinds in `_MADE_ANEW`).
+    A resumed run first drops the lines past its checkpoint that it will write again (the kinds in `_WRITTEN_AGAIN`).
     Dropped lines are appended to `metrics_superseded.jsonl`, and the rest is rewritten atomically, so a crash leaves
     either the old or the new file.  `lost_steps` and `before` are computed before any lines are dropped.
     """
@@ -91,7 +92,10 @@ class JsonLines:
     def write(self, record: Record) -> None:
         """Append the record.  If the disk is full or unavailable, keep the line in memory and retry later."""
         had_failed = bool(self._unwritten)
-        self._unwritten += json.dumps(_finite(record)).encode() + b"\n"
+        # Without secrets, and with None in place of non-finite numbers, which JSON lacks.
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        line = {k: redact(v) if isinstance(v, str) and k != "kind" else v for k, v in finite.items()}
+        self._unwritten += json.dumps(line).encode() + b"\n"
         try:
             self._put_back(_DELETED_FOR_S)
             self._flush()
@@ -160,17 +164,11 @@ _DELETED_FOR_S = 1.0
 SUPERSEDED = "metrics_superseded.jsonl"
 """File for the lines that a resume removed from the metrics because the run was going to write them again."""
 
-_MADE_ANEW = ("train", "eval", "profile", "sample", "norms")
+_WRITTEN_AGAIN = ("train", "eval", "profile", "sample", "norms")
 
 
 def _stays(record: Mapping[str, Any], resumed_step: int) -> bool:
-    return record.get("kind") not in _MADE_ANEW or record["step"] <= resumed_step
-
-
-def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record with None in place of non-finite numbers, which JSON lacks, and with secrets redacted."""
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-    return {k: redact(v) if isinstance(v, str) and k != "kind" else v for k, v in finite.items()}
+    return record.get("kind") not in _WRITTEN_AGAIN or record["step"] <= resumed_step
 
 
 class SampleFile:
@@ -250,20 +248,14 @@ class WandB:
         if self._thread.is_alive():
             self._is_given_up = True
             self._warn(f"Weights & Biases did not finish within {self.FINISH_S:.0f} s; the run ends without it")
-            self._kill_service()
+            # The client offers no other way to stop its service process at this point, which would otherwise outlive
+            # this process by up to a minute while it retries.  The data remains in the run folder for `wandb sync`.
+            for service in _services() - self._others:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(service, signal.SIGKILL)
             ending = threading.Thread(target=self._tear_down, name="wandb-teardown", daemon=True)
             ending.start()
             ending.join(self._TEARDOWN_S)
-
-    def _kill_service(self) -> None:
-        """Kill the service process that the client started, which would otherwise outlive this process by up to a
-        minute while it retries.
-
-        The client offers no other way to stop it at this point.  The data remains in the run folder for `wandb sync`.
-        """
-        for service in _services() - self._others:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(service, signal.SIGKILL)
 
     def _tear_down(self) -> None:
         """Remove the client's exit hook, which would wait for the service at interpreter exit."""
@@ -348,3 +340,127 @@ def _numbers(record: Record) -> dict[str, float]:
 def warn(message: str) -> None:
     """Print a warning to stderr."""
     print_stderr(f"warning: {message}")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# All sinks of a run
+
+
+LOG = "console.log"
+"""Copy of the console output in the run folder."""
+SAMPLES = "samples.txt"
+"""File in the run folder for the samples generated from `log.prompts`."""
+
+
+class Metrics:
+    """The sinks of a run.  Only rank 0 has sinks; on other ranks, calls write nothing."""
+
+    def __init__(self, config: RunConfig, is_main: bool) -> None:
+        self._config = config
+        self.clock = Clock()
+        self.console: ConsoleSink | None = None
+        """The console, or None on ranks other than 0."""
+        if is_main:
+            stream = cast(TextIO, NonBlockingStream(sys.stdout))
+            self.console = ConsoleSink(config.train.steps, find_screen(stream), stream.close)
+        self._log: ConsoleSink | None = None
+        self._log_file: LogFile | None = None
+        self._sinks: list[Sink] = []
+        self._ledger = TimeLedger()
+        self.before: dict[str, Any] = {}
+        """Fields of the start record about earlier attempts (lost steps, where the time went) and about the clock of
+        this attempt."""
+        self.latest: dict[str, Record] = {}
+        """The last record of each kind.  Empty on ranks other than 0."""
+        self.wandb_id: str | None = None
+        """ID of the run in Weights & Biases, or None before one exists.  The same on all ranks, and saved in
+        checkpoints so that every attempt continues the same W&B run."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"wandb_id": self.wandb_id}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.wandb_id = state["wandb_id"]
+
+    def open(self, path: Path, resumed_step: int) -> None:
+        """Open all sinks, including the metrics file at `path`, for a run that continues after `resumed_step`."""
+        if self.console is None:
+            return
+        file = JsonLines(path, resumed_step)
+        before = dataclasses.asdict(file.before) if file.before.num_attempts else None
+        clock = {"boot": self.clock.boot, "booted": self.clock.booted}
+        self.before = {"lost_steps": file.lost_steps, "before": before, **clock}
+        self._ledger.remember(file.ledger)
+        kept = self._log_file = LogFile(path.parent / LOG)
+        self._log = ConsoleSink(self._config.train.steps, PlainScreen(cast(TextIO, kept)), kept.close)
+        self._log.say(f"-- {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        self._sinks = [file, self.console, self._log]
+        if self._config.log.prompts:
+            self._sinks.append(SampleFile(path.parent / SAMPLES))
+        if self._config.log.tensorboard:
+            self._sinks.append(TensorBoard(path.parent / "tensorboard", resumed_step))
+        if self._config.log.wandb != "off":
+            sink = WandB(self._config, warn, self.wandb_id)
+            self.wandb_id = sink.id
+            self._sinks.append(sink)
+
+    def go_back(self, step: int) -> None:
+        """Drop the lines past `step` from the metrics file, because those steps will be repeated.
+
+        The other sinks show the repeated steps twice.
+        """
+        for sink in self._sinks:
+            if isinstance(sink, JsonLines):
+                sink.go_back(step)
+
+    def move_to(self, folder: Path) -> None:
+        """Continue the files in another folder, because their folder was renamed or deleted.
+
+        Their contents are preserved.  TensorBoard event files and W&B's local files are not moved.
+        """
+        for sink in self._sinks:
+            if isinstance(sink, (JsonLines, SampleFile)):
+                sink.move_to(folder)
+        if self._log_file is not None:
+            self._log_file.move_to(folder / LOG)
+
+    def write(self, record: Record) -> Record:
+        """Send the record to all sinks, with a `time` field added (seconds since the epoch).
+
+        Returns the record without that field.
+        """
+        if self._sinks:
+            stamped = self.latest[record.kind] = Record(**record, time=self.clock.now())
+            self._ledger.add(stamped)
+            for sink in self._sinks:
+                sink.write(stamped)
+        return record
+
+    def experience(self) -> RunHistory:
+        """Return the history of saves and failures over all attempts.  Empty on ranks other than 0."""
+        return self._ledger.experience()
+
+    def totals(self) -> dict[str, Any]:
+        """Return the breakdown of wall time over all attempts, which is added to the end record."""
+        self._ledger.add(Record(time=self.clock.now()))
+        return self._ledger.total().fields()
+
+    def start(self, facts: Mapping[str, str]) -> None:
+        for console in self._consoles():
+            console.start(facts)
+
+    def say(self, text: str, style: str = "") -> None:
+        for console in self._consoles():
+            console.say(text, style)
+
+    def _consoles(self) -> list[ConsoleSink]:
+        return [console for console in (self.console, self._log) if console is not None]
+
+    def progress(self, step: int) -> None:
+        if self.console is not None:
+            self.console.progress(step)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+        self._sinks, self._log, self._log_file = [], None, None

@@ -8,28 +8,29 @@ arrive on the host.
 from __future__ import annotations
 
 import math
+import resource
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 
-from trainer.config import RunConfig
 from trainer.data.loader import TrainLoader
 from trainer.data.source import Source
-from trainer.data.transfer import HostScalars
+from trainer.data.transfer import HostScalars, stack_scalars
 from trainer.distributed.world import World
-from trainer.errors import TrainingFailed
-from trainer.metrics.hub import Metrics
-from trainer.metrics.logged_sums import Amount, Fields, LoggedSums
-from trainer.metrics.observer import Phases, StepObserver
+from trainer.errors import TrainingFailed, UserError
+from trainer.metrics.devices import find_device
 from trainer.metrics.record import EVAL_FIELDS, TRAIN_FIELDS, Record
-from trainer.metrics.skips import SkipCounter
-from trainer.metrics.step_timer import StepMeans, StepTimer, peak_flops, peak_memory_gib
-from trainer.metrics.stop_criterion import StopCriterion
+
+if TYPE_CHECKING:
+    from trainer.lifecycle.assembly import TrainingRun
 
 
 class Update:
@@ -86,36 +87,16 @@ class _Queued:
     """The record to write once the step has been counted, or None if no line is due."""
 
 
-class Progress(Protocol):
-    """The counters of a run."""
-
-    step: int
-    tokens: int
-
-
 class StepMetrics:
     """Times each step, counts good and skipped steps, and writes their records.  Runs identically on all ranks."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        world: World,
-        metrics: Metrics,
-        skips: SkipCounter,
-        horizon: StopCriterion,
-        phases: Phases,
-        observers: Sequence[StepObserver],
-        loader: object,
-        on_time: Callable[[float, bool], None],
-    ) -> None:
-        """`on_time(seconds, is_profiled)` is called once the duration of a step is known; `is_profiled` is True if a
-        profiler slowed the step down.
-        """
-        self._config, self._world, self._metrics = config, world, metrics
-        self._skips, self._phases, self._observers, self._loader = skips, phases, observers, loader
-        self._on_time = on_time
-        self.horizon = horizon
-        self.reads_late = world.device.type != "cpu"
+    def __init__(self, run: TrainingRun, loader: object) -> None:
+        """`loader`: the training data; epochs are recorded if it is a TrainLoader."""
+        self._config, self._world, self._state, self._metrics = run.config, run.world, run.state, run.metrics
+        self._skips, self._watchdog, self._checkpoints = run.state.skips, run.watchdog, run.checkpoints
+        self._callbacks, self._forecast, self._loader = run.callbacks, run.forecast, loader
+        self.horizon = run.horizon
+        self.reads_late = run.world.device.type != "cpu"
         """True if the numbers of a step are read, and its line written, only after the next step has been queued.  The
         same on all ranks."""
         self.productive_s = 0.0
@@ -131,7 +112,7 @@ class StepMetrics:
         """The last measured step and the time at which it ended."""
         self.pending: _Queued | None = None
         """The step that has not been counted yet, if any."""
-        self._logged, self._logged_aside = LoggedSums(world, TRAIN_FIELDS), LoggedSums(world, EVAL_FIELDS)
+        self._logged, self._logged_aside = LoggedSums(run.world, TRAIN_FIELDS), LoggedSums(run.world, EVAL_FIELDS)
         self.restart()
 
     def restart(self) -> None:
@@ -145,29 +126,29 @@ class StepMetrics:
     # -- one step ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def step(self, progress: Progress) -> Iterator[None]:
+    def step(self) -> Iterator[None]:
         """Measure one step.  Inside the block, get the micro-batches from `take` and finish the step with `record`."""
-        step = progress.step + 1
-        for observer in self._observers:
-            observer.begin_step(step)
+        step = self._state.step + 1
+        self._checkpoints.begin_step(step)
+        for callback in self._callbacks:
+            callback.begin_step(step)
         self._started = time.perf_counter()
         yield
-        for observer in reversed(self._observers):
-            observer.end_step(step)
+        for callback in reversed(self._callbacks):
+            callback.end_step(step)
+        self._checkpoints.end_step(step)
 
-    def take(self, batches: Iterator[Any], number: int, step: int) -> list[Any]:
-        """Return the micro-batches of `step`.  Raises TrainingFailed if the loader is exhausted."""
+    def take(self, batches: Iterator[Any], number: int) -> list[Any]:
+        """Return the micro-batches of the step.  Raises TrainingFailed if the loader is exhausted."""
         taken = list(islice(batches, number))
         if len(taken) < number:
-            raise TrainingFailed(f"step {step}: the loader from build_loader ended; it must be endless")
+            raise TrainingFailed(f"step {self._state.step + 1}: the loader from build_loader ended; it must be endless")
         self._data_s = time.perf_counter() - self._started
-        self._phases.enter("forward")
+        self._watchdog.enter("forward")
         return taken
 
-    def record(
-        self, update: Update, progress: Progress, lr: float, flops_per_token: Callable[[], float], is_last: bool
-    ) -> Record:
-        """Finish the step that `progress` has just completed and return its record.
+    def record(self, update: Update, lr: float, flops_per_token: Callable[[], float], is_last: bool) -> Record:
+        """Finish the step that the state has just counted and return its record.
 
         If a line is due, the record is also written: immediately, or, if `reads_late`, once the step's numbers have
         been read.  `flops_per_token` walks all modules of the model, so it is called only when `mfu` is read.
@@ -175,7 +156,7 @@ class StepMetrics:
         Collective if a line is due: one small CPU all-reduce, plus those of `LoggedSums.take`.  Raises TrainingFailed
         on all ranks after too many consecutive skipped steps.
         """
-        step = progress.step
+        step = self._state.step
         is_needed = step == 1 or self.horizon.may_end_at(step) or is_last
         is_line = is_needed or self._config.log.due(step)
         self.settle()
@@ -187,7 +168,7 @@ class StepMetrics:
             mine = (peak_memory_gib(self._world.device), *self._logged.news())
             self._memory_gib, *news = self._world.max(mine)
             logged = self._logged.take(news)
-        record = self._train_record(queued, progress, lr, flops_per_token, logged)
+        record = self._train_record(queued, lr, flops_per_token, logged)
         queued.line, queued.closed_at = record if is_line else None, time.perf_counter()
         self._metrics.progress(step)
         # Evaluation and saving are timed separately: settle this step first so that their times do not include it and
@@ -207,12 +188,12 @@ class StepMetrics:
             ended_at = update.ended_at(*self._ended) or queued.closed_at
             queued.seconds = ended_at - max(queued.began_at, self._ended[1])
             self._ended = update, ended_at
-            self._meter.count(queued.seconds, queued.data_s, update.num_targets, queued.is_profiled)
-            self._meter.count_loss(update.loss, update.skipped)
+            loss = None if update.skipped else update.loss
+            self._meter.count(queued.seconds, queued.data_s, update.num_targets, queued.is_profiled, loss)
             queued.means = self._meter.read()
             self.step_s = queued.seconds if self._num_steps else 0.0
             self._num_steps += 1
-            self._on_time(queued.seconds, queued.is_profiled)
+            self._forecast.count(queued.seconds, queued.is_profiled)
         return queued.means
 
     def settle(self) -> None:
@@ -237,20 +218,6 @@ class StepMetrics:
         """Gradient norm of the last step before clipping.  Waits for the device."""
         return math.nan if self._latest is None else self._latest.grad_norm
 
-    @property
-    def in_streak(self) -> bool:
-        """True if the most recent step was skipped."""
-        return self._skips.in_a_row > 0
-
-    @property
-    def good_until(self) -> int | None:
-        """The last good step if too many steps have been skipped since, otherwise None."""
-        return self._skips.failed_since
-
-    def check_end(self, step: int) -> None:
-        """Raise TrainingFailed if the run ends at `step` and its last steps were skipped."""
-        self._skips.check_end(step)
-
     def discard(self) -> None:
         """Drop the pending step and the fields logged for the next line, after an earlier checkpoint was loaded."""
         if self.pending is not None:
@@ -274,23 +241,16 @@ class StepMetrics:
         finally:
             self._logged, self._logged_aside = self._logged_aside, self._logged
 
-    def _train_record(
-        self,
-        queued: _Queued,
-        progress: Progress,
-        lr: float,
-        flops_per_token: Callable[[], float],
-        logged: Fields,
-    ) -> Record:
+    def _train_record(self, queued: _Queued, lr: float, flops_per_token: Callable[[], float], logged: Fields) -> Record:
         update, skipped_before = queued.update, self._skips.total
         return Record(
             kind="train",
-            step=progress.step,
+            step=queued.step,
             loss=lambda: update.loss,
             mean_loss=lambda: self._measured(queued).loss,
             grad_norm=lambda: update.grad_norm,
             lr=lr,
-            tokens=progress.tokens,
+            tokens=self._state.tokens,
             tokens_per_s=lambda: self._measured(queued).tokens_per_s,
             step_s=lambda: self._measured(queued).step_s,
             data_s=lambda: self._measured(queued).data_s,
@@ -330,3 +290,233 @@ class StepMetrics:
             return None
         tokens = self._config.step_tokens
         return flops_per_token() * tokens / step_s / (peak * self._world.size)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Timing
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return the device's peak bf16 FLOP/s, or None if it is unknown (CPUs, unlisted GPUs)."""
+    if device.type != "cuda":
+        return None
+    sheet = find_device(torch.cuda.get_device_name(device))
+    return None if sheet is None else sheet.bf16_flops
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Return the peak memory of this process: allocated on the GPU or, without a GPU, resident in host memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return _peak_resident() / 2**30
+
+
+def resident_gib() -> float:
+    """Return the resident host memory of this process, or its peak if the system does not report the current value."""
+    return (_read_status("VmRSS") or _peak_resident()) / 2**30
+
+
+def _peak_resident() -> int:
+    """Return the peak resident memory in bytes.
+
+    Prefers /proc, because the value from getrusage may be that of the program that started this one.
+    """
+    if (most := _read_status("VmHWM")) is not None:
+        return most
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def _read_status(name: str) -> int | None:
+    """Return the value of a line of Linux's /proc/self/status in bytes, or None if it is unavailable."""
+    with suppress(OSError), open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+@dataclass
+class StepMeans:
+    """Means over a number of steps."""
+
+    step_s: float
+    data_s: float
+    tokens_per_s: float
+    """Target tokens per second."""
+    loss: float
+    """Mean loss over the steps that were not skipped, or NaN if there are none."""
+
+
+@dataclass
+class _Totals:
+    number: int = 0
+    seconds: float = 0.0
+    data_s: float = 0.0
+    num_tokens: int = 0
+
+    def add(self, seconds: float, data_s: float, num_tokens: int) -> None:
+        self.number += 1
+        self.seconds += seconds
+        self.data_s += data_s
+        self.num_tokens += num_tokens
+
+
+class StepTimer:
+    """Accumulates means over the steps since the last line.
+
+    Times and throughput exclude profiled steps, unless all steps were profiled.
+    """
+
+    def __init__(self) -> None:
+        self._steps, self._profiled = _Totals(), _Totals()
+        self._loss_sum, self._num_losses = 0.0, 0
+
+    def count(
+        self, seconds: float, data_s: float, num_tokens: int, is_profiled: bool = False, loss: float | None = None
+    ) -> None:
+        """Add a step: its duration, the time it waited for data, its number of target tokens, and its loss.
+
+        `loss`: None if the step was skipped.
+        """
+        (self._profiled if is_profiled else self._steps).add(seconds, data_s, num_tokens)
+        if loss is not None:
+            self._loss_sum += loss
+            self._num_losses += 1
+
+    @property
+    def has_steps(self) -> bool:
+        """True if at least one step that was not profiled has been counted."""
+        return self._steps.number > 0
+
+    def read(self) -> StepMeans:
+        """Return the means so far."""
+        totals = self._steps if self.has_steps else self._profiled
+        number, seconds = max(1, totals.number), max(totals.seconds, 1e-9)
+        loss = self._loss_sum / self._num_losses if self._num_losses else math.nan
+        return StepMeans(seconds / number, totals.data_s / number, totals.num_tokens / seconds, loss)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Skipped steps
+
+
+class SkipCounter:
+    """Counts steps that were skipped because the loss or gradient norm was not finite."""
+
+    def __init__(self, max_in_a_row: int, may_end_skipped: bool = False) -> None:
+        """`may_end_skipped`: whether the last steps of a run may be skipped, as in a learning-rate range test."""
+        self.max_in_a_row, self._may_end_skipped = max_in_a_row, may_end_skipped
+        self.total = 0
+        self.in_a_row = 0
+        self.failed_since: int | None = None
+        """The last good step if too many steps have been skipped since, otherwise None."""
+
+    def count(self, loss: float, grad_norm: float, step: int) -> None:
+        """Count a step, which was skipped if either value is not finite.  The values are the same on all ranks.
+
+        Raises TrainingFailed after too many consecutive skipped steps.
+        """
+        if np.isfinite(grad_norm) and np.isfinite(loss):
+            self.in_a_row = 0
+            return
+        self.total += 1
+        self.in_a_row += 1
+        if self.in_a_row >= self.max_in_a_row:
+            self.failed_since = step - self.in_a_row
+            raise TrainingFailed(
+                f"step {step}: loss or gradient was not finite in {self.in_a_row} steps in a row (loss {loss}, "
+                f"gradient norm {grad_norm}); train.max_skipped_updates={self.max_in_a_row}.  All of them were "
+                "skipped.  Usual remedies: a lower optim.lr, more schedule.warmup_steps, a smaller optim.max_grad_norm"
+            )
+
+    def check_end(self, step: int) -> None:
+        """Raise TrainingFailed if the last steps of a run that ends at `step` were skipped."""
+        if self.in_a_row and not self._may_end_skipped:
+            last = "the last step was" if self.in_a_row == 1 else f"the last {self.in_a_row} steps were"
+            raise TrainingFailed(
+                f"step {step}: the run has reached train.steps, but {last} skipped because the loss or gradient was "
+                "not finite, so the weights may be bad.  The checkpoint of this step is used only if checkpoint.resume "
+                "names it, or if there is no other.  To train past this step, raise train.steps"
+            )
+
+    def state_dict(self) -> dict[str, int]:
+        return {"total": self.total, "in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.total, self.in_a_row = state["total"], state["in_a_row"]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Fields of Trainer.log
+
+
+Amount: TypeAlias = float | torch.Tensor
+"""A number, or a one-element tensor on any device."""
+
+Fields: TypeAlias = dict[str, float | Callable[[], float | None]]
+"""Fields of a record, some of which are computed when first read."""
+
+_NUM_SUMS = 3
+
+
+class LoggedSums:
+    """Sums of named amounts, kept on the device until a line is due.
+
+    Ranks need not log the same names: names that are new on any rank are exchanged when the next line is due.  Steps
+    never communicate, and lines without logged fields need no extra collective.
+    """
+
+    def __init__(self, world: World, taken: Collection[str]) -> None:
+        """`taken`: names of the standard fields of the record, which logged fields must not use."""
+        self._world, self._taken = world, taken
+        self._names: list[str] = []  # known to all ranks, in the same order
+        self._sums: dict[str, list[Amount]] = {}
+
+    def add(self, name: str, value: Amount, over: Amount | None) -> None:
+        """Add `value` to the sum of `name` and, if the field is a mean, `over` to its divisor.  No host sync.
+
+        Raises UserError if `name` is a standard field of the record.
+        """
+        if name in self._taken:
+            raise UserError(f"log: {name!r} is a field that every record of this kind has; choose another name")
+        sums = self._sums.setdefault(name, [0.0] * _NUM_SUMS)
+        for number, amount in enumerate((value, 0.0 if over is None else over, float(over is not None))):
+            sums[number] = sums[number] + (amount.detach().double() if isinstance(amount, torch.Tensor) else amount)
+
+    def clear(self) -> None:
+        """Discard everything added since the last line."""
+        self._sums = {}
+
+    def news(self) -> list[bool]:
+        """Return the flags to reduce over all ranks before calling `take`.
+
+        The first flag is True if this rank has a name that other ranks may not know.  The others say, for each name
+        known to all ranks, whether this rank has added to it.
+        """
+        return [not self._sums.keys() <= set(self._names), *(name in self._sums for name in self._names)]
+
+    def take(self, news: Sequence[float]) -> Fields:
+        """Return the fields summed over all ranks, and reset the sums.  A mean over nothing is None.
+
+        Reading a field waits for the device; this call does not.  `news` holds the flags of all ranks, reduced by sum
+        or max: an entry is 0 if it is False on all ranks.
+        Collective: one all-gather if any rank has a new name, and one all-reduce on the device if there are any fields.
+        """
+        added = {name for name, is_added in zip(self._names, news[1:], strict=True) if is_added}
+        if news[0]:
+            found = dict.fromkeys(name for names in self._world.gather(list(self._sums)) for name in names)
+            self._names += [name for name in found if name not in self._names]
+            added = set(found)
+        names = [name for name in self._names if name in added]
+        own = [amount for name in names for amount in self._sums.get(name, [0.0] * _NUM_SUMS)]
+        self._sums = {}
+        if not names:
+            return {}
+        sums = HostScalars(*self._world.sum_on_device(stack_scalars(own, self._world.device)).unbind())
+        return {name: partial(_field, sums, number) for number, name in enumerate(names)}
+
+
+def _field(sums: HostScalars, number: int) -> float | None:
+    value, over, num_means = sums.read()[_NUM_SUMS * number : _NUM_SUMS * (number + 1)]
+    return value if not num_means else value / over if over else None

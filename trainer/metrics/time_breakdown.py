@@ -106,15 +106,12 @@ def extend_to_device(updates: Iterable[Span], kernels: Sequence[Span]) -> list[S
     """
     found: list[Span] = []
     for update in sorted(updates, key=lambda update: update.start_us):
-        ends = (k.end_us for k in kernels if update.start_us <= _launched_us(k) < update.end_us)
+        launched = ((k.start_us if k.launched_us is None else k.launched_us, k.end_us) for k in kernels)
+        ends = (end_us for launched_us, end_us in launched if update.start_us <= launched_us < update.end_us)
         end_us = max(ends, default=update.end_us)
         start_us = max(update.start_us, found[-1].end_us) if found else update.start_us
         found.append(update._replace(start_us=start_us, duration_us=max(update.end_us, end_us, start_us) - start_us))
     return found
-
-
-def _launched_us(span: Span) -> float:
-    return span.start_us if span.launched_us is None else span.launched_us
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import register_flop_formula
 
 from trainer.data.transfer import prefetch_to_device
@@ -155,7 +155,7 @@ def global_balance(
             balance.reduce_choices = world.sum_on_device
         else:
             choices_E = world.sum_on_device(_count(balance, micro_batches, loss, world.device))
-            balance.reduce_choices = partial(_constant, choices_E)
+            balance.reduce_choices = lambda own_E, known_E=choices_E: known_E  # type: ignore[misc]
     try:
         yield
     finally:
@@ -175,5 +175,30 @@ def _count(
     return total_E
 
 
-def _constant(known_E: torch.Tensor, choices_E: torch.Tensor) -> torch.Tensor:
-    return known_E
+# ---------------------------------------------------------------------------------------------------------------
+# Fake tensors, which have only shapes and dtypes: models run on them in milliseconds, without memory
+
+GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
+"""Torch's grouped matrix product, used by mixture-of-experts models."""
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Make every tensor created inside the block a fake tensor."""
+    with _FakeTensors():
+        yield
+
+
+class _FakeTensors(FakeTensorMode):
+    """Supports grouped products in any dtype; torch's own fake kernel is for GPUs and only supports bfloat16."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not GROUPED_PRODUCT:
+            return super().dispatch(func, types, args, kwargs)
+        first, second, *rest = args
+        ends = rest[0] if rest else kwargs["offs"]
+        num_rows, num_columns = first.shape[-2], second.shape[-1]
+        if first.ndim == second.ndim:  # 2D: groups along the shared dimension; 3D: one product per matrix
+            return first.new_empty(first.shape[0] if first.ndim == 3 else ends.shape[0], num_rows, num_columns)
+        return first.new_empty(num_rows, num_columns)

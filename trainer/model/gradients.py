@@ -1,10 +1,18 @@
-"""Gradient synchronization, the global gradient norm, and evaluation mode of a sharded model."""
+"""Reduces gradients: when, by whom, and their norm over all ranks.
+
+FSDP reduces those of a sharded model.  Those of an unsharded model are averaged over ranks here, in buckets, while the
+backward pass runs.  DistributedDataParallel does the same, but wraps the model in another module; here only hooks are
+added to parameters, so the model's class, names and forward pass do not change.  Source: Li et al. 2020, "PyTorch
+Distributed: Experiences on Accelerating Data Parallel Training", arXiv:2006.15704; bucket sizes are
+DistributedDataParallel's defaults.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -15,8 +23,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from trainer.config import FsdpSection
 from trainer.errors import UserError
-from trainer.model.parameters import local
-from trainer.model.replicas import replicas_of
+from trainer.model.parameters import local, mark_replicated
+from trainer.model.units import ShardUnit, parameters_by_unit
 
 
 @contextmanager
@@ -96,3 +104,202 @@ def norm_and_clip_factor(
         raise UserError("loss: no parameter received a gradient; the loss must depend on a trainable parameter")
     norm = gradient_norm(gradients, mesh)
     return norm, None if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Replicas: averaging in buckets
+
+FIRST_BUCKET_BYTES = 2**20
+"""The first bucket is small, so that communication starts early in the backward pass."""
+BUCKET_BYTES = 25 * 2**20
+"""Large enough that the latency of an all-reduce is negligible."""
+_ALIGNMENT = 64
+"""Alignment of each gradient in the buffer, in bytes, for vector instructions and GPU kernels."""
+
+
+def cut_into_buckets(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Return the indices of the gradients in each bucket, in order.
+
+    `sizes` holds each gradient's number of elements and bytes per element.  A bucket is closed once its limit is
+    reached, so the last gradient may exceed it.  Gradients with different element sizes never share a bucket.
+    """
+    buckets: list[list[int]] = []
+    bytes_left = 0
+    for index, (numel, element_size) in enumerate(sizes):
+        if bytes_left <= 0 or element_size != sizes[index - 1][1]:
+            buckets.append([])
+            bytes_left = BUCKET_BYTES if len(buckets) > 1 else FIRST_BUCKET_BYTES
+        buckets[-1].append(index)
+        bytes_left -= numel * element_size
+    return buckets
+
+
+def bucket_numel(numels: Iterable[int], element_size: int) -> int:
+    """Return the number of elements in a bucket's buffer: the padded gradients, and one flag per gradient."""
+    return sum(_padded(numel, element_size) + 1 for numel in numels)
+
+
+def _padded(numel: int, element_size: int) -> int:
+    step = _ALIGNMENT // element_size
+    return -(-numel // step) * step
+
+
+class _Bucket:
+    """Gradients that are averaged by a single all-reduce."""
+
+    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self.parameters, self._group = parameters, group
+        self._share = 1 / group.size()
+        """Factor applied to gradients before they are summed."""
+        self._slots: list[tuple[int, torch.Size, tuple[int, ...]]] = []
+        """Each gradient's offset in the buffer, size and strides."""
+        start = 0
+        for p in parameters:
+            self._slots.append((start, p.size(), p.stride()))
+            start += _padded(p.numel(), p.element_size())
+        self._numel = bucket_numel((p.numel() for p in parameters), parameters[0].element_size())
+        self.num_awaited = 0
+        """Number of gradients that this backward pass has not produced yet."""
+        self._work: dist.Work | None = None
+        self._flags: torch.Tensor | None = None
+        self._absent: list[nn.Parameter] = []
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Start the all-reduce, and make the gradients views of the bucket's buffer.
+
+        A parameter without a gradient here may have one on another rank, so it contributes zeros.  After the
+        all-reduce, a flag per parameter is nonzero if any rank has a gradient.
+        """
+        buffer = self.parameters[0].new_empty(self._numel)
+        self._flags = buffer[-len(self.parameters) :].fill_(1)
+        self._absent = []
+        views = [buffer.as_strided(size, stride, start) for start, size, stride in self._slots]
+        for index, (p, view) in enumerate(zip(self.parameters, views, strict=True)):
+            if p.grad is None:
+                self._absent.append(p)
+                self._flags[index] = 0
+                p.grad = torch.zeros_like(view)
+        torch._foreach_copy_(views, [cast(torch.Tensor, p.grad) for p in self.parameters])
+        for p, view in zip(self.parameters, views, strict=True):
+            p.grad = view
+        buffer.mul_(self._share)
+        self._work = dist.all_reduce(buffer, group=self._group, async_op=True)
+
+    @torch.no_grad()
+    def receive(self) -> None:
+        """Wait for the all-reduce, and reset the gradient to None for parameters that have none on any rank.
+
+        Host sync only if this rank lacks a gradient.
+        """
+        assert self._work is not None
+        assert self._flags is not None
+        self._work.wait()
+        if self._absent:
+            exists = dict(zip(map(id, self.parameters), self._flags.tolist(), strict=True))
+            for p in self._absent:
+                if not exists[id(p)]:
+                    p.grad = None
+        self._work = self._flags = None
+
+
+class Replicas:
+    """Keeps the replicas of a model identical by averaging gradients over the ranks of `group`.
+
+    Every backward pass ends with averaged gradients, unless `enabled` is false: gradients then accumulate on this rank
+    until the next enabled pass.  All ranks send buckets in the same order: the reverse of the forward pass, in which
+    gradients usually become ready.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        """`parameters`: the trainable ones, in the order of the forward pass."""
+        backward = [*reversed(parameters)]
+        dtypes = [*dict.fromkeys(p.dtype for p in backward)]
+        backward.sort(key=lambda p: dtypes.index(p.dtype))  # a bucket has one dtype; sorting keeps the order otherwise
+        indices = cut_into_buckets([(p.numel(), p.element_size()) for p in backward])
+        self.enabled = True
+        self._buckets = [_Bucket([backward[index] for index in bucket], group) for bucket in indices]
+        self._num_sent = 0
+        self._is_running = False
+        for number, bucket in enumerate(self._buckets):
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(_hook(ref(self), number))
+
+    def averages(self, parameter: torch.Tensor) -> bool:
+        """Return whether the gradient of `parameter` is averaged: it was trainable when `replicate` was called."""
+        return any(parameter is averaged for bucket in self._buckets for averaged in bucket.parameters)
+
+    def enable(self, enabled: bool) -> None:
+        """Set whether the next backward pass averages gradients or accumulates them on this rank."""
+        self.enabled = enabled
+        self._is_running = False  # a pass that raised an error has not finished
+
+    def add(self, number: int) -> None:
+        """Record that one more gradient of a bucket is ready, and send buckets that are complete and next in order.
+
+        Raises RuntimeError if a parameter gets a second gradient, since the count and the average would be wrong.
+        """
+        if not self.enabled:
+            return
+        if not self._is_running:
+            self._is_running, self._num_sent = True, 0
+            for bucket in self._buckets:
+                bucket.num_awaited = len(bucket.parameters)
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._buckets[number].num_awaited -= 1
+        if self._buckets[number].num_awaited < 0:
+            raise RuntimeError(
+                "a parameter got a second gradient in one backward pass: the backward pass before did not end; call "
+                "zero_grad, and run the next one inside gradient_sync"
+            )
+        while self._num_sent < len(self._buckets) and self._buckets[self._num_sent].num_awaited == 0:
+            self._send_next()
+
+    def _send_next(self) -> None:
+        self._buckets[self._num_sent].send()
+        self._num_sent += 1
+
+    def _finish(self) -> None:
+        """End a backward pass: send the remaining buckets, which lack gradients, and receive all buckets."""
+        while self._num_sent < len(self._buckets):
+            self._send_next()
+        for bucket in self._buckets:
+            bucket.receive()
+        self._is_running = False
+
+
+def _hook(replicas: ref[Replicas], number: int) -> Callable[[torch.Tensor], None]:
+    """Return the hook of a parameter in bucket `number`.
+
+    The hook holds a weak reference, since the garbage collector cannot see a tensor's hooks and would never free a
+    reference cycle through them.
+    """
+
+    def hook(parameter: torch.Tensor) -> None:
+        found = replicas()
+        if found is not None:
+            found.add(number)
+
+    return hook
+
+
+_replicas: WeakKeyDictionary[nn.Module, Replicas] = WeakKeyDictionary()
+
+
+def replicas_of(model: nn.Module) -> Replicas | None:
+    """Return the `Replicas` of a model that `replicate` was called on; None for any other model."""
+    return _replicas.get(model)
+
+
+def replicate(model: nn.Module, units: Sequence[ShardUnit], mesh: DeviceMesh) -> None:
+    """Average the gradients of `model` over the ranks of `mesh`, if `apply_sharding` has left the model unsharded.
+
+    Call this once the parameters have values.  No collectives.
+    """
+    if mesh.size() == 1 or any(isinstance(module, FSDPModule) for module in model.modules()):
+        return
+    for parameter in model.parameters():
+        mark_replicated(parameter, mesh)
+    trained = [p for group in parameters_by_unit(model, units).values() for p in group if p.requires_grad]
+    (axis,) = (axis for axis in range(mesh.ndim) if mesh.size(axis) > 1)
+    _replicas[model] = Replicas(trained, mesh.get_group(axis))

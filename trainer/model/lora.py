@@ -61,7 +61,10 @@ class AdaptedLinear(nn.Module):
 
     def __init__(self, base_layer: nn.Module, rank: int, scaling: float, dropout: float) -> None:
         super().__init__()
-        self.in_features, self.out_features = _sizes(base_layer)
+        if isinstance(base_layer, nn.Linear):
+            self.in_features, self.out_features = base_layer.in_features, base_layer.out_features
+        else:  # Conv1D
+            self.in_features, self.out_features = int(base_layer.nx), int(base_layer.nf)  # type: ignore[arg-type]
         self.scaling = scaling
         self.is_enabled = True
         """Whether the adapter is applied (see `without_adapters`)."""
@@ -240,13 +243,6 @@ def _is_plain_linear(module: nn.Module) -> bool:
 def transposed_layers(model: nn.Module) -> set[str]:
     """Return the names, without adapters, of the layers whose weight has shape (in, out)."""
     return {plain_name(name) for name, module in model.named_modules() if type(module).__name__ == "Conv1D"}
-
-
-def _sizes(layer: nn.Module) -> tuple[int, int]:
-    """Return the input and output sizes of a linear layer."""
-    if isinstance(layer, nn.Linear):
-        return layer.in_features, layer.out_features
-    return int(layer.nx), int(layer.nf)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------------------------------------------

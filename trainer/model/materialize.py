@@ -2,23 +2,34 @@
 
 A sharded model is filled module by module.  Each module's own tensors are temporarily full tensors on the CPU,
 initialized by the recipe's ordinary code with the generator seeded by (seed, module name); each rank keeps its shard.
-Of large tensors only that shard is drawn.  No rank holds more than its shards plus one module, there is no
-communication, and the weights depend only on the seed, not on the mesh or the device, whose own generator would give
-different values.  Independent of particular recipes.
+Of a large tensor only that shard is drawn, by advancing the generator past the other rows; for the same reason, several
+threads can share the work.  No rank holds more than its shards plus one module, there is no communication, and the
+weights depend only on the seed, not on the mesh or the device, whose own generator would give different values.
+Independent of particular recipes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.errors import UserError
-from trainer.model.deferred_fill import DeferredFill, DeferredFills, can_fill_partially
 from trainer.model.lora import LoraFactor, plain_name
 from trainer.model.parameters import local, local_rows, num_writes, seed_of, tied_names
 
@@ -43,72 +54,52 @@ def materialize(
     Raises UserError that names every parameter and buffer that was not filled, on all ranks alike, since each rank sees
     full tensors.
     """
-    on_meta = {name for name, tensor in _tensors(model) if tensor.is_meta}
+    named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    on_meta = {name for name, tensor in named if tensor.is_meta}
     if not on_meta:
         return
     ties = tied_names(model)
-    _allocate(model, on_meta, torch.device("cpu") if cpu_offload else device)
-    _retie(model, ties)
 
-    canonical = {alias: group[0] for group in ties for alias in group}
-    unfilled: list[str] = []
-    scratch, fill = _ScratchMemory(), _initializer(init, model)
-    for module_name, module in model.named_modules():
-        own_names = [name for name in _direct_names(module_name, module) if name in on_meta]
-        fresh = {name for name in own_names if canonical.get(name, name) == name}
-        if is_loaded_later is not None:
-            fresh -= _skip_loaded_later(module, module_name, fresh, is_loaded_later)
-        if fresh:
-            fills = _default_init if isinstance(module, LoraFactor) else fill
-            unfilled += _fill(module, module_name, fresh, seed_of(seed, plain_name(module_name)), scratch, fills)
-            _move_buffers(module, [name.rpartition(".")[2] for name in own_names], device)
-    if unfilled:
-        raise UserError(
-            f"uninitialized: {', '.join(unfilled)}: after a model is built on the meta device, each module that owns a "
-            "parameter or buffer must fill all of it in `reset_parameters()` (or in the recipe's `init`)"
-        )
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-
-
-def _direct_names(module_name: str, module: nn.Module) -> list[str]:
-    return [f"{module_name}.{name}" if module_name else name for name, _ in _direct_tensors(module)]
-
-
-def _allocate(model: nn.Module, on_meta: set[str], parameter_device: torch.device) -> None:
-    """Allocate everything that is on the meta device, buffers on the CPU; tensors that have values are not changed."""
-    model._apply(lambda tensor: torch.empty_like(tensor, device=parameter_device) if tensor.is_meta else tensor)
+    # Memory for all that is on the meta device, buffers on the CPU; tensors that have values are not changed.
+    home = torch.device("cpu") if cpu_offload else device
+    model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor)
     for module_name, module in model.named_modules():
         for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
             if (f"{module_name}.{name}" if module_name else name) in on_meta:
                 setattr(module, name, torch.empty_like(buffer, device="cpu"))
 
-
-def _move_buffers(module: nn.Module, names: Sequence[str], device: torch.device) -> None:
-    for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
-        if name in names:
-            setattr(module, name, buffer.to(device))
-
-
-def _retie(model: nn.Module, ties: list[list[str]]) -> None:
-    """Tie the names of each group again: moving off the meta device has separated them."""
+    # Moving off the meta device has separated tied names.
     for first, *aliases in ties:
         parameter = model.get_parameter(first)
         for alias in aliases:
             owner, _, name = alias.rpartition(".")
             model.get_submodule(owner).register_parameter(name, parameter)
 
-
-def _initializer(init: Callable[..., None] | None, model: nn.Module) -> Callable[[nn.Module, str], None]:
-    """Return the function that fills a module, called with the module and its name."""
-    if init is None:
-        return _default_init
-    if len(inspect.signature(init).parameters) > 1:
-        return lambda module, name: init(module, name, model)
-    return lambda module, name: init(module)
+    fill = _default_init
+    if init is not None:
+        given = init
+        takes_names = len(inspect.signature(init).parameters) > 1
+        fill = lambda module, name: given(module, name, model) if takes_names else given(module)  # noqa: E731
+    canonical = {alias: group[0] for group in ties for alias in group}
+    unfilled: list[str] = []
+    scratch = _ScratchMemory()
+    for module_name, module in model.named_modules():
+        prefix = f"{module_name}." if module_name else ""
+        own = {name for name, _ in _direct_tensors(module) if prefix + name in on_meta}
+        fresh = {prefix + name for name in own if canonical.get(prefix + name, prefix + name) == prefix + name}
+        if is_loaded_later is not None:
+            fresh -= _skip_loaded_later(module, module_name, fresh, is_loaded_later)
+        if fresh:
+            fills = _default_init if isinstance(module, LoraFactor) else fill
+            unfilled += _fill(module, module_name, fresh, seed_of(seed, plain_name(module_name)), scratch, fills)
+            for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
+                if name in own:
+                    setattr(module, name, buffer.to(device))
+    if unfilled:
+        raise UserError(
+            f"uninitialized: {', '.join(unfilled)}: after a model is built on the meta device, each module that owns a "
+            "parameter or buffer must fill all of it in `reset_parameters()` (or in the recipe's `init`)"
+        )
 
 
 @torch.no_grad()
@@ -169,7 +160,9 @@ def _fill(
         written = num_writes(tensor) != versions[name] or id(tensor) != before[name]
         if prefix + name not in fresh or deferred_fills.get(name, tensor):
             continue
-        if _is_poisoned(tensor) or not (written or tensor.is_floating_point()):
+        # The sum is NaN if any element is, and needs no temporary.
+        holds_poison = (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.sum().isnan())
+        if holds_poison or not (written or tensor.is_floating_point()):
             unfilled.append(prefix + name)
     for name, parameter in sharded.items():
         if prefix + name in fresh:
@@ -185,7 +178,9 @@ def _is_filled_partially(parameter: torch.Tensor, full: torch.Tensor) -> bool:
     """
     rows = local_rows(parameter)
     is_less = rows is not None and (2 * (rows[1] - rows[0]) <= full.shape[0] or torch.get_num_threads() > 1)
-    return is_less and can_fill_partially(full)
+    # One that is worth it, and that can be drawn in part.
+    is_large = full.numel() >= MIN_ELEMENTS and full.numel() % _GROUP_SIZE == 0
+    return is_less and is_large and full.dtype == torch.float32 and full.is_contiguous()
 
 
 class _ScratchMemory:
@@ -229,7 +224,7 @@ def _copy_shard(parameter: torch.Tensor, full: torch.Tensor, deferred: DeferredF
         columns, kept = math.prod(full.shape[1:]), local(parameter.detach())
         kept.copy_(deferred.part(rows[0] * columns, rows[1] * columns).view(kept.shape))
     elif rows is not None and full.ndim:
-        local(parameter.detach()).copy_(full[slice(*rows)])  # copies only these rows to the device
+        local(parameter.detach()).copy_(full[rows[0] : rows[1]])  # copies only these rows to the device
     elif isinstance(parameter, DTensor):
         part = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
         local(parameter.detach()).copy_(local(part))
@@ -242,6 +237,272 @@ def _poison(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.fill_(torch.nan) if tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
-def _is_poisoned(tensor: torch.Tensor) -> bool:
-    # The sum is NaN if any element is, and needs no temporary.
-    return bool(tensor.sum().isnan()) if tensor.is_floating_point() or tensor.is_complex() else False
+# ---------------------------------------------------------------------------------------------------------------
+# Part of a tensor: random numbers that are bit-identical to those of the full tensor
+
+MIN_ELEMENTS = 2**23
+"""Minimum number of elements for which this pays off: skipping takes as long as drawing about two million."""
+_PIECE_ELEMENTS = 2**24
+"""Number of elements that a thread draws at a time."""
+_GROUP_SIZE = 16
+"""Torch generates normal numbers in groups of this size, from the same number of words."""
+
+_RANDOM_FILLS: dict[Any, Callable[..., torch.Tensor]] = {
+    torch.ops.aten.normal_.default: torch.Tensor.normal_,
+    torch.ops.aten.uniform_.default: torch.Tensor.uniform_,
+}
+_MEMORY_FUNCTIONS = (
+    *(torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist),
+    *(torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__),
+)
+"""Functions that read a tensor's memory without dispatching a torch operator."""
+
+
+@dataclass(frozen=True)
+class DeferredFill:
+    """A deferred random initialization of a tensor."""
+
+    fill: Callable[..., torch.Tensor]
+    numbers: tuple[float, ...]
+    """Mean and standard deviation, or the bounds."""
+    state: torch.Tensor
+    """The generator's state before the draw."""
+
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        """Return elements [start, stop) of the flat tensor."""
+        first, last = start // _GROUP_SIZE * _GROUP_SIZE, -(-stop // _GROUP_SIZE) * _GROUP_SIZE
+        drawn = torch.empty(max(0, last - first), dtype=torch.float32)
+        pieces = drawn.split(_PIECE_ELEMENTS) if drawn.numel() else ()
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            deque(threads.map(self._fill, pieces, self._generators(first)), maxlen=0)  # re-raises errors of threads
+        return drawn[start - first : stop - first]
+
+    def _fill(self, piece: torch.Tensor, generator: torch.Generator) -> None:
+        self.fill(piece, *self.numbers, generator=generator)
+
+    def _generators(self, first: int) -> Iterator[torch.Generator]:
+        """Yield a generator for each successive piece, starting at element `first`."""
+        state, distance = self.state, first
+        while True:
+            generator = torch.Generator()
+            generator.set_state(state)
+            skip_words(generator, distance)
+            state, distance = generator.get_state(), _PIECE_ELEMENTS
+            yield generator
+
+
+class DeferredFills:
+    """Defers the random initialization of some full tensors, given by name.
+
+    It observes all operations from before the tensors are filled.  The memory of a tensor is not touched until another
+    operation uses it.
+    """
+
+    def __init__(self, full_tensors: Mapping[str, torch.Tensor]) -> None:
+        self._full_tensors = {full.data_ptr(): full.detach() for full in full_tensors.values()}
+        self._addresses = {name: full.data_ptr() for name, full in full_tensors.items()}
+        self._pending: dict[int, DeferredFill | None] = dict.fromkeys(self._full_tensors)
+        """Deferred draws by address.  None before the first draw: the tensor is then filled with NaN on first use."""
+        self._num_words_to_skip = 0
+
+    @contextlib.contextmanager
+    def observe(self) -> Iterator[None]:
+        """Observe operations inside the block.  Afterwards all tensors have values, except those that `get` returns a
+        drawing for.
+        """
+        with _OperatorMode(self), _MemoryAccessMode(self):
+            yield
+        for address in [address for address, deferred in self._pending.items() if deferred is None]:
+            self._fill_now(address)
+
+    def get(self, name: str, tensor: torch.Tensor) -> DeferredFill | None:
+        """Return the deferred draw of the named tensor; None if its values exist, or if `tensor` is not the observed
+        one.
+        """
+        address = self._addresses.get(name, -1)
+        return self._pending.get(address) if tensor.data_ptr() == address else None
+
+    def record_fill(self, operator: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
+        """Record an operator that fills an observed tensor with random numbers; returns whether it was deferred."""
+        if operator not in _RANDOM_FILLS or options.get("generator") is not None:
+            return False
+        address = arguments[0].data_ptr()
+        full = self._full_tensors.get(address)
+        if full is None or arguments[0].shape != full.shape or not arguments[0].is_contiguous():
+            return False
+        self.advance_generator()
+        self._pending[address] = DeferredFill(
+            _RANDOM_FILLS[operator], arguments[1:], torch.default_generator.get_state()
+        )
+        self._num_words_to_skip = full.numel()
+        return True
+
+    def advance_generator(self) -> None:
+        """Advance the generator as if all recorded draws had been made."""
+        num_words, self._num_words_to_skip = self._num_words_to_skip, 0
+        skip_words(torch.default_generator, num_words)
+
+    def fill_overlapping(self, values: Any) -> None:
+        """Fill the observed tensors that share memory with a tensor in `values`."""
+        for tensor in _tensors_in(values) if self._pending else ():
+            if tensor.device.type == "cpu" and tensor.numel():
+                first, last = _memory_range(tensor)
+                for address in [
+                    a for a in self._pending if first < _memory_range(self._full_tensors[a])[1] and a < last
+                ]:
+                    self._fill_now(address)
+
+    def _fill_now(self, address: int) -> None:
+        deferred, full = self._pending.pop(address), self._full_tensors[address]
+        if deferred is None:
+            full.fill_(torch.nan)
+        else:
+            full.view(-1).copy_(deferred.part(0, full.numel()))
+
+
+def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in an operator's arguments, including nested containers."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (tuple, list, dict)):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from _tensors_in(value)
+
+
+def _memory_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first and last address of a tensor's memory."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()
+
+
+class _OperatorMode(TorchDispatchMode):
+    """Intercepts torch operators, whoever calls them."""
+
+    def __init__(self, deferred_fills: DeferredFills) -> None:
+        super().__init__()
+        self._fills = deferred_fills
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if self._fills.record_fill(func, args, options):
+            return args[0]
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._fills.advance_generator()
+        self._fills.fill_overlapping((args, options))
+        return func(*args, **options)
+
+
+class _MemoryAccessMode(TorchFunctionMode):
+    """Intercepts functions that read a tensor's memory without an operator."""
+
+    def __init__(self, deferred_fills: DeferredFills) -> None:
+        super().__init__()
+        self._fills = deferred_fills
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _MEMORY_FUNCTIONS:
+            self._fills.fill_overlapping(args)
+        return func(*args, **(kwargs or {}))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The generator: skipping ahead
+
+_WORDS, _MIDDLE, _LOW_BITS, _TWIST = 624, 397, 31, 0x9908B0DF
+_DEGREE = 32 * _WORDS - _LOW_BITS
+_LEFT, _NEXT, _STATE = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * _WORDS)
+"""Slices of torch's `Generator.get_state()`: number of words left plus one, index of the next word, the words."""
+
+Words = npt.NDArray[np.uint32]
+
+
+def skip_words(generator: torch.Generator, count: int) -> None:
+    """Advance `generator` by `count` words: one for each uniform or normal float32."""
+    if not count:
+        return
+    state = generator.get_state().numpy().copy()
+    num_used = _WORDS + 1 - int(state[_LEFT].view(np.int32)[0])
+    distance = num_used + count - _WORDS
+    if distance < 0:
+        torch.empty(count, dtype=torch.float32).uniform_(generator=generator)
+        return
+    words = state[_STATE].view(np.uint64)
+    words[:] = _skip_ahead(words.astype(np.uint32), distance)
+    state[_LEFT].view(np.int32)[0], state[_NEXT].view(np.uint64)[0] = 1, 0
+    generator.set_state(torch.from_numpy(state))
+
+
+def _skip_ahead(words: Words, distance: int) -> Words:
+    """Return the 624-word state that is `distance` words after `words`."""
+    needed = np.flatnonzero(_power(distance))
+    sequence = _continue(words, _DEGREE + _WORDS)
+    windows = np.lib.stride_tricks.sliding_window_view(sequence, _WORDS)
+    found = np.zeros(_WORDS, dtype=np.uint32)
+    for start in range(0, len(needed), 256):  # in chunks that fit the CPU cache
+        found ^= np.bitwise_xor.reduce(windows[needed[start : start + 256]], axis=0)
+    return found
+
+
+def _continue(words: Words, count: int) -> Words:
+    """Return the first `count` words of the sequence that begins with `words`."""
+    sequence = np.concatenate((words, np.zeros(count - _WORDS, dtype=np.uint32)))
+    step = _WORDS - _MIDDLE  # this many words depend only on earlier ones
+    for start in range(0, count - _WORDS, step):
+        size = min(step, count - _WORDS - start)
+        first, second = sequence[start : start + size], sequence[start + 1 : start + 1 + size]
+        mixed = (first & 0x80000000) | (second & 0x7FFFFFFF)
+        twisted = (mixed >> 1) ^ np.where(mixed & 1, np.uint32(_TWIST), np.uint32(0))
+        sequence[start + _WORDS : start + _WORDS + size] = sequence[start + _MIDDLE : start + _MIDDLE + size] ^ twisted
+    return sequence
+
+
+@cache
+def _power(exponent: int) -> npt.NDArray[np.uint8]:
+    """Return the coefficients of t^exponent modulo the characteristic polynomial, lowest degree first."""
+    power = 1
+    for bit in bin(exponent)[2:]:
+        power = _reduce(_square(power) << (bit == "1"))
+    data = np.frombuffer(power.to_bytes(_DEGREE // 8 + 1, "little"), dtype=np.uint8)
+    return np.unpackbits(data, bitorder="little")
+
+
+def _square(polynomial: int) -> int:
+    """Return the square of a polynomial; over GF(2) this inserts a zero between any two coefficients."""
+    data = np.frombuffer(polynomial.to_bytes(polynomial.bit_length() // 8 + 1, "little"), dtype=np.uint8)
+    bits = np.unpackbits(data, bitorder="little")
+    spread = np.zeros(2 * len(bits), dtype=np.uint8)
+    spread[::2] = bits
+    return int.from_bytes(np.packbits(spread, bitorder="little").tobytes(), "little")
+
+
+def _reduce(polynomial: int) -> int:
+    """Return the remainder modulo the characteristic polynomial."""
+    while (high := polynomial >> _DEGREE) != 0:
+        polynomial &= (1 << _DEGREE) - 1
+        for exponent in _lower_terms():
+            polynomial ^= high << exponent
+    return polynomial
+
+
+@cache
+def _lower_terms() -> tuple[int, ...]:
+    """Return the exponents of the characteristic polynomial below its degree."""
+    one, other = (1 << _WORDS) | (1 << _MIDDLE), (1 << (_WORDS - 1)) | (1 << (_MIDDLE - 1))
+    powers = [1]
+    for _ in range(_LOW_BITS):
+        powers.append(_product(powers[-1], other))
+    total = _product(one, powers[_LOW_BITS])
+    for place in range(_LOW_BITS):
+        if _TWIST >> place & 1:
+            total ^= _product(one, powers[_LOW_BITS - 1 - place])
+    total ^= _TWIST >> _LOW_BITS & 1
+    return tuple(exponent for exponent in range(_DEGREE) if total >> exponent & 1)
+
+
+def _product(polynomial: int, sparse: int) -> int:
+    found = 0
+    while sparse:
+        lowest = sparse & -sparse
+        found ^= polynomial * lowest
+        sparse ^= lowest
+    return found

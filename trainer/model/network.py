@@ -1,21 +1,27 @@
 """Builds a run's unsharded model: by its recipe, in the run's dtypes, with adapters and frozen parameters.
 
-Training, planning and checks all build the model here, so that they see the same one.
+Training, planning and checks all build the model here, so that they see the same one.  Below: the names of its
+parameters at Hugging Face, and its FLOPs per token.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from itertools import accumulate, takewhile
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from trainer.config import RunConfig
-from trainer.errors import nearest, setting_error
-from trainer.model.lora import add_adapters, plain_name
-from trainer.model.names import HuggingFaceNames
+from trainer.config.pretrained import find_huggingface
+from trainer.errors import UserError, nearest, setting_error
+from trainer.model.lora import adapter_part, add_adapters, plain_name
+from trainer.model.parameters import count_parameters
 from trainer.model.units import find_blocks
+from trainer.recipe import Recipe, Stacked, Transposed
 
 
 def build_network(config: RunConfig) -> nn.Module:
@@ -23,25 +29,20 @@ def build_network(config: RunConfig) -> nn.Module:
 
     Raises UserError for layers in `lora.targets` or parameters in `train.freeze` that the model does not have.
     """
-    theirs = _huggingface_name(config)
+    # Settings may use Hugging Face's names as well.
+    theirs = (lambda name: None) if config.recipe.hf is None else HuggingFaceNames(config.recipe, config.model).theirs
+
+    def module_there(layer: str) -> str | None:
+        parameter = theirs(f"{layer}.weight")
+        return parameter.removesuffix(".weight") if parameter else None
+
     with torch.device("meta"):
         model = config.recipe.build_model(config.model)
         apply_weights_dtype(model, storage_dtype(config))
         blocks = find_blocks(model, config.recipe) if config.lora.rank else []
-        add_adapters(model, blocks, config.lora, lambda layer: _module(theirs(f"{layer}.weight")))
+        add_adapters(model, blocks, config.lora, module_there)
     freeze(model, config.train.freeze, theirs)
     return model
-
-
-def _huggingface_name(config: RunConfig) -> Callable[[str], str | None]:
-    """Return the function that maps a parameter's name to Hugging Face's, which settings may use as well."""
-    if config.recipe.hf is None:
-        return lambda name: None
-    return HuggingFaceNames(config.recipe, config.model).theirs
-
-
-def _module(parameter: str | None) -> str | None:
-    return parameter.removesuffix(".weight") if parameter else None
 
 
 def storage_dtype(config: RunConfig) -> str:
@@ -66,11 +67,18 @@ def freeze(model: nn.Module, patterns: Sequence[str], theirs: Callable[[str], st
     names.  `theirs` returns an alternative name of a parameter, which is matched too.  Raises UserError for a pattern
     that matches nothing, and if no trainable parameter is left.
     """
-    names_of = [(parameter, _names(name, theirs)) for name, parameter in model.named_parameters(remove_duplicate=False)]
+    names_of: list[tuple[nn.Parameter, list[str]]] = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        plain = plain_name(name)
+        names_of.append((parameter, list(dict.fromkeys(filter(None, [plain, name, theirs(plain)])))))
     for pattern in patterns:
-        found = [parameter for parameter, names in names_of if _matches(names, pattern)]
+        forms = (pattern, f"{pattern}.*")
+        found = [p for p, names in names_of if any(fnmatchcase(name, form) for name in names for form in forms)]
         if not found:
-            known = {part: None for _, names in names_of for name in names for part in _with_modules(name)}
+            # The modules that contain a parameter, outermost first, and its own name.
+            known = dict.fromkeys(
+                part for _, names in names_of for name in names for part in accumulate(name.split("."), "{}.{}".format)
+            )
             best = nearest(pattern, known)
             meant = [best if item == pattern else item for item in patterns] if best else None
             raise setting_error("train.freeze", list(patterns), f"no parameter matches {pattern!r}", meant=meant)
@@ -80,17 +88,127 @@ def freeze(model: nn.Module, patterns: Sequence[str], theirs: Callable[[str], st
         raise setting_error("train.freeze", list(patterns), "leaves nothing to train", fix="name fewer parameters")
 
 
-def _names(name: str, theirs: Callable[[str], str | None]) -> list[str]:
-    """Return the names by which a parameter may be matched: without adapters, its own, and the alternative name."""
-    plain = plain_name(name)
-    return list(dict.fromkeys(filter(None, [plain, name, theirs(plain)])))
+# ---------------------------------------------------------------------------------------------------------------
+# Names at Hugging Face, as defined in `Recipe.hf`
 
 
-def _matches(names: Sequence[str], pattern: str) -> bool:
-    return any(fnmatchcase(name, form) for name in names for form in (pattern, f"{pattern}.*"))
+class MappedTensor(NamedTuple):
+    """Our counterpart of one of their tensors: our tensor's name, whether theirs is transposed, and which row it is, if
+    any.
+    """
+
+    name: str
+    is_transposed: bool = False
+    row: str | None = None
 
 
-def _with_modules(name: str) -> list[str]:
-    """Return the names of the modules that contain a parameter, outermost first, and its own name."""
-    parts = name.split(".")
-    return [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+class HuggingFaceNames:
+    """Translates the tensor names of one model, in both directions."""
+
+    def __init__(self, recipe: Recipe, model_config: Any) -> None:
+        self._hf = find_huggingface(recipe)
+        names = self._hf.names(model_config) if callable(self._hf.names) else self._hf.names
+        self._pairs = list(names.items())
+        for ours, theirs in self._pairs:
+            if ours.count("*") + isinstance(theirs, Stacked) != theirs.count("*"):
+                raise UserError(
+                    f"recipe {recipe.name!r}: hf.names: {ours!r} and {theirs!r} have a different number of *"
+                )
+
+    def theirs(self, name: str) -> str | None:
+        """Return their name for our tensor `name` (`Transposed` or `Stacked` if applicable), or None.
+
+        The name of a stacked tensor still has `*` as the row number.
+        """
+        for ours, theirs in self._pairs:
+            found = _translate(name, ours, theirs)
+            if found is not None:
+                return type(theirs)(found[0])
+        return None
+
+    def ours(self, name: str) -> MappedTensor | None:
+        """Return our counterpart of their tensor `name`, with or without the prefix; None if there is none."""
+        for full_name in (name, self._hf.prefix + name):
+            for ours, theirs in self._pairs:
+                found = _translate(full_name, theirs, ours)
+                if found is not None:
+                    row = found[1] if isinstance(theirs, Stacked) else None
+                    return MappedTensor(found[0], isinstance(theirs, Transposed), row)
+        return None
+
+    def is_ignored(self, name: str) -> bool:
+        """Return whether their tensor `name` can be ignored."""
+        full_names = (name, self._hf.prefix + name)
+        return any(_translate(n, ignored, ignored) for n in full_names for ignored in self._hf.ignored)
+
+
+def _translate(name: str, pattern: str, other: str) -> tuple[str, str | None] | None:
+    """Match `name` against `pattern` and return it in the form of `other`, plus any unused match; None without a match.
+
+    The text matched by each * is carried over; a * of `other` without a counterpart stays.
+    """
+    match = re.fullmatch(re.escape(pattern).replace(r"\*", r"([^.]+)"), name)
+    if match is None:
+        return None
+    parts = iter(match.groups())
+    return re.sub(r"\*", lambda _: next(parts, "*"), other), next(parts, None)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Model FLOPs per token, without recomputation
+
+
+def flops_of(config: RunConfig, model: nn.Module, seq_len: float) -> float:
+    """Return the model FLOPs per token of a training step, including the forward pass of a reference model, if any."""
+    total = flops_per_token(config.recipe, config.model, model, seq_len)
+    return total + (
+        _flops_if_all_trained(config.recipe, config.model, model, seq_len) / 3 if config.rows_per_sample > 1 else 0.0
+    )
+
+
+def _flops_if_all_trained(recipe: Recipe, model_config: Any, model: nn.Module, seq_len: float) -> float:
+    """Return the FLOPs per token of forward and backward passes if every weight is trained, without adapters."""
+    if recipe.flops:
+        return recipe.flops(model_config, seq_len)
+    # Each token is multiplied with all parameters but those of embedding tables.
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    embedded = {id(p): p.numel() for table in tables for p in table.parameters(recurse=False)}
+    return 6.0 * (count_parameters(model) - sum(embedded.values()) - _num_adapter_parameters(model))
+
+
+def _num_adapter_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for name, parameter in model.named_parameters() if adapter_part(name))
+
+
+def flops_per_token(recipe: Recipe, model_config: Any, model: nn.Module, seq_len: float) -> float:
+    """Return the model FLOPs per token of forward and backward passes: 6 per weight in a matrix, plus attention.
+
+    `Recipe.flops` covers the recipe's own model; adapters are added.  seq_len: the number of tokens that attention
+    spans; if documents are masked, the mean over tokens of their document's length, usually not an integer.
+
+    A frozen weight has no gradient, so it costs 4.  The backward pass stops at the first trained parameter; weights
+    before it cost 2, and their attention costs a third.  "Before" refers to the order of `model.parameters()`.  Source:
+    Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
+    """
+    total = _flops_if_all_trained(recipe, model_config, model, seq_len) + 6.0 * _num_adapter_parameters(model)
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return total
+    matrices = _matrices(model, with_tied_tables=recipe.flops is not None)
+    # In a mixture of experts, a token uses only a share of the weights.
+    share = min(1.0, total / (6.0 * sum(p.numel() for p in matrices)))
+    below = {id(p) for p in takewhile(lambda parameter: not parameter.requires_grad, model.parameters())}
+    frozen = sum(p.numel() for p in matrices if not p.requires_grad)
+    without_backward = sum(p.numel() for p in matrices if id(p) in below)
+    attention = max(0.0, total - 6.0 * sum(p.numel() for p in matrices))
+    blocks = find_blocks(model, recipe)
+    blocks_below = [block for block in blocks if all(id(p) in below for p in block.parameters())]
+    attention_below = attention * len(blocks_below) / max(1, len(blocks))
+    return total - 2.0 * share * (frozen + without_backward) - 2.0 / 3.0 * attention_below
+
+
+def _matrices(model: nn.Module, with_tied_tables: bool) -> list[nn.Parameter]:
+    """Return the matrices that tokens are multiplied with; an embedding table counts only if a head shares it."""
+    tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    others = {id(p) for m in model.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    counted = others if with_tied_tables else others - tables
+    return [p for p in model.parameters() if id(p) in counted and p.ndim >= 2]

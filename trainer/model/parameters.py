@@ -40,13 +40,6 @@ def count_trained_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def count_matrix_parameters(model: nn.Module) -> int:
-    """Return the number of parameters outside embedding tables, i.e. those that each token is multiplied with."""
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    embedded = {id(p): p.numel() for table in tables for p in table.parameters(recurse=False)}
-    return count_parameters(model) - sum(embedded.values())
-
-
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -24,8 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import sdpa_flop
 
-from trainer.model.experts import GROUPED
-from trainer.model.fake import GROUPED_PRODUCT, fake_tensors
+from trainer.model.experts import GROUPED, GROUPED_PRODUCT, fake_tensors
 from trainer.model.parameters import storage_id
 from trainer.sequence.attention import OPERATORS
 
@@ -102,10 +101,6 @@ class _Block:
     num_needed: int = 0
     """Number of operators before the last saved tensor, where recomputation stops."""
 
-    @property
-    def saved_bytes(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.saved.values())
-
 
 def choose_saved_operators(
     model: nn.Module, blocks: Sequence[nn.Module], tokens_shape: tuple[int, int], dtype: torch.dtype, share: float
@@ -138,7 +133,7 @@ def choose_saved_operators(
 
 
 def _fill_knapsack(block: _Block, share: float) -> frozenset[OperatorId]:
-    left = share * block.saved_bytes
+    left = share * sum(tensor.untyped_storage().nbytes() for tensor in block.saved.values())
     kept = set()
     needed = block.operators[: block.num_needed]
     for operator in sorted(needed, key=lambda operator: -operator.flops / operator.num_bytes):

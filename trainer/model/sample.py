@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -54,13 +54,11 @@ class Sampling:
 GREEDY = Sampling(temperature=0.0)
 
 
-class Decoder(Protocol):
-    """Feeds a text to a model step by step.
+Decoder: TypeAlias = Callable[[Sequence[int]], torch.Tensor]
+"""Feeds a text to a model step by step.
 
-    A call with the tokens that follow those of earlier calls returns the logits (V,) of the next token.
-    """
-
-    def __call__(self, tokens: Sequence[int]) -> torch.Tensor: ...
+A call with the tokens that follow those of earlier calls returns the logits (V,) of the next token.
+"""
 
 
 class CachedDecoder:

@@ -94,23 +94,21 @@ def _shard(
 def _cast_at_boundaries(model: nn.Module, units: Sequence[ShardUnit], config: RunConfig) -> None:
     """Cast the inputs of units and the output of an unsharded model, as FSDP would."""
     policy = _precision(config)(is_root=True)
+
+    def cast(tensors: Any, dtype: torch.dtype | None) -> Any:
+        return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tensors)
+
+    def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return cast(args, policy.param_dtype), cast(kwargs, policy.param_dtype)
+
+    def cast_output(module: nn.Module, inputs: Any, output: Any) -> Any:
+        return cast(output, policy.output_dtype)
+
     if policy.param_dtype is not None:
         for module in {model, *(unit.modules[0] for unit in units)}:
-            module.register_forward_pre_hook(partial(_cast_inputs, policy.param_dtype), with_kwargs=True)
+            module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
     if policy.output_dtype is not None:
-        model.register_forward_hook(partial(_cast_output, policy.output_dtype))
-
-
-def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return _cast(args, dtype), _cast(kwargs, dtype)
-
-
-def _cast_output(dtype: torch.dtype, module: nn.Module, inputs: Any, output: Any) -> Any:
-    return _cast(output, dtype)
-
-
-def _cast(tensors: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tensors)
+        model.register_forward_hook(cast_output)
 
 
 def check_sharding(config: RunConfig) -> None:
@@ -147,19 +145,14 @@ def reshard_of_units(
 def resolve_resharding(setting: int | str | list[int | str], names: Sequence[str], num_shards: int) -> list[bool | int]:
     """Return `reshard_after_forward` of each unit: False, True, or the number of ranks to reshard to.
 
-    By default the last unit does not reshard unless it is a block: its backward pass comes next and would gather it
-    again.
+    By default the last unit does not reshard unless it is a block (an element of a module list, judging by its name):
+    its backward pass comes next and would gather it again.
     """
     if setting == "default":
-        return [*(True for _ in names[:-1]), *(_is_block(name) for name in names[-1:])]
+        return [*(True for _ in names[:-1]), *(name.rpartition(".")[2].isdigit() for name in names[-1:])]
     entries: Sequence[int | str] = setting if isinstance(setting, list) else [setting] * len(names)
     meaning: dict[int | str, bool] = {"always": True, "never": False, 1: False, num_shards: True}
     return [meaning.get(entry, int(entry) if isinstance(entry, int) else True) for entry in entries]
-
-
-def _is_block(name: str) -> bool:
-    """Return whether a unit is an element of a module list, judging by its name."""
-    return name.rpartition(".")[2].isdigit()
 
 
 def checkpointing_choices(config: RunConfig) -> list[int | str]:

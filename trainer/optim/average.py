@@ -32,7 +32,10 @@ class WeightAverage:
         """`parameters`: the trainable ones, by name.  `is_evaluated`: whether evaluations use the average."""
         self._decay, self._is_evaluated = decay, is_evaluated
         self._parameters = dict(parameters) if decay else {}
-        self._averages = {name: _like(parameter) for name, parameter in self._parameters.items()}
+        self._averages = {
+            name: torch.zeros_like(parameter.detach(), dtype=torch.float32)
+            for name, parameter in self._parameters.items()
+        }
         self._has_started = False
 
     @torch.no_grad()
@@ -110,7 +113,3 @@ class WeightAverage:
     def may_differ(self, key: str) -> bool:
         """Return False: all ranks take the same steps."""
         return False
-
-
-def _like(parameter: nn.Parameter) -> torch.Tensor:
-    return torch.zeros_like(parameter.detach(), dtype=torch.float32)

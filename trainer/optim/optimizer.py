@@ -79,7 +79,10 @@ class Optimizer:
             # must continue bit-identically.
             scales = is_fused and _device_of(part).type != "cpu"
             if scale is not None and not scales:
-                _multiply_gradients(part, scale)
+                held = [local(p.grad) for group in part.param_groups for p in group["params"] if p.grad is not None]
+                if held:
+                    with torch.no_grad():
+                        torch._foreach_mul_(held, scale.to(_device_of(part)))
             if is_fused:
                 step_on_device(part, is_finite, scale if scales else None)
             else:
@@ -112,13 +115,6 @@ def step_on_device(part: torch.optim.Optimizer, is_finite: torch.Tensor | None, 
     finally:
         for name in attributes:
             delattr(part, name)
-
-
-@torch.no_grad()
-def _multiply_gradients(part: torch.optim.Optimizer, scale: torch.Tensor) -> None:
-    gradients = [local(p.grad) for group in part.param_groups for p in group["params"] if p.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, scale.to(gradients[0].device))
 
 
 def build_optimizer(
@@ -212,8 +208,16 @@ def _build(
         )
     if _needs_rounding([each.parameter for each in members], config):
         names = {id(each.parameter): each.name for each in members}
-        arguments = (names, seed, config.lr, config.betas, config.eps, getattr(torch, config.state_dtype))
-        return RoundingAdamW(groups, *arguments, config.rounding == "stochastic")
+        return RoundingAdamW(
+            groups,
+            names=names,
+            seed=seed,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            state_dtype=getattr(torch, config.state_dtype),
+            stochastic=config.rounding == "stochastic",
+        )
     for group in groups:
         if all(parameter.dtype == torch.float32 for parameter in group["params"]):
             group["state_dtype"] = "float32"  # overrides the value in a checkpoint

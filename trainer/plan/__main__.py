@@ -38,22 +38,22 @@ from trainer.config import (
 )
 from trainer.config.command_line import no_recipe, split_allow_import
 from trainer.config.messages import unexpected_argument, unknown_option
-from trainer.data.resolve import resolve_from_data
+from trainer.data.opening import resolve_from_data
 from trainer.distributed.environment import find_environment
 from trainer.errors import EXIT_DOES_NOT_FIT, EXIT_FINISHED, print_stderr, print_stdout, run_command, setting_error
 from trainer.model.shard import check_sharding
 from trainer.plan.calibrate import calibrate
 from trainer.plan.machine import Machine, find_machine
 from trainer.plan.plan import Plan, make_plan, planned
-from trainer.plan.search import Choice, NothingFits, settle, uses_auto
-from trainer.plan.show import draw, print_plan, remedies_text, to_json
+from trainer.plan.search import Choice, NothingFits, fastest_choice, remedies, uses_auto
+from trainer.plan.show import draw, print_plan, to_json
 from trainer.recipe import add_working_folder_to_path
 
 _USAGE = "usage: python -m trainer.plan recipe=NAME [section.key=value ...] [ranks=N] [device=NAME]"
 
 
 @dataclass
-class _Asked:
+class _Options:
     """Command-line options of the planner, in addition to the run's configuration keys."""
 
     recipe: str | None = None
@@ -79,19 +79,19 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 
 def _plan(arguments: list[str]) -> int:
     arguments, allow_import = split_allow_import(arguments)
-    asked, overrides = _read(arguments)
-    if asked.recipe is None and not asked.calibrates:
+    options, overrides = _read(arguments)
+    if options.recipe is None and not options.calibrates:
         raise no_recipe(_USAGE, overrides)
-    config = load_config(asked.recipe or "llama_small", overrides, allow_import, needs_weights=False)
+    config = load_config(options.recipe or "llama_small", overrides, allow_import, needs_weights=False)
     if config.data.path is not None:
         config = resolve_from_data(config)
-    if asked.calibrates:
-        calibrate(config, None if asked.device == "auto" else asked.device)
-        if asked.recipe is None or find_environment().rank > 0:
+    if options.calibrates:
+        calibrate(config, None if options.device == "auto" else options.device)
+        if options.recipe is None or find_environment().rank > 0:
             return EXIT_FINISHED
-    memory_gib = asked.memory_gib or config.run.memory_gib
-    machine = find_machine(asked.device, memory_gib, asked.ranks_per_node, asked.network_gbps)
-    num_ranks = asked.ranks or _num_ranks(config, machine)
+    memory_gib = options.memory_gib or config.run.memory_gib
+    machine = find_machine(options.device, memory_gib, options.ranks_per_node, options.network_gbps)
+    num_ranks = options.ranks or _num_ranks(config, machine)
     config = planned(config)
     mesh = check_config(config, num_ranks, min(num_ranks, machine.rates.ranks_per_node))
     config = resolve_context_method(config, min(num_ranks, machine.rates.ranks_per_node))
@@ -99,27 +99,27 @@ def _plan(arguments: list[str]) -> int:
     if advice := mesh.advice(min(num_ranks, machine.rates.ranks_per_node)):
         print_stderr(f"warning: {advice}")
     try:
-        choice = settle(config, mesh, machine) if uses_auto(config) else None
+        choice = fastest_choice(config, mesh, machine) if uses_auto(config) else None
     except NothingFits as error:
-        _show(error.plan, None, asked)
+        _show(error.plan, None, options)
         print_stderr(f"error: {error}")
         return EXIT_DOES_NOT_FIT
     plan = choice.plan if choice else make_plan(config, mesh, machine)
-    _show(plan, choice, asked)
+    _show(plan, choice, options)
     if plan.fits:
         return EXIT_FINISHED
-    if not asked.as_json:
-        print_stdout(remedies_text(plan))
+    if not options.as_json:
+        print_stdout("\n".join(remedies(plan) or ["no single change of settings would make it fit"]))
     return EXIT_DOES_NOT_FIT
 
 
-def _show(plan: Plan, choice: Choice | None, asked: _Asked) -> None:
-    if asked.as_json:
+def _show(plan: Plan, choice: Choice | None, options: _Options) -> None:
+    if options.as_json:
         print_stdout(json.dumps(to_json(plan, choice)))
     else:
         print_plan(plan, choice)
-    if asked.picture is not None:
-        draw(plan, asked.picture)
+    if options.picture is not None:
+        draw(plan, options.picture)
 
 
 def _num_ranks(config: RunConfig, machine: Machine) -> int:
@@ -139,29 +139,29 @@ def _num_ranks(config: RunConfig, machine: Machine) -> int:
     )
 
 
-def _read(arguments: list[str]) -> tuple[_Asked, list[str]]:
-    asked, overrides = _Asked(), []
+def _read(arguments: list[str]) -> tuple[_Options, list[str]]:
+    options, overrides = _Options(), []
     numbers = {"memory_gib": float, "ranks": int, "nproc": int, "ranks_per_node": int, "network_gbps": float}
     remaining = iter(arguments)
     for argument in remaining:
         key, equals, text = argument.partition("=")
         if argument == "--json":
-            asked.as_json = True
+            options.as_json = True
         elif argument == "--calibrate":
-            asked.calibrates = True
+            options.calibrates = True
         elif key == "--picture":
-            asked.picture = _picture(text if equals else next(remaining, ""))
+            options.picture = _picture(text if equals else next(remaining, ""))
         elif key in ("recipe", "device"):
-            setattr(asked, key, text)
+            setattr(options, key, text)
         elif key in numbers:
-            setattr(asked, "ranks" if key == "nproc" else key, _number(key, text, numbers[key]))
+            setattr(options, "ranks" if key == "nproc" else key, _number(key, text, numbers[key]))
         elif argument.startswith("-"):
             raise unknown_option(argument, ["--json", "--picture", "--calibrate", "--help"], declared_keys())
         elif not equals:
-            raise unexpected_argument(arguments, arguments.index(argument), recipe_files(), asked.recipe is not None)
+            raise unexpected_argument(arguments, arguments.index(argument), recipe_files(), options.recipe is not None)
         else:
             overrides.append(argument)
-    return asked, overrides
+    return options, overrides
 
 
 def _picture(text: str) -> Path:

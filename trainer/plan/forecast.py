@@ -17,12 +17,12 @@ from trainer.config.resolve import Given, run_passes
 from trainer.distributed.world import World
 from trainer.errors import UserError, print_stderr, redact
 from trainer.metrics.console import readable_bytes
-from trainer.metrics.step_timer import peak_memory_gib, resident_gib
+from trainer.metrics.step_metrics import peak_memory_gib, resident_gib
 from trainer.model.parameters import local
 from trainer.optim.optimizer import AVERAGE_SIZE, Optimizer, training_bytes
 from trainer.plan.machine import GIB, Machine, find_machine
 from trainer.plan.plan import Plan, make_plan
-from trainer.plan.search import Choice, remedies, settle, uses_auto
+from trainer.plan.search import Choice, fastest_choice, remedies, uses_auto
 from trainer.plan.show import choice_text, memory_text
 
 _MISS = 0.1
@@ -68,7 +68,7 @@ def choose_auto(config: RunConfig, given: Given) -> RunConfig:
 
     def choose() -> None:
         if world.is_main:
-            given.choice = settle(config, mesh, replace(machine_of(config, world), memory_gib=-least))
+            given.choice = fastest_choice(config, mesh, replace(machine_of(config, world), memory_gib=-least))
 
     world.agreed(choose)
     settings = world.broadcast(given.choice and given.choice.settings)

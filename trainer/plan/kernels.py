@@ -1,4 +1,4 @@
-"""Computes the cost of operators, and substitutes a GPU's kernels when a model is traced on a CPU.
+"""Kernels: the cost of operators, and a GPU's kernels, fusion and float8 casts imitated where a model is traced.
 
 A GPU's fused kernels save fewer activations for the backward pass than the CPU's do.  `use_gpu_kernels` imitates them
 while a model is traced, so that a plan made on a laptop is right for GPUs.  Independent of any model and of the speed
@@ -8,7 +8,9 @@ of devices.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_backward_flop, sdpa_flop
 
 from trainer.loss import use_gpu_chunks
-from trainer.model.fake import GROUPED_PRODUCT
+from trainer.model.experts import GROUPED_PRODUCT
 from trainer.sequence import attention
 
 aten = torch.ops.aten
@@ -93,8 +95,11 @@ def _attention_flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     q, k, v = tensors[1:4] if is_backward else tensors[:3]
     heads = (q.shape[0], q.shape[1])
-    shapes = [q.shape, (*heads, *k.shape[2:]), (*heads, *v.shape[2:])]
-    flops = sdpa_backward_flop(q.shape, *shapes) if is_backward else sdpa_flop(*shapes)
+    k_shape, v_shape = (*heads, *k.shape[2:]), (*heads, *v.shape[2:])
+    if is_backward:
+        flops = sdpa_backward_flop(q.shape, q.shape, k_shape, v_shape)  # the gradient has the queries' shape
+    else:
+        flops = sdpa_flop(q.shape, k_shape, v_shape)
     flags = [a for a in (*args, *kwargs.values()) if isinstance(a, bool)]
     return int(flops * (1 - q.shape[2] / (2 * k.shape[2]))) if any(flags) else int(flops)
 
@@ -181,3 +186,151 @@ def use_gpu_kernels(model: nn.Module) -> None:
 
     for module in model.modules():
         module.forward = with_kernels(module.forward)  # type: ignore[method-assign]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Fusion by torch.compile: which kernels a block runs, and which tensors are never materialized.
+#
+# Memory-bound operators are fused if one reads the output of another or both read the same tensor, unless a matrix
+# product or an attention kernel must run in between.  A fused kernel reads each input once and writes only outputs
+# that later kernels read or that are saved; everything else stays in registers.
+#
+# Source: Ansel et al. 2024, "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and
+# Graph Compilation", section 4.
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One call of an operator: its work, and the bytes it reads and writes, by serial number of the storage."""
+
+    work: Work
+    reads: dict[int, int]
+    writes: dict[int, int]
+    is_fused: bool
+    """Whether it can be fused: it is memory-bound and inside a compiled block."""
+
+
+def fuse(operators: Sequence[Operator], kept: Collection[int]) -> tuple[Counter[Work], frozenset[int]]:
+    """Return the kernels that `operators` are fused into, and the storages that fusion never materializes.
+
+    `operators` are in execution order; `kept` are the storages that are still alive after the last one.
+    """
+    groups = _groups(operators)
+    work: Counter[Work] = Counter(operator.work for operator in operators if not operator.is_fused)
+    read_by: dict[int, set[int]] = defaultdict(set)
+    for number, operator in enumerate(operators):
+        for storage in operator.reads:
+            read_by[storage].add(groups[number])
+    made_by = {storage: groups[number] for number, one in enumerate(operators) for storage in one.writes}
+    members: dict[int, list[Operator]] = defaultdict(list)
+    for number, operator in enumerate(operators):
+        if operator.is_fused:
+            members[groups[number]].append(operator)
+    never_made: set[int] = set()
+    for group, fused in members.items():
+        read, written = Counter[int](), Counter[int]()
+        for operator in fused:
+            for storage, num_bytes in operator.reads.items():
+                if made_by.get(storage) != group:
+                    read[storage] = max(read[storage], num_bytes)
+            for storage, num_bytes in operator.writes.items():
+                if storage in kept or read_by[storage] - {group}:
+                    written[storage] = max(written[storage], num_bytes)
+                else:
+                    never_made.add(storage)
+        num_bytes = sum(read.values()) + sum(written.values())
+        if num_bytes:
+            work[Work("memory", 0, num_bytes, fused[-1].work.element_size)] += 1
+    return work, frozenset(never_made)
+
+
+def _groups(operators: Sequence[Operator]) -> list[int]:
+    """Return the kernel that each operator belongs to, identified by the index of one of its operators.
+
+    Operators of the same stage that share a storage are fused; a stage ends where the result of a product is needed.
+    """
+    stage_of: dict[int, tuple[int, bool]] = {}
+    parents = list(range(len(operators)))
+
+    def root(number: int) -> int:
+        while parents[number] != number:
+            parents[number] = parents[parents[number]]
+            number = parents[number]
+        return number
+
+    seen: dict[tuple[int, int], int] = {}
+    for number, operator in enumerate(operators):
+        before = [stage_of[storage] for storage in operator.reads if storage in stage_of]
+        # An operator that reads a product's result belongs to a later stage than the product's inputs.
+        stage = max((at + (operator.is_fused and not is_fused) for at, is_fused in before), default=0)
+        for storage in operator.writes:
+            stage_of[storage] = stage, operator.is_fused
+        if operator.is_fused:
+            for storage in (*operator.reads, *operator.writes):
+                first = seen.setdefault((stage, storage), number)
+                parents[root(number)] = root(first)
+    return [root(number) for number in range(len(operators))]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Float8 matrix products: the casts before each product, and the product itself.
+#
+# Reproduces what torchao's float8 layers do, without importing torchao.  Each product casts both of its factors.  With
+# tensorwise scaling, the largest element of the tensor must be found first; with rowwise scaling, one kernel finds the
+# scales and casts.
+
+
+_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+_MULTIPLE = 16
+"""A layer is converted to float8 only if both of its dimensions are multiples of this."""
+
+
+class Float8Casts:
+    """Adds the float8 casts to the matrix products inside blocks; a no-op if `setting` is `none`."""
+
+    def __init__(self, setting: str, are_fused: bool) -> None:
+        self._setting, self._are_fused = setting, are_fused
+        self._num_made = 0
+        self._cast: dict[int, int] = {}
+
+    def clear(self) -> None:
+        """Forget which tensors have been cast; called at the start of each segment."""
+        self._cast.clear()
+
+    def around(self, func: Any, args: Sequence[Any], operator: Operator, serials: Sequence[int]) -> Iterator[Operator]:
+        """Yield the operators that run in place of `operator`, a call of `func` inside a block.
+
+        Yields `operator` unchanged if it is not a matrix product that is converted to float8.  `serials` are the serial
+        numbers of the storages of the tensors in `args`, in order.
+        """
+        factors = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
+        if self._setting == "none" or func not in _PRODUCTS or any(n % _MULTIPLE for f in factors for n in f.shape):
+            yield operator
+            return
+        reads: dict[int, int] = {}
+        for factor, serial in zip(factors, serials[-2:], strict=True):
+            # Each use of a tensor scales it along another dimension if rowwise, so casts cannot be shared.
+            if serial not in self._cast or self._setting == "rowwise":
+                yield from self._cast_of(serial, factor.numel())
+            reads[self._cast[serial]] = factor.numel()
+        num_bytes = sum(reads.values()) + sum(operator.writes.values())
+        yield Operator(operator.work._replace(num_bytes=num_bytes, element_size=1), reads, operator.writes, False)
+
+    def _cast_of(self, serial: int, numel: int) -> Iterator[Operator]:
+        reads, cast = {serial: 2 * numel}, self._serial()
+        if self._setting == "tensorwise":
+            largest, scale = self._serial(), self._serial()
+            yield self._moving(reads, {largest: 4}, self._are_fused)
+            yield self._moving({largest: 4}, {scale: 4}, False)
+            reads = {**reads, scale: 4}
+        yield self._moving(reads, {cast: numel}, self._are_fused)
+        self._cast[serial] = cast
+
+    def _moving(self, reads: dict[int, int], writes: dict[int, int], is_fused: bool) -> Operator:
+        num_bytes = sum(reads.values()) + sum(writes.values())
+        return Operator(Work("memory", 0, num_bytes, 1), reads, writes, is_fused)
+
+    def _serial(self) -> int:
+        """Return a serial number for a storage that exists only in this model of the kernels."""
+        self._num_made += 1
+        return 10**15 + self._num_made

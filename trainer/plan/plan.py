@@ -15,10 +15,8 @@ from trainer.checkpoint.interval import Costs, costs_of
 from trainer.config import MeshShape, RunConfig
 from trainer.model.shard import is_unsharded, resolve_resharding
 from trainer.optim.optimizer import AVERAGE_SIZE
-from trainer.plan.clock import StepTime, time_of
-from trainer.plan.communication import Collective, collectives_of
+from trainer.plan.estimates import Collective, Memory, StepTime, collectives_of, memory_of, time_of
 from trainer.plan.machine import GIB, Machine
-from trainer.plan.memory import Memory, memory_of
 from trainer.plan.probe import Probe
 from trainer.plan.step import Layout
 from trainer.plan.trace import Trace

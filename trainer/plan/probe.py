@@ -10,34 +10,34 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import itertools
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from trainer.config import RunConfig, find_slices
 from trainer.config.rules import compiles_when_planned
-from trainer.data.source_factory import open_source
+from trainer.data.opening import open_source
 from trainer.errors import UserError, setting_error
 from trainer.loss import by_row, find_loss
-from trainer.model.fake import fake_tensors
-from trainer.model.flops import flops_of
-from trainer.model.network import build_network
+from trainer.model.experts import fake_tensors
+from trainer.model.network import build_network, flops_of
 from trainer.model.parameters import tied_names
 from trainer.model.recompute import OperatorId
 from trainer.model.shard import apply_activation_checkpointing, forbid_view_outputs, saved_by_budget
 from trainer.model.units import ShardUnit, find_blocks, find_units, is_embedding_unit
 from trainer.optim.optimizer import optimizer_state_sizes
 from trainer.plan.kernels import use_gpu_kernels
-from trainer.plan.recorder import MemoryMeter, Recorder
-from trainer.plan.repetition import Repetition, without_block_marks
-from trainer.plan.trace import ParameterFacts, Trace, UnitFacts
+from trainer.plan.trace import Event, Mark, MemoryMeter, ParameterFacts, Recorder, Segment, Trace, UnitFacts
 from trainer.sequence import sliced
 
 
@@ -71,21 +71,18 @@ class Probe:
         """
         key = (micro_batch_size, checkpointing)
         if key not in self._traces:
+            with contextlib.suppress(Exception):  # the model cannot run with skipped blocks, or treats them differently
+                self._traces[key] = self._run(micro_batch_size, checkpointing, shortens=True)
+        if key not in self._traces:
             try:
-                self._traces[key] = self._run(*key, shortens=True)
-            except Exception:  # the model cannot run with skipped blocks, or treats them differently
-                self._traces[key] = self._run_whole(*key)
+                self._traces[key] = self._run(micro_batch_size, checkpointing, shortens=False)
+            except UserError:
+                raise
+            except Exception as error:  # from the model's own code, on tensors without values
+                text = str(error).splitlines()[0] if str(error) else ""
+                rule = f"cannot be planned: tracing it on meta tensors fails with {type(error).__name__}: {text}"
+                raise setting_error("model.name", self.config.model.name, rule) from error
         return self._traces[key]
-
-    def _run_whole(self, micro_batch_size: int, checkpointing: int | str) -> Trace:
-        try:
-            return self._run(micro_batch_size, checkpointing, shortens=False)
-        except UserError:
-            raise
-        except Exception as error:  # from the model's own code, on tensors without values
-            text = str(error).splitlines()[0] if str(error) else ""
-            rule = f"cannot be planned: tracing it on meta tensors fails with {type(error).__name__}: {text}"
-            raise setting_error("model.name", self.config.model.name, rule) from error
 
     def _run(self, micro_batch_size: int, checkpointing: int | str, shortens: bool) -> Trace:
         model = copy.deepcopy(self._model)
@@ -126,7 +123,7 @@ def _trace(
         forbid_view_outputs((*(module for unit in units for module in unit.modules), model))
         repetition.attach(recorder)
         for number, unit in enumerate(units):
-            if not repetition.leaves_out(unit.modules):
+            if not all(id(module) in repetition.left_out for module in unit.modules):
                 recorder.watch_unit(unit.modules, number)
         recorder.watch_unit((model,), len(units), is_root=True)
         loss_of = find_loss(model)
@@ -139,7 +136,7 @@ def _trace(
             del loss
             recorder.mark("end", len(units))
     events = tuple(without_block_marks(repetition.repeated(recorder.events)))
-    facts = _without_unused(facts, repetition.like(meter.unused(model)))
+    facts = _without_unused(facts, repetition.with_skipped(meter.unused(model)))
     return Trace(events, facts, buffer_bytes, 2 * 8 * math.prod(shape))
 
 
@@ -218,3 +215,275 @@ def _make_fake(model: nn.Module, compute_dtype: torch.dtype, left_out: set[int])
             owner, _, name = alias.rpartition(".")
             model.get_submodule(owner).register_parameter(name, model.get_parameter(first))
     return buffer_bytes
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Repetition: skips the middle of long runs of identical blocks, and copies the events of those that did run
+
+
+_LONGEST_PERIOD = 16
+
+
+class NotRepeated(Exception):
+    """Blocks cannot be skipped: the model treats them differently, or a block changes the form of its input."""
+
+
+@dataclass(frozen=True)
+class _BlockRun:
+    """Consecutive blocks that repeat with a period.
+
+    The first two periods are run; the second represents the `num_skipped` blocks after it.  Then the rest are run.
+    """
+
+    blocks: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+    period: int
+    num_skipped: int
+
+    @property
+    def first_skipped(self) -> int:
+        return 2 * self.period
+
+    @property
+    def first_after(self) -> int:
+        return self.first_skipped + self.num_skipped
+
+    @property
+    def skipped(self) -> tuple[nn.Module, ...]:
+        return self.blocks[self.first_skipped : self.first_after]
+
+
+class Repetition:
+    """Skips the middle of long runs of identical blocks and fills in copies of the events of equivalent blocks."""
+
+    def __init__(self, model: nn.Module, units: Sequence[ShardUnit], checkpointed: set[int]) -> None:
+        self.runs = _find_runs(model, checkpointed) if units else []
+        self.left_out = {id(m) for run in self.runs for block in run.skipped for m in block.modules()}
+        self._place: list[tuple[_BlockRun, int]] = []  # watched blocks, indexed by the number in their marks
+        self._calls: dict[int, list[tuple[int, Any]]] = {id(run): [] for run in self.runs}
+        self._further_outputs: dict[int, tuple[Any, ...] | None] = {}  # by run: the outputs of a block after the first
+        self._unit_home: dict[
+            int, tuple[_BlockRun, int, str]
+        ] = {}  # by unit: its run, its block, and its name in the block
+        self._unit_at: dict[tuple[int, int, str], int] = {}
+        for run in self.runs:
+            for position, block in enumerate(run.blocks):
+                inside = {id(module): name for name, module in block.named_modules()}
+                for number, unit in enumerate(units):
+                    if all(id(module) in inside for module in unit.modules):
+                        name = " ".join(inside[id(module)] for module in unit.modules)
+                        self._unit_home[number] = (run, position, name)
+                        self._unit_at[id(run), position, name] = number
+
+    def attach(self, recorder: Recorder) -> None:
+        """Mark where blocks begin, and make the skipped ones return their input."""
+        for run in self.runs:
+            for position, block in enumerate(run.blocks):
+                block.register_forward_pre_hook(self._note_call(run, position), with_kwargs=True)
+                recorder.watch_block(block, len(self._place))
+                self._place.append((run, position))
+                if block in run.skipped:
+                    block.forward = self._skipping_forward(run)  # type: ignore[method-assign]
+                else:
+                    block.register_forward_hook(self._note_output(run))
+
+    def _note_output(self, run: _BlockRun) -> Callable[..., None]:
+        """Return a hook that raises NotRepeated unless a block's first output can serve as the next block's input."""
+
+        def note(block: nn.Module, args: Any, output: Any) -> None:
+            given = args[0] if args else None
+            first, *rest = output if isinstance(output, tuple) else (output,)
+            if not (isinstance(first, torch.Tensor) and isinstance(given, torch.Tensor)):
+                raise NotRepeated
+            if first.shape != given.shape or first.dtype != given.dtype:
+                raise NotRepeated
+            self._further_outputs[id(run)] = tuple(rest) if isinstance(output, tuple) else None
+
+        return note
+
+    def _skipping_forward(self, run: _BlockRun) -> Callable[..., Any]:
+        """Return the forward function of skipped blocks: it returns its input, and zeros for any further outputs."""
+
+        def skip(*args: Any, **kwargs: Any) -> Any:
+            if not args:
+                raise NotRepeated
+            # A separate node in the graph, so that the gradients of the blocks' outputs are computed one after another.
+            first = args[0].view_as(args[0]) if isinstance(args[0], torch.Tensor) else args[0]
+            further = self._further_outputs[id(run)]
+            return first if further is None else (first, *pytree.tree_map_only(torch.Tensor, torch.zeros_like, further))
+
+        return skip
+
+    def with_skipped(self, names: set[str]) -> set[str]:
+        """Return `names` of parameters, plus those of the corresponding parameters in skipped blocks."""
+        found = set(names)
+        for run in self.runs:
+            for position in range(run.first_skipped, run.first_after):
+                template = run.names[run.period + position % run.period]
+                inside = f"{template}."
+                found |= {f"{run.names[position]}.{n.removeprefix(inside)}" for n in names if n.startswith(inside)}
+        return found
+
+    def _note_call(self, run: _BlockRun, position: int) -> Callable[..., None]:
+        def note(block: nn.Module, args: Any, kwargs: Any) -> None:
+            self._calls[id(run)].append((position, _form((args, kwargs))))
+
+        return note
+
+    def _check(self, events: Sequence[Event]) -> None:
+        """Raise NotRepeated unless the model treats skipped blocks like the blocks that represent them.
+
+        Blocks must be called one after another, with arguments of the same form and the same plain values, and the
+        model must do the same work between them.
+        """
+        for run in self.runs:
+            calls, size = self._calls[id(run)], len(run.blocks)
+            if len(calls) % size or [position for position, _ in calls] != [*range(size)] * (len(calls) // size):
+                raise NotRepeated
+            for number, (position, form) in enumerate(calls):
+                if position >= run.period and position % size >= 1 and form != calls[number - run.period][1]:
+                    raise NotRepeated
+            between: dict[int, set[Any]] = {}
+            for event, following in itertools.pairwise(events):
+                if event.mark == "block_return" and following.mark == "block_forward":
+                    place, position = self._place[event.unit]
+                    if place is run and run.period <= position < run.first_after:
+                        between.setdefault(position % run.period, set()).add(frozenset(following.before.work))
+            if any(len(kinds) > 1 for kinds in between.values()):
+                raise NotRepeated
+
+    def repeated(self, events: Sequence[Event]) -> list[Event]:
+        """Return the events with copies of the second period in place of the skipped blocks.
+
+        A period lasts from the mark of its first block to the mark of the next period's first block.  It includes the
+        model's own work between blocks; the work recorded around skipped blocks is dropped.
+        """
+        self._check(events)
+        done: list[Event] = []
+        number = 0
+        while number < len(events):
+            event = events[number]
+            done.append(event)
+            number += 1
+            if not event.mark.startswith("block"):
+                continue
+            run, position = self._place[event.unit]
+            if event.mark == "block_forward" and position == run.first_skipped < run.first_after:
+                first = max(n for n, e in enumerate(events[:number]) if self._is_at(e, event.mark, run, run.period))
+                done += self._copies(events[first + 1 : number], run, range(0, run.num_skipped, run.period))
+                number = self._next(events, number, event.mark, run, run.first_after) + 1
+            elif event.mark == "block_backward" and position == run.first_after - 1 >= run.first_skipped:
+                number = self._next(events, number, event.mark, run, run.first_skipped - 1) + 1
+                end = self._next(events, number, event.mark, run, run.period - 1) + 1
+                done += self._copies(events[number:end], run, range(run.num_skipped - run.period, -1, -run.period))
+        return done
+
+    def _is_at(self, event: Event, mark: Mark, run: _BlockRun, position: int) -> bool:
+        return event.mark == mark and self._place[event.unit] == (run, position)
+
+    def _next(self, events: Sequence[Event], start: int, mark: Mark, run: _BlockRun, position: int) -> int:
+        for number in range(start, len(events)):
+            if self._is_at(events[number], mark, run, position):
+                return number
+        raise NotRepeated
+
+    def _copies(self, template: Sequence[Event], run: _BlockRun, offsets: Iterable[int]) -> Iterator[Event]:
+        for offset in offsets:
+            for event in template:
+                unit = event.unit
+                if not event.mark.startswith("block") and unit in self._unit_home:
+                    own_run, position, name = self._unit_home[unit]
+                    if own_run is run:
+                        unit = self._unit_at[id(run), position + run.period + offset, name]
+                yield replace(event, unit=unit)
+
+
+def _form(arguments: Any) -> Any:
+    """Return what two calls must have in common: structure, shapes and dtypes of tensors, and other values."""
+    leaves, structure = pytree.tree_flatten(arguments)
+    return str(structure), [
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf)
+        for leaf in leaves
+    ]
+
+
+def without_block_marks(events: Iterable[Event]) -> Iterator[Event]:
+    """Yield FSDP's marks only, merging the segments on both sides of each block mark."""
+    held = Segment()
+    for event in events:
+        if event.mark.startswith("block"):
+            held = held.then(event.before)
+        else:
+            yield replace(event, before=held.then(event.before))
+            held = Segment()
+
+
+def _find_runs(model: nn.Module, checkpointed: set[int]) -> list[_BlockRun]:
+    """Return the runs of identical blocks that are worth shortening, in outermost ModuleLists and Sequentials."""
+    runs: list[_BlockRun] = []
+    inside: set[int] = set()
+    shared = {id(model.get_parameter(group[0])) for group in tied_names(model)}
+    for parent_name, parent in model.named_modules():
+        if not isinstance(parent, (nn.ModuleList, nn.Sequential)) or id(parent) in inside:
+            continue
+        blocks = tuple(parent.children())
+        if len(blocks) < 4:
+            continue
+        counted = _counted_settings(blocks)
+        kinds = [_kind(block, counted, shared, checkpointed) for block in blocks]
+        for period in range(1, min(_LONGEST_PERIOD, len(blocks) // 4) + 1):
+            if all(kinds[n] == kinds[n - period] for n in range(period, len(blocks))):
+                num_skipped = (len(blocks) - 3 * period) // period * period
+                if num_skipped < 2 * period:  # with fewer, there is no second gap between blocks to compare
+                    break
+                inner = "".join([parent_name, "."] if parent_name else [])
+                names = tuple(f"{inner}{name}" for name, _ in parent.named_children())
+                runs.append(_BlockRun(blocks, names, period, num_skipped))
+                inside |= {id(module) for block in blocks for module in block.modules()}
+                break
+    return runs
+
+
+def _kind(block: nn.Module, counted: set[tuple[str, str]], shared: set[int], checkpointed: set[int]) -> Any:
+    """Return what two blocks must have in common to count as identical: modules, shapes and plain settings.
+
+    Settings in `counted` are ignored.  A block with a tied parameter is identical to no other.
+    """
+    parts: list[Any] = []
+    for name, module in block.named_modules():
+        settings = {key: value for key, value in _settings(module) if (name, key) not in counted}
+        tensors = [
+            (key, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, id(tensor) in shared and id(tensor))
+            for key, tensor in (
+                *module.named_parameters(recurse=False, remove_duplicate=False),
+                *module.named_buffers(recurse=False, remove_duplicate=False),
+            )
+        ]
+        parts.append((name, type(module), id(module) in checkpointed, settings, tensors))
+    return parts
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the module's own attributes that can be compared between modules; others are represented by their id."""
+    for key, value in vars(module).items():
+        if key in _OF_EVERY_MODULE or isinstance(value, (torch.Tensor, nn.Module)):
+            continue
+        is_plain = value is None or isinstance(value, (int, float, str, bool, tuple, list, dict, set, torch.dtype))
+        yield key, value if is_plain or dataclasses.is_dataclass(value) else id(value)
+
+
+_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"})
+
+
+def _counted_settings(blocks: Sequence[nn.Module]) -> set[tuple[str, str]]:
+    """Return the settings (module name, attribute) that only hold a block's index in the list."""
+    counted = {(name, key) for name, module in blocks[0].named_modules() for key, _ in _settings(module)}
+    for position, block in enumerate(blocks):
+        own = {
+            (name, key)
+            for name, module in block.named_modules()
+            for key, value in _settings(module)
+            if type(value) is int and value == position
+        }
+        counted &= own
+    return counted

@@ -63,7 +63,7 @@ def uses_auto(config: RunConfig) -> bool:
     return AUTO in chosen_settings(config).values()
 
 
-def settle(config: RunConfig, mesh: MeshShape, machine: Machine) -> Choice:
+def fastest_choice(config: RunConfig, mesh: MeshShape, machine: Machine) -> Choice:
     """Return the fastest choice of the `auto` settings in `config` that fits `machine`.
 
     Raises NothingFits if no choice fits; its message lists changes to other settings that would.
@@ -109,8 +109,16 @@ class _Search:
     def best(self) -> Choice:
         fitting: list[Plan] = []
         smallest: Plan | None = None
-        for micro in self._micro_batches:
-            for kind in self._checkpointing:  # least memory first: if that kind does not fit, no later kind does
+        train = self.config.train
+        for_each_rank = train.global_batch_size // self.config.num_groups(self.mesh.num_ranks)
+        sizes = [size for size in range(1, for_each_rank + 1) if for_each_rank % size == 0]
+        if train.micro_batch_size != AUTO:
+            sizes = [int(train.micro_batch_size)]
+        kinds = [train.activation_checkpoint]
+        if train.activation_checkpoint == AUTO:  # least memory first
+            kinds = sorted(checkpointing_choices(self.config), key=("full", "selective", 2, 4, "none").index)
+        for micro in sizes:
+            for kind in kinds:  # if a kind does not fit, no later kind does
                 plans = list(self._with_resharding(micro, kind))
                 smallest = min([*plans, *([smallest] if smallest else [])], key=lambda plan: plan.memory.peak.total)
                 found = [plan for plan in plans if plan.fits]
@@ -124,24 +132,13 @@ class _Search:
         fastest_s = min(plan.time.total_s for plan in fitting)
         near = [plan for plan in fitting if plan.time.total_s <= (1 + _TIME_TOLERANCE) * fastest_s]
         best = min(near, key=lambda plan: plan.memory.peak.total)
-        others = sorted(fitting, key=lambda plan: plan.time.total_s)
-        return Choice(self._simplified(best), tuple(_distinct(best, others)), self.num_candidates)
-
-    @cached_property
-    def _micro_batches(self) -> list[int]:
-        micro = self.config.train.micro_batch_size
-        if micro != AUTO:
-            return [int(micro)]
-        for_each_rank = self.config.train.global_batch_size // self.config.num_groups(self.mesh.num_ranks)
-        return [size for size in range(1, for_each_rank + 1) if for_each_rank % size == 0]
-
-    @cached_property
-    def _checkpointing(self) -> list[int | str]:
-        setting = self.config.train.activation_checkpoint
-        if setting != AUTO:
-            return [setting]
-        frugal = ("full", "selective", 2, 4, "none")
-        return sorted(checkpointing_choices(self.config), key=frugal.index)
+        runners_up: list[Plan] = []  # the next best that differ in more than the number of units left unsharded
+        families = {_family(best)}
+        for plan in sorted(fitting, key=lambda plan: plan.time.total_s):
+            if _family(plan) not in families and len(runners_up) < 4:
+                families.add(_family(plan))
+                runners_up.append(plan)
+        return Choice(self._simplified(best), tuple(runners_up), self.num_candidates)
 
     def _plan(self, micro: int, checkpointing: int | str, reshard: int | str | list[int | str]) -> Plan:
         self.num_candidates += 1
@@ -307,15 +304,6 @@ def _with(config: RunConfig, **train: object) -> RunConfig:
 def _as_list(plan: Plan) -> list[int | str]:
     setting = plan.config.fsdp.reshard_after_forward
     return list(setting) if isinstance(setting, list) else [setting] * plan.trace.root
-
-
-def _distinct(best: Plan, others: list[Plan], limit: int = 4) -> Iterator[Plan]:
-    """Yield the next best plans that differ in more than the number of units left unsharded."""
-    seen = {_family(best)}
-    for plan in others:
-        if _family(plan) not in seen and len(seen) <= limit:
-            seen.add(_family(plan))
-            yield plan
 
 
 def _family(plan: Plan) -> tuple[object, ...]:

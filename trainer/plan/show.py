@@ -11,10 +11,10 @@ from typing import Any, get_args
 from trainer.checkpoint.interval import describe_costs
 from trainer.errors import print_stdout
 from trainer.metrics.console import readable_bytes, readable_duration
+from trainer.plan.estimates import memory_of
 from trainer.plan.machine import GIB
-from trainer.plan.memory import Moment, memory_of
 from trainer.plan.plan import Plan
-from trainer.plan.search import Choice, chosen_settings, remedies, short
+from trainer.plan.search import Choice, chosen_settings, short
 from trainer.plan.step import Kind
 from trainer.tables import table_lines, terminal_width
 
@@ -57,11 +57,6 @@ def print_plan(plan: Plan, choice: Choice | None = None) -> None:
 def _print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], text_columns: Sequence[int]) -> None:
     lines = table_lines(heads, rows, text_columns=text_columns)
     print_stdout("\n".join(["", textwrap.fill(title, terminal_width()), *lines]))
-
-
-def remedies_text(plan: Plan) -> str:
-    """Return the changes that would make a plan fit, one per line."""
-    return "\n".join(remedies(plan) or ["no single change of settings would make it fit"])
 
 
 def _left_out(plan: Plan) -> list[str]:
@@ -187,6 +182,13 @@ def communication_rows(plan: Plan) -> list[dict[str, Any]]:
 def to_json(plan: Plan, choice: Choice | None = None) -> dict[str, Any]:
     """Return the plan as JSON-serializable values, in bytes, seconds and counts."""
     time = plan.time
+    auto: dict[str, Any] = {}
+    if choice is not None:
+        runners_up = [
+            chosen_settings(other.config) | {"needed_gib": other.needed_gib, "step_s": other.time.total_s}
+            for other in choice.runners_up
+        ]
+        auto = {"auto": {"num_candidates": choice.num_candidates, "runners_up": runners_up}}
     return {
         "recipe": plan.config.run.name,
         "model": plan.config.model.name,
@@ -232,15 +234,7 @@ def to_json(plan: Plan, choice: Choice | None = None) -> dict[str, Any]:
             "expected_goodput": plan.costs.goodput(plan.save_every_s),
             "losses": plan.costs.losses(plan.save_every_s),
         },
-    } | ({} if choice is None else {"auto": _choice_to_json(choice)})
-
-
-def _choice_to_json(choice: Choice) -> dict[str, Any]:
-    def facts(plan: Plan) -> dict[str, Any]:
-        settings = chosen_settings(plan.config)
-        return settings | {"needed_gib": plan.needed_gib, "step_s": plan.time.total_s}
-
-    return {"num_candidates": choice.num_candidates, "runners_up": [facts(plan) for plan in choice.runners_up]}
+    } | auto
 
 
 def draw(plan: Plan, path: Path) -> None:
@@ -260,7 +254,9 @@ def draw(plan: Plan, path: Path) -> None:
     axes.set_xlim(0, max(1, len(curve) - 1))
     axes.set_ylabel("GiB of live tensors")
     axes.set_xlabel("one step, from the first forward pass to the end of the last backward pass")
-    axes.set_xticks(*_ticks(curve))
+    places = [moment.place.partition(" of ")[0] for moment in curve]
+    starts = [number for number, place in enumerate(places) if number == 0 or places[number - 1] != place]
+    axes.set_xticks(starts, [places[number] for number in starts])
     axes.set_title(f"{plan.config.run.name} on {plan.mesh.replicate} x {plan.mesh.shard} {plan.machine.name}: memory")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, reverse=True)
     figure.savefig(path, dpi=120)
@@ -278,12 +274,6 @@ def _mark_peak(axes: Any, plan: Plan, position: int) -> None:
         arrowprops={"arrowstyle": "->"},
     )
     axes.set_ylim(0, max(peak.total, plan.machine.budget_bytes if plan.fits else 0) / GIB * 1.18)
-
-
-def _ticks(curve: Sequence[Moment]) -> tuple[Sequence[int], Sequence[str]]:
-    places = [moment.place.partition(" of ")[0] for moment in curve]
-    starts = [number for number, place in enumerate(places) if number == 0 or places[number - 1] != place]
-    return starts, [places[number] for number in starts]
 
 
 def _count(number: float) -> str:

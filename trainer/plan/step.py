@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
-from trainer.model.replicas import bucket_numel, cut_into_buckets
+from trainer.model.gradients import bucket_numel, cut_into_buckets
 from trainer.plan.trace import ParameterFacts, Segment, Trace, UnitFacts
 
 Kind = Literal[
@@ -68,8 +68,8 @@ class Layout:
         return self.replicate * self.shard
 
 
-class Watcher(Protocol):
-    """Receives every event of a step, in the order in which the host issues it.
+class Watcher:
+    """Receives every event of a step, in the order in which the host issues it; does nothing by default.
 
     `begin` starts a micro-batch that represents `repeats` of them.  A gather is issued first and waited for later.
     """
@@ -410,7 +410,7 @@ class Step:
         group.adds_in_place = group.adds_in_place or new > 0
 
     def _cut_buckets(self) -> deque[_Bucket]:
-        """Return the buckets in which replicas average gradients, as `trainer.model.replicas` cuts them."""
+        """Return the buckets in which replicas average gradients, as `trainer.model.gradients` cuts them."""
         trained = [(number, p) for number, u in enumerate(self.trace.units) for p in u.parameters if p.is_trained]
         backward = trained[::-1]
         element_size = self.layout.param_size

@@ -1,13 +1,21 @@
-"""Defines `Trace`: one micro-batch as FSDP's marks in order, with the memory and kernels between them."""
+"""A `Trace`, which is one micro-batch as FSDP's marks in order with the memory and kernels between them; records it."""
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
-from trainer.plan.kernels import Work
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.model.parameters import storage_id
+from trainer.plan.kernels import Float8Casts, Operator, Work, fuse, work_of
 
 Mark = Literal[
     "pre_forward",
@@ -120,3 +128,277 @@ class Trace:
             return self
         events = (replace(event, before=event.before.with_attention(share)) for event in self.events)
         return replace(self, events=tuple(events))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Recording a run on fake tensors: the bytes that operators allocate, and where FSDP would gather and reduce
+
+
+class MemoryMeter(TorchDispatchMode):
+    """Tracks the storages that operators allocate, from allocation to free, and the kernels that run.
+
+    Each storage has a serial number; a storage that existed before is identified by the negative of its address.
+    """
+
+    def __init__(
+        self, model: nn.Module, inputs: Iterable[torch.Tensor], fuses: bool = False, float8: str = "none"
+    ) -> None:
+        """`fuses`: whether blocks are compiled.  `float8`: the value of `train.float8` for their layers."""
+        super().__init__()
+        self.in_block = self.is_backward = False
+        """Whether the current operators are inside a block, and whether they are part of the backward pass."""
+        self._fuses, self._casts = fuses, Float8Casts(float8, fuses)
+        self._known: dict[int, weakref.ref[Any]] = {}
+        self._serials: dict[int, int] = {}
+        self._num_made = 0
+        self._log: list[tuple[int, int]] = []
+        """Pairs of serial number and bytes, negative when freed; serial number 0 is the gradient of a parameter."""
+        self._operators: list[Operator] = []
+        self._raw_segments: list[_RawSegment] = []
+        self._made_forward: set[int] = set()
+        """Serial numbers of the storages that blocks have allocated in their forward pass."""
+        self._not_counted = {
+            storage_id(tensor.untyped_storage())
+            for tensor in (*model.parameters(), *model.buffers(), *inputs)
+            if not tensor.is_meta
+        }
+        self._with_gradient: set[int] = set()
+        for parameter in model.parameters():
+            if parameter.requires_grad and not parameter.is_meta:
+                parameter.register_post_accumulate_grad_hook(self._note_gradient)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.prim.device.default:
+            return result
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor.untyped_storage())
+        work = work_of(func, args, kwargs or {}, result)
+        if work.num_bytes:
+            self._note_work(work, func, args, kwargs, result)
+        return result
+
+    def _note_work(self, work: Work, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        is_fused = self._fuses and self.in_block and work.kind == "memory"
+        operator = Operator(work, self._touched((args, kwargs)), self._touched(result), is_fused)
+        if not self.in_block:
+            self._operators.append(operator)
+            return
+        serials = [self._serial(arg.untyped_storage()) for arg in args if isinstance(arg, torch.Tensor)]
+        self._operators += self._casts.around(func, args, operator, serials)
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key = storage_id(storage)
+        if key not in self._known and key not in self._not_counted:
+            size = storage.nbytes()
+            self._known[key] = weakref.ref(storage, lambda _: self._forget(key, size))
+            self._num_made += 1
+            self._serials[key] = self._num_made
+            self._log.append((self._num_made, size))
+            if self.in_block and not self.is_backward:
+                self._made_forward.add(self._num_made)
+
+    def _forget(self, key: int, size: int) -> None:
+        del self._known[key]
+        self._log.append((self._serials.pop(key), -size))
+
+    def _serial(self, storage: torch.UntypedStorage) -> int:
+        key = storage_id(storage)
+        return self._serials.get(key, -key)
+
+    def _touched(self, tree: Any) -> dict[int, int]:
+        """Return the number of bytes of each storage that the tensors in `tree` cover."""
+        found: dict[int, int] = {}
+        for tensor in pytree.tree_leaves(tree):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                serial = self._serial(storage)
+                covered = found.get(serial, 0) + tensor.numel() * tensor.element_size()
+                found[serial] = min(storage.nbytes(), covered)
+        return found
+
+    def _note_gradient(self, parameter: torch.Tensor) -> None:
+        if id(parameter) not in self._with_gradient and parameter.grad is not None:
+            self._with_gradient.add(id(parameter))
+            self._log.append((0, parameter.grad.numel() * parameter.grad.element_size()))
+
+    def unused(self, model: nn.Module) -> set[str]:
+        """Return the names of the trainable parameters that have received no gradient."""
+        return {
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and not parameter.is_meta and id(parameter) not in self._with_gradient
+        }
+
+    def cut(self) -> None:
+        """End the current segment and start the next one."""
+        self._raw_segments.append(_RawSegment(self._log, self._operators, frozenset(self._serials.values())))
+        self._log, self._operators = [], []
+        self._casts.clear()
+
+    def segments(self) -> list[Segment]:
+        """Return the segments so far, in order."""
+        if not self._fuses:
+            return [_segment_of(one.log, Counter(o.work for o in one.operators)) for one in self._raw_segments]
+        found, forgotten = list[Segment](), set[int]()
+        for one, unread in zip(self._raw_segments, self._unread(), strict=True):
+            sizes = dict(one.log)
+            dropped = {serial for serial in unread if serial in one.alive}
+            work, never_made = fuse(one.operators, one.alive - dropped)
+            log = [(serial, size) for serial, size in one.log if not (serial in forgotten and size < 0)]
+            log += [(serial, -sizes[serial]) for serial in dropped - never_made]
+            found.append(_segment_of(log, work, never_made))
+            forgotten |= dropped
+        return found
+
+    def _unread(self) -> list[set[int]]:
+        """Return, for each segment, the storages made by blocks in their forward pass that no later segment reads.
+
+        Compiled code does not save them, whatever the checkpointing policy says.
+        """
+        last_read: dict[int, int] = {}
+        for number, one in enumerate(self._raw_segments):
+            last_read |= {serial: number for operator in one.operators for serial in operator.reads}
+        return [
+            {serial for serial, size in one.log if serial in self._made_forward and last_read.get(serial, 0) <= number}
+            for number, one in enumerate(self._raw_segments)
+        ]
+
+
+class _RawSegment(NamedTuple):
+    """A segment as recorded, before fusion."""
+
+    log: list[tuple[int, int]]
+    operators: list[Operator]
+    alive: frozenset[int]
+    """Storages that are alive at the end of the segment."""
+
+
+def _segment_of(log: Iterable[tuple[int, int]], work: Counter[Work], never_made: Collection[int] = ()) -> Segment:
+    live = gradients = peak = peak_accumulating = 0
+    for serial, size in log:
+        if serial == 0:
+            gradients += size
+        elif serial not in never_made:
+            live += size
+            peak, peak_accumulating = max(peak, live), max(peak_accumulating, live - gradients)
+    return Segment(peak, peak_accumulating, live - gradients, gradients, tuple(work.items()))
+
+
+class Recorder:
+    """Marks where FSDP would gather and reduce, and where repeated blocks begin, using the same hooks as FSDP."""
+
+    def __init__(self, meter: MemoryMeter, compute_dtype: torch.dtype) -> None:
+        self.meter = meter
+        self.cast_dtype = None if compute_dtype == torch.float32 else compute_dtype
+        self._marks: list[tuple[Mark, int]] = []
+
+    @property
+    def events(self) -> list[Event]:
+        """The marks so far, each with the segment since the previous mark."""
+        pairs = zip(self.meter.segments(), self._marks, strict=True)
+        return [Event(segment, mark, unit) for segment, (mark, unit) in pairs]
+
+    def mark(self, mark: Mark, unit: int) -> None:
+        self.meter.cut()
+        self._marks.append((mark, unit))
+
+    def watch_block(self, block: nn.Module, position: int) -> None:
+        """Mark where the block begins in the forward and the backward pass, and where its forward returns."""
+        block.register_forward_pre_hook(lambda *_: self.mark("block_forward", position))
+
+        def after(block: nn.Module, args: Any, output: Any) -> None:
+            self._when_gradient("block_backward", position, output)
+            self.mark("block_return", position)
+
+        block.register_forward_hook(after)
+
+    def watch_inside(self, block: nn.Module) -> None:
+        """Tell the meter when operators run inside a block.
+
+        From the first backward pass of a block on, all operators count as inside one.
+        """
+
+        def enter(*_: Any) -> None:
+            self.meter.in_block = True
+
+        def go_back(*_: Any) -> None:
+            self.meter.in_block = self.meter.is_backward = True
+
+        def leave(block: nn.Module, args: Any, output: Any) -> None:
+            self.meter.in_block = False
+            for tensor in pytree.tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(go_back)
+
+        block.register_forward_pre_hook(enter)
+        block.register_forward_hook(leave)
+
+    def watch_unit(self, modules: Sequence[nn.Module], unit: int, is_root: bool = False) -> None:
+        """Mark what FSDP's hooks would do for `modules`, which form one unit.
+
+        The unit is gathered before its first module runs and resharded after its last.  Its gradients are reduced once
+        the gradients of the first module's inputs are known or, if those need none, at the end of the backward pass.
+        """
+        waiting = set(modules)
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            is_first = waiting == set(modules)
+            if self.cast_dtype is not None:
+                args, kwargs = pytree.tree_map_only(torch.Tensor, self._cast, (args, kwargs))
+            self.mark("pre_forward", unit)
+            if is_first and torch.is_grad_enabled() and not is_root:
+                args, kwargs = self._note_inputs(unit, args, kwargs)
+            return args, kwargs
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            waiting.discard(module)
+            if not waiting:
+                waiting.update(modules)
+                self.mark("post_forward", unit)
+                self._when_gradient("pre_backward", unit, output)
+
+        for module in modules:
+            module.register_forward_pre_hook(before, with_kwargs=True)
+            module.register_forward_hook(after)
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.cast_dtype) if tensor.is_floating_point() else tensor
+
+    def _when_gradient(self, mark: Mark, unit: int, output: Any) -> None:
+        """Add the mark as soon as the first gradient of `output` is computed."""
+        is_done = False
+
+        def note(gradient: torch.Tensor) -> None:
+            nonlocal is_done
+            if not is_done:
+                is_done = True
+                self.mark(mark, unit)
+
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(note)
+
+    def _note_inputs(self, unit: int, args: Any, kwargs: Any) -> Any:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        with_gradient = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if with_gradient:
+            passed = _AfterBackward.apply(lambda: self.mark("post_backward", unit), *(leaves[n] for n in with_gradient))  # type: ignore[no-untyped-call]
+            for n, tensor in zip(with_gradient, passed, strict=True):
+                leaves[n] = tensor
+        return pytree.tree_unflatten(leaves, structure)
+
+
+class _AfterBackward(torch.autograd.Function):
+    """Identity whose backward calls a callback, once the gradients of all its tensors have been computed."""
+
+    @staticmethod
+    def forward(ctx: Any, callback: Callable[[], None], *inputs: torch.Tensor) -> Any:
+        ctx.callback = callback
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.callback()
+        return (None, *gradients)

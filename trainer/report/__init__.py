@@ -1,7 +1,7 @@
 """Reports: one HTML page and one PNG per run, generated from the files in the run folder.
 
 Reports only read files.  They need no torch and no process group, and work for running, finished and killed runs.
-`story` reads a run folder, `series` downsamples the data for the page's script (`charts.js`), `page` writes the HTML,
+`history` reads a run folder and downsamples its data for the page's script (`charts.js`), `page` writes the HTML,
 `charts` draws the PNG (and is the only one that imports matplotlib), `live` keeps pages up to date, and `__main__` is
 the command line.
 """

@@ -28,7 +28,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the report command and return its exit code."""
     parser = CommandParser(prog="python -m trainer.report", description=__doc__)
     parser.add_argument("run_dirs", nargs="+", metavar="run_dir", help="a run folder; several are compared")
-    parser.add_argument("--out", help="path of the page; the picture is saved beside it (default: run.dir/report.html)")
+    parser.add_argument("--out", help="path of the page; the PNG is saved next to it (default: run.dir/report.html)")
     parser.add_argument("--watch", action="store_true", help="keep updating the page while a run trains")
     parser.add_argument(
         "--serve",

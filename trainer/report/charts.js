@@ -1,16 +1,16 @@
 "use strict";
-// Draws the charts of a report from the JSON beside it, and reloads the page while a run goes on.
-// What a reader has chosen (axis, smoothing, runs, scale, open boxes, scroll) outlives a reload.
+// Draws the charts of a report from the JSON embedded in the page, and reloads the page while the run is in progress.
+// The reader's choices (axis, smoothing, runs, scale, open boxes, scroll position) are kept across reloads.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const colours = ["blue", "red", "green", "pink", "orange", "sky", "olive", "black"];
   const key = `meshtrainer ${location.pathname}`;
   const chosen = { axis: "step", smoothing: 0, log: null, hidden: [], open: [], live: true, scroll: 0 };
-  try { Object.assign(chosen, JSON.parse(sessionStorage.getItem(key) || "{}")); } catch { /* storage is off */ }
+  try { Object.assign(chosen, JSON.parse(sessionStorage.getItem(key) || "{}")); } catch { /* storage is disabled */ }
   const keep = () => {
     chosen.scroll = scrollY;
     chosen.open = [...document.querySelectorAll("details")].map((box) => box.open);
-    try { sessionStorage.setItem(key, JSON.stringify(chosen)); } catch { /* storage is off */ }
+    try { sessionStorage.setItem(key, JSON.stringify(chosen)); } catch { /* storage is disabled */ }
   };
 
   const SVG = "http://www.w3.org/2000/svg";
@@ -56,7 +56,7 @@
     return found;
   }
 
-  // A mean that forgets, begun without a bias towards zero; gaps stay gaps.
+  // Exponential moving average with bias correction; missing values stay missing.
   function smoothed(values, weight) {
     if (!weight) return values;
     let sum = 0, share = 0;
@@ -68,7 +68,7 @@
     });
   }
 
-  // x of a step on the chosen axis, between the points that are known.
+  // x of a step on the chosen axis, interpolated linearly between known points.
   function place(run, step) {
     const steps = run.train.step, xs = run.train[chosen.axis] || [];
     let at = steps.findIndex((known) => known >= step);
@@ -204,7 +204,7 @@
     });
   }
 
-  // The values of all lines nearest to the pointer.
+  // Shows a tooltip with the value of each line at its point nearest to the pointer.
   function point(figure, event) {
     const chart = figure.chart, tip = figure.querySelector(".tip");
     if (!chart) return;

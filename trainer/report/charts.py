@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from trainer.metrics.console import readable_count, readable_duration
-from trainer.report.history import Column, Run
+from trainer.report.history import Column, RecordedRun
 
 NUM_COLUMNS = 400
 """Number of columns in a chart, about one per pixel.  A series of up to twice as many values is drawn unreduced."""
@@ -89,7 +89,7 @@ def columns(x: Column, y: Column, num_columns: int = NUM_COLUMNS) -> Columns:
 # Panels
 
 
-def _draw_loss(axes: Any, runs: Sequence[Run]) -> None:
+def _draw_loss(axes: Any, runs: Sequence[RecordedRun]) -> None:
     is_log = _is_wide([run.train["loss"] for run in runs], 3.0)
     for run, colour in _coloured(runs):
         _draw_line(axes, run.train["step"], run.train["loss"], colour, "training")
@@ -104,7 +104,7 @@ def _draw_loss(axes: Any, runs: Sequence[Run]) -> None:
     _legend(axes, runs)
 
 
-def _draw_grad_norm(axes: Any, runs: Sequence[Run]) -> None:
+def _draw_grad_norm(axes: Any, runs: Sequence[RecordedRun]) -> None:
     is_log = _is_wide([run.train["grad_norm"] for run in runs], 4.0)
     for run, colour in _coloured(runs):
         _draw_line(axes, run.train["step"], run.train["grad_norm"], colour)
@@ -112,19 +112,17 @@ def _draw_grad_norm(axes: Any, runs: Sequence[Run]) -> None:
     _scale(axes, is_log)
 
 
-def _draw_lr(axes: Any, runs: Sequence[Run]) -> None:
+def _draw_column(column: str, form: Callable[[float], str] | None, axes: Any, runs: Sequence[RecordedRun]) -> None:
+    """Draw a column from zero; `form` formats the values that are clipped as outliers, and None clips none."""
     for run, colour in _coloured(runs):
-        _draw_line(axes, run.train["step"], run.train["lr"], colour)
-    axes.set_ylim(bottom=0)
+        _draw_line(axes, run.train["step"], run.train[column], colour)
+    if form is None:
+        axes.set_ylim(bottom=0)
+    else:
+        _limit(axes, [run.train[column] for run in runs], form)
 
 
-def _draw_tokens_per_s(axes: Any, runs: Sequence[Run]) -> None:
-    for run, colour in _coloured(runs):
-        _draw_line(axes, run.train["step"], run.train["tokens_per_s"], colour)
-    _limit(axes, [run.train["tokens_per_s"] for run in runs], readable_count)
-
-
-def _draw_step_s(axes: Any, runs: Sequence[Run]) -> None:
+def _draw_step_s(axes: Any, runs: Sequence[RecordedRun]) -> None:
     for run, colour in _coloured(runs):
         _draw_line(axes, run.train["step"], run.train["step_s"], colour, "whole step")
         if len(runs) == 1:
@@ -135,24 +133,18 @@ def _draw_step_s(axes: Any, runs: Sequence[Run]) -> None:
     _legend(axes, runs)
 
 
-def _draw_memory(axes: Any, runs: Sequence[Run]) -> None:
-    for run, colour in _coloured(runs):
-        _draw_line(axes, run.train["step"], run.train["peak_memory_gib"], colour)
-    _limit(axes, [run.train["peak_memory_gib"] for run in runs], lambda value: f"{value:.3g} GiB")
-
-
-PANELS: dict[str, Callable[[Any, Sequence[Run]], None]] = {
+PANELS: dict[str, Callable[[Any, Sequence[RecordedRun]], None]] = {
     "loss": _draw_loss,
     "gradient norm, before clipping": _draw_grad_norm,
-    "learning rate": _draw_lr,
-    "target tokens per second": _draw_tokens_per_s,
+    "learning rate": partial(_draw_column, "lr", None),
+    "target tokens per second": partial(_draw_column, "tokens_per_s", readable_count),
     "seconds per step": _draw_step_s,
-    "peak memory per rank, GiB": _draw_memory,
+    "peak memory per rank, GiB": partial(_draw_column, "peak_memory_gib", lambda value: f"{value:.3g} GiB"),
 }
 """The drawing function of each panel, by title."""
 
 
-def _draw_logged(name: str, axes: Any, runs: Sequence[Run]) -> None:
+def _draw_logged(name: str, axes: Any, runs: Sequence[RecordedRun]) -> None:
     """Draw a field logged with `Trainer.log`: training as a line, evaluations as dots."""
     for run, colour in _coloured(runs):
         if name in run.train:
@@ -164,7 +156,7 @@ def _draw_logged(name: str, axes: Any, runs: Sequence[Run]) -> None:
     _legend(axes, runs)
 
 
-def _coloured(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
+def _coloured(runs: Sequence[RecordedRun]) -> Iterator[tuple[RecordedRun, str]]:
     for number, run in enumerate(runs):
         yield run, COLOURS[SERIES[number % len(SERIES)]]
 
@@ -177,7 +169,7 @@ def _draw_line(axes: Any, x: Column, y: Column, colour: str, label: str = "") ->
     axes.plot(points.x, points.mean, color=colour, linewidth=1.3, label=label, zorder=3, **style)
 
 
-def _mark_not_finite(axes: Any, run: Run, column: str, colour: str) -> None:
+def _mark_not_finite(axes: Any, run: RecordedRun, column: str, colour: str) -> None:
     """Mark steps with a non-finite value along the upper edge."""
     found = run.train["step"][~np.isfinite(run.train[column])]
     steps = columns(found, found).x[:NUM_COLUMNS]
@@ -222,7 +214,7 @@ def _limit(axes: Any, values: Sequence[Column], form: Callable[[float], str]) ->
         axes.set_ylim(0, 1.15 * most)
 
 
-def _legend(axes: Any, runs: Sequence[Run]) -> None:
+def _legend(axes: Any, runs: Sequence[RecordedRun]) -> None:
     """Add a legend next to the title if there are several labels; gray in a comparison, where colors denote runs."""
     handles, labels = axes.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
@@ -236,12 +228,12 @@ def _legend(axes: Any, runs: Sequence[Run]) -> None:
             handle.set_color(COLOURS["muted"])
 
 
-def _mark_attempts(axes: Any, run: Run) -> None:
+def _mark_attempts(axes: Any, run: RecordedRun) -> None:
     """Mark restarts, the steps lost to them and, along the lower edge, checkpoints."""
     for before, attempt in zip(run.attempts, run.restarts, strict=False):
         if before.lost_steps:
-            stretch = (attempt.resumed_step, attempt.resumed_step + before.lost_steps)
-            axes.axvspan(*stretch, color=COLOURS["red"], alpha=0.13, linewidth=0, zorder=0)
+            last = attempt.resumed_step + before.lost_steps
+            axes.axvspan(attempt.resumed_step, last, color=COLOURS["red"], alpha=0.13, linewidth=0, zorder=0)
         axes.axvline(attempt.resumed_step, color=COLOURS["muted"], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
     saved = columns(run.saved, run.saved).x
     place = {"transform": axes.get_xaxis_transform(), "zorder": 4}
@@ -249,7 +241,9 @@ def _mark_attempts(axes: Any, run: Run) -> None:
     axes.plot(saved, np.full(saved.size, 0.012), "|", **style, **place)
 
 
-def _panel(axes: Any, title: str, draw: Callable[[Any, Sequence[Run]], None], runs: Sequence[Run]) -> None:
+def _panel(
+    axes: Any, title: str, draw: Callable[[Any, Sequence[RecordedRun]], None], runs: Sequence[RecordedRun]
+) -> None:
     from matplotlib import ticker
 
     if any(run.train["step"].size for run in runs):
@@ -290,7 +284,7 @@ def _seconds(value: float) -> str:
 
 
 @contextmanager
-def _house_style() -> Iterator[None]:
+def _chart_style() -> Iterator[None]:
     """Apply the style shared by all charts.  Math parsing is off because a run name may contain `$`."""
     import matplotlib
 
@@ -324,16 +318,18 @@ def _house_style() -> Iterator[None]:
         yield
 
 
-def draw_png(runs: Sequence[Run], title: str, facts: str) -> bytes:
+def draw_png(runs: Sequence[RecordedRun], title: str, facts: str) -> bytes:
     """Return all panels as one PNG.  For a single run, a bar below them shows how the wall time was spent."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     logged = dict.fromkeys(name for run in runs for name in run.logged)
-    panels: dict[str, Callable[[Any, Sequence[Run]], None]] = {name: partial(_draw_logged, name) for name in logged}
+    panels: dict[str, Callable[[Any, Sequence[RecordedRun]], None]] = {
+        name: partial(_draw_logged, name) for name in logged
+    }
     panels |= PANELS
     num_rows = -(-len(panels) // 2)
-    with _house_style():
+    with _chart_style():
         figure = Figure(figsize=(11.5, 1.2 + 3 * num_rows), dpi=130, facecolor="white", layout="constrained")
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
         top, middle, bottom = figure.subfigures(3, 1, height_ratios=(0.62, 3 * num_rows, 1.0))
@@ -355,7 +351,7 @@ def draw_png(runs: Sequence[Run], title: str, facts: str) -> bytes:
     return file.getvalue()
 
 
-def _draw_parts(figure: Any, run: Run) -> None:
+def _draw_parts(figure: Any, run: RecordedRun) -> None:
     axes = figure.add_subplot()
     axes.set_axis_off()
     total, left = run.goodput.wall_s, 0.0

@@ -1,4 +1,4 @@
-"""Reads a run folder: its attempts, metrics and current state.
+"""Reads a run folder: its attempts, metrics and current state, and the series that the page draws of it.
 
 No file is assumed to be complete: the run may be in progress, or may have been killed while writing a line.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import time
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ class Attempt:
 
 
 @dataclass
-class Run:
+class RecordedRun:
     """Everything that the report shows about one run."""
 
     folder: Path
@@ -117,7 +118,7 @@ class Run:
         return float(np.median(finite)) if finite.size else None
 
 
-class _Reading:
+class _RecordCollector:
     """Collects the records of `metrics.jsonl`, in file order."""
 
     def __init__(self) -> None:
@@ -132,7 +133,9 @@ class _Reading:
             _close_attempt(self.attempts, self.ledger, record)
         self.ledger.add(record)
         if kind == "start":
-            self.attempts.append(Attempt(_cleaned(record), update_s=self.ledger.total().update_s))
+            # A numeric field whose value is not a valid number is left out.
+            facts = {k: v for k, v in record.items() if k not in _NUMBERS or _number(record, k) or v == 0}
+            self.attempts.append(Attempt(facts, update_s=self.ledger.total().update_s))
         elif kind == "train":
             self.train.append(record)
             self.num_skipped = int(_number(record, "skipped")) or self.num_skipped
@@ -148,12 +151,14 @@ class _Reading:
             self.attempts[-1].ended = str(record.get("reason"))
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RecordedRun:
     """Read a run from its folder.  Raises UserError if the folder has no metrics records."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
-        raise _no_run(folder, "has no metrics.jsonl, so it is not a run")
-    read = _Reading()
+        best = _nearest_run(folder)
+        fix = "" if best else "give a run folder, such as runs/llama_small"
+        raise setting_error("run.dir", folder, "has no metrics.jsonl, so it is not a run", best, fix=fix)
+    read = _RecordCollector()
     for _, record in read_records(path):
         read.add(record)
     if not read.num_records:
@@ -165,7 +170,7 @@ def read_run(folder: Path) -> Run:
     if attempts and not attempts[-1].ended:
         attempts[-1].ended = "running" if state == "running" else "killed"
     config_yaml, values = _read_config(folder / "config.yaml")
-    return Run(
+    return RecordedRun(
         folder=folder,
         name=str(_find(values, "run", "name") or folder.absolute().name),
         model=str(_find(values, "model", "name") or ""),
@@ -260,11 +265,7 @@ def _value(value: Any) -> float:
 
 
 _NUMBERS = ("started", "time", "load_s", "resumed_step", "lost_steps", "parameters", "world_size")
-
-
-def _cleaned(start: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a start record without the numeric fields whose values are not valid numbers."""
-    return {k: v for k, v in start.items() if k not in _NUMBERS or _number(start, k) or v == 0}
+"""Numeric fields of a start record."""
 
 
 _MOST = {"started": 1e11, "time": 1e11}
@@ -285,15 +286,140 @@ def _columns(values: Mapping[str, array[float]]) -> dict[str, Column]:
     return {name: column[order] for name, column in columns.items()}
 
 
-def _no_run(folder: Path, rule: str) -> UserError:
-    best = _nearest_run(folder)
-    fix = "" if best else "give a run folder, such as runs/llama_small"
-    return setting_error("run.dir", folder, rule, best, fix=fix)
-
-
 def _nearest_run(folder: Path) -> object:
     if folder.name == "metrics.jsonl" and folder.is_file():
         return folder.parent
     runs = [path.parent for place in (folder, folder.parent, Path("runs")) for path in place.glob("*/metrics.jsonl")]
     close = difflib.get_close_matches(folder.name, [run.name for run in runs], n=1, cutoff=0.7)
     return next((run for run in runs if close == [run.name]), None)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Series for the page's script, downsampled so that a run of any length loads quickly
+#
+# A point of a long series represents several lines of metrics: their mean and, for columns drawn with a band, their
+# minimum and maximum.
+NUM_POINTS = 1000
+"""Number of points in a series.  Up to twice as many lines of metrics are drawn without downsampling."""
+_BANDS = ("loss", "grad_norm")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line in a panel: the column to show, its label, and the table that has the column (`train` or `evals`)."""
+
+    column: str
+    label: str = ""
+    of: str = "train"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A chart of the page.  If `from_zero`, its y axis starts at zero."""
+
+    title: str
+    lines: tuple[Line, ...]
+    unit: str = ""
+    from_zero: bool = False
+    is_noisy: bool = True
+    """Whether the page's smoothing control applies to the panel."""
+
+
+PANELS = (
+    Panel("loss", (Line("loss", "training"), Line("loss", "evaluation", "evals"))),
+    Panel("gradient norm, before clipping", (Line("grad_norm"),)),
+    Panel("learning rate", (Line("lr"),), from_zero=True, is_noisy=False),
+    Panel("target tokens per second", (Line("tokens_per_s"),), from_zero=True),
+    Panel("seconds per step", (Line("step_s", "whole step"), Line("data_s", "waiting for data")), "s", True),
+    Panel("peak memory per rank", (Line("peak_memory_gib"),), "GiB", True),
+)
+
+
+def panels_of(runs: Sequence[RecordedRun]) -> list[Panel]:
+    """Return the panels of a page.
+
+    These are the standard panels, one panel per field logged with `Trainer.log` and, for a single run with several data
+    sources, the loss by source.
+    """
+    logged = dict.fromkeys(name for run in runs for name in run.logged)
+    own = [Panel(name, (Line(name, "training"), Line(name, "evaluation", "evals"))) for name in logged]
+    sources = runs[0].sources if len(runs) == 1 else []
+    lines = [Line(f"loss_{source}", source, of) for source in sources for of in ("train", "evals")]
+    return [PANELS[0], *([Panel("loss by source", tuple(lines))] if lines else []), *own, *PANELS[1:]]
+
+
+def data_of(runs: Sequence[RecordedRun], names: Sequence[str], refresh_s: float) -> str:
+    """Return the data for the page's script, as JSON that is safe to embed in HTML.
+
+    refresh_s: seconds between reloads of the page, or 0 for a static page.
+    """
+    content = {
+        "panels": [asdict(panel) for panel in panels_of(runs)],
+        "runs": [_series_of(run, name) for run, name in zip(runs, names, strict=True)],
+        "refresh_s": refresh_s,
+        "written": time.time(),
+    }
+    text = json.dumps(content, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _series_of(run: RecordedRun, name: str) -> dict[str, Any]:
+    train, evals = thinned(_with_hours(run, run.train)), thinned(_with_hours(run, run.evals))
+    if run.train["step"].size and run.evals["step"].size:
+        tokens = np.interp(run.evals["step"], run.train["step"], np.nan_to_num(run.train["tokens"]))
+        evals["tokens"] = thinned({**run.evals, "tokens": tokens})["tokens"]
+    lost = [
+        [attempt.resumed_step, attempt.resumed_step + before.lost_steps]
+        for before, attempt in zip(run.attempts, run.restarts, strict=False)
+        if before.lost_steps
+    ]
+    return {
+        "name": name,
+        "train": {column: _plain(values) for column, values in train.items()},
+        "evals": {column: _plain(values) for column, values in evals.items()},
+        "saved": _plain(run.saved),
+        "restarts": [attempt.resumed_step for attempt in run.restarts],
+        "lost": lost,
+    }
+
+
+def _with_hours(run: RecordedRun, table: Mapping[str, Column]) -> dict[str, Column]:
+    facts = run.attempts[0].facts if run.attempts else {}
+    began = facts.get("started") or facts.get("time")
+    times = table.get("time", np.full(table["step"].size, math.nan))
+    hours = (times - began) / 3600 if isinstance(began, (int, float)) else np.full(times.size, math.nan)
+    return {**{name: column for name, column in table.items() if name != "time"}, "hours": hours}
+
+
+def thinned(table: Mapping[str, Column], num_points: int = NUM_POINTS) -> dict[str, Column]:
+    """Downsample a table to `num_points` rows, each the mean over an equal number of lines.
+
+    A table of up to twice as many rows is returned unchanged.  For columns drawn with a band, `<name>_low` and
+    `<name>_high` are added.  Means ignore non-finite values, and are NaN if there are no others.
+    """
+    size = table["step"].size
+    if size <= 2 * num_points:
+        return dict(table)
+    starts = np.linspace(0, size, num_points, endpoint=False).astype(np.int64)
+    found: dict[str, Column] = {}
+    for name, column in table.items():
+        finite = np.isfinite(column)
+        counts = np.add.reduceat(finite.astype(np.float64), starts)
+        sums = np.add.reduceat(np.where(finite, column, 0.0), starts)
+        found[name] = np.divide(sums, counts, out=np.full(num_points, math.nan), where=counts > 0)
+        if name in _BANDS:
+            found[f"{name}_low"] = _extreme(np.minimum, np.where(finite, column, np.inf), starts)
+            found[f"{name}_high"] = _extreme(np.maximum, np.where(finite, column, -np.inf), starts)
+    for name in ("step", "tokens", "hours"):  # a point is placed at the last of its lines
+        if name in table:
+            found[name] = table[name][np.append(starts[1:], size) - 1]
+    return found
+
+
+def _extreme(ufunc: np.ufunc, column: Column, starts: NDArray[np.int64]) -> Column:
+    values: Column = ufunc.reduceat(column, starts)
+    return np.where(np.isfinite(values), values, math.nan)
+
+
+def _plain(values: Column) -> list[float | None]:
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]

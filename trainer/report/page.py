@@ -5,6 +5,7 @@ All text that comes from a run (its name, reason, configuration) is passed throu
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,11 +15,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from trainer.checkpoint.interval import costs_of, describe_costs
+from trainer.config import CheckpointSection, RunConfig
 from trainer.metrics.console import readable_count, readable_duration
 from trainer.report.charts import PARTS, SERIES
-from trainer.report.history import Run
-from trainer.report.saving import saving_of
-from trainer.report.series import NUM_POINTS, data_of
+from trainer.report.history import NUM_POINTS, RecordedRun, data_of
 
 NONE = "&ndash;"
 """Placeholder for a missing value."""
@@ -29,10 +30,10 @@ STYLE = (resources.files("trainer.report") / "page.css").read_text(encoding="utf
 SCRIPT = (resources.files("trainer.report") / "charts.js").read_text(encoding="utf-8")
 
 
-def write_page(run: Run, beside: Path | None = None, is_served: bool = False) -> str:
+def write_page(run: RecordedRun, page_folder: Path | None = None, is_served: bool = False) -> str:
     """Return the page of one run.
 
-    beside: the folder that will hold the page, which links are relative to; None for no links.
+    page_folder: the folder that will hold the page, which links are relative to; None for no links.
     is_served: link only to traces, because a browser on another machine cannot open a checkpoint folder.
     """
     name, state = escape(run.name), escape(run.state)
@@ -47,7 +48,7 @@ def write_page(run: Run, beside: Path | None = None, is_served: bool = False) ->
         _sources(run),
         _logged(run),
         _samples(run),
-        _files(run, beside, is_served),
+        _files(run, page_folder, is_served),
         _attempts(run),
         _saving(run),
         _configuration(run),
@@ -55,7 +56,7 @@ def write_page(run: Run, beside: Path | None = None, is_served: bool = False) ->
     return _html(run.name, parts, [run], [run.name])
 
 
-def write_comparison(runs: Sequence[Run]) -> str:
+def write_comparison(runs: Sequence[RecordedRun]) -> str:
     """Return the page that compares runs: a summary table, the settings that differ, and charts of all runs."""
     names = names_of(runs)
     rows = [[_name(number, name), *_summary(run)] for number, (name, run) in enumerate(zip(names, runs, strict=True))]
@@ -71,14 +72,14 @@ def write_comparison(runs: Sequence[Run]) -> str:
     return _html(f"{len(runs)} runs compared", parts, runs, names)
 
 
-def names_of(runs: Sequence[Run]) -> list[str]:
+def names_of(runs: Sequence[RecordedRun]) -> list[str]:
     """Return a unique name for each run: its name or, if several runs share that name, its folder."""
     own = [run.name for run in runs]
     names = [name if own.count(name) == 1 else str(run.folder) for name, run in zip(own, runs, strict=True)]
     return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, start=1)]
 
 
-def _html(title: str, parts: Iterable[str], runs: Sequence[Run], names: Sequence[str]) -> str:
+def _html(title: str, parts: Iterable[str], runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
     written = time.strftime("%Y-%m-%d %H:%M:%S")
     data = data_of(runs, names, REFRESH_S if any(run.state == "running" for run in runs) else 0.0)
     return (
@@ -91,7 +92,7 @@ def _html(title: str, parts: Iterable[str], runs: Sequence[Run], names: Sequence
     )
 
 
-def facts_of(run: Run) -> str:
+def facts_of(run: RecordedRun) -> str:
     """Return the line below the title: model, number of parameters, mesh, device and torch version."""
     facts = run.attempts[-1].facts if run.attempts else {}
     found = [run.model]
@@ -105,7 +106,7 @@ def facts_of(run: Run) -> str:
     return " · ".join(item for item in found if item)
 
 
-def _tiles(run: Run) -> str:
+def _tiles(run: RecordedRun) -> str:
     goodput = run.goodput
     loss, eval_loss, bits = run.last("loss"), run.last("loss", "eval"), run.last("bits_per_byte", "eval")
     tokens, memory = run.last("tokens"), run.last("peak_memory_gib")
@@ -129,7 +130,7 @@ def _tiles(run: Run) -> str:
     return f'<dl class="tiles">{"".join(items)}</dl>'
 
 
-def _time(run: Run) -> str:
+def _time(run: RecordedRun) -> str:
     """Return the bar that shows how the wall time was spent."""
     goodput = run.goodput
     if goodput.share is None:
@@ -157,15 +158,15 @@ _CONTROLS = """\
 <option value="log">logarithmic</option></select></label>
 <label>smoothing <input type="range" name="smoothing" min="0" max="0.98" step="0.02"></label>
 <label><input type="checkbox" name="live">refresh during training</label></section>
-<noscript><p class="card">The charts need JavaScript. The picture beside this page has them too.</p></noscript>
+<noscript><p class="card">The charts need JavaScript. The PNG next to this page has them too.</p></noscript>
 """
 
 
-def _charts(runs: Sequence[Run]) -> str:
+def _charts(runs: Sequence[RecordedRun]) -> str:
     return f'{_CONTROLS}<section class="charts"></section>'
 
 
-def _differences(runs: Sequence[Run], names: Sequence[str]) -> str:
+def _differences(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
     """Return a table of the settings that differ between the runs, except for their names and folders."""
     settings = [dict(_flat(run.values)) for run in runs]
     keys = dict.fromkeys(key for values in settings for key in values)
@@ -176,20 +177,23 @@ def _differences(runs: Sequence[Run], names: Sequence[str]) -> str:
     ]
     if not differing:
         return '<section class="card"><h2>What differs</h2><p class="muted">No setting.</p></section>'
-    rows = [[escape(key), *(_collapsed(_setting(values, key)) for values in settings)] for key in differing]
+    rows = []
+    for key in differing:
+        texts = [_setting(values, key) for values in settings]
+        cells = [
+            escape(text)
+            if len(text) <= _LONG_SETTING
+            else f"<details><summary>{escape(text[:_LONG_SETTING])}&hellip;</summary>{escape(text)}</details>"
+            for text in texts
+        ]
+        rows.append([escape(key), *cells])
     table = _table(("", *map(escape, names)), rows, num_text=len(names) + 1)
     return f'<section class="card wraps"><h2>What differs</h2>{table}</section>'
 
 
 _LONG_SETTING = 120
-"""Maximum number of characters of a setting shown in a table: a model's full `config.json` has thousands."""
-
-
-def _collapsed(text: str) -> str:
-    """Return the table cell for a setting's value.  A long value is truncated, and expands on a click."""
-    if len(text) <= _LONG_SETTING:
-        return escape(text)
-    return f"<details><summary>{escape(text[:_LONG_SETTING])}&hellip;</summary>{escape(text)}</details>"
+"""Number of characters from which a setting in a table is truncated, and expands on a click: a model's full
+`config.json` has thousands."""
 
 
 def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -206,7 +210,7 @@ def _setting(values: Mapping[str, Any], key: str) -> str:
 _NUM_SAMPLES = 20
 
 
-def _samples(run: Run) -> str:
+def _samples(run: RecordedRun) -> str:
     """Return the samples that the model generated during training, newest first."""
     if not run.samples:
         return ""
@@ -218,24 +222,24 @@ def _samples(run: Run) -> str:
     return f'<section class="card samples"><h2>Samples</h2>{"".join(shown)}</section>'
 
 
-def _files(run: Run, beside: Path | None, is_served: bool) -> str:
+def _files(run: RecordedRun, page_folder: Path | None, is_served: bool) -> str:
     """Return the list of existing checkpoints and traces, with links relative to the page's folder."""
     checkpoints = sorted((run.folder / "checkpoints").glob("step_*"))
     traces = [path for name in dict.fromkeys(run.traces) if (path := run.folder / "profile" / name).is_file()]
     found = [*checkpoints, *traces]
-    if beside is None or not found:
+    if page_folder is None or not found:
         return ""
     items = [
         f"<li>{escape(str(path))}</li>"
         if is_served and path in checkpoints
-        else f'<li><a href="{escape(quote(os.path.relpath(path, beside)))}">{escape(path.name)}</a></li>'
+        else f'<li><a href="{escape(quote(os.path.relpath(path, page_folder)))}">{escape(path.name)}</a></li>'
         for path in found
     ]
     hint = '<p class="muted">Traces open in <b>ui.perfetto.dev</b>.</p>' if traces else ""
     return f'<section class="card"><h2>Files</h2><ul class="links">{"".join(items)}</ul>{hint}</section>'
 
 
-def _key(run: Run) -> str:
+def _key(run: RecordedRun) -> str:
     """Return a legend of the marks that appear in the charts."""
     marks = []
     if run.saved.size:
@@ -250,7 +254,7 @@ def _key(run: Run) -> str:
     return f'<div class="key">{"".join(f"<span>{mark}</span>" for mark in marks)}</div>' if marks else ""
 
 
-def _sources(run: Run) -> str:
+def _sources(run: RecordedRun) -> str:
     """Return a table of the losses and epochs of each data source, if the run has several sources."""
     if not run.sources:
         return ""
@@ -263,7 +267,7 @@ def _sources(run: Run) -> str:
     return f'<section class="card"><h2>Sources</h2>{table}</section>'
 
 
-def _logged(run: Run) -> str:
+def _logged(run: RecordedRun) -> str:
     """Return a table of the last values that the run recorded with `Trainer.log`."""
     if not run.logged:
         return ""
@@ -272,7 +276,7 @@ def _logged(run: Run) -> str:
     return f'<section class="card"><h2>Figures</h2>{table}</section>'
 
 
-def _attempts(run: Run) -> str:
+def _attempts(run: RecordedRun) -> str:
     if not run.attempts:
         return ""
     rows = []
@@ -301,7 +305,30 @@ def _attempts(run: Run) -> str:
     return f'<section class="card"><h2>Attempts</h2>{table}</section>'
 
 
-def _saving(run: Run) -> str:
+def saving_of(run: RecordedRun) -> dict[str, str]:
+    """Describe how saves and failures affect the run's goodput, based on its history, as text by topic.
+
+    Returns an empty mapping if the run has saved nothing yet, saves only at its end, or did not record its number of
+    nodes.
+    """
+    num_nodes = _positive(run.attempts[-1].facts.get("nodes")) if run.attempts else None
+    every = run.checkpoint.get("every")
+    if not run.experience.saves or not num_nodes or not every:
+        return {}
+    section = CheckpointSection()
+    if mtbf_h := _positive(run.checkpoint.get("node_mtbf_h")):
+        section = dataclasses.replace(section, node_mtbf_h=mtbf_h)
+    costs = costs_of(RunConfig(checkpoint=section), int(num_nodes), 0.0, run.experience)
+    step_s = run.median("step_s")
+    every_s = every * step_s if isinstance(every, int) and step_s else costs.best_s
+    return describe_costs(costs, every_s, int(num_nodes))
+
+
+def _positive(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and value > 0 else None
+
+
+def _saving(run: RecordedRun) -> str:
     """Return a table of save and failure costs, with the recommended save interval."""
     rows = [[escape(topic), escape(text)] for topic, text in saving_of(run).items()]
     if not rows:
@@ -309,7 +336,7 @@ def _saving(run: Run) -> str:
     return f'<section class="card"><h2>Saves and failures</h2>{_table(("", ""), rows, num_text=2)}</section>'
 
 
-def _configuration(run: Run, title: str = "Configuration") -> str:
+def _configuration(run: RecordedRun, title: str = "Configuration") -> str:
     if not run.config_yaml:
         return ""
     return f'<details class="card"><summary>{escape(title)}</summary><pre>{escape(run.config_yaml)}</pre></details>'
@@ -331,7 +358,7 @@ def _name(number: int, name: str) -> str:
     return f'<label>{box} <span class="swatch" style="background: var(--{colour})"></span>{shown}</label>'
 
 
-def _summary(run: Run) -> list[str]:
+def _summary(run: RecordedRun) -> list[str]:
     facts = run.attempts[-1].facts if run.attempts else {}
     speed, parameters = run.median("tokens_per_s"), facts.get("parameters")
     return [

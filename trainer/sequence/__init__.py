@@ -13,10 +13,17 @@ from __future__ import annotations
 
 import torch
 
-from trainer.sequence.attention import attend_cached, attend_full
-from trainer.sequence.context import attend_slices
-from trainer.sequence.documents import Cache, Documents, find_borders
-from trainer.sequence.slices import current_slices, forget_slices, slice_sequences, sliced, take_slice, whole
+from trainer.sequence.attention import attend_cached, attend_full, attend_slices
+from trainer.sequence.documents import (
+    Cache,
+    Documents,
+    current_slices,
+    find_borders,
+    forget_slices,
+    slice_sequences,
+    sliced,
+    whole,
+)
 
 __all__ = [
     "Cache",
@@ -73,4 +80,6 @@ def positions(
         counted = torch.arange(tokens_BT.shape[1] if slices is None else slices.seq_len, device=tokens_BT.device)
     else:
         counted = documents.positions_BT
-    return counted if slices is None else take_slice(slices, counted)
+    if slices is None:
+        return counted
+    return torch.cat([counted[..., start:stop] for start, stop in slices.pieces], -1)

@@ -1,4 +1,4 @@
-"""Weight sources for models with adapters (LoRA): renamed, joined with their base, or merged into it.
+"""Weights of models with adapters (LoRA): identified, joined with their base, merged into it, and exported for peft.
 
 The checkpoint of a LoRA run holds only the adapters, and names the base by its path and a checksum.  The base is read
 from its original path, and the checksum verifies that its weights are those that were trained on.
@@ -7,14 +7,33 @@ from its original path, and the checksum verifies that its weights are those tha
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from trainer.checkpoint.state_parts import StatePart
+from trainer.config import LoraSection
+from trainer.config.pretrained import find_huggingface
+from trainer.errors import UserError
 from trainer.files import crc32
-from trainer.model.lora import ADAPTER, adapter_part, plain_name
-from trainer.weights.state_dict import WeightSource, row_blocks
+from trainer.model.lora import ADAPTER, adapter_part, plain_name, transposed_layers
+from trainer.model.network import HuggingFaceNames
+from trainer.recipe import Recipe, Transposed
+from trainer.weights.exporting import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    MARK,
+    ExportedTensor,
+    Origin,
+    is_tokenizer_file,
+    json_bytes,
+    write_folder,
+)
+from trainer.weights.sources import WeightSource, row_blocks
 
 BASE = "base"
 """Key of the state entry that identifies the base weights under the adapters."""
@@ -23,7 +42,7 @@ REFERENCE = "reference"
 """Key of the state entry that identifies the weights of a separate reference model."""
 
 
-class BaseWeights:
+class BaseWeights(StatePart):
     """Identifies the weights under a run's adapters, or of its reference model: part of its state, the same on all
     ranks.
 
@@ -38,7 +57,7 @@ class BaseWeights:
     def state_dict(self) -> dict[str, Any]:
         return {"path": self.path, "checksum": self.checksum}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Do nothing: the weights are read from their path, and `changes_outside` has verified them."""
 
     def changes_outside(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
@@ -82,17 +101,10 @@ class RenamedSource:
 
     def __init__(self, source: WeightSource, rename: Callable[[str], str | None]) -> None:
         self.description, self._source = source.description, source
-        self._source_names = {ours: name for name in source.shapes if (ours := rename(name)) is not None}
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        shapes = self._source.shapes
-        return {name: shapes[theirs] for name, theirs in self._source_names.items()}
-
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        dtypes = self._source.dtypes
-        return {name: dtypes[theirs] for name, theirs in self._source_names.items()}
+        shapes, dtypes = source.shapes, source.dtypes
+        self._source_names = {ours: name for name in shapes if (ours := rename(name)) is not None}
+        self.shapes = {ours: shapes[name] for ours, name in self._source_names.items()}
+        self.dtypes = {ours: dtypes[name] for ours, name in self._source_names.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a tensor, or all of it."""
@@ -120,16 +132,9 @@ class JoinedSource:
 
     def __init__(self, one: WeightSource, other: WeightSource) -> None:
         self.description = f"{one.description} and {other.description}"
+        self.shapes = {**one.shapes, **other.shapes}
+        self.dtypes = {**one.dtypes, **other.dtypes}
         self._home = {name: source for source in (one, other) for name in source.shapes}
-        self._sources = (one, other)
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: shape for source in self._sources for name, shape in source.shapes.items()}
-
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        return {name: dtype for source in self._sources for name, dtype in source.dtypes.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a tensor, or all of it."""
@@ -148,17 +153,10 @@ class MergedSource:
         self, base: WeightSource, adapters: WeightSource, scaling: float, transposed: Collection[str] = ()
     ) -> None:
         self.description, self.adapters = adapters.description, adapters
+        self.shapes, self.dtypes = base.shapes, base.dtypes
         self._base_weights, self._scaling, self._transposed = base, scaling, frozenset(transposed)
         self._layers = {f"{layer}.weight": layer for layer in adapted_layers(adapters.shapes)}
         self._product: tuple[str, torch.Tensor] = ("", torch.empty(0))
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._base_weights.shapes
-
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        return self._base_weights.dtypes
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a tensor, or all of it."""
@@ -181,3 +179,75 @@ class MergedSource:
 def adapted_layers(names: Iterable[str]) -> set[str]:
     """Return the names of the layers whose adapter parameters are among `names`."""
     return {part[0] for name in names if (part := adapter_part(name))}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The export in the format of peft: adapter_model.safetensors and adapter_config.json
+
+
+def export_adapter(
+    source: WeightSource,
+    recipe: Recipe,
+    model_config: Any,
+    model: nn.Module,
+    lora: LoraSection,
+    folder: str | os.PathLike[str],
+    *,
+    base: str = "",
+    dtype: torch.dtype | None = None,
+    origin: Origin | None = None,
+    overwrite: bool = False,
+    setting: str = "folder",
+) -> list[Path]:
+    """Write the adapters of `source` to `folder` in peft's format, and return the files.
+
+    `model` is the model without adapters, on any device; `base` is the path of the base weights to record for peft.
+    Adapters are stored as `dtype`, by default unchanged.  The tokenizer files in `origin` are copied.  Raises UserError
+    as `exporting.export` does.
+    """
+    names, layers = HuggingFaceNames(recipe, model_config), adapted_layers(source.shapes)
+    theirs = {layer: _their_weight(names, recipe, layer) for layer in layers}
+    is_transposed = {layer for layer in layers if isinstance(theirs[layer], Transposed)}
+    is_transposed |= layers & transposed_layers(model)
+    if is_transposed not in (set(), layers):
+        raise UserError(f"recipe {recipe.name!r}: only some of the layers with adapters are stored transposed")
+    tensors = []
+    for name, shape in source.shapes.items():
+        if part := adapter_part(name):
+            layer, letter = part
+            their_name = f"base_model.model.{theirs[layer].removesuffix('.weight')}.lora_{letter}.weight"
+            tensors.append(ExportedTensor(name, their_name, shape, dtype or source.dtypes[name]))
+    every = [names.theirs(name) or name for name in model.state_dict(keep_vars=True)]
+    alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
+    settings = {
+        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base or None},
+        **{"r": lora.rank, "lora_alpha": alpha, "lora_dropout": lora.dropout, "bias": "none"},
+        "target_modules": target_modules({name.removesuffix(".weight") for name in theirs.values()}, every),
+        **{"fan_in_fan_out": bool(is_transposed), "init_lora_weights": True, "inference_mode": True},
+    }
+    origin = origin or Origin()
+    own = {name: data for name, data in origin.files.items() if is_tokenizer_file(name)}
+    texts = {ADAPTER_CONFIG: json_bytes(settings), **(origin.tokenizer or own)}
+    shards = {ADAPTER_WEIGHTS: tensors}
+    return write_folder(Path(folder).expanduser(), texts, shards, source, MARK, overwrite, setting)
+
+
+def _their_weight(names: HuggingFaceNames, recipe: Recipe, layer: str) -> str:
+    found = names.theirs(f"{layer}.weight")
+    if found is None and find_huggingface(recipe).stored is not None:
+        return f"{layer}.weight"  # a transformers model already uses their names
+    if found is None:
+        raise UserError(f"recipe {recipe.name!r}: hf.names lacks {layer}.weight")
+    return found
+
+
+def target_modules(layers: Collection[str], weights: Collection[str]) -> list[str]:
+    """Return peft's `target_modules`: the last parts of the layers' names if these are unambiguous, else the full
+    names.
+
+    `weights` are the names of all tensors of the model; a last part is ambiguous if other modules have it too.
+    """
+    modules = {name.rpartition(".")[0] for name in weights}
+    last_parts = {layer.rpartition(".")[2] for layer in layers}
+    is_unambiguous = all(module in layers for module in modules if module.rpartition(".")[2] in last_parts)
+    return sorted(last_parts if is_unambiguous else layers)

@@ -4,8 +4,10 @@ model.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,25 +15,198 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from trainer.config.pretrained import CONFIG, INDEX, WEIGHTS, fields_of, find_huggingface
+from trainer.checkpoint.state_parts import StatePart
+from trainer.config.pretrained import CONFIG, INDEX, WEIGHTS, check_links, fields_of, find_huggingface
+from trainer.config.rules import CHATML, CHATML_TEMPLATE
 from trainer.errors import UserError, setting_error
-from trainer.files import sync_folder, writing_to
-from trainer.model.names import HuggingFaceNames
+from trainer.files import parse_json, sync_folder, writing_to
+from trainer.model.network import HuggingFaceNames
 from trainer.recipe import Recipe, Stacked, Transposed
-from trainer.weights.huggingface import DTYPE_NAMES
-from trainer.weights.origin import (
-    GENERATION,
+from trainer.weights.sources import DTYPE_NAMES, WeightSource, find_weights, named_weights, row_blocks
+
+# ---------------------------------------------------------------------------------------------------------------
+# The small files that came with a model
+
+GENERATION = "generation_config.json"
+TOKENIZER = "tokenizer.json"
+TEMPLATE = "chat_template.jinja"
+
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_OTHER_TEMPLATES = ("chat_template.json", "additional_chat_templates/*.jinja")
+
+TOKENIZER_FILES = (
     TOKENIZER,
-    Origin,
-    is_tokenizer_file,
-    read_tokenizer,
-    template_of,
-    with_template,
+    _TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    TEMPLATE,
+    *_OTHER_TEMPLATES,
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
 )
-from trainer.weights.state_dict import WeightSource, find_weights, named_weights, row_blocks
+"""Names and glob patterns of tokenizer files, as used by transformers."""
+
+
+class Origin(StatePart):
+    """The files that came with a model: part of a run's state, the same on all ranks.
+
+    Training does not need its tokenizer, chat template, generation settings and config.json, but an export must contain
+    them unchanged, even if the folder that training started from no longer exists.
+
+    files: from the Hugging Face folder that training started from, by name; empty if it did not start from one.
+    tokenizer: files of the run's own tokenizer (`data.tokenizer`), with its chat template (`data.chat_template`) if
+        set; empty for `bytes` without a template.
+    """
+
+    may_be_absent = True
+    """Older checkpoints do not have it."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.tokenizer: dict[str, bytes] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"files": _pack(self.files), "tokenizer": _pack(self.tokenizer)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.files, self.tokenizer = _unpack(state["files"]), _unpack(state["tokenizer"])
+
+
+def _pack(files: Mapping[str, bytes]) -> dict[str, Any]:
+    # Arrays are stored with the tensors, not in the JSON that is read whenever a checkpoint is inspected.
+    return {name: np.frombuffer(data, np.uint8) if data else data for name, data in files.items()}
+
+
+def _unpack(state: Mapping[str, Any]) -> dict[str, bytes]:
+    return {name: bytes(data) for name, data in state.items()}
+
+
+@contextmanager
+def as_temporary_folder(files: Mapping[str, bytes]) -> Iterator[Path]:
+    """Write files from a state into a temporary folder, which exists inside the block."""
+    with tempfile.TemporaryDirectory() as name:
+        for relative, data in files.items():
+            file = Path(name) / relative
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(data)
+        yield Path(name)
+
+
+@contextmanager
+def tokenizer_settings(origin: Origin, setting: str) -> Iterator[tuple[str, str]]:
+    """Yield values for `data.tokenizer` and `data.chat_template` that refer to a run's own tokenizer.
+
+    Its stored files are written to a temporary folder.  setting: the run's `data.tokenizer`, used if no files are
+    stored.
+    """
+    files = origin.tokenizer or {name: data for name, data in origin.files.items() if TOKENIZER in origin.files}
+    if not files:
+        yield setting, "model"
+        return
+    with as_temporary_folder(files) as folder:
+        yield settings_for_folder(folder)
+
+
+def is_tokenizer_file(name: str) -> bool:
+    """Return whether a file, given its path in a model folder, belongs to the tokenizer."""
+    return any(fnmatch(name, pattern) for pattern in TOKENIZER_FILES)
+
+
+def read_model_files(folder: str | Path) -> dict[str, bytes]:
+    """Return the files of a Hugging Face folder other than weights, by name.  Raises UserError if one is unreadable."""
+    return _read(Path(folder), (CONFIG, GENERATION, *TOKENIZER_FILES), "train.init_from")
+
+
+def read_tokenizer(setting: str, template: str = "model") -> dict[str, bytes]:
+    """Return the files of the tokenizer that `data.tokenizer` names, including related files next to a tokenizer.json.
+
+    Empty for `bytes`.  `template`: the value of `data.chat_template`; a file, or `chatml`, replaces the tokenizer's own
+    templates.  Raises UserError if a file cannot be read.
+    """
+    files = _read_tokenizer(setting)
+    if template == "model":
+        return files
+    if template == CHATML:
+        return with_template(files, CHATML_TEMPLATE.encode())
+    path = Path(template).expanduser()
+    try:
+        return with_template(files, path.read_bytes())
+    except OSError as error:
+        raise setting_error("data.chat_template", template, f"cannot be read ({error.strerror})") from error
+
+
+def template_of(files: Mapping[str, bytes]) -> bytes | None:
+    """Return the chat template in a tokenizer's files; a separate template file takes precedence over its settings."""
+    if TEMPLATE in files:
+        return files[TEMPLATE]
+    stated = _settings_of(files).get("chat_template")
+    return stated.encode() if isinstance(stated, str) else None
+
+
+def with_template(files: Mapping[str, bytes], template: bytes) -> dict[str, bytes]:
+    """Return a tokenizer's files with `template` as the only chat template, in every place where readers look."""
+    kept = {
+        name: data for name, data in files.items() if not any(fnmatch(name, pattern) for pattern in _OTHER_TEMPLATES)
+    }
+    settings = _settings_of(kept)
+    if "chat_template" in settings:
+        settings["chat_template"] = template.decode()
+        kept[_TOKENIZER_CONFIG] = (json.dumps(settings, indent=2) + "\n").encode()
+    return kept | {TEMPLATE: template}
+
+
+def _settings_of(files: Mapping[str, bytes]) -> dict[str, Any]:
+    with suppress(ValueError):
+        content = parse_json(files.get(_TOKENIZER_CONFIG, b"{}"))
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def settings_for_folder(folder: Path) -> tuple[str, str]:
+    """Return values for `data.tokenizer` and `data.chat_template` that refer to a folder with a model's files."""
+    if (folder / TOKENIZER).exists():
+        return str(folder), "model"
+    return "bytes", str(folder / TEMPLATE) if (folder / TEMPLATE).exists() else "model"
+
+
+def _read_tokenizer(setting: str) -> dict[str, bytes]:
+    if setting == "bytes":
+        return {}
+    path = Path(setting).expanduser()
+    if not path.is_file():
+        rule = "must be bytes, or the path of a Hugging Face tokenizer.json"
+        raise setting_error("data.tokenizer", setting, rule, fix="give an existing file")
+    if path.name == TOKENIZER:
+        return _read(path.parent, TOKENIZER_FILES, "data.tokenizer", named_file=TOKENIZER)
+    named_file = glob.escape(path.name)
+    (data,) = _read(path.parent, (named_file,), "data.tokenizer", named_file=named_file).values()
+    return {TOKENIZER: data}
+
+
+def _read(folder: Path, patterns: tuple[str, ...], setting: str, named_file: str = "") -> dict[str, bytes]:
+    """Return files of a folder, by name.
+
+    `named_file`: the pattern of the file that the user named, which may be a link.
+    """
+    check_links(folder, setting, [pattern for pattern in patterns if pattern != named_file])
+    found = [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
+    try:
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+    except OSError as error:
+        raise setting_error(setting, folder, f"{error.filename} cannot be read ({error.strerror})") from error
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The export
 
 PARTIAL = ".partial"
 """Suffix of a file that is being written; its name also starts with a dot."""
@@ -108,15 +283,21 @@ def export(
     path = Path(folder).expanduser()
     names = HuggingFaceNames(recipe, model_config)
     stored = recipe.stored_weights(model_config, source)
-    if stored is not None:
-        tensors, source = _list_stored_tensors(stored, dtype), stored
+    if stored is not None:  # already with the exported names and shapes
+        source, dtypes = stored, stored.dtypes
+        tensors = [
+            ExportedTensor(name, name, shape, (dtype if dtypes[name].is_floating_point else None) or dtypes[name])
+            for name, shape in stored.shapes.items()
+        ]
     else:
         tensors = _list_tensors(source, recipe, model_config, names, dtype)
     shards = _split(tensors, max_shard_bytes)
     texts = _text_files(recipe, model_config, tensors, end_id, turn_ends, tokenizer, origin or Origin())
-    index = {INDEX: _index_json(shards)} if len(shards) > 1 else {}
-
-    return write_folder(path, texts | index, shards, source, MARK if stored is not None else {}, overwrite, setting)
+    if len(shards) > 1:
+        total = sum(tensor.num_bytes for tensor in tensors)
+        weight_map = {name: file for file, shard in shards.items() for tensor in shard for name in tensor.entries()}
+        texts[INDEX] = json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
+    return write_folder(path, texts, shards, source, MARK if stored is not None else {}, overwrite, setting)
 
 
 def write_folder(
@@ -130,7 +311,7 @@ def write_folder(
 ) -> list[Path]:
     """Write text files and tensor files into `path`, under temporary names until all are complete; returns them.
 
-    `mark` is added to the headers of the tensor files.
+    `mark` is added to the headers of the tensor files.  The files of an earlier export are removed.
 
     Raises UserError, naming `setting`, if the folder holds anything but an earlier export that may be replaced, or if
     there is not enough disk space.
@@ -138,42 +319,31 @@ def write_folder(
     num_bytes = sum(map(len, texts.values())) + sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
     with writing_to(setting, path, num_bytes):
         _prepare_folder(path, overwrite, setting)
-        return _write_files(path, texts, shards, source, mark)
-
-
-def _write_files(
-    path: Path,
-    texts: Mapping[str, bytes],
-    shards: Mapping[str, Sequence[ExportedTensor]],
-    source: WeightSource,
-    mark: Mapping[str, str],
-) -> list[Path]:
-    """Write the files of an export into a prepared folder, and remove those of an earlier export."""
-    names = (*(name for name in texts if name != INDEX), *shards, *(name for name in texts if name == INDEX))
-    partial = {name: path / f".{name.replace('/', '-')}{PARTIAL}" for name in names}
-    try:
-        for name, text in texts.items():
-            with _synced(partial[name]) as file:
-                file.write(text)
-        for name, shard in shards.items():
-            with _synced(partial[name]) as file:
-                _write_safetensors(file, shard, source, mark)
-    except BaseException:
-        for unfinished in partial.values():
-            unfinished.unlink(missing_ok=True)
-        raise
-    earlier = [found for found in path.glob("**/*") if _is_export_file(str(found.relative_to(path)))]
-    for found in earlier:
-        if found.name not in _MARKED:
-            found.unlink()
-    sync_folder(path)
-    for name in partial:
-        (path / name).parent.mkdir(exist_ok=True)
-        os.replace(partial[name], path / name)
-    for found in earlier:
-        if found.name in _MARKED and found.name not in partial:
-            found.unlink()
-    sync_folder(path)
+        names = (*(name for name in texts if name != INDEX), *shards, *(name for name in texts if name == INDEX))
+        partial = {name: path / f".{name.replace('/', '-')}{PARTIAL}" for name in names}
+        try:
+            for name, text in texts.items():
+                with _synced(partial[name]) as file:
+                    file.write(text)
+            for name, shard in shards.items():
+                with _synced(partial[name]) as file:
+                    _write_safetensors(file, shard, source, mark)
+        except BaseException:
+            for unfinished in partial.values():
+                unfinished.unlink(missing_ok=True)
+            raise
+        earlier = [found for found in path.glob("**/*") if _is_export_file(str(found.relative_to(path)))]
+        for found in earlier:
+            if found.name not in _MARKED:
+                found.unlink()
+        sync_folder(path)
+        for name in partial:
+            (path / name).parent.mkdir(exist_ok=True)
+            os.replace(partial[name], path / name)
+        for found in earlier:
+            if found.name in _MARKED and found.name not in partial:
+                found.unlink()
+        sync_folder(path)
     return [path / name for name in partial]
 
 
@@ -197,13 +367,6 @@ def _list_tensors(
     if unnamed:
         raise UserError(f"recipe {recipe.name!r}: hf.names lacks {', '.join(unnamed)}")
     return tensors
-
-
-def _list_stored_tensors(stored: WeightSource, dtype: torch.dtype | None) -> list[ExportedTensor]:
-    """Return the tensors to write from a source that already uses the exported names and shapes."""
-    kept = stored.dtypes
-    changed = {name: dtype or d if d.is_floating_point else d for name, d in kept.items()}
-    return [ExportedTensor(name, name, shape, changed[name]) for name, shape in stored.shapes.items()]
 
 
 def _split(tensors: Sequence[ExportedTensor], max_bytes: int) -> dict[str, list[ExportedTensor]]:
@@ -304,12 +467,6 @@ def _merge_eos_ids(ends: Collection[int], new: Collection[int]) -> int | list[in
     """Return the ids in the format of `eos_token_id`: a single id, a list, or None."""
     found = [*ends, *sorted(set(new) - set(ends))]
     return found[0] if len(found) == 1 else found or None
-
-
-def _index_json(shards: Mapping[str, Sequence[ExportedTensor]]) -> bytes:
-    total = sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
-    weight_map = {name: file for file, shard in shards.items() for tensor in shard for name in tensor.entries()}
-    return json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _write_safetensors(

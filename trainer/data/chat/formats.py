@@ -1,23 +1,189 @@
-"""Converts file records to conversations: messages, ShareGPT, Alpaca, prompt-completion, preference pairs.
+"""Reads chat files: JSONL and parquet records are converted to conversations, whatever the format they are stored in.
 
-Records are plain JSON.  Errors give the path of the offending value within the record, such as `messages[2].role`.
+The formats are messages, ShareGPT, Alpaca, prompt-completion and preference pairs.  Records are plain JSON.  Errors
+give the path of the offending value within the record, such as `messages[2].role`.
 """
 
 from __future__ import annotations
 
+import glob
+import gzip
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trainer.data.chat.conversation import ROLES, BadChat, Completion, Conversation, Message, Pair, Sample, kind_of
+from trainer.data.json_files import json_advice
 from trainer.errors import nearest, setting_error
+from trainer.files import find_folder
 
-_ALIASES = {
-    **dict.fromkeys(("human", "prompter", "customer", "usr"), "user"),
-    **dict.fromkeys(("gpt", "bot", "model", "ai", "chatgpt", "bing", "bard", "assistent"), "assistant"),
-    **dict.fromkeys(("function", "function_response", "observation", "ipython", "tool_response"), "tool"),
-}
-"""Other names for roles.  Used to read ShareGPT files, and in other formats to suggest the correct name in errors."""
+if TYPE_CHECKING:
+    import pyarrow
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+Message: TypeAlias = "Mapping[str, Any]"
+"""`role` (one of ROLES), `content` (text), and further keys such as tool_calls or reasoning_content, read only by the
+chat template."""
+
+
+class BadChat(Exception):
+    """A conversation cannot be trained on; the message says why.
+
+    key: the setting to change, or empty if the file has to be corrected.  legal, fix: see `setting_error`.
+    """
+
+    def __init__(self, text: str, key: str = "", legal: object = None, fix: str = "") -> None:
+        super().__init__(text)
+        self.key, self.legal, self.fix = key, legal, fix
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages in order, and the tools that the assistant may call.
+
+    first: index of the first message that may be trained on.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A plain-text prompt and its completion, used without a chat template."""
+
+    prompt: str
+    completion: str
+
+
+Sample: TypeAlias = "Conversation | Completion"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A preference pair: two answers to the same prompt."""
+
+    chosen: Sample
+    rejected: Sample
+
+
+def json_type(value: Any) -> str:
+    """Return the JSON name of a value's type, for error messages."""
+    kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
+    return "null" if value is None else kinds.get(type(value), type(value).__name__)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Records of files
+
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+
+
+def find_files(key: str, setting: str) -> list[Path]:
+    """Return the chat files that a path, folder or glob names, sorted.
+
+    Raises UserError that names the setting `key` if there are none.
+    """
+    pattern = os.path.expanduser(setting)
+    if os.path.isdir(pattern):
+        pattern = os.path.join(glob.escape(pattern), "**")
+    names = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
+    if find_folder(setting) is None:
+        raise setting_error(key, setting, "chats are read from local files only", fix="download it, and give the file")
+    paths = sorted(Path(name) for name in names if name.endswith(SUFFIXES) and os.path.isfile(name))
+    if paths:
+        return paths
+    if (advice := next(filter(None, map(json_advice, sorted(names))), None)) is not None:
+        raise setting_error(key, setting, advice[0], fix=advice[1])
+    if names:
+        raise setting_error(key, setting, f"data.source=chat reads files that end in {', '.join(SUFFIXES)}")
+    there = [name for name in glob.glob(os.path.join(os.path.dirname(pattern), "*")) if name.endswith(SUFFIXES)]
+    raise setting_error(
+        key, setting, "no such file or folder, and no match for it as a glob", meant=nearest(pattern, there)
+    )
+
+
+def read_records(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield each record with its location, such as `chats.jsonl:17`: the line or parquet row, counted from 1.
+
+    Raises UserError that names the setting `key` if a file cannot be read or a line is not a JSON object.
+    """
+    if path.suffix == ".parquet":
+        yield from _read_parquet(path, key)
+        return
+    try:
+        open_text = gzip.open if path.suffix == ".gz" else open
+        with open_text(path, "rt", encoding="utf-8-sig", newline="\n") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                place = f"{path.name}:{number}"
+                try:
+                    record = json.loads(line)
+                    line.encode()
+                except (ValueError, RecursionError) as error:
+                    raise setting_error(key, path, f"{place}: is not JSON ({error})") from error
+                if not isinstance(record, dict):
+                    raise setting_error(key, path, f"{place}: must be a JSON object, not {json_type(record)}")
+                yield place, record
+    except UnicodeDecodeError as error:
+        raise setting_error(key, path, f"is not UTF-8 ({error.reason})", fix="convert it to UTF-8") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise setting_error(key, path, f"cannot be read ({getattr(error, 'strerror', None) or error})") from error
+
+
+def _read_parquet(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        rule = "parquet needs the library `pyarrow`: pip install 'meshtrainer[parquet]'"
+        raise setting_error(key, path, rule) from error
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for record in _rows(batch, path, number, key):
+                    number += 1
+                    yield f"{path.name}:{number}", _without_nulls(record)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise setting_error(key, path, f"cannot be read ({error})") from error
+
+
+def _rows(batch: pyarrow.RecordBatch, path: Path, before: int, key: str) -> list[dict[str, Any]]:
+    """Return the rows of a batch that starts at row `before` of the file.
+
+    Raises UserError with the number of the first row that is not UTF-8: parquet requires it, but not every writer
+    enforces it.
+    """
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        for row in range(len(batch)):
+            try:
+                batch.slice(row, 1).to_pylist()
+            except UnicodeDecodeError as error:
+                rule = f"{path.name}:{before + row + 1}: is not UTF-8 ({error.reason})"
+                raise setting_error(key, path, rule, fix="convert it to UTF-8") from error
+        raise
+
+
+def _without_nulls(value: Any) -> Any:
+    """Remove null entries, recursively: in parquet all records of a column share the same keys."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Records to conversations
+
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "messages": ("messages", "tools"),
@@ -36,6 +202,18 @@ _REQUIRED = {
     "alpaca": {"instruction", "output"},
 }
 """Keys that a record of each format must have, in the order in which `data.format=auto` tries the formats."""
+
+
+def check_columns(columns: Mapping[str, str], setting: str) -> None:
+    """Raise UserError if `data.columns` has a key that the format does not know."""
+    known = list(dict.fromkeys(COLUMNS.get(setting) or [key for keys in COLUMNS.values() for key in keys]))
+    for key in columns:
+        if key not in known:
+            best = nearest(key, known)
+            shown = json.dumps(dict(columns))
+            rule = f"{key!r} is not a key of data.format={setting}; its keys are {', '.join(known)}"
+            meant = json.dumps({str(best) if name == key else name: value for name, value in columns.items()})
+            raise setting_error("data.columns", shown, rule, meant=meant if best else None)
 
 
 class Format:
@@ -60,28 +238,33 @@ class Format:
             raise BadChat(rule, "data.columns" if names else "data.format", fix=fix)
         return cls(found[0], names)
 
-    @property
-    def has_pairs(self) -> bool:
-        return self.name == "preference"
-
     def read(self, record: Mapping[str, Any]) -> Sample | Pair:
         """Convert a record to a conversation, a completion or a pair.  Raises BadChat."""
         values = {key: record.get(self._columns.get(key, key)) for key in COLUMNS[self.name]}
+        _check_no_other_system(record, values)
         missing = sorted(self._columns.get(key, key) for key in _REQUIRED[self.name] if values[key] is None)
         if missing:
             if missing[0] in record:
                 raise BadChat(f"{missing[0]!r} is null", fix="remove the record, or set its value")
             rule = f"has no key {missing[0]!r}; its keys: {', '.join(record) or 'none'}"
+            others = [name for name, needed in _REQUIRED.items() if needed <= set(record)]
+            if others and not self._columns:
+                rule += f", which is the format {others[0]}, while the file begins with {self.name}"
+                raise BadChat(rule, fix="write the records of each format to a file of their own, or convert them")
             fix = f"map the file's keys, for example data.columns={_mapping_for(record)!r}, or set data.format"
             raise BadChat(rule, "data.columns", fix=fix)
-        readers: dict[str, Callable[[Mapping[str, Any]], Sample | Pair]] = {
-            "messages": _read_messages,
-            "sharegpt": _read_sharegpt,
-            "alpaca": _read_alpaca,
-            "prompt_completion": _read_prompt_completion,
-            "preference": _read_preference,
-        }
-        return readers[self.name](values)
+        match self.name:
+            case "messages":
+                return Conversation(_messages(values["messages"], "messages"), _tools(values["tools"]))
+            case "sharegpt":
+                return _read_sharegpt(values)
+            case "alpaca":
+                return _read_alpaca(values)
+            case "prompt_completion":
+                tools = _tools(values["tools"])
+                return _prompt_with_answer(values["prompt"], values["completion"], "completion", tools)
+            case _:
+                return _read_preference(values)
 
 
 _COMMON_COLUMN_NAMES = {
@@ -103,8 +286,15 @@ def _mapping_for(record: Mapping[str, Any]) -> str:
     return f"{{messages: {found['messages'] or 'dialog'}}}"
 
 
-def _read_messages(values: Mapping[str, Any]) -> Sample:
-    return Conversation(_messages(values["messages"], "messages"), _tools(values["tools"]))
+def _check_no_other_system(record: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Raise BadChat for a system prompt beside `messages`, a place in which this format has none."""
+    messages, system = values.get("messages"), record.get("system")
+    if not isinstance(messages, list) or not isinstance(system, str) or not system.strip() or "system" in values:
+        return
+    first = messages[0] if messages and isinstance(messages[0], Mapping) else {}
+    if first.get("role") != "system" or first.get("content") != system:
+        rule = "has the key 'system' beside 'messages', where it would be left out"
+        raise BadChat(rule, fix="make it the first message, with the role system, or remove it")
 
 
 def _read_sharegpt(values: Mapping[str, Any]) -> Sample:
@@ -139,7 +329,7 @@ def _read_alpaca(values: Mapping[str, Any]) -> Sample:
     system = [{"role": "system", "content": texts["system"]}] if texts.get("system") else []
     history, past = values["history"] or [], []
     if not isinstance(history, list):
-        raise BadChat(f"history must be a list of questions and their answers, not {kind_of(history)}")
+        raise BadChat(f"history must be a list of questions and their answers, not {json_type(history)}")
     for number, turn in enumerate(history):
         if not isinstance(turn, list) or len(turn) != 2:
             raise BadChat(f"history[{number}] must be a question and its answer")
@@ -148,35 +338,25 @@ def _read_alpaca(values: Mapping[str, Any]) -> Sample:
     return Conversation(_messages([*system, *past, *last], "messages"))
 
 
-def _read_prompt_completion(values: Mapping[str, Any]) -> Sample:
-    return _prompt_with_answer(values["prompt"], values["completion"], "completion", _tools(values["tools"]))
-
-
 def _read_preference(values: Mapping[str, Any]) -> Pair:
     prompt, tools = values["prompt"], _tools(values["tools"])
-    chosen, rejected = (_preference_answer(prompt, values[key], key, tools) for key in ("chosen", "rejected"))
+    sides: list[Sample] = []
+    for key in ("chosen", "rejected"):
+        if prompt is not None:
+            sides.append(_prompt_with_answer(prompt, values[key], key, tools))
+        else:
+            messages = _messages(values[key], key)
+            last = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=-1)
+            sides.append(Conversation(messages, tools, first=last + 1))
+    chosen, rejected = sides
     if chosen == rejected:
         raise BadChat("chosen and rejected are identical")
-    if (
-        isinstance(chosen, Conversation)
-        and isinstance(rejected, Conversation)
-        and _prompt_of(chosen) != _prompt_of(rejected)
-    ):
-        rule = "chosen and rejected answer different prompts: they must be the same up to the user's last message"
-        raise BadChat(rule, fix="remove the record")
+    if isinstance(chosen, Conversation) and isinstance(rejected, Conversation):
+        prompts = [_roles_and_texts(side.messages[: side.first]) for side in (chosen, rejected)]
+        if prompts[0] != prompts[1]:
+            rule = "chosen and rejected answer different prompts: they must be the same up to the user's last message"
+            raise BadChat(rule, fix="remove the record")
     return Pair(chosen, rejected)
-
-
-def _preference_answer(prompt: Any, answer: Any, key: str, tools: Sequence[Mapping[str, Any]]) -> Sample:
-    if prompt is not None:
-        return _prompt_with_answer(prompt, answer, key, tools)
-    messages = _messages(answer, key)
-    last = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=-1)
-    return Conversation(messages, tools, first=last + 1)
-
-
-def _prompt_of(chat: Conversation) -> list[tuple[str, str]]:
-    return _roles_and_texts(chat.messages[: chat.first])
 
 
 def _roles_and_texts(messages: Sequence[Message]) -> list[tuple[str, str]]:
@@ -193,35 +373,32 @@ def _prompt_with_answer(prompt: Any, answer: Any, key: str, tools: Sequence[Mapp
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _list(prompt, "prompt", "text or ")
     answers = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else _list(answer, key, "text or ")
     before, after = _messages(asked, "prompt"), _messages(answers, key)
-    if not _is_complete_conversation(before, after):
+    role = after[0]["role"]
+    restarts = role in ("system", "developer") or (role == "user" and before[-1]["role"] in ("user", "tool"))
+    if not restarts:  # the answer's first message can follow the prompt
         return Conversation([*before, *after], tools, first=len(before))
-    first = _index_after_prompt(before, after)
+    # The answer repeats the prompt: at its start, otherwise what counts is the last repetition.
+    head, turns = _roles_and_texts(before), _roles_and_texts(after)
+    starts = (0, *range(len(turns) - len(head), 0, -1))
+    first = next((start + len(head) for start in starts if turns[start : start + len(head)] == head), None)
     if first is None:
-        rule = f"{key} begins with a {after[0]['role']} message, but does not repeat the prompt"
+        rule = f"{key} begins with a {role} message, but does not repeat the prompt"
         raise BadChat(rule, fix="start it with the assistant's message, or with the whole prompt")
     if first == len(after):
         raise BadChat(f"{key} repeats the prompt, but has no answer to it")
     return Conversation(after, tools, first)
 
 
-def _is_complete_conversation(prompt: Sequence[Message], answer: Sequence[Message]) -> bool:
-    """Return whether the answer restarts the conversation, because its first message cannot follow the prompt."""
-    role = answer[0]["role"]
-    return role in ("system", "developer") or (role == "user" and prompt[-1]["role"] in ("user", "tool"))
-
-
-def _index_after_prompt(prompt: Sequence[Message], answer: Sequence[Message]) -> int | None:
-    """Return the index of the answer's first message after its repetition of the prompt, or None if it has none.
-
-    A prompt at the start of the answer is preferred, otherwise its last occurrence.
-    """
-    head, turns = _roles_and_texts(prompt), _roles_and_texts(answer)
-    starts = (0, *range(len(turns) - len(head), 0, -1))
-    return next((start + len(head) for start in starts if turns[start : start + len(head)] == head), None)
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # Messages
+
+
+_ALIASES = {
+    **dict.fromkeys(("human", "prompter", "customer", "usr"), "user"),
+    **dict.fromkeys(("gpt", "bot", "model", "ai", "chatgpt", "bing", "bard", "assistent"), "assistant"),
+    **dict.fromkeys(("function", "function_response", "observation", "ipython", "tool_response"), "tool"),
+}
+"""Other names for roles.  Used to read ShareGPT files, and in other formats to suggest the correct name in errors."""
 
 
 def _messages(value: Any, place: str, role_key: str = "role", content_key: str = "content") -> list[Message]:
@@ -242,7 +419,9 @@ def _messages(value: Any, place: str, role_key: str = "role", content_key: str =
         text = _text_of(content, f"{where}.{content_key}") if content is not None else ""
         if not text.strip() and not message.get("tool_calls"):
             raise BadChat(f"{where}.{content_key}={text!r} is empty")
-        _check_weight(message.get("weight"), where)
+        if (weight := message.get("weight")) not in (None, 0, 1):
+            rule = f"{where}.weight={weight!r} must be 0 or 1"
+            raise BadChat(rule, fix="leave it out, or set 0 to exclude it from the loss")
         _check_calls(message, where)
         messages.append({**message, "content": text})
     return messages
@@ -250,7 +429,7 @@ def _messages(value: Any, place: str, role_key: str = "role", content_key: str =
 
 def _list(value: Any, place: str, others: str = "") -> list[Any]:
     if not isinstance(value, list):
-        raise BadChat(f"{place} must be {others}a list of messages, not {kind_of(value)}")
+        raise BadChat(f"{place} must be {others}a list of messages, not {json_type(value)}")
     if not value:
         raise BadChat(f"{place}=[] has no messages")
     return value
@@ -258,7 +437,7 @@ def _list(value: Any, place: str, others: str = "") -> list[Any]:
 
 def _get(value: Any, key: str, place: str, shown: str = "") -> Any:
     if not isinstance(value, Mapping):
-        raise BadChat(f"{place} must be an object, not {kind_of(value)}")
+        raise BadChat(f"{place} must be an object, not {json_type(value)}")
     if value.get(key) is None:
         meant = nearest(shown or key, value)
         raise BadChat(f"{place} has no {shown or key!r}" + (f"; did you mean {meant!r}?" if meant else ""))
@@ -271,14 +450,14 @@ def _text_of(content: Any, place: str) -> str:
         return _text(content, place)
     for number, part in enumerate(content):
         if not isinstance(part, Mapping) or part.get("type", "text") != "text":
-            kind = part.get("type") if isinstance(part, Mapping) else kind_of(part)
+            kind = part.get("type") if isinstance(part, Mapping) else json_type(part)
             raise BadChat(f"{place}[{number}].type={kind!r}: only text is supported")
     return "".join(_text(part.get("text"), f"{place}[{number}].text") for number, part in enumerate(content))
 
 
 def _text(value: Any, place: str) -> str:
     if not isinstance(value, str):
-        raise BadChat(f"{place} must be text, not {kind_of(value)}")
+        raise BadChat(f"{place} must be text, not {json_type(value)}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -286,18 +465,11 @@ def _text(value: Any, place: str) -> str:
     return value
 
 
-def _check_weight(weight: Any, place: str) -> None:
-    if weight not in (None, 0, 1):
-        raise BadChat(
-            f"{place}.weight={weight!r} must be 0 or 1", fix="leave it out, or set 0 to exclude it from the loss"
-        )
-
-
 def _check_calls(message: Mapping[str, Any], place: str) -> None:
     """Raise BadChat unless every tool call of a message names a function."""
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
-        raise BadChat(f"{place}.tool_calls must be a list, not {kind_of(calls)}")
+        raise BadChat(f"{place}.tool_calls must be a list, not {json_type(calls)}")
     for number, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -314,17 +486,5 @@ def _tools(value: Any) -> Sequence[Mapping[str, Any]]:
     if not value:
         return ()
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise BadChat(f"tools must be a list of objects, not {kind_of(value)}")
+        raise BadChat(f"tools must be a list of objects, not {json_type(value)}")
     return value
-
-
-def check_columns(columns: Mapping[str, str], setting: str) -> None:
-    """Raise UserError if `data.columns` has a key that the format does not know."""
-    known = list(dict.fromkeys(COLUMNS.get(setting) or [key for keys in COLUMNS.values() for key in keys]))
-    for key in columns:
-        if key not in known:
-            best = nearest(key, known)
-            shown = json.dumps(dict(columns))
-            rule = f"{key!r} is not a key of data.format={setting}; its keys are {', '.join(known)}"
-            meant = json.dumps({str(best) if name == key else name: value for name, value in columns.items()})
-            raise setting_error("data.columns", shown, rule, meant=meant if best else None)

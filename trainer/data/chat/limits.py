@@ -254,19 +254,14 @@ class _Watchdog:
                     if self.number != seen:
                         seen, idle_since = self.number, time.monotonic()
                     continue
-                now = _cpu_s(self.renderer)
+                clock = getattr(time, "pthread_getcpuclockid", None)  # not on every system: then wall-clock time
+                now = time.clock_gettime(clock(self.renderer)) if clock is not None else time.monotonic()
                 if self.number != seen:
                     seen, began, idle_since = self.number, now, time.monotonic()
                 elif now - began > CPU_S and not self._has_fired:
                     self._has_fired = True
                     error = ctypes.py_object(TemplateTimeout)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.renderer), error)
-
-
-def _cpu_s(thread: int) -> float:
-    """Return the CPU time of a thread, or wall-clock time if the system does not report it."""
-    clock = getattr(time, "pthread_getcpuclockid", None)
-    return time.clock_gettime(clock(thread)) if clock is not None else time.monotonic()
 
 
 _MEMORY_LIMITS, _WATCHDOG = _MemoryLimits(), _Watchdog()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.config.rules import CHATML
-from trainer.data.chat.formats import check_columns
-from trainer.data.chat.masking import Encoded, Encoder
-from trainer.data.chat.records import find_files
+from trainer.data.chat.formats import BadChat, Format, Pair, check_columns, find_files, read_records
+from trainer.data.chat.masking import ChatTokenizer, Encoded, Encoder
 from trainer.data.chat.store import ChatReport, ChatShards, ChatSpec, check_dropped, decode_sample, get_or_tokenize
 from trainer.data.chat.template import find_template
-from trainer.data.chat.tokens import ChatTokenizer
-from trainer.data.fingerprint import Fingerprint
-from trainer.data.packing import best_fit
+from trainer.data.documents import best_fit
 from trainer.data.shards import Shard
-from trainer.data.source import IGNORE, Source
+from trainer.data.source import IGNORE, Fingerprint, Source
 from trainer.data.stdlib import Split
 from trainer.errors import setting_error
 
@@ -193,3 +192,41 @@ class PairSource(_Conversations):
                 if index >= 0:
                     self._write_row(rows, row, 0, number)
         return rows
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Showing conversations
+
+
+@dataclass(frozen=True)
+class DisplayedChat:
+    """A conversation for display.
+
+    place: its file and line, with `chosen` or `rejected` for an answer of a pair.
+    pieces: its text, cut into pieces, each with whether it is trained on.
+    """
+
+    place: str
+    pieces: Sequence[tuple[str, bool]]
+
+
+def first_chats(data: DataSection, inputs: Sequence[str], number: int, key: str) -> Iterator[DisplayedChat]:
+    """Yield the first `number` conversations of some files, both answers of each pair.
+
+    Raises UserError that names the setting `key`.
+    """
+    check_columns(data.columns or {}, data.format)
+    encoder = encoder_of(data)
+    records = (found for given in inputs for path in find_files(key, given) for found in read_records(path, key))
+    detected: Format | None = None
+    for place, record in islice(records, number):
+        try:
+            detected = detected or Format.detect(record, data.format, data.columns)
+            sample = detected.read(record)
+            if isinstance(sample, Pair):
+                yield DisplayedChat(f"{place}, chosen", encoder.pieces(sample.chosen))
+                yield DisplayedChat(f"{place}, rejected", encoder.pieces(sample.rejected))
+            else:
+                yield DisplayedChat(place, encoder.pieces(sample))
+        except BadChat as error:
+            raise setting_error(key, ", ".join(inputs), f"{place}: {error}", fix=error.fix) from error

@@ -23,10 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.cache import get_or_build, read_value, write_value
-from trainer.data.chat.conversation import BadChat, Completion, Pair, Sample
-from trainer.data.chat.formats import Format
+from trainer.data.chat.formats import BadChat, Completion, Format, Pair, Sample, read_records
 from trainer.data.chat.masking import Encoded, Encoder
-from trainer.data.chat.records import read_records
 from trainer.data.ingest.progress import ProgressLine
 from trainer.data.shards import Shard, ShardWriter
 from trainer.errors import UserError, print_stderr, setting_error
@@ -35,9 +33,6 @@ from trainer.stopping import StopRequested, stop_if_asked
 
 _VERSION = 3
 """Increase this whenever the same files would be tokenized differently, so that older cache entries are not used."""
-
-_MAX_UNUSED_SHARE = 0.01
-"""Maximum share of conversations without targets; above it, the files are rejected."""
 
 _ANNOUNCE_BYTES = 1 << 25
 """Files larger than this, in bytes, take long enough to tokenize that a message announces it."""
@@ -58,6 +53,375 @@ class ChatSpec:
     seq_len: int
     too_long: str
     holdout: float
+
+
+@dataclass(frozen=True)
+class ChatShards:
+    """Tokenized conversations: the shards for training and evaluation, and the statistics of both."""
+
+    train: Shard | None
+    held_out: Shard | None
+    report: ChatReport
+
+
+def get_or_tokenize(spec: ChatSpec, encoder: Encoder, cache_dir: str | None) -> ChatShards:
+    """Return the tokenized conversations from the cache, tokenizing them first if they are not in it.
+
+    Raises UserError if a conversation cannot be trained on, or no cache folder is writable.
+    """
+    files = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in spec.files]
+    settings = dataclasses.asdict(dataclasses.replace(spec, files=(), key=""))
+    facts = json.dumps([_VERSION, files, settings, encoder.identity], sort_keys=True)
+    name = f"chat-{hashlib.sha256(facts.encode()).hexdigest()[:20]}"
+    num_bytes = sum(size for _, size, _ in files)
+    return get_or_build(
+        cache_dir, name, "conversations", lambda folder: _tokenize_all(folder, name, spec, encoder), _load, num_bytes
+    )
+
+
+def _load(folder: Path) -> ChatShards:
+    """Read a cache entry written by `_tokenize_all`.  Raises ValueError or ShardError if it is damaged."""
+    content = read_value(folder / "report.json")
+    if content is None:
+        raise ValueError("report.json is missing or damaged")
+    shards: dict[str, Shard | None] = {"train": None, "eval": None}
+    for split in content["splits"]:
+        shard = Shard(folder / f"{split}.bin")
+        shard.verify()
+        shards[split] = shard
+    return ChatShards(shards["train"], shards["eval"], ChatReport(**content["report"]))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Tokenizing
+
+
+def _tokenize_all(folder: Path, name: str, spec: ChatSpec, encoder: Encoder) -> None:
+    if sum(path.stat().st_size for path in spec.files) > _ANNOUNCE_BYTES:
+        print_stderr(f"tokenizing {spec.key}, once: the conversations are stored in {folder.parent}")
+    tokenizer = encoder.tokenizer
+    doubled = _DoubledTokenizer(tokenizer.name, 2 * tokenizer.vocab_size, 2 * tokenizer.plain.end_id)
+    train, held_out = (_SplitWriter(folder / f"{split}.bin", doubled) for split in ("train", "eval"))
+    report, parts = ChatReport(), PartialResults(folder.parent, name)
+    parts.remove_old()
+    reading = _ChatReader(spec, encoder, report, parts)
+    try:
+        with ProgressLine(lambda: f"tokenizing {spec.key}: {report.chats:,} {report.kind}"):
+            _write(reading.conversations(), spec.holdout, train, held_out, report)
+        report.tokens, report.trained = train.tokens, train.trained
+        report.held_out, report.held_out_tokens = held_out.samples, held_out.tokens
+        _check(spec, report, is_empty=train.is_empty)
+        train.publish()
+        held_out.publish()
+    finally:
+        train.discard()
+        held_out.discard()
+    splits = [split for split, shard in (("train", train), ("eval", held_out)) if not shard.is_empty]
+    write_value(folder / "report.json", {"splits": splits, "report": dataclasses.asdict(report)})
+    parts.remove()
+
+
+def _write(
+    conversations: Iterator[Sequence[Encoded]],
+    holdout: float,
+    train: _SplitWriter,
+    held_out: _SplitWriter,
+    report: ChatReport,
+) -> None:
+    """Write each conversation to one of the two shards, chosen by a hash of its tokens.
+
+    If `holdout` is positive and there are at least two distinct conversations, at least one of them is held out.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    held_back: list[Sequence[Encoded]] = []  # lowest hash so far, with its duplicates, until a conversation is held out
+    lowest = 1.0
+    for documents in conversations:
+        key = hashlib.blake2b(b"".join(document.ids.tobytes() for document in documents), digest_size=8).digest()
+        digest.update(key + b"".join(document.trained.tobytes() for document in documents))
+        hash_fraction = int.from_bytes(key, "little") / 2**64
+        if hash_fraction < holdout:
+            held_out.write(documents)
+        elif not holdout or not held_out.is_empty or (held_back and hash_fraction > lowest):
+            train.write(documents)
+        elif held_back and hash_fraction == lowest:
+            held_back.append(documents)
+        else:
+            for each in held_back:
+                train.write(each)
+            held_back, lowest = [documents], hash_fraction
+    remaining_split = train if train.is_empty or not held_out.is_empty else held_out
+    for each in held_back:
+        remaining_split.write(each)
+    report.content = digest.hexdigest()
+
+
+class _ChatReader:
+    """Reads and encodes conversations one by one, and collects their statistics.
+
+    Writes partial results every few seconds, and when this process is asked to stop; the next run continues from them.
+    """
+
+    def __init__(self, spec: ChatSpec, encoder: Encoder, report: ChatReport, parts: PartialResults) -> None:
+        self._spec, self._encoder, self._report, self._parts = spec, encoder, report, parts
+        self._format: Format | None = None
+
+    def conversations(self) -> Iterator[Sequence[Encoded]]:
+        """Yield the documents of each record: one conversation, or both answers of a pair.
+
+        Raises UserError for an invalid record.
+        """
+        for stored, statistics in self._parts.read():  # by an earlier run
+            for name, value in statistics.items():
+                setattr(self._report, name, value)
+            yield from stored
+        num_restored = self._parts.num_records
+        records = (record for path in self._spec.files for record in read_records(path, self._spec.key))
+        try:
+            for number, (place, record) in enumerate(records):
+                stop_if_asked()
+                if number < num_restored:
+                    if not number:
+                        self._samples(record)  # detects the format
+                    continue
+                documents = self._encoded(place, record)
+                if documents:
+                    yield documents
+                self._parts.add(documents, self._report)
+        except StopRequested as request:
+            self._parts.flush(self._report)
+            done = f"{self._report.chats:,} {self._report.kind} are tokenized, and the next run continues from there"
+            raise StopRequested(request.name, done if self._report.chats else "") from request
+
+    def _encoded(self, place: str, record: Mapping[str, Any]) -> list[Encoded]:
+        """Return the documents of a record, or an empty list if it is dropped as too long or has no targets."""
+        max_tokens = self._spec.seq_len + 1
+        try:
+            samples = self._samples(record)
+            documents = [self._encoder.encode(sample, max_tokens) for sample in samples]
+            self._count(samples, documents, place)
+            documents = self._fit_length(documents)
+        except BadChat as error:
+            raise self._user_error(error, place) from error
+        if documents and not all(document.trained[1:].any() for document in documents):
+            self._report.unused.append(place)
+            return []
+        return documents
+
+    def _samples(self, record: Mapping[str, Any]) -> Sequence[Sample]:
+        if self._format is None:
+            self._format = Format.detect(record, self._spec.format, self._spec.columns)
+            self._report.pairs = self._format.name == "preference"
+        found = self._format.read(record)
+        return [found.chosen, found.rejected] if isinstance(found, Pair) else [found]
+
+    def _count(self, samples: Sequence[Sample], documents: Sequence[Encoded], place: str) -> None:
+        report = self._report
+        report.chats += 1
+        report.plain += any(isinstance(sample, Completion) for sample in samples)
+        token = next((document.spelled for document in documents if document.spelled), "")
+        if token:
+            report.spelling += 1
+            report.token = report.token or token
+            report.spelled += [place] if report.spelling <= 5 else []
+
+    def _fit_length(self, documents: list[Encoded]) -> list[Encoded]:
+        """Apply `data.too_long` to a record's documents: return them unchanged, truncated, or an empty list."""
+        max_tokens, longest = self._spec.seq_len + 1, max(len(document.ids) for document in documents)
+        if longest <= max_tokens:
+            return documents
+        if self._spec.too_long == "error":
+            raise BadChat(
+                f"has {longest} tokens, but a sequence fits only {max_tokens}", "data.seq_len", legal=longest - 1
+            )
+        if self._spec.too_long == "drop":
+            self._report.dropped += 1
+            needed = str(-(-(longest - 1) // 64) * 64)
+            self._report.longer[needed] = self._report.longer.get(needed, 0) + 1
+            self._report.dropped_tokens += sum(len(document.ids) for document in documents)
+            return []
+        self._report.truncated += 1
+        self._report.truncated_tokens += sum(max(0, len(document.ids) - max_tokens) for document in documents)
+        return [Encoded(document.ids[:max_tokens], document.trained[:max_tokens]) for document in documents]
+
+    def _user_error(self, error: BadChat, place: str) -> UserError:
+        """Convert a BadChat to a UserError with the record's location, for the setting that has to be changed."""
+        spec = self._spec
+        values = {"data.train_on": spec.train_on, "data.format": spec.format, "data.seq_len": spec.seq_len}
+        key = error.key or spec.key
+        if values.get(key) == error.legal and key in values:  # the setting already has the suggested value
+            key, error.legal = spec.key, None
+        shown = {**values, "data.columns": json.dumps(dict(spec.columns)), "data.chat_template": self._encoder.setting}
+        value = shown.get(key, ", ".join(map(str, spec.files)))
+        return setting_error(key, value, f"{place}: {error}", error.legal, fix=error.fix)
+
+
+_MAX_UNUSED_SHARE = 0.01
+"""Maximum share of conversations without targets; above it, the files are rejected."""
+
+
+def _check(spec: ChatSpec, report: ChatReport, is_empty: bool) -> None:
+    """Raise UserError if there are no conversations to train on, or too many without targets."""
+    files = ", ".join(map(str, spec.files))
+    if not report.chats:
+        raise setting_error(spec.key, files, "it contains no conversations")
+    if len(report.unused) > _MAX_UNUSED_SHARE * report.chats:
+        share = len(report.unused) / report.chats
+        rule = f"{share:.1%} of {report.chats} {report.kind} have no targets, more than {_MAX_UNUSED_SHARE:.0%}"
+        raise setting_error(spec.key, files, f"{rule}: {_list_places(report.unused)} (data.train_on={spec.train_on})")
+    if is_empty:
+        rule = f"all {report.chats} {report.kind} are longer than a sequence"
+        fix = f"{report.suggested_lengths()}, if the model has that many positions; data.too_long=truncate cuts them"
+        raise setting_error("data.seq_len", spec.seq_len, rule, fix=fix)
+
+
+class _SplitWriter:
+    """Writes the shard of one split; creates it with the first conversation."""
+
+    def __init__(self, path: Path, tokenizer: _DoubledTokenizer) -> None:
+        self._path, self._tokenizer = path, tokenizer
+        self._writer: ShardWriter | None = None
+        self.samples = self.tokens = self.trained = 0
+
+    def write(self, documents: Sequence[Encoded]) -> None:
+        if self._writer is None:
+            self._writer = ShardWriter(self._path, self._tokenizer)  # type: ignore[arg-type]
+        self.samples += 1
+        for document in documents:
+            self.tokens += len(document.ids)
+            self.trained += int(document.trained[1:].sum())
+            self._writer.write(2 * document.ids + document.trained, num_bytes=0)
+            self._writer.end_document()
+
+    @property
+    def is_empty(self) -> bool:
+        return self._writer is None
+
+    def publish(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer.publish()
+
+    def discard(self) -> None:
+        if self._writer is not None:
+            self._writer.discard()
+
+
+@dataclass(frozen=True)
+class _DoubledTokenizer:
+    """Stands in for the tokenizer in a shard's metadata: ids are doubled, and documents get no start or end tokens."""
+
+    name: str
+    vocab_size: int
+    end_id: int
+    start_ids: tuple[int, ...] = ()
+    end_ids: tuple[int, ...] = ()
+
+
+def decode_sample(found: NDArray[np.unsignedinteger[Any]]) -> Encoded:
+    """Split stored values into token ids and loss mask."""
+    return Encoded((found >> 1).astype(np.int64), (found & 1).astype(bool))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Partial results
+
+
+_PART_S = 5.0
+"""Seconds between writes of partial results."""
+
+_STALE_AFTER_S = 30 * 86400.0
+"""Age in seconds at which partial results of any files are removed: if the files or a setting have changed since, no
+run will continue from them."""
+
+
+class PartialResults:
+    """Partial results of tokenizing some files, stored as NAME.part-00000 and so on, from which a later run continues.
+
+    A part holds the documents of consecutive records, and the statistics up to its end.  It is a zip file, whose format
+    includes checksums; parts after a damaged one are ignored.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self.num_records = 0
+        """Number of records that the parts cover, including records without documents."""
+        self._num_parts = 0
+        self._pending: list[Sequence[Encoded]] = []
+        self._flushed_at = time.monotonic()
+        self._num_seen = 0
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{self._name}.part-{number:05d}"
+
+    def read(self) -> Iterator[tuple[list[list[Encoded]], dict[str, Any]]]:
+        """Yield the conversations of each part, and the statistics up to its end."""
+        while (content := self._content_of(self._path(self._num_parts))) is not None:
+            tokens, counts, sizes, about = content
+            found = np.split(tokens, np.cumsum(counts)[:-1]) if len(counts) else []
+            documents = [decode_sample(each) for each in found]
+            ends = np.cumsum(sizes)
+            self.num_records = self._num_seen = about["num_records"]
+            self._num_parts += 1
+            yield [documents[end - size : end] for end, size in zip(ends, sizes, strict=True)], about["report"]
+        self._remove_from(self._num_parts)  # these parts follow a damaged one
+
+    def _content_of(self, path: Path) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]] | None:
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                about = json.loads(file["about"].tobytes())
+                return file["tokens"], file["counts"], file["sizes"], about
+        except Exception:  # missing or damaged: the exception type depends on where the damage is
+            return None
+
+    def add(self, documents: Sequence[Encoded], report: ChatReport) -> None:
+        """Add the documents of one record."""
+        self._num_seen += 1
+        if documents:
+            self._pending.append(documents)
+        if time.monotonic() - self._flushed_at > _PART_S:
+            self.flush(report)
+
+    def flush(self, report: ChatReport) -> None:
+        """Write the documents added since the last call as a new part."""
+        if self._num_seen == self.num_records:
+            return
+        about = json.dumps({"num_records": self._num_seen, "report": dataclasses.asdict(report)})
+        documents = [document for record_documents in self._pending for document in record_documents]
+        with contextlib.suppress(OSError):  # such as a full disk: the final shards may still fit
+            with replacing(self._path(self._num_parts)) as partial, open(partial, "wb") as file:
+                np.savez(
+                    file,
+                    tokens=np.concatenate(
+                        [np.zeros(0, np.int64), *(2 * each.ids + each.trained for each in documents)]
+                    ),
+                    counts=np.array([len(each.ids) for each in documents], np.int64),
+                    sizes=np.array([len(record_documents) for record_documents in self._pending], np.int64),
+                    about=np.frombuffer(about.encode(), np.uint8),
+                )
+            self._num_parts += 1
+            self.num_records, self._pending = self._num_seen, []
+        self._flushed_at = time.monotonic()
+
+    def remove_old(self) -> None:
+        """Remove stale parts of any files from this folder."""
+        for path in self._folder.glob("chat-*.part-*"):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > _STALE_AFTER_S:
+                    path.unlink()
+
+    def remove(self) -> None:
+        """Remove all parts, once the complete shards exist."""
+        self._remove_from(0)
+
+    def _remove_from(self, number: int) -> None:
+        for path in self._folder.glob(f"{self._name}.part-*"):
+            if path >= self._path(number):
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Statistics
 
 
 @dataclass
@@ -193,371 +557,3 @@ def _list_places(places: Sequence[str], count: int | None = None) -> str:
     """List the first few of `count` locations."""
     more = (len(places) if count is None else count) - len(places[:5])
     return ", ".join(places[:5]) + (f" and {more:,} more" if more > 0 else "")
-
-
-@dataclass(frozen=True)
-class ChatShards:
-    """Tokenized conversations: the shards for training and evaluation, and the statistics of both."""
-
-    train: Shard | None
-    held_out: Shard | None
-    report: ChatReport
-
-
-def get_or_tokenize(spec: ChatSpec, encoder: Encoder, cache_dir: str | None) -> ChatShards:
-    """Return the tokenized conversations from the cache, tokenizing them first if they are not in it.
-
-    Raises UserError if a conversation cannot be trained on, or no cache folder is writable.
-    """
-    name = f"chat-{_digest(spec, encoder)}"
-    size = sum(path.stat().st_size for path in spec.files)
-    return get_or_build(
-        cache_dir, name, "conversations", lambda folder: _tokenize_all(folder, name, spec, encoder), _load, size
-    )
-
-
-def _digest(spec: ChatSpec, encoder: Encoder) -> str:
-    files = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in spec.files]
-    settings = dataclasses.asdict(dataclasses.replace(spec, files=(), key=""))
-    facts = [_VERSION, files, settings, encoder.identity]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]
-
-
-def _load(folder: Path) -> ChatShards:
-    """Read a cache entry written by `_tokenize_all`.  Raises ValueError or ShardError if it is damaged."""
-    content = read_value(folder / "report.json")
-    if content is None:
-        raise ValueError("report.json is missing or damaged")
-    shards: dict[str, Shard | None] = {"train": None, "eval": None}
-    for split in content["splits"]:
-        shard = Shard(folder / f"{split}.bin")
-        shard.verify()
-        shards[split] = shard
-    return ChatShards(shards["train"], shards["eval"], ChatReport(**content["report"]))
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Tokenizing
-
-
-_PART_S = 5.0
-"""Seconds between writes of partial results."""
-
-_STALE_AFTER_S = 30 * 86400.0
-"""Age in seconds at which partial results of any files are removed: if the files or a setting have changed since, no
-run will continue from them."""
-
-
-class PartialResults:
-    """Partial results of tokenizing some files, stored as NAME.part-00000 and so on, from which a later run continues.
-
-    A part holds the documents of consecutive records, and the statistics up to its end.  It is a zip file, whose format
-    includes checksums; parts after a damaged one are ignored.
-    """
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._name = folder, name
-        self.num_records = 0
-        """Number of records that the parts cover, including records without documents."""
-        self._num_parts = 0
-        self._pending: list[Sequence[Encoded]] = []
-        self._flushed_at = time.monotonic()
-        self._num_seen = 0
-
-    def _path(self, number: int) -> Path:
-        return self._folder / f"{self._name}.part-{number:05d}"
-
-    def read(self) -> Iterator[tuple[list[list[Encoded]], dict[str, Any]]]:
-        """Yield the conversations of each part, and the statistics up to its end."""
-        while (content := self._content_of(self._path(self._num_parts))) is not None:
-            tokens, counts, sizes, about = content
-            found = np.split(tokens, np.cumsum(counts)[:-1]) if len(counts) else []
-            documents = [decode_sample(each) for each in found]
-            ends = np.cumsum(sizes)
-            self.num_records = self._num_seen = about["num_records"]
-            self._num_parts += 1
-            yield [documents[end - size : end] for end, size in zip(ends, sizes, strict=True)], about["report"]
-        self._remove_from(self._num_parts)  # these parts follow a damaged one
-
-    def _content_of(self, path: Path) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]] | None:
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                about = json.loads(file["about"].tobytes())
-                return file["tokens"], file["counts"], file["sizes"], about
-        except Exception:  # missing or damaged: the exception type depends on where the damage is
-            return None
-
-    def add(self, documents: Sequence[Encoded], report: ChatReport) -> None:
-        """Add the documents of one record."""
-        self._num_seen += 1
-        if documents:
-            self._pending.append(documents)
-        if time.monotonic() - self._flushed_at > _PART_S:
-            self.flush(report)
-
-    def flush(self, report: ChatReport) -> None:
-        """Write the documents added since the last call as a new part."""
-        if self._num_seen == self.num_records:
-            return
-        about = json.dumps({"num_records": self._num_seen, "report": dataclasses.asdict(report)})
-        documents = [document for record_documents in self._pending for document in record_documents]
-        with contextlib.suppress(OSError):  # such as a full disk: the final shards may still fit
-            with replacing(self._path(self._num_parts)) as partial, open(partial, "wb") as file:
-                np.savez(
-                    file,
-                    tokens=np.concatenate(
-                        [np.zeros(0, np.int64), *(2 * each.ids + each.trained for each in documents)]
-                    ),
-                    counts=np.array([len(each.ids) for each in documents], np.int64),
-                    sizes=np.array([len(record_documents) for record_documents in self._pending], np.int64),
-                    about=np.frombuffer(about.encode(), np.uint8),
-                )
-            self._num_parts += 1
-            self.num_records, self._pending = self._num_seen, []
-        self._flushed_at = time.monotonic()
-
-    def remove_old(self) -> None:
-        """Remove stale parts of any files from this folder."""
-        for path in self._folder.glob("chat-*.part-*"):
-            with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime > _STALE_AFTER_S:
-                    path.unlink()
-
-    def remove(self) -> None:
-        """Remove all parts, once the complete shards exist."""
-        self._remove_from(0)
-
-    def _remove_from(self, number: int) -> None:
-        for path in self._folder.glob(f"{self._name}.part-*"):
-            if path >= self._path(number):
-                with contextlib.suppress(OSError):
-                    path.unlink(missing_ok=True)
-
-
-@dataclass(frozen=True)
-class _DoubledTokenizer:
-    """Stands in for the tokenizer in a shard's metadata: ids are doubled, and documents get no start or end tokens."""
-
-    name: str
-    vocab_size: int
-    end_id: int
-    start_ids: tuple[int, ...] = ()
-    end_ids: tuple[int, ...] = ()
-
-
-class _SplitWriter:
-    """Writes the shard of one split; creates it with the first conversation."""
-
-    def __init__(self, path: Path, tokenizer: _DoubledTokenizer) -> None:
-        self._path, self._tokenizer = path, tokenizer
-        self._writer: ShardWriter | None = None
-        self.samples = self.tokens = self.trained = 0
-
-    def write(self, documents: Sequence[Encoded]) -> None:
-        if self._writer is None:
-            self._writer = ShardWriter(self._path, self._tokenizer)  # type: ignore[arg-type]
-        self.samples += 1
-        for document in documents:
-            self.tokens += len(document.ids)
-            self.trained += int(document.trained[1:].sum())
-            self._writer.write(2 * document.ids + document.trained, num_bytes=0)
-            self._writer.end_document()
-
-    @property
-    def is_empty(self) -> bool:
-        return self._writer is None
-
-    def publish(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer.publish()
-
-    def discard(self) -> None:
-        if self._writer is not None:
-            self._writer.discard()
-
-
-def _tokenize_all(folder: Path, name: str, spec: ChatSpec, encoder: Encoder) -> None:
-    if sum(path.stat().st_size for path in spec.files) > _ANNOUNCE_BYTES:
-        print_stderr(f"tokenizing {spec.key}, once: the conversations are stored in {folder.parent}")
-    tokenizer = encoder.tokenizer
-    doubled = _DoubledTokenizer(tokenizer.name, 2 * tokenizer.vocab_size, 2 * tokenizer.plain.end_id)
-    train, held_out = (_SplitWriter(folder / f"{split}.bin", doubled) for split in ("train", "eval"))
-    report, parts = ChatReport(), PartialResults(folder.parent, name)
-    parts.remove_old()
-    reading = _ChatReader(spec, encoder, report, parts)
-    try:
-        with ProgressLine(lambda: f"tokenizing {spec.key}: {report.chats:,} {report.kind}"):
-            _write(reading.conversations(), spec.holdout, train, held_out, report)
-        report.tokens, report.trained = train.tokens, train.trained
-        report.held_out, report.held_out_tokens = held_out.samples, held_out.tokens
-        _check(spec, report, is_empty=train.is_empty)
-        train.publish()
-        held_out.publish()
-    finally:
-        train.discard()
-        held_out.discard()
-    splits = [split for split, shard in (("train", train), ("eval", held_out)) if not shard.is_empty]
-    write_value(folder / "report.json", {"splits": splits, "report": dataclasses.asdict(report)})
-    parts.remove()
-
-
-def _write(
-    conversations: Iterator[Sequence[Encoded]],
-    holdout: float,
-    train: _SplitWriter,
-    held_out: _SplitWriter,
-    report: ChatReport,
-) -> None:
-    """Write each conversation to one of the two shards, chosen by a hash of its tokens.
-
-    If `holdout` is positive and there are at least two distinct conversations, at least one of them is held out.
-    """
-    digest = hashlib.blake2b(digest_size=8)
-    held_back: list[Sequence[Encoded]] = []  # lowest hash so far, with its duplicates, until a conversation is held out
-    lowest = 1.0
-    for documents in conversations:
-        key = hashlib.blake2b(b"".join(document.ids.tobytes() for document in documents), digest_size=8).digest()
-        digest.update(key + b"".join(document.trained.tobytes() for document in documents))
-        hash_fraction = int.from_bytes(key, "little") / 2**64
-        if hash_fraction < holdout:
-            held_out.write(documents)
-        elif not holdout or not held_out.is_empty or (held_back and hash_fraction > lowest):
-            train.write(documents)
-        elif held_back and hash_fraction == lowest:
-            held_back.append(documents)
-        else:
-            for each in held_back:
-                train.write(each)
-            held_back, lowest = [documents], hash_fraction
-    remaining_split = train if train.is_empty or not held_out.is_empty else held_out
-    for each in held_back:
-        remaining_split.write(each)
-    report.content = digest.hexdigest()
-
-
-class _ChatReader:
-    """Reads and encodes conversations one by one, and collects their statistics.
-
-    Writes partial results every few seconds, and when this process is asked to stop; the next run continues from them.
-    """
-
-    def __init__(self, spec: ChatSpec, encoder: Encoder, report: ChatReport, parts: PartialResults) -> None:
-        self._spec, self._encoder, self._report, self._parts = spec, encoder, report, parts
-        self._format: Format | None = None
-
-    def conversations(self) -> Iterator[Sequence[Encoded]]:
-        """Yield the documents of each record: one conversation, or both answers of a pair.
-
-        Raises UserError for an invalid record.
-        """
-        yield from self._restored()
-        num_restored = self._parts.num_records
-        records = (record for path in self._spec.files for record in read_records(path, self._spec.key))
-        try:
-            for number, (place, record) in enumerate(records):
-                stop_if_asked()
-                if number < num_restored:
-                    if not number:
-                        self._samples(record)  # detects the format
-                    continue
-                documents = self._encoded(place, record)
-                if documents:
-                    yield documents
-                self._parts.add(documents, self._report)
-        except StopRequested as request:
-            self._parts.flush(self._report)
-            done = f"{self._report.chats:,} {self._report.kind} are tokenized, and the next run continues from there"
-            raise StopRequested(request.name, done if self._report.chats else "") from request
-
-    def _restored(self) -> Iterator[Sequence[Encoded]]:
-        """Yield the conversations stored by an earlier run, and restore its statistics."""
-        for documents, account in self._parts.read():
-            for name, value in account.items():
-                setattr(self._report, name, value)
-            yield from documents
-
-    def _encoded(self, place: str, record: Mapping[str, Any]) -> list[Encoded]:
-        """Return the documents of a record, or an empty list if it is dropped as too long or has no targets."""
-        max_tokens = self._spec.seq_len + 1
-        try:
-            samples = self._samples(record)
-            documents = [self._encoder.encode(sample, max_tokens) for sample in samples]
-            self._count(samples, documents, place)
-            documents = self._fit_length(documents)
-        except BadChat as error:
-            raise self._user_error(error, place) from error
-        return documents if documents and self._is_used(documents, place) else []
-
-    def _samples(self, record: Mapping[str, Any]) -> Sequence[Sample]:
-        if self._format is None:
-            self._format = Format.detect(record, self._spec.format, self._spec.columns)
-            self._report.pairs = self._format.has_pairs
-        found = self._format.read(record)
-        return [found.chosen, found.rejected] if isinstance(found, Pair) else [found]
-
-    def _count(self, samples: Sequence[Sample], documents: Sequence[Encoded], place: str) -> None:
-        report = self._report
-        report.chats += 1
-        report.plain += any(isinstance(sample, Completion) for sample in samples)
-        token = next((document.spelled for document in documents if document.spelled), "")
-        if token:
-            report.spelling += 1
-            report.token = report.token or token
-            report.spelled += [place] if report.spelling <= 5 else []
-
-    def _fit_length(self, documents: list[Encoded]) -> list[Encoded]:
-        """Apply `data.too_long` to a record's documents: return them unchanged, truncated, or an empty list."""
-        max_tokens, longest = self._spec.seq_len + 1, max(len(document.ids) for document in documents)
-        if longest <= max_tokens:
-            return documents
-        if self._spec.too_long == "error":
-            raise BadChat(
-                f"has {longest} tokens, but a sequence fits only {max_tokens}", "data.seq_len", legal=longest - 1
-            )
-        if self._spec.too_long == "drop":
-            self._report.dropped += 1
-            needed = str(-(-(longest - 1) // 64) * 64)
-            self._report.longer[needed] = self._report.longer.get(needed, 0) + 1
-            self._report.dropped_tokens += sum(len(document.ids) for document in documents)
-            return []
-        self._report.truncated += 1
-        self._report.truncated_tokens += sum(max(0, len(document.ids) - max_tokens) for document in documents)
-        return [Encoded(document.ids[:max_tokens], document.trained[:max_tokens]) for document in documents]
-
-    def _is_used(self, documents: Sequence[Encoded], place: str) -> bool:
-        if all(document.trained[1:].any() for document in documents):
-            return True
-        self._report.unused.append(place)
-        return False
-
-    def _user_error(self, error: BadChat, place: str) -> UserError:
-        """Convert a BadChat to a UserError with the record's location, for the setting that has to be changed."""
-        spec = self._spec
-        values = {"data.train_on": spec.train_on, "data.format": spec.format, "data.seq_len": spec.seq_len}
-        key = error.key or spec.key
-        if values.get(key) == error.legal and key in values:  # the setting already has the suggested value
-            key, error.legal = spec.key, None
-        shown = {**values, "data.columns": json.dumps(dict(spec.columns)), "data.chat_template": self._encoder.setting}
-        value = shown.get(key, ", ".join(map(str, spec.files)))
-        return setting_error(key, value, f"{place}: {error}", error.legal, fix=error.fix)
-
-
-def _check(spec: ChatSpec, report: ChatReport, is_empty: bool) -> None:
-    """Raise UserError if there are no conversations to train on, or too many without targets."""
-    files = ", ".join(map(str, spec.files))
-    if not report.chats:
-        raise setting_error(spec.key, files, "it contains no conversations")
-    if len(report.unused) > _MAX_UNUSED_SHARE * report.chats:
-        share = len(report.unused) / report.chats
-        rule = f"{share:.1%} of {report.chats} {report.kind} have no targets, more than {_MAX_UNUSED_SHARE:.0%}"
-        raise setting_error(spec.key, files, f"{rule}: {_list_places(report.unused)} (data.train_on={spec.train_on})")
-    if is_empty:
-        rule = f"all {report.chats} {report.kind} are longer than a sequence"
-        fix = f"{report.suggested_lengths()}, if the model has that many positions; data.too_long=truncate cuts them"
-        raise setting_error("data.seq_len", spec.seq_len, rule, fix=fix)
-
-
-def decode_sample(found: NDArray[np.unsignedinteger[Any]]) -> Encoded:
-    """Split stored values into token ids and loss mask."""
-    return Encoded((found >> 1).astype(np.int64), (found & 1).astype(bool))

@@ -25,15 +25,14 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trainer.config.rules import CHATML, CHATML_TEMPLATE
-from trainer.data.chat.conversation import BadChat, Message
+from trainer.data.chat.formats import BadChat, Message
 from trainer.data.chat.limits import TOO_MUCH_MEMORY, TOO_MUCH_TIME, TemplateTimeout, limited, trial
 from trainer.errors import setting_error
 from trainer.files import read_json
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys under which a message may hold its reasoning; templates read one of the first two."""
-
 
 DEFAULT_DATE = datetime(2024, 7, 26)
 """The default date of Llama 3.1's own template."""
@@ -61,6 +60,9 @@ class ChatTemplate:
     ) -> None:
         self.sources, self.tokens, self._now = dict(templates), dict(tokens), now
         self._environment = _environment(now or (lambda: DEFAULT_DATE))
+        generation = self._environment.extensions[_Generation.identifier]
+        assert isinstance(generation, _Generation)
+        self._generation = generation
         self._compiled = {name: self._environment.from_string(text) for name, text in self.sources.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -70,7 +72,11 @@ class ChatTemplate:
     @cached_property
     def has_generation(self) -> bool:
         """True if the template marks the assistant's text with `{% generation %}`."""
-        return any(_Generation.is_used(self._environment.parse(text)) for text in self.sources.values())
+        return any(
+            node.name == "_note" and node.identifier == _Generation.identifier
+            for text in self.sources.values()
+            for node in self._environment.parse(text).find_all(nodes.ExtensionAttribute)
+        )
 
     @cached_property
     def reads_tools(self) -> bool:
@@ -81,6 +87,11 @@ class ChatTemplate:
     def reads_tool_calls(self) -> bool:
         """True if the template refers to a message's `tool_calls`."""
         return any("tool_calls" in text for text in self.sources.values())
+
+    @cached_property
+    def reads_reasoning(self) -> bool:
+        """True if the template refers to a message's reasoning."""
+        return any(key in text for text in self.sources.values() for key in REASONING_KEYS)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] = (), prompts: bool = False) -> Rendered:
         """Render `messages`; with `prompts`, add the generation prompt for the assistant's next message.
@@ -111,8 +122,7 @@ class ChatTemplate:
         plain = [_aliased({key: value for key, value in message.items() if value is not None}) for message in messages]
         values = {"messages": plain, "tools": list(tools) or None, "documents": None}
         pieces: list[str] = []
-        tracker = _tracker_of(self._environment)
-        tracker.begin(pieces)
+        self._generation.begin(pieces)
         try:
             for piece in template.generate(**self.tokens, **values, add_generation_prompt=prompts):
                 pieces.append(piece)
@@ -124,7 +134,7 @@ class ChatTemplate:
             rule = f"the chat template fails on it ({type(error).__name__}: {error})"
             raise BadChat(rule, "data.chat_template") from error
         finally:
-            marked = tracker.end()
+            marked = self._generation.end()
         text = "".join(pieces)
         if not text.isascii() and _LONE_SURROGATE.search(text):
             raise BadChat("the chat template writes text that is not valid Unicode", "data.chat_template")
@@ -147,7 +157,7 @@ _FIX_OTHER_TEMPLATE = "give another template, in a .jinja file"
 
 def _aliased(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message with its reasoning under both keys that templates read."""
-    reasoning = next((message[name] for name in _REASONING if name in message), None)
+    reasoning = next((message[name] for name in REASONING_KEYS if name in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
@@ -336,20 +346,6 @@ class _Generation(Extension):
         if self._pieces is not None:
             self._marked.append((sum(map(len, self._pieces)), text))
         return text
-
-    @classmethod
-    def is_used(cls, tree: nodes.Template) -> bool:
-        """Return whether a template uses the tag."""
-        return any(
-            node.name == "_note" and node.identifier == cls.identifier
-            for node in tree.find_all(nodes.ExtensionAttribute)
-        )
-
-
-def _tracker_of(environment: jinja2.Environment) -> _Generation:
-    tracker = environment.extensions[_Generation.identifier]
-    assert isinstance(tracker, _Generation)
-    return tracker
 
 
 class _Namespace(jinja2.utils.Namespace):

@@ -1,30 +1,38 @@
-"""Finds the input files that a path, folder or glob names, and what they contain.
+"""The input of a build: which files a path, folder or glob names, opening them, and what happens to bad documents.
 
-Only names, sizes and times are read here, and the first bytes of an index.
+To find files, only names, sizes and times are read, and the first bytes of an index.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import difflib
 import glob
+import io
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, BinaryIO, Literal, TypeAlias
 
 from trainer.data.json_files import json_advice
+from trainer.data.shards import Manifest
 from trainer.errors import setting_error
 
 Kind: TypeAlias = Literal["text", "jsonl", "parquet", "arrow", "tokens"]
+
 Compression: TypeAlias = Literal["", "gz", "zst"]
 
 _PROSE = ".txt .md .markdown .rst .tex .org .adoc .html .htm .xml"
+
 _CODE = (
     ".py .pyi .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .m .mm .rs .go .java .kt .kts .scala .swift .cs .fs .js .jsx .mjs "
     ".ts .tsx .rb .php .pl .pm .lua .r .jl .hs .ml .mli .ex .exs .erl .clj .lisp .el .scm .sh .bash .zsh .sql .css "
     ".vue .proto .cmake .asm .s .f90 .f .zig .nim .dart .v .vhd .sv"
 )
+
 _KINDS: dict[str, Kind] = {
     **dict.fromkeys((*_PROSE.split(), *_CODE.split()), "text"),
     ".jsonl": "jsonl",
@@ -33,14 +41,15 @@ _KINDS: dict[str, Kind] = {
     ".arrow": "arrow",
     ".bin": "tokens",
 }
+
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
+
 _COMPRESSIBLE = ("text", "jsonl")
 
 SUPPORTED_SUFFIXES = (
     ".txt, .jsonl, .parquet, .arrow, .md, source code; .gz and .zst of text and of .jsonl; .bin of other trainers"
 )
 """The supported kinds of files, for messages."""
-
 
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
 """The first bytes of Megatron's index files."""
@@ -68,11 +77,12 @@ class InputFile:
         found = kind_of(path)  # by the given name: a link's target may have no telling suffix
         if found is None:
             return None
+        kind, compression = found
         try:
             stat = os.stat(path)
         except OSError as error:
             raise setting_error(key, path, f"cannot be read ({error.strerror})") from error
-        return cls(path, *found, stat.st_size, stat.st_mtime_ns, key)
+        return cls(path, kind, compression, stat.st_size, stat.st_mtime_ns, key)
 
 
 def kind_of(path: str) -> tuple[Kind, Compression] | None:
@@ -83,9 +93,6 @@ def kind_of(path: str) -> tuple[Kind, Compression] | None:
     if kind is None or (compression and kind not in _COMPRESSIBLE):
         return None
     return kind, compression
-
-
-_LINE = '{"text": "..."}'
 
 
 def find_inputs(settings: Iterable[str], key: str) -> list[InputFile]:
@@ -99,23 +106,16 @@ def find_inputs(settings: Iterable[str], key: str) -> list[InputFile]:
         for match in _match(setting, key):
             inside = list(_list_inputs(match, key))
             if not inside:
-                files = _walk(match) if os.path.isdir(match) else [match]
-                if (advice := next(filter(None, map(json_advice, files)), None)) is not None:
-                    raise setting_error(
-                        key, match, f"a file in it {advice[0]}" if os.path.isdir(match) else advice[0], fix=advice[1]
-                    )
-                rule = (
-                    f"has no file that ends in {SUPPORTED_SUFFIXES}"
-                    if os.path.isdir(match)
-                    else _unsupported_suffix(match)
-                )
-                raise setting_error(key, match, rule, fix=f"write each document as one line of .jsonl: {_LINE}")
+                is_folder = os.path.isdir(match)
+                advice = next(filter(None, map(json_advice, _walk(match) if is_folder else [match])), None)
+                if advice is not None:
+                    rule, fix = advice
+                    raise setting_error(key, match, f"a file in it {rule}" if is_folder else rule, fix=fix)
+                rule = "has no file that ends in" if is_folder else "its name must end in"
+                fix = 'write each document as one line of .jsonl: {"text": "..."}'
+                raise setting_error(key, match, f"{rule} {SUPPORTED_SUFFIXES}", fix=fix)
             found.update((os.path.realpath(each.path), each) for each in inside)
     return list(found.values())
-
-
-def _unsupported_suffix(path: str) -> str:
-    return f"its name must end in {SUPPORTED_SUFFIXES}"
 
 
 def _match(setting: str, key: str) -> list[str]:
@@ -195,3 +195,223 @@ def dataset_folder(folder: str, key: str) -> str:
     raise setting_error(
         key, folder, "has no split `train`; give the folder of the split", example=next(iter(splits), None)
     )
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Reading files, decompressed
+
+
+BLOCK = 1 << 20
+"""Bytes to read at a time."""
+
+READ_ERRORS = (OSError, EOFError, zlib.error)
+"""Errors that reading a damaged file raises, compressed or not."""
+
+
+def open_stream(each: InputFile) -> BinaryIO:
+    """Open a file for reading, decompressed.  Opening or reading it may raise one of `READ_ERRORS`."""
+    if each.compression == "gz":
+        import gzip  # slow to import, and not needed for other files
+
+        return io.BufferedReader(gzip.open(each.path), BLOCK)
+    if each.compression == "zst":
+        return io.BufferedReader(_ZstFile(each), BLOCK)
+    return open(each.path, "rb")
+
+
+def seek_to(file: BinaryIO, position: int) -> None:
+    """Advance a newly opened file to a position in its decompressed content."""
+    if file.seekable():
+        file.seek(position)
+        return
+    while position and (block := file.read(min(BLOCK, position))):
+        position -= len(block)
+
+
+def complete_utf8_length(text: bytes) -> int:
+    """Return the number of leading bytes of `text` that form complete UTF-8 characters."""
+    for back in range(1, min(4, len(text)) + 1):
+        first = text[-back]
+        if first < 0x80:
+            break
+        if first >= 0xC0:
+            needed = 2 if first < 0xE0 else 3 if first < 0xF0 else 4
+            return len(text) - back if back < needed else len(text)
+    return len(text)
+
+
+class _ZstFile(io.RawIOBase):
+    """The decompressed content of a file of Zstandard frames.  Truncation and other damage raise OSError."""
+
+    def __init__(self, each: InputFile) -> None:
+        try:
+            import zstandard
+        except ImportError as error:
+            rule = "needs the library `zstandard`"
+            raise setting_error(each.key, each.path, rule, fix="pip install 'meshtrainer[data]'") from error
+        self._error = zstandard.ZstdError
+        self._new: Any = zstandard.ZstdDecompressor().decompressobj
+        self._file = open(each.path, "rb")  # noqa: SIM115
+        self._frame: Any = self._new()
+        self._packed = self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready and self._read_more():
+            pass
+        found, self._ready = self._ready[: len(buffer)], self._ready[len(buffer) :]
+        buffer[: len(found)] = found
+        return len(found)
+
+    def _read_more(self) -> bool:
+        """Decompress the next block; returns False at the end of the file."""
+        if self._frame.eof:
+            self._packed, self._frame = self._frame.unused_data, self._new()
+        packed = self._packed or self._file.read(1 << 17)
+        if not packed:
+            if self._has_begun:
+                raise OSError("the compressed data is truncated")
+            return False
+        self._packed, self._has_begun = b"", True
+        try:
+            self._ready = self._frame.decompress(packed)
+        except self._error as error:
+            raise OSError(str(error)) from error
+        self._has_begun = not self._frame.eof
+        return True
+
+    _has_begun = False
+    """True inside a frame."""
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Documents that cannot be read
+
+
+MAX_LISTED_PLACES = 20
+"""Maximum number of bad documents whose location a unit's record lists; all are counted."""
+
+
+@dataclass(frozen=True)
+class SettingNames:
+    """Names of the settings in messages: configuration keys, or a command's arguments."""
+
+    inputs: str = "data.path"
+    text_key: str = "data.text_key"
+    bad: str = "data.bad"
+    holdout: str = "data.holdout"
+    tokenizer: str = "data.tokenizer"
+    folder: str = "data.cache_dir"
+    bos: str = "data.bos"
+
+
+@dataclass
+class DocumentCounts:
+    """Counts of documents: those read, the empty ones among them, and the bad ones, some with their locations."""
+
+    documents: int = 0
+    empty: int = 0
+    bad: int = 0
+    places: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> DocumentCounts:
+        """Return the counts stored in a manifest."""
+        names = [each.name for each in dataclasses.fields(cls)]
+        return cls(**{name: manifest.notes[name] for name in names if name in manifest.notes})
+
+    def add(self, other: DocumentCounts) -> None:
+        """Add the counts of `other`."""
+        self.documents += other.documents
+        self.empty += other.empty
+        self.bad += other.bad
+        self.places += other.places[: MAX_LISTED_PLACES - len(self.places)]
+
+
+class BadDocuments:
+    """Handles documents that cannot be read.
+
+    `limit` is `error` (raise at the first one), `skip` (skip them all), or the maximum share of documents to skip.
+    """
+
+    def __init__(self, limit: str, keys: SettingNames) -> None:
+        self.keys, self._limit = keys, limit
+        self.tally = DocumentCounts()
+
+    def reject(self, key: str, value: object, rule: str, **advice: Any) -> None:
+        """Count a bad document, or raise UserError with this setting, value and rule."""
+        if self._limit == "error":
+            given = {name: what for name, what in advice.items() if what not in (None, "")}
+            fix = f"{self.keys.bad}=skip leaves out unreadable documents and counts them"
+            raise setting_error(key, value, rule, **(given or {"fix": fix}))
+        self.tally.bad += 1
+        if len(self.tally.places) < MAX_LISTED_PLACES:
+            self.tally.places.append(str(setting_error(key, value, rule)))
+
+    def reject_file(self, value: str, rule: str, **advice: Any) -> None:
+        """Count a file that cannot be read to its end, or raise UserError.
+
+        The number of its documents is unknown, so a share as the limit rejects it.
+        """
+        if self._limit not in ("error", "skip"):
+            fix = f"{self.keys.bad}=skip leaves out the whole file; a share counts documents"
+            raise setting_error(self.keys.inputs, value, rule, fix=fix)
+        self.reject(self.keys.inputs, value, rule, **advice)
+
+
+_CHAT_KEYS = (
+    {"messages"},
+    {"conversations"},
+    {"instruction", "output"},
+    {"prompt", "completion"},
+    {"prompt", "chosen", "rejected"},
+)
+"""Keys by which records of conversations are recognized."""
+
+
+def chat_advice(names: Iterable[str], keys: SettingNames) -> str:
+    """Return advice if records with these keys are chats rather than text, else an empty string."""
+    if not any(chat <= {*names} for chat in _CHAT_KEYS):
+        return ""
+    if keys.inputs.startswith("data."):
+        return "these records are chats, not text: set data.source=chat, or use recipe=sft model.path=FOLDER"
+    return "these records are chats, which need no preparation: give the file to a run with data.source=chat"
+
+
+def parse_limit(setting: str, key: str) -> float:
+    """Parse `data.bad` into the allowed share of bad documents: 0 for `error`, 1 for `skip`.  Raises UserError."""
+    known: Mapping[str, float] = {"error": 0.0, "skip": 1.0}
+    if setting in known:
+        return known[setting]
+    with contextlib.suppress(ValueError):
+        if 0 < (share := float(setting)) < 1:
+            return share
+    rule = "must be error, skip, or the share of documents that may be left out, between 0 and 1"
+    raise setting_error(key, setting, rule, example="0.001")
+
+
+def check_limit(tally: DocumentCounts, setting: str, keys: SettingNames) -> None:
+    """Raise UserError if the share of bad documents exceeds the limit in `setting`."""
+    allowed = parse_limit(setting, keys.bad)
+    share = tally.bad / max(1, tally.bad + tally.documents)
+    if tally.bad and share > allowed:
+        shown = "\n  ".join(tally.places[:5])
+        rule = f"{tally.bad:,} of {tally.bad + tally.documents:,} documents cannot be read\n  {shown}"
+        raise setting_error(keys.bad, setting, rule, "skip" if share >= 0.5 else f"{share * 1.01:.2g}")
+
+
+def describe(tally: DocumentCounts) -> str:
+    """Return a message about the bad documents, or an empty string if there were none."""
+    if not tally.bad:
+        return ""
+    total = tally.bad + tally.documents
+    shown = "".join(f"\n  {place.splitlines()[0]}" for place in tally.places[:5])
+    more = "\n  ..." if tally.bad > 5 else ""
+    return f"{tally.bad:,} of {total:,} documents cannot be read and were left out:{shown}{more}"

@@ -2,9 +2,7 @@
 
     transport   downloads bytes, with retries
     cache       a size-limited cache of shard files, shared by all ranks of a machine
-    prefetch    downloads the next shards before they are needed
-    shard       a shard that is read through the cache
-    listing     finds the shards that a URL names
+    shards      finds the shards that a URL names, reads them through the cache, and downloads the next ones ahead
     text        downloads text files, from which shards are built
 
 The samples and their order are the same as for local shards.

@@ -14,24 +14,26 @@ A process verifies the checksum of a file before it first reads it.  A damaged f
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from trainer.data.cache import is_same_file, open_lock, read_value, remove, write_value
-from trainer.data.descriptors import SHARD_FILES, FileVersion
+from trainer.data.cache import CORRUPTION_ERRORS, build_entry, locked, read_value, remove_unlocked, write_value
 from trainer.data.remote.transport import MANY_TRIES, DamagedDownload, FileChanged, download, with_retries
-from trainer.errors import masked, print_stderr
+from trainer.data.shards import SHARD_FILES, FileVersion
+from trainer.errors import masked
 from trainer.files import crc32
-from trainer.stopping import add_partial, drop_partial, stop_if_asked
+from trainer.stopping import stop_if_asked
+
+if TYPE_CHECKING:
+    from trainer.data.remote.shards import ShardPrefetcher
 
 _PART = ".part"
 _BLOCK = 1 << 20
@@ -57,14 +59,6 @@ class RemoteFile:
     version: str | None = None
 
 
-class NeedForecast(Protocol):
-    """Knows when files are needed."""
-
-    def steps_until_needed(self, name: str) -> float:
-        """Return in how many steps a file is needed; infinity if unknown."""
-        ...
-
-
 class ShardCache:
     """A folder of cached files, of at most `limit` bytes (None: unlimited).  Thread-safe and process-safe."""
 
@@ -72,9 +66,9 @@ class ShardCache:
         self._folder, self._limit = folder, limit
         self._cached: dict[str, FileVersion] = {}
         self._fetching = threading.Lock()
-        self._forecasts: weakref.WeakSet[NeedForecast] = weakref.WeakSet()
+        self._forecasts: weakref.WeakSet[ShardPrefetcher] = weakref.WeakSet()
 
-    def add_forecast(self, forecast: NeedForecast) -> None:
+    def add_forecast(self, forecast: ShardPrefetcher) -> None:
         """Take `forecast` into account when evicting files, for as long as that object exists."""
         self._forecasts.add(forecast)
 
@@ -102,36 +96,34 @@ class ShardCache:
         path = self._folder / item.name
         with self._fetching:
             self._folder.mkdir(parents=True, exist_ok=True)
-            if item.name not in self._cached and not self._is_intact(item, path):
-                with _locked_partial(self._folder / f".{item.name}{_PART}") as partial:
-                    if not self._is_intact(item, path):  # another process may have fetched it
-                        if os.path.lexists(path):
-                            print_stderr(f"{path}, in the cache, is damaged; fetching it again")
-                            remove(path)
-                        self._evict(item.size, due)
-                        with_retries(item.url, MANY_TRIES, lambda: _download(item, partial))
-                        os.replace(partial, path)
-            return self._register(item.name, path)
+            if item.name not in self._cached:
+                checksum = item.checksum()
 
-    def _is_intact(self, item: RemoteFile, path: Path) -> bool:
-        """Return whether a file is in the cache and intact.  Raises ShardError if its checksum cannot be determined."""
-        if not os.path.lexists(path):
-            return False
-        expected = _expected_checksum(item, path)
-        try:
-            return _size_and_crc(path) == (item.size, expected)
-        except OSError:
-            return False
+                def check(path: Path) -> None:
+                    """Raise ValueError or OSError unless the file is intact."""
+                    expected = read_value(checksum_path(path)) if checksum is None else checksum
+                    if _size_and_crc(path) != (item.size, expected):
+                        raise ValueError("its size or checksum is wrong")
+
+                def build(partial: Path) -> None:
+                    self._evict(item.size, due)
+                    with_retries(item.url, MANY_TRIES, lambda: _download(item, checksum, partial))
+
+                is_intact = False
+                with contextlib.suppress(*CORRUPTION_ERRORS):  # missing or corrupt: checked again under the lock
+                    check(path)
+                    is_intact = True
+                if not is_intact:
+                    partial = self._folder / f".{item.name}{_PART}"
+                    build_entry(path, build, check, partial=partial, damaged="is damaged; fetching it again")
+            stat = os.stat(path)
+            return self._cached.setdefault(item.name, (str(path), stat.st_ino, stat.st_ctime_ns))
 
     def close_evicted(self) -> None:
         """Close files that other processes have evicted, so that their disk space is freed."""
         for name in list(self._cached):
             if not (self._folder / name).exists():
                 self._forget(name)
-
-    def _register(self, name: str, path: Path) -> FileVersion:
-        stat = os.stat(path)
-        return self._cached.setdefault(name, (str(path), stat.st_ino, stat.st_ctime_ns))
 
     def _forget(self, name: str) -> None:
         version = self._cached.pop(name, None)
@@ -145,8 +137,7 @@ class ShardCache:
         """Evict the files that are needed last until `size` more bytes fit.  Raises CacheFull."""
         if self._limit is None:
             return
-        with os.fdopen(open_lock(self._folder / ".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(self._folder / ".lock", is_required=True):
             self.close_evicted()
             excess = sum(map(_size_of, self._names())) - self._limit  # includes files being downloaded
             evicted: list[str] = []
@@ -166,9 +157,9 @@ class ShardCache:
         """Return the names of files that are cached or being downloaded; removes those left by dead processes."""
         found = []
         for entry in os.scandir(self._folder):
-            if entry.name.endswith(_PART) and _is_abandoned(Path(entry.path)):
-                Path(entry.path).unlink(missing_ok=True)
-            elif entry.name != ".lock" and entry.name != checksum_path(Path(entry.name)).name:
+            if entry.name.endswith(_PART) and remove_unlocked(Path(entry.path)):
+                continue
+            if entry.name != ".lock" and not entry.name.endswith(".crc"):
                 found.append(entry.name)
         return found
 
@@ -187,19 +178,16 @@ def _size_of(name: str) -> int:
     return int(name.removesuffix(_PART).rpartition("-")[2].partition(".")[0])
 
 
-def _download(item: RemoteFile, path: Path) -> None:
-    """Download a file and flush it to disk.
+def _download(item: RemoteFile, checksum: int | None, path: Path) -> None:
+    """Download a file, and verify it against `checksum` if there is one; otherwise store its checksum beside it.
 
     Raises DamagedDownload if its size or checksum is wrong, FileChanged if the server has a different version of it.
     """
-    checksum = item.checksum()
     version = download(item.url, path, with_version=item.version is not None)
     are_reported = (version or "").strip() and (item.version or "").strip()  # otherwise the server reports none
     if are_reported and version != item.version:
         raise FileChanged(f"{masked(item.url)} has changed since it was looked up, a moment ago")
     size, found = _size_and_crc(path)
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
     if size != item.size:
         raise DamagedDownload(f"it has {size} bytes, but its metadata says {item.size}")
     if checksum is None:
@@ -213,12 +201,6 @@ def checksum_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.crc")
 
 
-def _expected_checksum(item: RemoteFile, path: Path) -> int | None:
-    """Return the checksum that a cached file must have; None if it was stored at download and is lost."""
-    checksum = item.checksum()
-    return read_value(checksum_path(path)) if checksum is None else checksum
-
-
 def _size_and_crc(path: Path) -> tuple[int, int]:
     size, found = 0, 0
     with open(path, "rb") as file:
@@ -226,42 +208,3 @@ def _size_and_crc(path: Path) -> tuple[int, int]:
             stop_if_asked()
             size, found = size + len(block), crc32(block, found)
     return size, found
-
-
-@contextlib.contextmanager
-def _locked_partial(path: Path) -> Iterator[Path]:
-    """Hold the exclusive lock of a file to write.  The file is removed after the block unless it was renamed."""
-    while True:
-        descriptor = open_lock(path)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError as error:
-            os.close(descriptor)
-            rule = f"the file system of the cache {path.parent} has no locks; set data.cache_dir to a local disk"
-            raise OSError(error.errno, rule) from error
-        if is_same_file(descriptor, path):
-            break
-        os.close(descriptor)  # it was renamed, or removed, before it could be locked
-    add_partial(path)
-    try:
-        yield path
-    finally:
-        if is_same_file(descriptor, path):
-            path.unlink()
-        drop_partial(path)
-        os.close(descriptor)
-
-
-def _is_abandoned(path: Path) -> bool:
-    """Return whether no process holds the lock of a partial download."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return is_same_file(descriptor, path)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(descriptor)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
-from trainer.data.cache import is_same_file, open_lock, read_value, write_value
+from trainer.data.cache import locked, read_value, write_value
 from trainer.data.ingest.inputs import SUPPORTED_SUFFIXES, InputFile, find_inputs, kind_of
 from trainer.data.remote.cache import RemoteFile, ShardCache, checksum_path
-from trainer.data.remote.listing import find_cache_subfolder
+from trainer.data.remote.shards import find_cache_subfolder
 from trainer.data.remote.transport import Unreachable, find_urls, look_up, map_urls, unusable_url
 from trainer.data.shards import ShardError
 from trainer.errors import UserError, masked, print_stderr, setting_error
@@ -35,8 +32,12 @@ class RemoteText:
 
     def inputs(self, key: str) -> list[InputFile]:
         """Return the local files, which need not exist yet.  Their names change with the content at their URLs."""
-        found = ((str(self.folder / item.name), kind_of(item.name), item.size) for item in self.items)
-        return [InputFile(path, *kind, size, 0, key) for path, kind, size in found if kind is not None]
+        found = []
+        for item in self.items:
+            if (described := kind_of(item.name)) is not None:
+                kind, compression = described
+                found.append(InputFile(str(self.folder / item.name), kind, compression, item.size, 0, key))
+        return found
 
     def fetch(self) -> None:
         """Download files that are missing or damaged.  Raises Unreachable, and OSError for the folder."""
@@ -72,34 +73,22 @@ class RemoteText:
         """
         names = " ".join(item.name for item in self.items)
         lock = self.folder / f".{hashlib.blake2b(names.encode(), digest_size=12).hexdigest()}.lock"
-        descriptor = _lock_shared(lock)
         local_paths = [self.folder / item.name for item in self.items]
         files: list[Path] = []
-        try:
-            yield
-            files = local_paths
-        except UserError as error:
-            files = local_paths  # the error would recur with these files
-            text = str(error)
-            for item, path in zip(self.items, local_paths, strict=True):
-                text = text.replace(str(path), masked(item.url))
-            raise UserError(text) from error
-        finally:  # after any other failure the files stay, for the next start
-            with suppress(BlockingIOError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for path in (*files, *map(checksum_path, files), lock):
-                    path.unlink(missing_ok=True)
-            os.close(descriptor)
-
-
-def _lock_shared(lock: Path) -> int:
-    """Acquire the shared lock of a file and return its descriptor; removing the file needs the exclusive lock."""
-    while True:
-        descriptor = open_lock(lock)
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-        if is_same_file(descriptor, lock):
-            return descriptor
-        os.close(descriptor)  # it was removed before it could be locked
+        with locked(lock, is_shared=True, is_required=True) as held:
+            try:
+                yield
+                files = local_paths
+            except UserError as error:
+                files = local_paths  # the error would recur with these files
+                text = str(error)
+                for item, path in zip(self.items, local_paths, strict=True):
+                    text = text.replace(str(path), masked(item.url))
+                raise UserError(text) from error
+            finally:  # after any other failure the files stay, for the next start
+                if held.make_exclusive():
+                    for path in (*files, *map(checksum_path, files)):
+                        path.unlink(missing_ok=True)
 
 
 def is_text(url: str) -> bool:
@@ -119,38 +108,22 @@ def find_text(setting: str, cache_dir: str | None) -> RemoteText:
     digest = hashlib.blake2b(without_credentials(setting).encode(), digest_size=12).hexdigest()
     known = folder.with_name(f"listed-{digest}.json")
     try:
-        facts = _look_up_all(setting)
+        is_one = is_text(setting) and not has_pattern(setting)
+        urls = [setting] if is_one else [url for url in find_urls(setting) if is_text(url)]
+        looked_up = zip(urls, map_urls(look_up, urls), strict=True)
+        items = [_remote_file(url, size, version) for url, (size, version) in looked_up]
     except Unreachable as error:
-        facts = _load_listing(known, setting) if error.is_unavailable else []
-        if not facts:
+        stored = read_value(known) or [] if error.is_unavailable else []
+        if not stored:
             raise
+        items = [_remote_file(with_credentials_of(url, setting), size, version) for url, size, version in stored]
         print_stderr(f"{error}; assuming that it has not changed since the last check")
     else:
-        _store_listing(known, facts)
-    return RemoteText([_remote_file(*each) for each in facts], folder)
-
-
-_FileFacts: TypeAlias = "list[tuple[str, int, str]]"
-"""The URL, size and version of each file."""
-
-
-def _look_up_all(setting: str) -> _FileFacts:
-    is_one = is_text(setting) and not has_pattern(setting)
-    urls = [setting] if is_one else [url for url in find_urls(setting) if is_text(url)]
-    return [(url, *facts_of_file) for url, facts_of_file in zip(urls, map_urls(look_up, urls), strict=True)]
-
-
-def _store_listing(known: Path, facts: _FileFacts) -> None:
-    """Store the result of a look-up, without the credentials in URLs."""
-    stored = [[without_credentials(url), size, version] for url, size, version in facts]
-    if stored and read_value(known) != stored:
-        with suppress(OSError):
-            write_value(known, stored)
-
-
-def _load_listing(known: Path, setting: str) -> _FileFacts:
-    """Return the stored look-up, with the credentials of `setting` added to the URLs."""
-    return [(with_credentials_of(url, setting), size, version) for url, size, version in read_value(known) or []]
+        stored = [[without_credentials(item.url), item.size, item.version] for item in items]
+        if stored and read_value(known) != stored:
+            with suppress(OSError):
+                write_value(known, stored)
+    return RemoteText(items, folder)
 
 
 @contextmanager

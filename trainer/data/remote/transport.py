@@ -108,7 +108,7 @@ def look_up(url: str, tries: int = FEW_TRIES) -> tuple[int, str]:
 
     Raises Unreachable.
     """
-    return with_retries(url, tries, lambda: _headers(url) if is_http(url) else _file_facts(url))
+    return with_retries(url, tries, lambda: _size_and_version(url))
 
 
 def download(url: str, path: Path, with_version: bool = False) -> str | None:
@@ -122,7 +122,7 @@ def download(url: str, path: Path, with_version: bool = False) -> str | None:
         if not with_version:
             return None
         system.invalidate_cache()
-        return _file_facts(url)[1]
+        return _size_and_version(url)[1]
     with open(path, "wb") as file, _open_url(url) as answer:
         for block in _body(answer):
             file.write(block)
@@ -133,14 +133,7 @@ def find_urls(url: str) -> list[str]:
     """Return the sorted URLs of the files that a glob or a folder names.  On a web server these are the links of the
     folder's page.  Raises Unreachable.
     """
-    return sorted(with_retries(url, FEW_TRIES, lambda: _list_links(url) if is_http(url) else _list_files(url)))
-
-
-def _headers(url: str) -> tuple[int, str]:
-    with _open_url(url) as answer:  # GET: some servers refuse HEAD
-        if answer.length is None:
-            raise ValueError("the server does not report its size")
-        return answer.length, _version_of(answer)
+    return sorted(with_retries(url, FEW_TRIES, lambda: _list_urls(url)))
 
 
 def _version_of(answer: http.client.HTTPResponse) -> str:
@@ -168,19 +161,22 @@ Only the first one is compared: listings and single files report times in differ
 """
 
 
-def _file_facts(url: str) -> tuple[int, str]:
+def _size_and_version(url: str) -> tuple[int, str]:
+    if is_http(url):
+        with _open_url(url) as answer:  # GET: some servers refuse HEAD
+            if answer.length is None:
+                raise ValueError("the server does not report its size")
+            return answer.length, _version_of(answer)
     system, path = open_filesystem(url)
     facts = system.info(path)
     return int(facts["size"]), next((str(facts[name]) for name in _VERSION_KEYS if name in facts), "")
 
 
-def _list_files(url: str) -> list[str]:
-    system, path = open_filesystem(url)
-    found = system.glob(path) if has_pattern(url) else system.ls(path, detail=False)
-    return [with_credentials_of(str(system.unstrip_protocol(name)), url) for name in found]
-
-
-def _list_links(url: str) -> list[str]:
+def _list_urls(url: str) -> list[str]:
+    if not is_http(url):
+        system, path = open_filesystem(url)
+        found = system.glob(path) if has_pattern(url) else system.ls(path, detail=False)
+        return [with_credentials_of(str(system.unstrip_protocol(name)), url) for name in found]
     folder, pattern = (parent(url), split_query(url)[0].rpartition("/")[2]) if has_pattern(url) else (url, "*")
     page = b"".join(_content(join(folder, ""))).decode(errors="replace")
     links = [
@@ -209,7 +205,9 @@ def with_retries(url: str, tries: int, attempt: Callable[[], Result]) -> Result:
                 left = 0
             if not left or _is_final(error):
                 message = redact(f"{masked(url)} cannot be read ({_reason(error)})")
-                raise Unreachable(message, _is_missing(error), not _is_final(error)) from error
+                is_404 = isinstance(error, urllib.error.HTTPError) and error.code == 404
+                is_missing = is_404 or isinstance(error, FileNotFoundError)
+                raise Unreachable(message, is_missing, is_unavailable=not _is_final(error)) from error
             pause = min(MAX_PAUSE_S, 2.0 ** (tries - 1 - left))
             print_stderr(
                 f"{masked(url)}: {_reason(error)}; trying again ({left} more {'try' if left == 1 else 'tries'})"
@@ -266,10 +264,6 @@ def _is_final(error: Exception) -> bool:
         return 400 <= error.code < 500 and error.code not in _RETRY_STATUSES
     is_local = isinstance(error, OSError) and error.errno in _LOCAL_ERRORS
     return is_local or isinstance(error, (FileNotFoundError, PermissionError, ImportError, ValueError))
-
-
-def _is_missing(error: Exception) -> bool:
-    return isinstance(error, FileNotFoundError) or (isinstance(error, urllib.error.HTTPError) and error.code == 404)
 
 
 def _reason(error: Exception) -> str:

@@ -1,0 +1,165 @@
+"""What a part of the state is to a checkpoint, and how a state dict is split into tensors and JSON.
+
+There is no pickle, so that reading a checkpoint cannot run code.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from trainer.checkpoint.layout import StoredTensor
+
+
+class Stateful(Protocol):
+    """Anything that can be saved and restored, such as a module of torch."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class StatePart:
+    """One part of the state: `state_dict`, `load_state_dict`, and methods with defaults for what is special about it.
+
+    Classes of higher layers derive from it.  Any other object with the two methods can be a part as well, and may have
+    the other ones: `StatePart.of` returns it with the defaults for those that it lacks.
+    """
+
+    may_be_absent = False
+    """True if a checkpoint without this part can be restored: older ones do not have it."""
+    can_restart = False
+    """True if `restart` replaces this rank's stored state, if the checkpoint has a different number of ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def differences(self, plain: Any, stored: Mapping[str, StoredTensor]) -> list[str] | None:
+        """Compare the part with its stored form, before anything is loaded.  Returns one line per difference.
+
+        `stored` maps keys within the part to stored tensors.  By default None: only shapes of DTensors are compared.
+        """
+        return None
+
+    def prepare(self, stored: Mapping[str, StoredTensor]) -> None:
+        """Allocate the tensors that loading will fill; by default all exist already."""
+
+    def may_differ(self, key: str) -> bool:
+        """Return whether ranks may hold different values of this plain tensor; each rank then restores its own."""
+        return False
+
+    def changes_outside(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
+        """Compare what the part depends on outside the checkpoint, as a position depends on its data.
+
+        Returns the changes since `plain` was stored, one line each: those that forbid resuming, and remarks.
+        """
+        return [], []
+
+    def restart(self, step: int) -> None:
+        """Reinitialize a per-rank part at `step`, if the checkpoint has a different number of ranks."""
+
+    @staticmethod
+    def of(thing: Stateful) -> StatePart:
+        """Return `thing` as a part of the state."""
+        return thing if isinstance(thing, StatePart) else _OtherPart(thing)
+
+
+class _OtherPart(StatePart):
+    """An object that does not derive from StatePart, with its own methods where it has them."""
+
+    def __init__(self, thing: Any) -> None:
+        own = ["state_dict", "load_state_dict"]
+        # The three belong together: the user's object may have a method `prepare` for another purpose.
+        comparing = ("differences", "prepare", "may_differ")
+        own += comparing if all(hasattr(thing, name) for name in comparing) else ()
+        own += [name for name in ("changes_outside", "restart", "may_be_absent") if hasattr(thing, name)]
+        vars(self).update({name: getattr(thing, name) for name in own})
+        self.can_restart = "restart" in own
+
+
+_TAG = "!"
+"""Key that marks values without a JSON type."""
+
+Path = tuple[str, ...]
+"""Path of a tensor in the state dict.  Joined by dots, it is the tensor's key in the checkpoint."""
+
+
+def split(state: Any, path: Path) -> tuple[Any, dict[Path, torch.Tensor]]:
+    """Return `state` as JSON values, and its tensors by path (each path begins with `path`).
+
+    Raises TypeError, naming the path, for a value that is neither a tensor nor plain data.
+    """
+    tensors: dict[Path, torch.Tensor] = {}
+    return _plain(state, path, tensors), tensors
+
+
+def join(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Rebuild the state that was split by `split`.  `tensors` maps keys (paths joined by dots) to tensors."""
+    if isinstance(plain, list):
+        return [join(item, tensors) for item in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if _TAG not in plain:
+        return {name: join(item, tensors) for name, item in plain.items()}
+    kind, value = plain[_TAG], plain["value"]
+    if kind == "tensor":
+        return tensors[value]
+    if kind == "array":
+        return tensors[value].numpy()
+    if kind == "bytes":
+        return base64.b64decode(value)
+    if kind == "dict":
+        joined = ((join(name, tensors), join(item, tensors)) for name, item in value)
+        return {tuple(name) if isinstance(name, list) else name: item for name, item in joined}
+    items = [join(item, tensors) for item in value]
+    return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](items)
+
+
+def _plain(value: Any, path: Path, tensors: dict[Path, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return {_TAG: "tensor", "value": _put(value, path, tensors)}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.dtype.isnative:
+        return {_TAG: "array", "value": _put(torch.from_numpy(np.array(value, order="C")), path, tensors)}
+    if isinstance(value, np.generic):
+        return _plain(value.item(), path, tensors)
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, (bytes, bytearray)):
+        return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
+    if isinstance(value, Mapping):
+        named = all(type(name) is str and name != _TAG for name in value)
+        if named:
+            return {name: _plain(item, (*path, name), tensors) for name, item in value.items()}
+        items = [[_plain(n, path, tensors), _plain(item, (*path, str(n)), tensors)] for n, item in value.items()]
+        return {_TAG: "dict", "value": items}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        ordered = value if isinstance(value, (list, tuple)) else sorted(value, key=repr)
+        items = [_plain(item, (*path, str(number)), tensors) for number, item in enumerate(ordered)]
+        if isinstance(value, list):
+            return items
+        return {_TAG: next(k for k in ("tuple", "set", "frozenset") if isinstance(value, _KINDS[k])), "value": items}
+    if isinstance(value, (int, float, str)):  # store an enum or another subclass as its plain value
+        return _plain(next(kind for kind in (int, float, str) if isinstance(value, kind))(value), path, tensors)
+    raise TypeError(
+        f"{'.'.join(path)} is a {type(value).__qualname__}; a state_dict may hold tensors, numbers, text, bytes, "
+        "arrays, None, and lists, tuples, sets and dictionaries of them"
+    )
+
+
+def _put(tensor: torch.Tensor, path: Path, tensors: dict[Path, torch.Tensor]) -> str:
+    """Add a tensor under its path; return its key."""
+    key = ".".join(path)
+    if path in tensors:
+        raise TypeError(f"two tensors of the state have the name {key} (a dictionary with keys such as 1 and '1'?)")
+    tensors[path] = tensor
+    return key
+
+
+_KINDS: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}

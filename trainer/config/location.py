@@ -1,0 +1,57 @@
+"""Locates weights: decides once what a path to weights names, from file names only, without torch and without network.
+
+Everything that takes weights (`train.init_from`, the base of adapters, `load_weights`, the commands generate and
+evaluate) begins with `locate`, and chooses by the kind that it returns.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from trainer.config.load import run_of_best
+from trainer.config.pretrained import CONFIG as HUGGINGFACE_CONFIG
+
+_SUFFIXES = (".pt", ".pth", ".safetensors")
+
+CHECKPOINT_FILES = frozenset({"manifest.json", "state.json", "layout.json"})
+"""A folder with one of these is a checkpoint, even if it is damaged and lacks the others."""
+
+Kind = Literal["file", "huggingface", "checkpoint", "run"]
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where weights are.
+
+    path: the path or URL, without `file://`.
+    kind: what is there:
+        file: unsharded tensors in one file, under our names (.pt, .pth, .safetensors);
+        huggingface: a model folder of Hugging Face, which has config.json or safetensors.  An export is one.  An
+            adapter of peft looks like one, and is refused when its weights are looked for;
+        checkpoint: one checkpoint of a run;
+        run: anything else: a run folder, a folder of checkpoints, RUN/best, or any URL, which may also be that of one
+            checkpoint.  `checkpoint.reader.find_checkpoint` finds the checkpoint that is meant.
+    """
+
+    path: str
+    kind: Kind
+
+    @property
+    def folder(self) -> Path:
+        """The folder that holds the config.yaml of a checkpoint or run; of RUN/best, that is the run's."""
+        return Path(run_of_best(self.path) or self.path)
+
+
+def locate(path: str | os.PathLike[str]) -> Location:
+    """Return what `path` names; nothing needs to exist there."""
+    text = os.fspath(path).removeprefix("file://")
+    folder = Path(text)
+    if "://" in text or not folder.is_dir():
+        return Location(text, "file" if folder.suffix in _SUFFIXES else "run")
+    if any((folder / name).exists() for name in CHECKPOINT_FILES):
+        return Location(text, "checkpoint")
+    is_huggingface = (folder / HUGGINGFACE_CONFIG).is_file() or any(folder.glob("*.safetensors"))
+    return Location(text, "huggingface" if is_huggingface else "run")

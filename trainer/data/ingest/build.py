@@ -1,0 +1,793 @@
+"""Builds the shards of a job, in this process and in workers, alongside other processes that do the same.
+
+The input is split into units, and each unit becomes a shard, or several.  Any number of processes, on any machines that
+share the folder, can build in it at the same time, join late, or be killed.  File locks decide which process builds
+which unit; the kernel releases those of a process that dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+
+from trainer.data.cache import CORRUPTION_ERRORS, open_lock, remove
+from trainer.data.ingest.documents import (
+    BadLine,
+    DocumentBatch,
+    LongDocument,
+    TokenChunk,
+    read_lines,
+    read_table,
+    read_texts,
+    read_tokens,
+    split_row_groups,
+)
+from trainer.data.ingest.encode import DocumentSplitter, Engine, IdsDiffer, check_sample, find_engine, find_reference
+from trainer.data.ingest.inputs import READ_ERRORS, BadDocuments, DocumentCounts, InputFile, SettingNames, check_limit
+from trainer.data.ingest.progress import BuildProgress
+from trainer.data.shards import MANIFEST, SUFFIXES, Manifest, Shard, ShardError, ShardWriter, row_of, rows_of
+from trainer.data.source import sample_content
+from trainer.data.tokenizer import Tokenizer
+from trainer.distributed.environment import LAUNCHER, find_environment, follow_parent
+from trainer.errors import UserError, print_stderr, setting_error
+from trainer.files import checked, replacing, sync_folder, with_checksum
+from trainer.stopping import StopRequested, stop_if_asked
+
+
+@dataclass(frozen=True)
+class BuildJob:
+    """Everything that the shards depend on, and the names of the settings in messages.
+
+    bad: see `BadDocuments`.  holdout: share of documents to hold out.  shard_tokens: a unit starts a new shard at the
+    first document end past this many tokens; 0 for one shard per unit.
+    """
+
+    inputs: tuple[InputFile, ...]
+    tokenizer: Tokenizer
+    text_key: str = "text"
+    bad: str = "error"
+    holdout: float = 0.0
+    shard_tokens: int = 0
+    keys: SettingNames = field(default_factory=SettingNames)
+
+    @cached_property
+    def engine(self) -> Engine:
+        """The engine to use as long as its ids match the reference."""
+        return find_engine(self.tokenizer)
+
+    @cached_property
+    def reference(self) -> Engine:
+        """The reference engine."""
+        return find_reference(self.tokenizer)
+
+    @cached_property
+    def splitter(self) -> DocumentSplitter:
+        """Splits long documents."""
+        return DocumentSplitter(self.tokenizer)
+
+
+def build(job: BuildJob, path: Path, procs: int = 1) -> Manifest:
+    """Build the shards of a job in the folder `path` and return their manifest; if they exist already, return at once.
+
+    Any number of processes may do this at the same time.  Uses up to `procs` processes: this one and forked workers, if
+    there are enough units.  Damaged unit records and a damaged manifest are rebuilt.
+
+    Raises UserError if a document cannot be read and `data.bad` does not allow it, or if there is no text; finished
+    units are kept.  Raises OSError if the folder is not writable.
+    """
+    try:
+        try:
+            return _build(job, path, procs)
+        except ShardError:
+            with BuildFolder(path) as folder:
+                folder.invalidate(lambda: _find_damage(folder))
+            return _build(job, path, procs)
+    except StopRequested as request:
+        raise StopRequested(request.name, "the next run continues tokenizing from here") from request
+    except (UserError, OSError):
+        if not any(path.glob("*.bin")):
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+
+
+def _build(job: BuildJob, path: Path, procs: int) -> Manifest:
+    path.mkdir(parents=True, exist_ok=True)  # not in workers: the folder may have been published
+    with BuildFolder(path) as folder:
+        if not folder.is_complete:
+            units = split_into_units(job.inputs)
+            folder.remove_damaged(len(units))
+            missing = [number for number in range(len(units)) if not folder.is_done(number)]
+            with _run_workers(job, path, units, min(procs, len(missing)) - 1) as workers:
+                builder = _Builder(job, units, folder, workers)
+                with BuildProgress(sum(unit.size for unit in units), builder.count_bytes):
+                    builder.build_all()
+            _finish(job, len(units), folder)
+        folder.clean_up()
+        return Manifest.read(folder.manifest_path)
+
+
+def _find_damage(folder: BuildFolder) -> ShardError | None:
+    try:
+        Manifest.read(folder.manifest_path)
+    except ShardError as error:
+        return error
+    return None
+
+
+_POLL_S, _MAX_POLL_S = 0.002, 0.05
+"""Polling interval for a unit that another process is building, and its maximum, in seconds.
+
+The interval doubles each time: most processes wait only briefly for the last units, but a large build can take long.
+"""
+
+
+class _Builder:
+    """Builds units in this process.
+
+    workers: the processes that do the same, whose errors are raised here.
+    """
+
+    def __init__(self, job: BuildJob, units: Sequence[BuildUnit], folder: BuildFolder, workers: _Workers) -> None:
+        self._job, self._units, self._folder, self._workers = job, units, folder, workers
+        self._current_unit_bytes = 0
+        self._known_as_done: set[int] = set()
+
+    def build_all(self) -> None:
+        """Build every unit that is not done and not locked by another process, then wait for the locked ones."""
+        folder, pause = self._folder, _POLL_S
+        for waits in (False, True):
+            for number in range(len(self._units)):
+                while not (folder.is_done(number) or folder.is_complete):
+                    self._workers.raise_errors()
+                    stop_if_asked()
+                    if folder.try_lock(number):
+                        try:
+                            self._build_unit(number)
+                        finally:
+                            self._current_unit_bytes = 0
+                            folder.unlock(number)
+                    elif waits:
+                        time.sleep(pause)
+                        pause = min(2 * pause, _MAX_POLL_S)
+                    else:
+                        break
+
+    def _build_unit(self, number: int) -> None:
+        job, folder = self._job, self._folder
+        if folder.is_done(number) or folder.is_complete:
+            return  # finished by the process that held the lock before
+        folder.clear(number)
+        for engine in dict.fromkeys((job.engine, job.reference)):
+            writer = UnitWriter(job, self._units[number], number, folder, engine)
+            try:
+                for num_bytes in writer.write():
+                    self._current_unit_bytes += num_bytes
+                    stop_if_asked()
+                folder.write(number, writer.publish())
+                return
+            except IdsDiffer:
+                self._current_unit_bytes = 0
+            finally:
+                writer.discard()
+
+    def count_bytes(self) -> int:
+        """Return the bytes of input processed: units recorded by any process, plus the unit being built here."""
+        for number in range(len(self._units)):
+            if number not in self._known_as_done and self._folder.is_done(number):
+                self._known_as_done.add(number)
+        return self._current_unit_bytes + sum(self._units[number].size for number in self._known_as_done)
+
+
+_MANIFEST_LOCK = 2**40
+"""The byte of the lock file that is locked while the manifest is written; it is past the bytes of all units."""
+
+
+def _finish(job: BuildJob, num_units: int, folder: BuildFolder) -> None:
+    """Write the manifest, unless another process already did."""
+    with folder.locked(_MANIFEST_LOCK):
+        if folder.is_complete:
+            return
+        records = [folder.read(number) for number in range(num_units)]
+        tally = DocumentCounts()
+        for record in records:
+            tally.add(record.tally)
+        check_limit(tally, job.bad, job.keys)
+        folder.finish(_list_shards(job, records, tally, folder.path))
+
+
+def _list_shards(job: BuildJob, records: Sequence[UnitRecord], tally: DocumentCounts, path: Path) -> Manifest:
+    train = [Shard(path / name) for record in records for name in record.train]
+    held_out = [Shard(path / name) for record in records for name in record.held_out]
+    if not train and not held_out:
+        files, unread = [each.path for each in job.inputs][:5], [place.splitlines()[0] for place in tally.places[:1]]
+        rule = f"no readable text in it: {unread[0]}" if unread else "there is no text in it"
+        raise setting_error(job.keys.inputs, files, rule, fix="give a file that contains text")
+    info = (train or held_out)[0].info
+    return Manifest(
+        dtype=info.dtype,
+        vocab_size=info.vocab_size,
+        tokenizer=info.tokenizer,
+        end_id=info.end_id,
+        train=rows_of(train, path),
+        held_out=rows_of(held_out, path),
+        checksums=[shard.info.checksum for shard in (*train, *held_out)],
+        train_content=sample_content(train) if train else "",
+        held_out_content=sample_content(held_out) if held_out else "",
+        notes={**dataclasses.asdict(tally), "lowest": min(record.lowest for record in records)},
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Units of the input, which depend on it alone, so that the shards do not depend on the number of processes
+
+
+MIN_UNIT_BYTES, MAX_UNIT_BYTES, TARGET_NUM_UNITS = 1 << 24, 1 << 28, 4096
+"""Minimum and maximum bytes of input per unit, and the number of units to aim for within these limits."""
+
+MAX_FILES_PER_UNIT = 4096
+"""Maximum number of small files in a unit."""
+
+
+@dataclass(frozen=True)
+class BuildUnit:
+    """One or more files, or a part of one file.
+
+    `start` and `stop` are bytes of a JSONL file or row groups of a parquet file; 0 and None for complete files.  `size`
+    is the approximate number of input bytes.
+    """
+
+    inputs: tuple[InputFile, ...]
+    size: int
+    start: int = 0
+    stop: int | None = None
+
+
+def split_into_units(inputs: Sequence[InputFile]) -> list[BuildUnit]:
+    """Split files into units, in the order of their documents."""
+    size = min(MAX_UNIT_BYTES, max(MIN_UNIT_BYTES, sum(each.size for each in inputs) // TARGET_NUM_UNITS))
+    units: list[BuildUnit] = []
+    group: list[InputFile] = []
+
+    def end_group() -> None:
+        if group:
+            units.append(BuildUnit(tuple(group), sum(each.size for each in group)))
+            group.clear()
+
+    for each in inputs:
+        if len(group) == MAX_FILES_PER_UNIT or sum(each.size for each in group) + each.size > size:
+            end_group()
+        if each.size <= size or each.kind not in ("jsonl", "parquet") or each.compression:
+            group.append(each)
+        elif each.kind == "parquet":
+            for start, stop, num_bytes in split_row_groups(each, size):
+                units.append(BuildUnit((each,), num_bytes, start, stop))
+        else:
+            count = -(-each.size // size)
+            borders = [each.size * number // count for number in range(count + 1)]
+            for start, stop in itertools.pairwise(borders):
+                units.append(BuildUnit((each,), stop - start, start, stop))
+    end_group()
+    return units
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Worker processes
+
+
+def default_num_procs() -> int:
+    """Return the default number of processes: this process's share of the cores, or 1 if torch is loaded, since torch's
+    threads do not survive a fork.
+    """
+    if "torch" in sys.modules or sys.platform == "darwin":
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // find_environment().local_world_size)
+
+
+@contextmanager
+def _run_workers(job: BuildJob, path: Path, units: Sequence[BuildUnit], number: int) -> Iterator[_Workers]:
+    """Run `number` workers, or none if it is negative.  They have finished when the block ends, or are killed if it
+    raises.
+    """
+    workers, processes = _Workers(), []
+    try:
+        for _ in range(number):
+            processes.append(workers.start(job, path, units))
+        yield workers
+        workers.raise_errors(waits_for_all=True)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+class _Workers:
+    """Forked worker processes that also build units."""
+
+    def __init__(self) -> None:
+        self._receivers: list[Connection] = []
+
+    def start(self, job: BuildJob, path: Path, units: Sequence[BuildUnit]) -> multiprocessing.process.BaseProcess:
+        """Fork a worker, which inherits the tokenizer.
+
+        The engine is created in each worker instead: it updates its tables as it sees text.  If two processes shared
+        them, every page would be copied on its first write and huge pages would be split, which makes it 10 to 40 %
+        slower.
+        """
+        context = multiprocessing.get_context("fork")
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_work, args=(job, path, units, sender, os.getpid()), daemon=True)
+        process.start()
+        sender.close()
+        self._receivers.append(receiver)
+        return process
+
+    def raise_errors(self, waits_for_all: bool = False) -> None:
+        """Raise the error that a worker reported.  A killed worker reports none, and its unit is unlocked."""
+        for receiver in [receiver for receiver in self._receivers if waits_for_all or receiver.poll()]:
+            self._receivers.remove(receiver)
+            with closing(receiver), suppress(EOFError):
+                error = receiver.recv()
+                if error is not None:
+                    raise error
+
+
+def _work(job: BuildJob, path: Path, units: Sequence[BuildUnit], sender: Connection, parent: int) -> None:
+    """Build units in a worker, and send the parent the error, or None."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    follow_parent(True, {LAUNCHER: str(parent)})
+    error = None
+    try:
+        with BuildFolder(path) as folder:
+            _Builder(job, units, folder, _Workers()).build_all()
+    except (UserError, OSError) as raised:
+        error = raised
+    sender.send(error)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Writing one unit: its documents are read, tokenized, and written to training and held-out shards
+
+
+CHECK_INTERVAL_BYTES = 1 << 26
+"""Bytes of text between two checks of an engine against the reference, within a unit."""
+
+
+class UnitWriter:
+    """Writes the shards of one unit with one engine.  They get their final names only in `publish`."""
+
+    def __init__(self, job: BuildJob, unit: BuildUnit, number: int, folder: BuildFolder, engine: Engine) -> None:
+        self._job, self._unit, self._engine = job, unit, engine
+        self._train = _Split(job, folder, number, False)
+        self._held_out = _Split(job, folder, number, True)
+        self._bad = BadDocuments(job.bad, job.keys)
+        self._lowest, self._unchecked = 1.0, 0
+
+    def write(self) -> Iterator[int]:
+        """Write all documents; yields the number of input bytes after each batch.
+
+        Raises IdsDiffer if the engine's ids are wrong, and UserError if a document cannot be read and `data.bad` does
+        not allow it.
+        """
+        for documents in self._read():
+            if isinstance(documents, TokenChunk):
+                self._bad.tally.documents += len(documents.ends)
+                self._train.write_tokens(documents)
+                yield documents.ids.nbytes
+                continue
+            if not isinstance(documents, list):
+                yield from self._write_long(documents)
+                continue
+            self._bad.tally.documents += len(documents)
+            short = [text for text in documents if text]
+            self._bad.tally.empty += len(documents) - len(short)
+            for is_long, texts in itertools.groupby(short, key=self._job.splitter.is_long):
+                if is_long:
+                    for text in texts:
+                        yield from self._write_pieces([text], self._assign_split([text]))
+                else:
+                    yield self._write_short(list(texts))
+
+    def publish(self) -> UnitRecord:
+        """Rename the shards to their final names and return the unit's record."""
+        return UnitRecord(self._train.publish(), self._held_out.publish(), self._bad.tally, self._lowest)
+
+    def discard(self) -> None:
+        """Remove all shards that have not been published."""
+        self._train.discard()
+        self._held_out.discard()
+
+    def _read(self) -> Iterator[DocumentBatch | TokenChunk]:
+        unit, job = self._unit, self._job
+        for kind, inputs in itertools.groupby(unit.inputs, key=lambda each: each.kind):
+            if kind == "text":
+                yield from read_texts(inputs, self._bad)
+                continue
+            if kind == "tokens":
+                for each in inputs:
+                    yield from read_tokens(each, job.tokenizer, job.keys)
+                continue
+            read = read_lines if kind == "jsonl" else read_table
+            for each in inputs:
+                yield from read(each, unit.start, unit.stop, job.text_key, self._bad)
+
+    def _write_short(self, texts: Sequence[bytes]) -> int:
+        self._check_engine(texts)
+        if not self._job.holdout:
+            self._train.write_documents(texts, self._engine)
+            return sum(map(len, texts))
+        chosen = [self._assign_split([text]) for text in texts]
+        for split in (self._train, self._held_out):
+            split.write_documents([text for text, own in zip(texts, chosen, strict=True) if own is split], self._engine)
+        return sum(map(len, texts))
+
+    def _check_engine(self, texts: Sequence[bytes]) -> None:
+        """Compare the engine with the reference, on the first texts and then every CHECK_INTERVAL_BYTES.  Raises
+        IdsDiffer.
+        """
+        if self._unchecked <= 0:
+            check_sample(self._engine, self._job.reference, texts)
+            self._unchecked = CHECK_INTERVAL_BYTES
+        self._unchecked -= sum(map(len, texts))
+
+    def _write_long(self, document: LongDocument) -> Iterator[int]:
+        try:
+            split = self._assign_split(document.pieces())  # reads all of it, to find errors before writing
+        except (BadLine, UnicodeDecodeError, *READ_ERRORS) as error:
+            document.reject(error, self._bad)
+            return
+        self._bad.tally.documents += 1
+        yield from self._write_pieces(document.pieces(), split)
+
+    def _write_pieces(self, pieces: Iterator[bytes] | Sequence[bytes], split: _Split) -> Iterator[int]:
+        for piece in self._job.splitter.cut(pieces):
+            self._check_engine([piece])
+            split.write_piece(piece, self._engine)
+            yield len(piece)
+        split.end_document()
+
+    def _assign_split(self, pieces: Iterator[bytes] | Sequence[bytes]) -> _Split:
+        """Assign a document to the training or the held-out split by a hash of its text, so that equal texts share a
+        split.
+        """
+        digest = hashlib.blake2b(digest_size=6)
+        for piece in pieces:
+            if self._job.holdout:
+                digest.update(piece)
+        chance = int.from_bytes(digest.digest(), "little") / (1 << 48) if self._job.holdout else 1.0
+        self._lowest = min(self._lowest, chance)
+        return self._held_out if chance < self._job.holdout else self._train
+
+
+class _Split:
+    """The shards of one split of a unit."""
+
+    def __init__(self, job: BuildJob, folder: BuildFolder, unit: int, is_held_out: bool) -> None:
+        self._job, self._folder, self._unit, self._is_held_out = job, folder, unit, is_held_out
+        self._writers: list[ShardWriter] = []
+        self._is_full = True
+
+    def write_documents(self, texts: Sequence[bytes], engine: Engine) -> None:
+        if not texts:
+            return
+        ids, counts = engine.encode(texts)
+        around = len(self._job.tokenizer.start_ids) + len(self._job.tokenizer.end_ids)
+        sizes = np.fromiter(map(len, texts), np.int64, len(texts))
+        while len(counts):
+            writer = self._current_writer
+            number = len(counts)
+            if self._job.shard_tokens:  # the last document may exceed the limit
+                room = self._job.shard_tokens - writer.num_tokens
+                number = min(number, int(np.searchsorted(np.cumsum(counts + around), room)) + 1)
+            end = int(counts[:number].sum())
+            writer.write_documents(ids[:end], counts[:number], int(sizes[:number].sum()))
+            ids, counts, sizes = ids[end:], counts[number:], sizes[number:]
+            self._update_is_full(writer)
+
+    def write_tokens(self, tokens: TokenChunk) -> None:
+        ids, ends = tokens.ids, tokens.ends
+        while len(ids):
+            writer = self._current_writer
+            full = ends[writer.num_tokens + ends >= self._job.shard_tokens] if self._job.shard_tokens else ends[:0]
+            stop = int(full[0]) if len(full) else len(ids)
+            number = int(np.searchsorted(ends, stop, side="right"))
+            writer.write_tokens(ids[:stop], ends[:number])
+            ids, ends = ids[stop:], ends[number:] - stop
+            if len(full):
+                self._update_is_full(writer)
+
+    def write_piece(self, text: bytes, engine: Engine) -> None:
+        self._current_writer.write(engine.encode([text])[0], len(text))
+
+    def end_document(self) -> None:
+        writer = self._writers[-1]
+        writer.end_document()
+        self._update_is_full(writer)
+
+    def _update_is_full(self, writer: ShardWriter) -> None:
+        self._is_full = 0 < self._job.shard_tokens <= writer.num_tokens
+
+    def publish(self) -> list[str]:
+        for writer in self._writers[-1:]:
+            writer.close()
+        for writer in self._writers:
+            writer.publish()
+        return [writer.path.name for writer in self._writers]
+
+    def discard(self) -> None:
+        for writer in self._writers:
+            writer.discard()
+
+    @property
+    def _current_writer(self) -> ShardWriter:
+        if self._is_full:
+            for writer in self._writers[-1:]:
+                writer.close()
+            name = self._folder.name_of(self._unit, len(self._writers), self._is_held_out)
+            self._writers.append(ShardWriter(self._folder.path / f"{name}.bin", self._job.tokenizer))
+            self._is_full = False
+        return self._writers[-1]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The build folder: a lock per unit, a record of each finished unit, and finally the manifest
+#
+# lock            one byte per unit is locked; the kernel releases the locks of a dead process. The file is never
+#                 removed, so that all processes lock the same one, even if they join late.
+# 00007.bin ...   shards of unit 7, renamed to these names once on disk; held-out shards end in -eval
+# 00007.done      record of the unit, written last
+# manifest.json   lists all shards; written when every unit is done, after which the records are removed
+
+
+_LOCK = "lock"
+
+_REPAIR_LOCK = 2**40 + 2
+"""The byte of the lock file that is locked while damaged files are removed."""
+
+
+@dataclass(frozen=True)
+class UnitRecord:
+    """A finished unit: the names of its training and held-out shards, and counts of its documents."""
+
+    train: list[str] = field(default_factory=list)
+    held_out: list[str] = field(default_factory=list)
+    tally: DocumentCounts = field(default_factory=DocumentCounts)
+    lowest: float = 1.0
+    """The smallest hash value of a document, scaled to [0, 1): a `data.holdout` above it would hold out at least one
+    document.
+    """
+
+
+class BuildFolder:
+    """The folder that builders share.  Raises OSError if it is gone, is not writable or does not support locks."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = -1
+
+    def __enter__(self) -> BuildFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    @property
+    def manifest_path(self) -> Path:
+        """The path of the manifest, which exists once every unit is done."""
+        return self.path / MANIFEST
+
+    @property
+    def is_complete(self) -> bool:
+        """True if every unit is done and the manifest is written."""
+        return self.manifest_path.exists()
+
+    def name_of(self, unit: int, number: int, is_held_out: bool) -> str:
+        """Return the file name of a unit's shard, without suffix."""
+        return f"{unit:05d}{f'.{number:03d}' if number else ''}{'-eval' if is_held_out else ''}"
+
+    def try_lock(self, unit: int) -> bool:
+        """Lock a unit without blocking; returns False if another process holds it."""
+        try:
+            fcntl.lockf(self._lock_file(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, unit)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                return False
+            raise
+        return True
+
+    def lock(self, unit: int) -> None:
+        """Lock a unit, waiting until its holder has finished or died."""
+        fcntl.lockf(self._lock_file(), fcntl.LOCK_EX, 1, unit)
+
+    def unlock(self, unit: int) -> None:
+        """Unlock a unit."""
+        fcntl.lockf(self._lock_file(), fcntl.LOCK_UN, 1, unit)
+
+    @contextlib.contextmanager
+    def locked(self, unit: int) -> Iterator[None]:
+        """Hold the lock of a unit inside the block."""
+        self.lock(unit)
+        try:
+            yield
+        finally:
+            self.unlock(unit)
+
+    def is_done(self, unit: int) -> bool:
+        """Return whether there is a record of the unit."""
+        return self._record_path(unit).exists()
+
+    def read(self, unit: int) -> UnitRecord:
+        """Return the record of a finished unit.  Raises ShardError if it is damaged."""
+        path = self._record_path(unit)
+        try:
+            stored = checked(json.loads(path.read_bytes()))
+            return UnitRecord(**{**stored, "tally": DocumentCounts(**stored["tally"])})
+        except CORRUPTION_ERRORS as error:
+            raise ShardError(f"{path} is damaged ({error})") from error
+
+    def write(self, unit: int, record: UnitRecord) -> None:
+        """Record that a unit's shards are complete: on disk, under their final names."""
+        sync_folder(self.path)
+        with replacing(self._record_path(unit)) as partial:
+            partial.write_text(json.dumps(with_checksum(dataclasses.asdict(record))))
+
+    def clear(self, unit: int) -> None:
+        """Remove temporary files of a unit left by killed builders, and folders that occupy the names of its files.
+
+        The caller holds the unit's lock.  Existing shards stay until they are replaced, since other runs may be reading
+        them.
+        """
+        for path in self.path.glob(f".{unit:05d}[.-]*"):
+            remove(path)
+        for path in self.path.glob(f"{unit:05d}[.-]*"):
+            if path.is_dir():
+                remove(path)
+
+    def remove_damaged(self, num_units: int) -> None:
+        """Remove records that are damaged or whose shards are missing or damaged, so that these units are rebuilt."""
+        for unit in range(num_units):
+            if not self.is_done(unit):
+                continue
+            with self.locked(unit):
+                try:
+                    record = self.read(unit)
+                    for name in (*record.train, *record.held_out):
+                        Shard(self.path / name).verify()
+                except ShardError as error:
+                    if self.is_complete:
+                        return  # another process has finished meanwhile, and removed the records
+                    print_stderr(f"{error}; building this part again")
+                    remove(self._record_path(unit))
+
+    def invalidate(self, is_damaged: Callable[[], Exception | None]) -> None:
+        """Cause everything in the folder to be rebuilt, if it is complete and still damaged.
+
+        Shards stay until they are replaced, since other runs may be reading those that are intact.  `is_damaged` checks
+        again, as another process may have done this already; it returns the error, or None.
+        """
+        with self.locked(_REPAIR_LOCK):
+            if self.is_complete and (error := is_damaged()) is not None:
+                print_stderr(f"{str(error).partition('; ')[0]}; building {self.path} again")
+                remove(self.manifest_path)
+                for path in self.path.glob("*.damaged"):
+                    remove(path)
+
+    def finish(self, manifest: Manifest) -> None:
+        """Write the manifest, then remove the files that were only needed to build."""
+        manifest.write(self.manifest_path)
+        self.clean_up()
+
+    def clean_up(self) -> None:
+        """Remove the records, which the manifest replaces, and temporary files left by killed builders."""
+        for path in [*self.path.glob("[0-9]*.done"), *self.path.glob(".[0-9]*")]:
+            remove(path)
+
+    def _record_path(self, unit: int) -> Path:
+        return self.path / f"{unit:05d}.done"
+
+    def _lock_file(self) -> int:
+        if self._descriptor < 0:
+            self._descriptor = open_lock(self.path / _LOCK)
+        return self._descriptor
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Publishing: renaming finished shards to the names that the user asked for
+
+
+_PUBLISH_LOCK = 2**40 + 1
+"""The byte of the folder's lock file that is locked while shards are renamed."""
+
+
+def find_published(stem: Path) -> list[Path]:
+    """Return the existing shard files whose names begin with this stem."""
+    name = re.compile(re.escape(stem.name) + r"(-eval)?-\d{5,}\.(bin|idx|crc|json)")
+    return sorted(path for path in stem.parent.iterdir() if name.fullmatch(path.name))
+
+
+def is_in_progress(work: Path) -> bool:
+    """Return whether a build in the folder `work` was started and has not finished."""
+    return work.exists() or _finished_path(work).exists()
+
+
+def was_published(work: Path, stem: Path) -> bool:
+    """Return whether the shards built in `work` were published, even by a process that was killed right afterwards."""
+    past = _finished_path(work)
+    if past.exists():
+        shutil.rmtree(past, ignore_errors=True)
+        return True
+    return not work.exists() and bool(find_published(stem))
+
+
+def publish(manifest: Manifest, work: Path, stem: Path) -> None:
+    """Rename a manifest's shards to `stem`-00000.bin and so on, replacing existing shards, and remove the folder
+    `work`.
+
+    If it is killed, calling it again continues.  Processes that call it at the same time wait for the first.
+    """
+    train, held_out = paths_of(manifest, stem)
+    moves = [
+        ((work / name).with_suffix(suffix), path.with_suffix(suffix))
+        for suffix in SUFFIXES  # metadata files come last: a shard without metadata is rejected
+        for (name, *_), path in zip([*manifest.train, *manifest.held_out], [*train, *held_out], strict=True)
+    ]
+    with BuildFolder(work) as folder, folder.locked(_PUBLISH_LOCK):
+        if (work / MANIFEST).exists():  # else another process has published it
+            wanted = {target for source, target in moves if source.exists() or not source.with_suffix(".bin").exists()}
+            for path in find_published(stem):
+                if path not in wanted:
+                    path.unlink()
+            for source, target in moves:
+                if source.exists():
+                    os.replace(source, target)
+            sync_folder(stem.parent)
+            shutil.rmtree(_finished_path(work), ignore_errors=True)
+            os.rename(work, _finished_path(work))  # atomic: no other process may see a half-removed build
+    shutil.rmtree(_finished_path(work), ignore_errors=True)
+
+
+def read_published(stem: Path) -> Manifest:
+    """Return a manifest of the shards published under a stem.  Raises ShardError."""
+    paths = [path for path in find_published(stem) if path.suffix == ".bin"]
+    is_held_out = [path.name.startswith(f"{stem.name}-eval-") for path in paths]
+    shards = [Shard(path) for path in paths]
+    return Manifest(
+        *shards[0].info.kind,
+        train=[row_of(shard, stem.parent) for shard, out in zip(shards, is_held_out, strict=True) if not out],
+        held_out=[row_of(shard, stem.parent) for shard, out in zip(shards, is_held_out, strict=True) if out],
+    )
+
+
+def paths_of(manifest: Manifest, stem: Path) -> tuple[list[Path], list[Path]]:
+    """Return the paths to publish a manifest's shards under: training shards, held-out shards."""
+    train, held_out = range(len(manifest.train)), range(len(manifest.held_out))
+    return (
+        [stem.with_name(f"{stem.name}-{number:05d}.bin") for number in train],
+        [stem.with_name(f"{stem.name}-eval-{number:05d}.bin") for number in held_out],
+    )
+
+
+def _finished_path(work: Path) -> Path:
+    return work.with_name(f"{work.name}.past")

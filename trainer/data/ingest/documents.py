@@ -1,0 +1,714 @@
+"""Reads documents from text and JSONL files, from tables (parquet, Arrow), and from the token files of other trainers.
+
+Readers yield lists of UTF-8 documents.  A document too long to hold in memory is yielded as a `LongDocument`, which
+re-reads the file whenever its text is needed.  Token files yield `TokenChunk`s.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.ingest.inputs import (
+    BLOCK,
+    MEGATRON_MAGIC,
+    READ_ERRORS,
+    BadDocuments,
+    InputFile,
+    SettingNames,
+    chat_advice,
+    complete_utf8_length,
+    is_megatron,
+    open_stream,
+    seek_to,
+)
+from trainer.data.shards import find_dtype
+from trainer.data.tokenizer import Tokenizer
+from trainer.errors import nearest, setting_error
+
+MAX_IN_MEMORY_BYTES = 1 << 22
+"""Maximum bytes of a line or text file that is held in memory at once."""
+
+
+class LongDocument(ABC):
+    """A document too long to hold in memory."""
+
+    @abstractmethod
+    def pieces(self) -> Iterator[bytes]:
+        """Yield the text in pieces of a few kB to a few MB, each of them valid UTF-8.
+
+        Raises BadLine or UnicodeDecodeError if the text is invalid, and one of `READ_ERRORS` if the file cannot be
+        read.
+        """
+
+    @abstractmethod
+    def reject(self, error: Exception, bad: BadDocuments) -> None:
+        """Report that the document cannot be read."""
+
+
+DocumentBatch: TypeAlias = "list[bytes] | LongDocument"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Text files
+
+
+def read_texts(inputs: Iterable[InputFile], bad: BadDocuments) -> Iterator[DocumentBatch]:
+    """Yield the documents of text files, one per file."""
+    found: list[bytes] = []
+    held = 0
+    for each in inputs:
+        try:
+            with closing(open_stream(each)) as file:
+                content = file.read(MAX_IN_MEMORY_BYTES + 1)
+            content.decode()
+        except UnicodeDecodeError as error:
+            if len(content) <= MAX_IN_MEMORY_BYTES:
+                reject_file(each, error, bad)
+                continue
+        except READ_ERRORS as error:
+            reject_file(each, error, bad)
+            continue
+        if len(content) > MAX_IN_MEMORY_BYTES:
+            yield found
+            found, held = [], 0
+            yield _LongTextFile(each)
+            continue
+        found.append(content)
+        held += len(content)
+        if held > BLOCK:
+            yield found
+            found, held = [], 0
+    yield found
+
+
+@dataclass(frozen=True)
+class _LongTextFile(LongDocument):
+    """A text file that is too long to hold in memory."""
+
+    input: InputFile
+
+    def pieces(self) -> Iterator[bytes]:
+        with closing(open_stream(self.input)) as file:
+            pending = b""
+            while block := file.read(BLOCK):
+                pending += block
+                end = complete_utf8_length(pending)
+                pending[:end].decode()
+                yield pending[:end]
+                pending = pending[end:]
+            pending.decode()
+            if pending:
+                yield pending
+
+    def reject(self, error: Exception, bad: BadDocuments) -> None:
+        reject_file(self.input, error, bad)
+
+
+def reject_file(each: InputFile, error: Exception, bad: BadDocuments) -> None:
+    """Report that a file cannot be read."""
+    if isinstance(error, UnicodeDecodeError):
+        bad.reject(bad.keys.inputs, each.path, f"is not UTF-8 ({error.reason})", fix="convert it to UTF-8")
+    else:
+        why = getattr(error, "strerror", None) or error
+        bad.reject_file(each.path, f"cannot be read to its end ({why})")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# JSONL
+
+
+def read_lines(
+    each: InputFile, start: int, stop: int | None, text_key: str, bad: BadDocuments
+) -> Iterator[DocumentBatch]:
+    """Yield the documents of the lines that begin at a byte position from `start` (inclusive) to `stop` (exclusive)."""
+    try:
+        with closing(open_stream(each)) as file:
+            for position, lines in _line_blocks(file, start, stop):
+                if lines is None:
+                    yield _LongLine(each, position, text_key)
+                    continue
+                yield _Lines(each, position, lines, text_key, bad).documents()
+    except READ_ERRORS as error:
+        reject_file(each, error, bad)
+
+
+def _line_blocks(file: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int, bytes | None]]:
+    """Yield blocks of complete lines with their byte positions; None in place of a line too long to hold in memory."""
+    position, pending = start, b""
+    if start:
+        seek_to(file, start - 1)
+        position, pending = _skip_line(file, start - 1, stop)
+    while stop is None or position < stop:
+        block = file.read(BLOCK)
+        pending += block
+        end = (
+            pending.find(b"\n", stop - 1 - position) + 1 if stop is not None and stop - position <= len(pending) else 0
+        )
+        is_last = end > 0
+        end = end or pending.rfind(b"\n") + 1 or (0 if block else len(pending))
+        if end:
+            yield position, pending[:end]
+            position, pending = position + end, pending[end:]
+        elif len(pending) > MAX_IN_MEMORY_BYTES:
+            yield position, None
+            position, pending = _skip_line(file, position + len(pending), None)
+        if is_last or not block:
+            return
+
+
+def _skip_line(file: BinaryIO, position: int, stop: int | None) -> tuple[int, bytes]:
+    """Skip to the next line; returns its position and the part already read, which is empty if the line begins beyond
+    `stop`.
+    """
+    while (stop is None or position < stop) and (block := file.read(BLOCK)):
+        end = block.find(b"\n") + 1
+        if end:
+            return position + end, block[end:]
+        position += len(block)
+    return position, b""
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """A block of complete lines that begins at byte `position` of a file."""
+
+    input: InputFile
+    position: int
+    content: bytes
+    text_key: str
+    bad: BadDocuments
+
+    def documents(self) -> list[bytes]:
+        """Return the texts of the lines; lines without one are reported as bad."""
+        content = self.content.removeprefix(b"\xef\xbb\xbf") if self.position == 0 else self.content
+        found, key = [], self.text_key
+        for number, line in enumerate(content.split(b"\n")):
+            if not line or line.isspace():
+                continue
+            try:
+                found.append(load_json(line)[key].encode())
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                text = self._read_slowly(line, number)
+                if text is not None:
+                    found.append(text)
+        return found
+
+    def _read_slowly(self, line: bytes, number: int) -> bytes | None:
+        """Return the text of a line that orjson rejects, if Python's parser accepts it; otherwise report the line as
+        bad.
+        """
+        try:
+            decoded = line.decode()
+        except UnicodeDecodeError as error:
+            rule = f"is not UTF-8 ({error.reason}, line {self._first_line + number})"
+            self.bad.reject(self.bad.keys.inputs, self.input.path, rule, fix="convert it to UTF-8")
+            return None
+        try:
+            return bytes(json.loads(decoded)[self.text_key].encode())
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            _reject_line(decoded, f"{self.input.path}:{self._first_line + number}", self.text_key, self.bad)
+            return None
+
+    @cached_property
+    def _first_line(self) -> int:
+        """The 1-based number of the first line."""
+        return line_number(self.input, self.position)
+
+
+def line_number(each: InputFile, position: int) -> int:
+    """Return the 1-based number of the line that begins at byte `position` of a file's content."""
+    number = 1
+    with closing(open_stream(each)) as file:
+        while position > 0 and (block := file.read(min(BLOCK, position))):
+            number += block.count(b"\n")
+            position -= len(block)
+    return number
+
+
+def _reject_line(line: str, place: str, text_key: str, bad: BadDocuments) -> None:
+    """Report why a line has no text."""
+    keys = bad.keys
+    try:
+        record: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        bad.reject(keys.inputs, place, f"is not JSON ({error})")
+        return
+    if not isinstance(record, dict):
+        bad.reject(keys.inputs, place, f"must be a JSON object, not {type(record).__name__}")
+    elif text_key not in record:
+        rule = f"{place} has no such key; its keys: {', '.join(record) or 'none'}"
+        fix = chat_advice(record, keys)
+        legal = None if fix else nearest(text_key, record) or (*record, None)[0]
+        bad.reject(keys.text_key, text_key, rule, legal=legal, fix=fix)
+    elif record[text_key] is None:
+        bad.reject(keys.inputs, place, f"has no text: its {text_key!r} is null")
+    elif not isinstance(record[text_key], str):
+        strings = [key for key, value in record.items() if isinstance(value, str)]
+        rule = f"at {place} it is not text but {type(record[text_key]).__name__}"
+        fix = chat_advice(record, keys)
+        bad.reject(keys.text_key, text_key, rule, legal=None if fix else next(iter(strings), None), fix=fix)
+    else:
+        bad.reject(keys.inputs, place, "is not valid Unicode (surrogates not allowed)")
+
+
+@dataclass(frozen=True)
+class _LongLine(LongDocument):
+    """A line of a JSONL file that begins at byte `position`."""
+
+    input: InputFile
+    position: int
+    text_key: str
+
+    def pieces(self) -> Iterator[bytes]:
+        with closing(open_stream(self.input)) as file:
+            seek_to(file, self.position)
+            yield from read_text_value(file, self.text_key)
+
+    def reject(self, error: Exception, bad: BadDocuments) -> None:
+        if isinstance(error, READ_ERRORS):
+            reject_file(self.input, error, bad)
+            return
+        place = f"{self.input.path}:{line_number(self.input, self.position)}"
+        bad.reject(bad.keys.inputs, place, str(error) if isinstance(error, BadLine) else f"is not UTF-8 ({error})")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The text in a JSON line that is too long to hold in memory, piece by piece
+
+MAX_OTHER_BYTES = 1 << 26
+"""Maximum bytes of a line besides its text."""
+
+_COMPLETE_ESCAPES = re.compile(
+    rb'(?:[^"\\]+'
+    rb"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"|\\u(?![dD][89abAB])[0-9a-fA-F]{4}"
+    rb'|\\["\\/bfnrt])*'
+)
+"""Matches the longest prefix of a string's content that does not end within an escape or a surrogate pair."""
+
+_LONGEST_ESCAPE = 12
+
+
+class BadLine(Exception):
+    """A line whose text cannot be read; the message says why."""
+
+
+def read_text_value(file: BinaryIO, key: str) -> Iterator[bytes]:
+    """Yield, in UTF-8 pieces, the text under `key` of the JSON object in the next line of `file`.
+
+    Raises BadLine or UnicodeDecodeError as soon as an error is found; the caller must then discard the pieces yielded
+    before.
+    """
+    line = _LineReader(file)
+    remainder = bytearray()  # the line, with its text left out
+    depth, name, was_found = 0, "", False
+    while True:
+        between = line.read_until(b'"')
+        remainder += between
+        depth += sum(map(between.count, (b"{", b"["))) - sum(map(between.count, (b"}", b"]")))
+        if not between.endswith(b'"'):
+            break
+        if depth == 1 and name == key and between[:-1].strip() == b":":
+            if was_found:
+                raise BadLine(f"has two values for {key}")
+            was_found = True
+            yield from filter(None, map(_decode_escapes, line.read_raw_string()))
+            remainder += b'"'
+            continue
+        content = b"".join(line.read_raw_string())
+        remainder += content + b'"'
+        name = _decode_escapes(content).decode() if len(content) < BLOCK else ""
+        if len(remainder) > MAX_OTHER_BYTES:
+            raise BadLine(f"holds more than {MAX_OTHER_BYTES >> 20} MB besides its text")
+    _check_remainder(bytes(remainder), key, was_found)
+
+
+def _check_remainder(remainder: bytes, key: str, was_found: bool) -> None:
+    """Raise BadLine unless `remainder`, a line with its text left out, is a JSON object that has the text."""
+    try:
+        record = json.loads(remainder)
+    except (ValueError, RecursionError) as error:
+        raise BadLine(f"is not JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise BadLine(f"must be a JSON object, not {type(record).__name__}")
+    if not was_found:
+        raise BadLine(f"has no text under {key}; its keys: {', '.join(record) or 'none'}")
+
+
+class _LineReader:
+    """The bytes of a line, read on demand."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._held, self._is_all = file, b"", False
+
+    def read_until(self, mark: bytes) -> bytes:
+        """Return the bytes up to and including `mark`, or to the end of the line if `mark` does not occur."""
+        found = bytearray()
+        while (place := self._held.find(mark)) < 0:
+            found += self._held
+            self._held = b""
+            if not self._read_more():
+                return bytes(found)
+            if len(found) > MAX_OTHER_BYTES:
+                raise BadLine(f"holds more than {MAX_OTHER_BYTES >> 20} MB besides its text")
+        found += self._held[: place + 1]
+        self._held = self._held[place + 1 :]
+        return bytes(found)
+
+    def read_raw_string(self) -> Iterator[bytes]:
+        """Yield the content of a string with its escapes, and consume its closing quote."""
+        while True:
+            complete = _COMPLETE_ESCAPES.match(self._held)
+            end = complete.end() if complete else 0
+            if end < len(self._held) and self._held[end] == 0x22:
+                yield self._held[:end]
+                self._held = self._held[end + 1 :]
+                return
+            end = complete_utf8_length(self._held[:end])
+            if end:
+                yield self._held[:end]
+                self._held = self._held[end:]
+            elif len(self._held) >= _LONGEST_ESCAPE:
+                raise BadLine("is not valid Unicode or JSON (invalid escape)")
+            if not self._read_more():
+                raise BadLine("is not JSON (it ends within a string)")
+
+    def _read_more(self) -> bool:
+        if self._is_all:
+            return False
+        block = self._file.read(BLOCK)
+        end = block.find(b"\n")
+        self._is_all = end >= 0 or not block
+        self._held += block if end < 0 else block[:end]
+        return True
+
+
+def _decode_escapes(content: bytes) -> bytes:
+    """Decode the escapes of a JSON string's content; returns UTF-8."""
+    try:
+        return str(json.loads(f'"{content.decode()}"')).encode()
+    except UnicodeDecodeError:
+        raise
+    except UnicodeEncodeError as error:
+        raise BadLine(f"is not valid Unicode ({error.reason})") from error
+    except ValueError as error:
+        raise BadLine(f"is not JSON ({error})") from error
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# JSON with orjson if it is installed, which is several times as fast, otherwise with Python's `json`
+
+
+try:
+    orjson: Any = importlib.import_module("orjson")
+except ImportError:
+    orjson = None
+
+
+def load_json(content: bytes) -> Any:
+    """Parse UTF-8 JSON.  Raises ValueError."""
+    return json.loads(content.decode()) if orjson is None else orjson.loads(content)
+
+
+def dump_json(value: Any) -> str:
+    """Serialize a value as JSON."""
+    return json.dumps(value) if orjson is None else orjson.dumps(value).decode()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Tables, read with pyarrow: parquet files, and Arrow files as saved by `datasets`
+
+
+ROWS_PER_BATCH = 128
+"""Rows of a parquet file to decode at a time."""
+
+
+def split_row_groups(each: InputFile, size: int) -> Iterator[tuple[int, int | None, int]]:
+    """Split a parquet file into runs of row groups of about `size` bytes on disk: yields (start, stop, bytes).
+
+    A file that is not valid parquet yields a single run, and is rejected when it is read.
+    """
+    try:
+        with _open_parquet(each) as file:
+            metadata = file.metadata
+    except (OSError, _import_pyarrow(each).ArrowException):
+        yield 0, None, each.size
+        return
+    first, held = 0, 0
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        held += sum(group.column(column).total_compressed_size for column in range(group.num_columns))
+        if held >= size or number + 1 == metadata.num_row_groups:
+            yield first, number + 1, held
+            first, held = number + 1, 0
+
+
+def read_table(
+    each: InputFile, start: int, stop: int | None, text_key: str, bad: BadDocuments
+) -> Iterator[list[bytes]]:
+    """Yield the texts of a table's column; of a parquet file, those in the row groups `start` to `stop`."""
+    arrow = _import_pyarrow(each)
+    try:
+        for first, column in _table_columns(each, start, stop, text_key, bad):
+            found = _as_bytes(arrow, column)
+            if found is None:
+                rule = f"in {each.path} it is not text but {column.type}"
+                fix = chat_advice([text_key], bad.keys) or "give a text column"
+                raise setting_error(bad.keys.text_key, text_key, rule, fix=fix)
+            yield _column_texts(arrow, found, each, first, bad)
+    except (OSError, arrow.ArrowException) as error:
+        bad.reject_file(each.path, f"cannot be read to its end ({error})")
+
+
+def _table_columns(
+    each: InputFile, start: int, stop: int | None, text_key: str, bad: BadDocuments
+) -> Iterator[tuple[int, Any]]:
+    """Yield pieces of a table's column, each with the 1-based number of its first row in the file."""
+    row = 1
+    if each.kind == "parquet":
+        with _open_parquet(each) as file:
+            _check_column(each, file.schema_arrow.names, text_key, bad)
+            row += sum(file.metadata.row_group(number).num_rows for number in range(start))
+            groups = range(start, file.num_row_groups if stop is None else stop)
+            for batch in file.iter_batches(ROWS_PER_BATCH, list(groups), [text_key], use_threads=False):
+                yield row, batch.column(batch.schema.names.index(text_key))  # "a.b" also matches `b` in a struct `a`
+                row += len(batch)
+        return
+    arrow = _import_pyarrow(each)
+    with arrow.OSFile(each.path) as stored:
+        schema, batches = _open_arrow(arrow, stored)
+        _check_column(each, schema.names, text_key, bad)
+        for batch in batches:
+            yield row, batch.column(schema.names.index(text_key))
+            row += len(batch)
+
+
+def _as_bytes(arrow: Any, column: Any) -> Any:
+    """Convert a text column to bytes, without requiring valid UTF-8; returns None if it is not text.
+
+    Raises ArrowInvalid if the column's offsets are invalid.
+    """
+    kinds = arrow.types
+    if kinds.is_dictionary(column.type):
+        values = _as_bytes(arrow, column.dictionary)
+        if values is None:
+            return None
+        return arrow.DictionaryArray.from_arrays(column.indices, values).dictionary_decode()
+    if kinds.is_string_view(column.type) or kinds.is_binary_view(column.type):
+        column = column.view(arrow.binary_view())
+        column.validate(full=True)
+        return column.cast(arrow.large_binary())
+    if kinds.is_large_string(column.type) or kinds.is_large_binary(column.type):
+        found = column.view(arrow.large_binary())
+    elif kinds.is_string(column.type) or kinds.is_binary(column.type):
+        found = column.view(arrow.binary())
+    else:
+        return None
+    found.validate(full=True)
+    return found
+
+
+def _column_texts(arrow: Any, column: Any, each: InputFile, first: int, bad: BadDocuments) -> list[bytes]:
+    """Return the texts of a column of bytes; nulls and invalid UTF-8 are counted as bad."""
+    try:
+        column.view(arrow.large_string() if arrow.types.is_large_binary(column.type) else arrow.string()).validate(
+            full=True
+        )
+        is_valid = True
+    except arrow.ArrowInvalid:
+        is_valid = False
+    found: list[bytes] = []
+    for row, text in enumerate(column.to_pylist(), first):
+        if text is None:
+            bad.reject(bad.keys.inputs, f"{each.path}, row {row}", "has no text")
+        elif is_valid or _is_unicode(text):
+            found.append(text)
+        else:
+            bad.reject(bad.keys.inputs, f"{each.path}, row {row}", "is not UTF-8")
+    return found
+
+
+def _is_unicode(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _check_column(each: InputFile, names: list[str], text_key: str, bad: BadDocuments) -> None:
+    """Raise UserError if the table lacks the column."""
+    if text_key not in names:
+        rule = f"{each.path} has no such column; its columns: {', '.join(names) or 'none'}"
+        if fix := chat_advice(names, bad.keys):
+            raise setting_error(bad.keys.text_key, text_key, rule, fix=fix)
+        raise setting_error(bad.keys.text_key, text_key, rule, nearest(text_key, names) or (*names, None)[0])
+
+
+def _open_parquet(each: InputFile) -> Any:
+    """Open a parquet file.  Raises OSError or ArrowException."""
+    _import_pyarrow(each)
+    import pyarrow.parquet
+
+    return pyarrow.parquet.ParquetFile(each.path, memory_map=False, pre_buffer=False, buffer_size=1 << 20)
+
+
+def _open_arrow(arrow: Any, stored: Any) -> tuple[Any, Iterator[Any]]:
+    """Return the schema and the record batches of an Arrow file, in the stream format (used by `datasets`) or file
+    format.
+    """
+    is_indexed = stored.read(6) == b"ARROW1"
+    stored.seek(0)
+    if not is_indexed:
+        stream = arrow.ipc.open_stream(stored)
+        return stream.schema, iter(stream)
+    file = arrow.ipc.open_file(stored)
+    return file.schema, map(file.get_batch, range(file.num_record_batches))
+
+
+def _import_pyarrow(each: InputFile) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+    except ImportError as error:
+        fix = "pip install 'meshtrainer[data]'"
+        raise setting_error(each.key, each.path, "needs the library `pyarrow`", fix=fix) from error
+    return pyarrow
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Token files of other trainers, used unchanged: nanoGPT's, and Megatron's with its index
+#
+# nanoGPT writes plain uint16; the tokenizer's end token separates documents.  Files with a header (llm.c,
+# modded-nanogpt) state the number of tokens.  Megatron's NAME.idx, next to NAME.bin, gives the boundaries of sequences
+# and documents.  None of these formats records which tokenizer was used.
+
+
+_MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+_HEADER = 256 * 4
+
+_HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+"""The dtype of files with a header, by the header's first two integers."""
+
+_CHUNK = 1 << 20
+"""Tokens to read at a time."""
+
+
+@dataclass(frozen=True)
+class TokenChunk:
+    """Consecutive tokens of a file, and the offsets in `ids` at which documents end."""
+
+    ids: NDArray[np.integer[Any]]
+    ends: NDArray[np.int64]
+
+
+def check_tokens(inputs: Sequence[InputFile], tokenizer: Tokenizer, bos: bool | None, keys: SettingNames) -> None:
+    """Check settings for token files of other trainers: `data.tokenizer` must be set, and `data.bos` must not.
+
+    Raises UserError.
+    """
+    of_others = [each.path for each in inputs if each.kind == "tokens"]
+    if of_others and tokenizer.name == "bytes":
+        rule = f"{of_others[0]} does not say which tokenizer made its tokens"
+        raise setting_error(keys.tokenizer, "bytes", rule, example="gpt2/tokenizer.json")
+    if of_others and bos is not None:
+        rule = f"the tokens of {of_others[0]} are used unchanged"
+        raise setting_error(keys.bos, bos, rule, fix=f"leave {keys.bos} out")
+
+
+def read_tokens(each: InputFile, tokenizer: Tokenizer, keys: SettingNames) -> Iterator[TokenChunk]:
+    """Yield the tokens of a file.  Raises UserError if it cannot be read, or has ids outside the vocabulary of
+    `tokenizer`.
+    """
+    try:
+        read = _read_megatron if is_megatron(each.path) else _read_plain_tokens
+        for tokens in read(each, tokenizer):
+            beyond = (tokens.ids < 0) | (tokens.ids >= tokenizer.vocab_size)
+            if beyond.any():
+                rule = f"{each.path} holds the id {tokens.ids[beyond.argmax()]}, it has {tokenizer.vocab_size}"
+                fix = "set the tokenizer that produced the tokens"
+                raise setting_error(keys.tokenizer, tokenizer.name.partition(":")[0], rule, fix=fix)
+            yield tokens
+    except OSError as error:
+        raise setting_error(each.key, each.path, f"cannot be read ({error.strerror})") from error
+
+
+def _read_plain_tokens(each: InputFile, tokenizer: Tokenizer) -> Iterator[TokenChunk]:
+    """Yield the tokens of a file without an index; each end token ends a document."""
+    dtype, start = _token_layout(each, tokenizer)
+    for ids, is_last in _token_chunks(each, dtype, start):
+        ends = np.flatnonzero(ids == tokenizer.end_id) + 1
+        is_cut = is_last and (not len(ends) or ends[-1] < len(ids))
+        yield TokenChunk(ids, np.append(ends, len(ids)) if is_cut else ends)
+
+
+def _token_layout(each: InputFile, tokenizer: Tokenizer) -> tuple[np.dtype[Any], int]:
+    """Return the dtype of a file's tokens, and the byte offset at which they begin."""
+    header = np.fromfile(each.path, "<i4", 3)
+    dtype = _HEADERS.get(tuple(header[:2].tolist())) if len(header) == 3 else None
+    if dtype is None:
+        plain = np.promote_types(find_dtype(tokenizer.vocab_size), "u2")
+        _check_complete(each, each.size % plain.itemsize == 0, f"its size is not a multiple of {plain.itemsize} bytes")
+        return plain.newbyteorder("<"), 0
+    expected = _HEADER + int(header[2]) * np.dtype(dtype).itemsize
+    _check_complete(each, each.size == expected, f"it has {each.size} bytes, but its header says {expected}")
+    return np.dtype(dtype), _HEADER
+
+
+def _read_megatron(each: InputFile, tokenizer: Tokenizer) -> Iterator[TokenChunk]:
+    dtype, borders = _read_megatron_index(each)
+    position = 0
+    for ids, _ in _token_chunks(each, dtype, 0):
+        first, last = np.searchsorted(borders, [position, position + len(ids)], side="right")
+        yield TokenChunk(ids, borders[first:last] - position)
+        position += len(ids)
+
+
+def _read_megatron_index(each: InputFile) -> tuple[np.dtype[Any], NDArray[np.int64]]:
+    """Return the dtype of a Megatron file's tokens, and the positions at which documents end."""
+    content = Path(each.path.removesuffix(".bin") + ".idx").read_bytes()
+    found = np.frombuffer(content, "<u8", 1, len(MEGATRON_MAGIC))[0] if len(content) >= 34 else 0
+    code = content[17] if found == 1 else 0
+    _check_complete(each, code in _MEGATRON_DTYPES, "its .idx has an unknown Megatron version or type")
+    dtype = np.dtype(_MEGATRON_DTYPES[code])
+    num_sequences, num_documents = np.frombuffer(content, "<u8", 2, 18).tolist()
+    expected = 34 + 12 * num_sequences + 8 * num_documents
+    _check_complete(each, len(content) >= expected, f"its .idx has {len(content)} bytes and needs {expected}")
+    lengths = np.frombuffer(content, "<i4", num_sequences, 34).astype(np.int64)
+    pointers = np.frombuffer(content, "<i8", num_sequences, 34 + 4 * num_sequences)
+    documents = np.frombuffer(content, "<i8", num_documents, 34 + 12 * num_sequences)
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    is_whole = ends[-1] * dtype.itemsize == each.size and np.array_equal(pointers, ends[:-1] * dtype.itemsize)
+    _check_complete(each, bool(is_whole), "its .idx does not cover all of its bytes in order")
+    _check_complete(each, bool(np.all((documents >= 0) & (documents <= num_sequences))), "its .idx is damaged")
+    return dtype, np.unique(ends[np.append(documents, num_sequences)])[1:]
+
+
+def _token_chunks(each: InputFile, dtype: np.dtype[Any], start: int) -> Iterator[tuple[NDArray[Any], bool]]:
+    """Yield the tokens of a file from byte `start` on, in chunks, each with a flag for the last chunk."""
+    left = (each.size - start) // dtype.itemsize
+    with open(each.path, "rb") as file:
+        file.seek(start)
+        while left:
+            found = np.fromfile(file, dtype, min(_CHUNK, left))
+            _check_complete(each, len(found) > 0, "it is truncated")
+            left -= len(found)
+            yield found, left == 0
+
+
+def _check_complete(each: InputFile, is_right: bool, rule: str) -> None:
+    if not is_right:
+        raise setting_error(each.key, each.path, f"is not a complete token file: {rule}")

@@ -1,0 +1,404 @@
+"""Tokenizes documents: engines turn batches of documents into ids, and long documents are split first.
+
+The tokenizer's own library is the reference.  A faster engine is used if it gives the same ids, both on texts designed
+to tell engines apart, before any input is read, and on a sample of each unit.  If a single id differs, the unit is
+redone with the reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.ingest.documents import dump_json, load_json
+from trainer.data.shards import find_dtype
+from trainer.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+
+IdsAndCounts: TypeAlias = "tuple[NDArray[np.integer[Any]], NDArray[np.int64]]"
+"""The concatenated ids of some texts, and the number of ids of each text."""
+
+_NUM_SAMPLES, _SAMPLE_BYTES = 8, 1024
+"""Number of texts in a check of an engine, and bytes taken of each."""
+
+
+class IdsDiffer(Exception):
+    """An engine gives different ids than the tokenizer's own library."""
+
+
+class Engine(ABC):
+    """Tokenizes texts, without the ids that start and end a document."""
+
+    name = ""
+
+    @abstractmethod
+    def encode(self, texts: Sequence[bytes]) -> IdsAndCounts:
+        """Return the ids of UTF-8 texts."""
+
+
+def find_engine(tokenizer: Tokenizer) -> Engine:
+    """Return the fastest engine that gives the ids of `tokenizer` on the probe texts."""
+    reference = find_reference(tokenizer)
+    if isinstance(tokenizer, FileTokenizer):
+        for make in (_Gigatoken, _Tiktoken):
+            with contextlib.suppress(ImportError, IdsDiffer, ValueError, KeyError, RuntimeError, TypeError):
+                engine = make(tokenizer, reference)
+                _compare(engine, reference, _probe_texts(tokenizer))
+                return engine
+    return reference
+
+
+def find_reference(tokenizer: Tokenizer) -> Engine:
+    """Return the reference engine."""
+    return _TokenizersEngine(tokenizer) if isinstance(tokenizer, FileTokenizer) else _ByteEngine(tokenizer)
+
+
+def check_sample(engine: Engine, reference: Engine, texts: Sequence[bytes]) -> None:
+    """Compare an engine with the reference on the first bytes of a sample of `texts`.  Raises IdsDiffer."""
+    if engine is not reference and texts:
+        sample = texts[:: -(-len(texts) // _NUM_SAMPLES)]
+        whole_characters = [text[:_SAMPLE_BYTES].decode(errors="ignore").encode() for text in sample]
+        _compare(engine, reference, whole_characters)
+
+
+def _compare(engine: Engine, reference: Engine, texts: Sequence[bytes]) -> None:
+    (found, found_counts), (right, counts) = engine.encode(texts), reference.encode(texts)
+    if not np.array_equal(found_counts, counts) or not np.array_equal(found, right):
+        raise IdsDiffer(f"{engine.name} gives different ids than the tokenizer's own library")
+
+
+class _ByteEngine(Engine):
+    """The byte tokenizer, which can encode the concatenated texts at once."""
+
+    name = "bytes"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, texts: Sequence[bytes]) -> IdsAndCounts:
+        return self._tokenizer.encode(b"".join(texts)), np.fromiter(map(len, texts), np.int64, len(texts))
+
+
+class _TokenizersEngine(Engine):
+    """Hugging Face's library `tokenizers`."""
+
+    name = "tokenizers"
+
+    def __init__(self, tokenizer: FileTokenizer) -> None:
+        self._library = tokenizer.library
+        self._dtype = find_dtype(tokenizer.vocab_size)
+
+    def encode(self, texts: Sequence[bytes]) -> IdsAndCounts:
+        with _single_threaded():
+            found = self._library.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
+            return _concatenate([np.array(each.ids, dtype=np.uint32) for each in found], self._dtype)
+
+
+@contextlib.contextmanager
+def _single_threaded() -> Iterator[None]:
+    """Disable the threads of `tokenizers`: the work is split over processes, and its threads do not survive a fork."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _concatenate(ids: Sequence[NDArray[Any]], dtype: str) -> IdsAndCounts:
+    """Concatenate ids into one array of `dtype`, which should be narrow, since the array is copied again later."""
+    counts = np.fromiter(map(len, ids), np.int64, len(ids))
+    return np.concatenate([np.empty(0, dtype), *ids], dtype=dtype, casting="unsafe"), counts
+
+
+class _FastEngine(Engine):
+    """Base class of fast engines, which know no added tokens; the reference encodes texts that contain one."""
+
+    _ids_of: Callable[[bytes], NDArray[np.uint32]]
+    """The ids of one text."""
+
+    def __init__(self, tokenizer: FileTokenizer, reference: Engine) -> None:
+        self._reference = reference
+        self._dtype = find_dtype(tokenizer.vocab_size)
+        self._added = np.array(sorted(tokenizer.library.get_added_tokens_decoder()), np.uint32)
+
+    def encode(self, texts: Sequence[bytes]) -> IdsAndCounts:
+        try:
+            ids = list(map(self._ids_of, texts))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a Rust panic is a BaseException
+            raise IdsDiffer(f"{self.name} gives up ({error})") from error
+        joined, counts = _concatenate(ids, self._dtype)
+        if self._has_added(joined):
+            for number, found in enumerate(ids):
+                if self._has_added(found):
+                    ids[number] = self._reference.encode([texts[number]])[0].astype(np.uint32)
+            return _concatenate(ids, self._dtype)
+        return joined, counts
+
+    def _has_added(self, ids: NDArray[np.integer[Any]]) -> bool:
+        """Return whether `ids` contains an added token.  Cheap for most vocabularies, which have all of them at one
+        end.
+        """
+        if not len(self._added) or not len(ids) or ids.max() < self._added[0] or ids.min() > self._added[-1]:
+            return False
+        return bool(np.isin(ids, self._added).any())
+
+
+class _Gigatoken(_FastEngine):
+    """The library `gigatoken`."""
+
+    name = "gigatoken"
+
+    def __init__(self, tokenizer: FileTokenizer, reference: Engine) -> None:
+        import gigatoken
+
+        super().__init__(tokenizer, reference)
+        content = load_json(tokenizer.library.to_str().encode())
+        content["added_tokens"] = [each for each in content["added_tokens"] if not each["special"]]
+        content["post_processor"] = None
+        self._ids_of = gigatoken.Tokenizer.from_json(dump_json(content)).backend.encode
+
+
+class _Tiktoken(_FastEngine):
+    """The library `tiktoken`, for byte-level BPE: ranks follow the order of the merges."""
+
+    name = "tiktoken"
+
+    def __init__(self, tokenizer: FileTokenizer, reference: Engine) -> None:
+        import tiktoken
+
+        super().__init__(tokenizer, reference)
+        content = load_json(tokenizer.library.to_str().encode())
+        if content["model"]["type"] != "BPE" or content["normalizer"] is not None:
+            raise IdsDiffer("is not a plain byte-level BPE")
+        ranks, id_of_rank = _ranks(content["model"])
+        pattern = _split_pattern(content["pre_tokenizer"])
+        encoding = tiktoken.Encoding("tokenizer", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+
+        def ids_of(text: bytes) -> NDArray[np.uint32]:
+            return id_of_rank[np.array(encoding.encode_ordinary(text.decode()), dtype=np.int64)]
+
+        self._ids_of = ids_of
+
+
+_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def _split_pattern(before: dict[str, Any] | None) -> str:
+    """Return the regular expression that a pre-tokenizer splits text with.  Raises IdsDiffer for any other one."""
+    steps = (before or {}).get("pretokenizers", [before])
+    last = steps[-1] or {}
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or len(steps) > 2:
+        raise IdsDiffer("its text is not split by a single regular expression")
+    if len(steps) == 1 and last.get("use_regex", True):
+        return _GPT2
+    first = steps[0]
+    is_split = first.get("type") == "Split" and first.get("behavior") == "Isolated" and not first.get("invert")
+    if len(steps) != 2 or last.get("use_regex", True) or not is_split or "Regex" not in first["pattern"]:
+        raise IdsDiffer("its text is not split by a single regular expression")
+    return str(first["pattern"]["Regex"])
+
+
+def _ranks(model: dict[str, Any]) -> tuple[dict[bytes, int], NDArray[np.uint32]]:
+    """Return the rank of each mergeable token, as bytes, and the id of each rank."""
+    # Each byte is spelled as one character: printable bytes represent themselves, the others follow from 256 on.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    byte_of = {**{chr(byte): byte for byte in printable}, **{chr(256 + n): byte for n, byte in enumerate(others)}}
+    vocabulary: dict[str, int] = model["vocab"]
+    tokens = [*byte_of]
+    for merge in model["merges"]:
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
+        tokens.append(left + right)
+    ranks: dict[bytes, int] = {}
+    ids: list[int] = []
+    for token in dict.fromkeys(tokens):
+        ranks[bytes(byte_of[character] for character in token)] = len(ids)
+        ids.append(vocabulary[token])
+    return ranks, np.array(ids, dtype=np.uint32)
+
+
+_PROBES = (
+    "I'm we'll they'VE can't'S  x''s\n\n\n  indented\n\ttabs\t\t \r\n\r\nmixed \n \n  end   ",
+    "0 12 123 1234 12345678901234567890 1,234.56 3.14e-10 0x1F \u00bd \u0663\u0664 \u2167 x2y2 \uff12\uff10",
+    "foo_bar fooBar FOOBar __init__(self, *args) -> None: # ...!!! <<>>= {}[]();; \\n \\\\ /* */ a/b/c.d?e=f&g",
+    "naïve café cafe\u0301 Å A\u030a \ufb01 \ufb00 \uff46\uff55 ß \u1e9e \u0130i \u0131I \u01c5 \u03a9\u03c2",
+    "中文字符。日本語のテキスト、カタカナ한국어 조합 ไทยไม่มีช่องว่าง हिन्दी में عربي נִקּוּד",
+    "\U0001f600\U0001f469\u200d\U0001f469\u200d\U0001f467\U0001f1e9 \ufe0f\u200b\u00a0\u2028\u2029\u3000x\u0085y",
+    "\x00\x01\x7f\x80\ufeffbom\ufffd \ue000 \U0010fffd \U000e0041 a\u00adb \u202eabc\u202c",
+    *("   leading", "trailing   ", " ", "\n", "a", "", "a" * 200, "=" * 300 + "\n" + " " * 300 + "x"),
+)
+"""Texts on which tokenizers differ: contractions, white space, digits, code, scripts, punctuation, invisible
+characters.
+"""
+
+
+def _probe_texts(tokenizer: FileTokenizer) -> list[bytes]:
+    """Return texts that tell engines apart: those above, characters from all of Unicode, and texts that spell added
+    tokens.
+    """
+    every = [chr(code) for code in range(0x20, 0x2FFFF, 37) if not 0xD800 <= code < 0xE000]
+    spelled = [str(token.content) for token in tokenizer.library.get_added_tokens_decoder().values()][:64]
+    texts = [
+        *_PROBES,
+        *("".join(every[start : start + 256]) for start in range(0, len(every), 256)),
+        *(f"a{text}b {text} \n{text}\n {text[:-1]}" for text in spelled),
+    ]
+    return [text.encode() for text in texts]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Splitting long documents into pieces whose ids, concatenated, are those of the full document
+#
+# Tokens do not cross the boundaries of the pre-tokenizer.  Candidate boundaries are those after a newline between two
+# non-space characters, and before a space between two letters.  Whether a tokenizer always splits there is tested on
+# every pair of ASCII characters and some of each script, since the result can depend on the adjacent characters.  If it
+# does not, documents are tokenized in one piece, whatever memory that takes.
+
+
+MAX_PIECE_BYTES = 1 << 20
+"""Maximum size of a piece in bytes, if it can be cut: tokenizing takes about 200 bytes of memory per byte."""
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+_RANGES = [
+    (0x21, 0x7E), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3), (0x3041, 0x3096), (0x30A1, 0x30FA), (0x410, 0x42F),
+    (0x430, 0x44F), (0x391, 0x3A1), (0x3B1, 0x3C9), (0x627, 0x64A), (0x5D0, 0x5EA), (0xE01, 0xE2E),
+    (0x905, 0x939), (0x985, 0x9A8), (0xE0, 0xF6), (0xF8, 0xFF), (0xC0, 0xD6),
+]  # fmt: skip
+"""Ranges (first, last) of similar characters: outside ASCII, tokenizers treat all characters of a range alike."""
+
+_PUNCTUATION = "".join(
+    map(chr, (0x3002, 0x3001, 0xFF0C, 0xFF01, 0xFF1F, 0xFF1A, 0xFF1B, 0x300D, 0x300F, 0xFF09, 0x201D))
+)
+"""Punctuation that ends lines in other scripts."""
+
+_WORD_CHARACTERS = "".join(f"{re.escape(chr(first))}-{re.escape(chr(last))}" for first, last in _RANGES)
+
+_LINE_END = re.compile(f"[{_WORD_CHARACTERS}{_PUNCTUATION}]\n(?=[{_WORD_CHARACTERS}])")
+
+_SPACE = re.compile("[a-z](?= [a-z])")
+
+_SEARCH_BYTES = 1 << 14
+"""The last bytes of a piece, which are searched for a boundary first."""
+
+
+class DocumentSplitter:
+    """Splits long documents for one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def is_long(self, text: bytes) -> bool:
+        """Return whether a document is long enough to be split."""
+        return len(text) > MAX_PIECE_BYTES
+
+    def cut(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
+        """Yield a document in pieces of at most `MAX_PIECE_BYTES`, or longer ones if it has no boundary."""
+        held, searched_to = b"", 0
+        for piece in pieces:
+            held += piece
+            while len(held) > MAX_PIECE_BYTES:
+                end = self._find_boundary(held, searched_to)
+                if not end:
+                    searched_to = max(
+                        MAX_PIECE_BYTES, len(held) - _SEARCH_BYTES
+                    )  # a boundary may span the end of `held`
+                    break
+                yield held[:end]
+                held, searched_to = held[end:], 0
+        if held:
+            yield held
+
+    def _find_boundary(self, text: bytes, searched_to: int) -> int:
+        """Return the last boundary within `MAX_PIECE_BYTES`, else the first one after that, else 0.
+
+        `text` is known to have no boundary before `searched_to`.
+        """
+        if isinstance(self._tokenizer, ByteTokenizer):
+            return MAX_PIECE_BYTES
+        if not searched_to:
+            for start in (max(0, MAX_PIECE_BYTES - _SEARCH_BYTES), 0):
+                for pattern in self._boundary_patterns:
+                    if end := _last_match_end(pattern, text[start:MAX_PIECE_BYTES]):
+                        return start + end
+        found = (
+            _first_match_end(pattern, text[max(MAX_PIECE_BYTES, searched_to) - 8 :])
+            for pattern in self._boundary_patterns
+        )
+        ends = [end for end in found if end]
+        return max(MAX_PIECE_BYTES, searched_to) - 8 + min(ends) if ends else 0
+
+    @cached_property
+    def _boundary_patterns(self) -> list[re.Pattern[str]]:
+        """Patterns of the boundaries that this tokenizer's tokens never cross."""
+        if not isinstance(self._tokenizer, FileTokenizer):
+            return []
+        library = self._tokenizer.library
+        added = [token for token in library.get_added_tokens_decoder().values() if not token.special]
+        if library.pre_tokenizer is None or any(
+            token.lstrip or token.rstrip or re.search(r"\s", token.content) for token in added
+        ):
+            return []  # tokens may cross the pre-tokenizer's boundaries: an added token may include white space
+        found = []
+        left, right = _example_characters(_PUNCTUATION), _example_characters("")
+        if _always_splits(library, ((f"{first}\n", second) for first in left for second in right)):
+            found.append(_LINE_END)
+        if _always_splits(library, ((left, f" {right}") for left, right in itertools.product(_LETTERS, _LETTERS))):
+            found.append(_SPACE)
+        return found
+
+
+def _last_match_end(pattern: re.Pattern[str], text: bytes) -> int:
+    """Return the byte offset at which the last match ends, or 0.  `text` may begin or end within a character."""
+    shown = text.decode(errors="surrogateescape")
+    last = max((found.end() for found in pattern.finditer(shown)), default=0)
+    return len(shown[:last].encode(errors="surrogateescape"))
+
+
+def _first_match_end(pattern: re.Pattern[str], text: bytes) -> int:
+    found = pattern.search(text.decode(errors="surrogateescape"))
+    return len(found.string[: found.end()].encode(errors="surrogateescape")) if found else 0
+
+
+def _example_characters(more: str) -> list[str]:
+    """Return every character of the first range (ASCII), three of each other range, and those in `more`."""
+    (first, last), *others = _RANGES
+    every = [*range(first, last + 1), *(code for a, b in others for code in (a, (a + b) // 2, b))]
+    return [*map(chr, every), *more]
+
+
+_CONTEXTS = (("", ""), ("x", "x"), ("1", "1"), (".", "."), (" ", " "), ("X", "X"), ("the ", " end"))
+"""Text before and after the pair, to vary the context."""
+
+
+def _always_splits(library: Any, pairs: Iterable[tuple[str, str]]) -> bool:
+    """Return whether the pre-tokenizer always splits between the texts of each pair, in all contexts."""
+    normalize: Callable[[str], str] = library.normalizer.normalize_str if library.normalizer else str
+    split = library.pre_tokenizer.pre_tokenize_str
+
+    def words(text: str) -> list[str]:
+        return [word for word, _ in split(normalize(text))]
+
+    words_of_half = cache(words)  # each half occurs in hundreds of pairs
+    contexts = itertools.cycle(_CONTEXTS)
+    for left, right in pairs:
+        before, behind = next(contexts)
+        first, second = before + left, right + behind
+        if words(first + second) != words_of_half(first) + words_of_half(second):
+            return False
+    return True

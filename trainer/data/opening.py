@@ -1,0 +1,656 @@
+"""From the data settings to a source: find the files, decide what they are, build or reuse the cache, open, check.
+
+`open_source` begins with the kind of data: chats, synthetic patterns, standard library text, a mixture, or the path of
+token shards or text.  `find_shards` resolves such a path: token shards, a manifest, text, JSONL, parquet, folders and
+globs of them, and URLs.  Text is tokenized on first use into `data.cache_dir`, where later processes and runs find the
+shards.
+
+Does not import torch: the data settings are checked by opening the source before any process is spawned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import glob
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, overload
+
+from trainer.config.initial_weights import allows_another, find_weights_tokenizer, resumes
+from trainer.config.resolve import Given, run_passes
+from trainer.data.cache import find_cache_folders, get_or_build, in_writable_folder, storage_error
+from trainer.data.documents import open_shards
+from trainer.data.ingest.inputs import (
+    SUPPORTED_SUFFIXES,
+    DocumentCounts,
+    InputFile,
+    SettingNames,
+    check_limit,
+    describe,
+    find_inputs,
+    is_foreign_token_file,
+    parse_limit,
+)
+from trainer.data.json_files import json_advice
+from trainer.data.mixture import MixedSource
+from trainer.data.shards import MANIFEST, Manifest, Shard, ShardError, verify_at_start
+from trainer.data.source import Source, SourceSubset, SyntheticSource, TokenSource, sample_content
+from trainer.data.stdlib import Split, StdlibCorpus
+from trainer.data.tokenizer import find_tokenizer, tokenizer_of
+from trainer.errors import UserError, setting_error
+from trainer.files import find_folder
+
+if TYPE_CHECKING:
+    from trainer.config import DataSection, RunConfig
+    from trainer.data.ingest.build import BuildJob
+
+
+@overload
+def open_source(data: DataSection, vocab_size: int | None, split: Literal["train"]) -> Source: ...
+
+
+@overload
+def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Source | None: ...
+
+
+def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Source | None:
+    """Return the source that the settings name, or None if `split` is `eval` and nothing is held out.
+
+    Token shards without `data.eval_path` hold out their last windows, a share of `data.holdout`.
+
+    vocab_size: that of the model, or None to skip the comparison.
+
+    Raises UserError if the data cannot be read, are too small for one sample, or have ids beyond the model's
+    vocabulary.
+    """
+    parse_limit(data.bad, "data.bad")
+    if isinstance(data.path, Mapping):
+        return _open_mixture(data, data.path, vocab_size, split)
+    if data.source == "chat":
+        if data.bad != "error":
+            rule = "only applies to text; correct an unreadable chat, or remove it from the file"
+            raise setting_error("data.bad", data.bad, rule, "error")
+        from trainer.data.chat.source import open_chats  # imports jinja2, so only when needed
+
+        if isinstance(data.path, str) and isinstance(data.eval_path, str):
+            train, held_out = _files_of(data, data.path, "data.path"), _files_of(data, data.eval_path, "data.eval_path")
+            _check_files_disjoint(data.path, data.eval_path, train, held_out)
+        return open_chats(data, vocab_size, split)
+    if data.source == "synthetic":
+        return SyntheticSource(data.seq_len, vocab_size or 256, data.seed, split)
+    if data.source == "stdlib":
+        shard = StdlibCorpus().shard(split, tokenizer_of(data), data.cache_dir)
+        stdlib = open_shards([shard], data)
+        _check_size(stdlib, data, vocab_size, split, "data.source", "stdlib")
+        return stdlib
+    path, eval_path = data.path or "", data.eval_path
+    assert not isinstance(eval_path, Mapping), "several sources must be opened one by one"
+    if eval_path is not None:
+        _check_disjoint(path, eval_path, data)
+        if split == "eval":
+            return _open_path(eval_path, data, vocab_size, split, "data.eval_path")
+    return _open_path(path, data, vocab_size, split, "data.path")
+
+
+def _open_path(setting: str, data: DataSection, vocab_size: int | None, split: Split, key: str) -> Source | None:
+    """Return the source over the data at a path, or None if `split` is `eval` and nothing is held out.
+
+    For text, `data.holdout` is the share of documents to hold out, chosen by a hash of their text.  For shards, and for
+    text if that would leave either split empty, it is the share of samples to hold out, taken from the end.
+
+    key: the setting that contains the path, `data.path` or `data.eval_path`; the latter is not divided.
+    """
+    holdout = _holdout_share(data, key)
+    found = find_shards(setting, data, key)
+    is_divided = bool(holdout and found.train and found.held_out)
+    shards, content = found.train, found.train_content
+    if (is_divided and split == "eval") or not shards:
+        shards, content = found.held_out, found.held_out_content
+    try:
+        _check_same_tokenizer(shards)
+        verify_at_start(shards)
+        source = open_shards(shards, data, content)
+    except ShardError as error:
+        raise _unusable_shards_error(key, setting, error) from error
+    source.left_out = _left_out_summary(shards)
+    if data.bos is not None and source.tokenizer != tokenizer_of(data).name:
+        rule = f"{setting} is already tokenized, with a different setting, by data.tokenizer={data.tokenizer}"
+        raise setting_error("data.bos", data.bos, rule, fix="prepare the text again, or leave data.bos out")
+    _check_size(source, data, vocab_size, split, key, setting)
+    if is_divided or key == "data.eval_path":
+        return source
+    # Hold out the last windows: at least one, if there are two or more.
+    num_held_out = min(len(source) - 1, math.ceil(holdout * len(source)))
+    if not num_held_out:
+        return source if split == "train" else None
+    first = len(source) - num_held_out
+    return SourceSubset(source, 0, first) if split == "train" else SourceSubset(source, first, len(source))
+
+
+_USUAL_EMPTY_SHARE = 0.01
+"""Share of empty documents above which there is a warning."""
+
+
+def _left_out_summary(shards: Sequence[Shard]) -> str:
+    """Return warnings about documents that were left out when text was tokenized, or "".
+
+    A few empty documents are normal and give no warning.
+    """
+    folders = {Path(shard.path).parent for shard in shards if not shard.is_remote}
+    counts = DocumentCounts()
+    for folder in folders:
+        with contextlib.suppress(ShardError, OSError):
+            counts.add(DocumentCounts.of(Manifest.read(folder / MANIFEST)))
+    total = counts.documents + counts.bad
+    lines = [f"warning: {describe(counts)}"] if counts.bad else []
+    if counts.empty > _USUAL_EMPTY_SHARE * total:
+        lines.append(f"warning: {counts.empty:,} of {total:,} documents are empty, and left out")
+    return "\n".join(lines)
+
+
+def _holdout_share(data: DataSection, key: str) -> float:
+    """Return the share of the data to hold out: 0 for data.eval_path, and for data.path if data.eval_path is set."""
+    return (data.holdout or 0.0) if key == "data.path" and data.eval_path is None else 0.0
+
+
+# -- mixtures ---------------------------------------------------------------------------------------------------------
+
+
+def _open_mixture(
+    data: DataSection, paths: Mapping[str, str], vocab_size: int | None, split: Split
+) -> MixedSource | None:
+    """Return the mixture of the sources in data.path; for `eval`, only those with held-out data, or None."""
+    held_out = data.eval_path if isinstance(data.eval_path, Mapping) else {}
+    if split == "train":
+        _check_sources_disjoint(data, paths, held_out)
+    found: dict[str, Source] = {}
+    for name, path in paths.items():
+        if split == "eval" and held_out and name not in held_out:
+            continue
+        alone = dataclasses.replace(data, path=path, eval_path=held_out.get(name), weights=None, phases=())
+        with _prefix_errors(name):
+            source = open_source(alone, vocab_size, split)
+        if source is not None:
+            found[name] = source
+    if any(source.rows_per_sample > 1 for source in found.values()):
+        raise setting_error("data.path", data.path, "preference pairs must be a single source")
+    kinds = {name: (source.tokenizer, source.vocab_size) for name, source in found.items()}
+    for name, kind in kinds.items():
+        other = next(iter(kinds))
+        if kind != kinds[other]:
+            shown = ", ".join(f"{n} by {kinds[n][0]} ({kinds[n][1]} ids)" for n in (other, name))
+            raise setting_error("data.path", data.path, f"sources must use the same tokenizer: {shown}")
+    return MixedSource(found) if found else None
+
+
+@contextmanager
+def _prefix_errors(source: str) -> Iterator[None]:
+    """Prefix the messages of UserErrors with the name of the source."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"source {source}: {error}") from error
+
+
+# -- from a path to shards --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ShardSet:
+    """The shards that a path resolves to: those to train on and those held out; and the files that the path names.
+
+    The contents are digests from `sample_content`, or "" if unknown.
+    """
+
+    files: list[str]
+    train: list[Shard]
+    train_content: str = ""
+    held_out: list[Shard] = field(default_factory=list)
+    held_out_content: str = ""
+
+
+def find_shards(setting: str | None, data: DataSection, key: str) -> ShardSet:
+    """Return the shards that a path resolves to; text is tokenized first, unless the cache has its shards.
+
+    Raises UserError.
+    """
+    if not setting:
+        raise setting_error(
+            key, setting or None, f"data.source=tokens needs a path: token shards, or {SUPPORTED_SUFFIXES}"
+        )
+    if find_folder(setting) is None:
+        return _find_remote_shards(setting, data, key)
+    path, bins = _find_shard_files(setting, key)
+    try:
+        if path is not None:
+            manifest = Manifest.read(path)
+            train, held_out = (manifest.shards(path.parent, is_held_out) for is_held_out in (False, True))
+            files = [shard.name for shard in train]
+            return ShardSet(files, train, manifest.train_content, held_out, manifest.held_out_content)
+        if bins:
+            _check_complete(setting)
+            train, content = _open_shard_files(bins, data.cache_dir)
+            return ShardSet(bins, train, content)
+    except ShardError as error:
+        raise _unusable_shards_error(key, setting, error) from error
+    return _tokenize_text(_find_text_files(setting, key), data, key)
+
+
+def _find_remote_shards(setting: str, data: DataSection, key: str) -> ShardSet:
+    """Return the shards at a URL, or those made from the text at a URL."""
+    from trainer.data.remote.shards import NoShards, open_remote
+    from trainer.data.remote.text import find_text, is_text
+    from trainer.data.remote.transport import Unreachable
+
+    try:
+        if not is_text(setting):
+            try:
+                with contextlib.suppress(NoShards):
+                    found = open_remote(setting, key, data.cache_dir, data.cache_gib)
+                    names = [shard.name for shard in found.train]
+                    return ShardSet(names, found.train, found.train_content, found.held_out, found.held_out_content)
+            except Unreachable as error:
+                if not error.is_unavailable:
+                    raise
+        text = find_text(setting, data.cache_dir)
+        if not text.items:
+            rule = "contains neither token shards (.bin files or a manifest.json) nor text"
+            raise setting_error(key, setting, rule, fix=f"give files that end in {SUPPORTED_SUFFIXES}")
+        try:
+            with text.kept_until_built():
+                built = _tokenize_text(text.inputs(key), data, key, text.fetch)
+        except OSError as error:
+            raise storage_error(data.cache_dir, "text", text.folder, error) from error
+        return dataclasses.replace(built, files=[item.url for item in text.items])
+    except ShardError as error:
+        raise _unusable_shards_error(key, setting, error) from error
+
+
+def _find_shard_files(setting: str, key: str) -> tuple[Path | None, list[str]]:
+    """Return the manifest that a path names, or the shards, or neither.
+
+    Raises UserError for near misses, such as the metadata of a shard.
+    """
+    pattern = os.path.expanduser(setting.removeprefix("file://"))
+    is_folder = os.path.isdir(pattern)
+    manifest = os.path.join(pattern, MANIFEST) if is_folder else pattern
+    shard = f"{pattern.removesuffix('.json')}.bin"
+    if not is_folder and pattern.endswith(".json") and os.path.isfile(shard):
+        raise setting_error(key, setting, "belongs to a token shard, whose name ends in .bin", meant=shard)
+    if not is_folder and (advice := json_advice(pattern)) is not None:
+        raise setting_error(key, setting, advice[0], fix=advice[1])
+    if manifest.endswith(".json") and os.path.isfile(manifest):
+        return Path(manifest), []
+    found = _find_bins(pattern)
+    return None, [] if _are_foreign(found) else found
+
+
+def _find_text_files(setting: str, key: str) -> list[InputFile]:
+    """Return the text files, and the token files in another tool's format, that a path names.
+
+    Raises UserError if there are none.
+    """
+    path = setting.removeprefix("file://")
+    bins = _find_bins(path)
+    return find_inputs(bins if _are_foreign(bins) else [path], key)
+
+
+def _find_bins(pattern: str) -> list[str]:
+    """Return the .bin files that a path, glob or folder matches."""
+    names = [pattern] if os.path.isfile(pattern) else glob.glob(os.path.expanduser(pattern), recursive=True)
+    if os.path.isdir(os.path.expanduser(pattern)):
+        names = glob.glob(os.path.join(glob.escape(os.path.expanduser(pattern)), "*.bin"))
+    return sorted(name for name in names if name.endswith(".bin"))
+
+
+def _are_foreign(paths: Sequence[str]) -> bool:
+    """Return whether there are .bin files, and all of them are token files in another tool's format."""
+    return bool(paths) and all(map(is_foreign_token_file, paths))
+
+
+def _check_complete(setting: str) -> None:
+    """Raise ShardError if a glob or folder has the index and metadata of a shard, but not its tokens."""
+    pattern = os.path.expanduser(setting.removeprefix("file://"))
+    stem = os.path.join(glob.escape(pattern), "*") if os.path.isdir(pattern) else pattern.removesuffix(".bin")
+    for index in sorted(glob.glob(f"{stem}.idx", recursive=True)) if "*" in stem or "?" in stem or "[" in stem else ():
+        name = index.removesuffix(".idx")
+        if os.path.exists(f"{name}.json") and not os.path.exists(f"{name}.bin"):
+            raise ShardError(f"{name}.bin is missing, but the shard's {name}.idx and {name}.json are there")
+
+
+def _unusable_shards_error(key: str, setting: str, error: ShardError) -> UserError:
+    """Return the error for shards that cannot be used."""
+    if find_folder(setting) is None:
+        from trainer.data.remote.transport import unusable_url
+
+        return unusable_url(key, setting, error)
+    return setting_error(key, setting, str(error), fix="prepare shards from text with python -m trainer.prepare")
+
+
+# -- many shards without a manifest -----------------------------------------------------------------------------------
+# If a thousand ranks each opened the metadata of thousands of shards, they would overload the file server.  So the
+# metadata are collected once in a catalogue, a manifest in the cache, and each rank opens that one file.
+
+MIN_SHARDS = 64
+"""The smallest number of shards for which a catalogue is written."""
+
+
+def _open_shard_files(paths: Sequence[str], cache_dir: str | None) -> tuple[list[Shard], str]:
+    """Return the shards at `paths` and their `sample_content`, or "" if it is not known.  Raises ShardError."""
+    if len(paths) < MIN_SHARDS:
+        return [Shard(path) for path in paths], ""
+    digest = hashlib.blake2b(b"2" + os.fsencode(os.getcwd()), digest_size=12)
+    for path in paths:
+        metadata = f"{path.removesuffix('.bin')}.json"
+        try:
+            found = os.stat(metadata)
+        except OSError as error:
+            raise ShardError(f"the metadata {metadata} cannot be read ({error.strerror})") from error
+        digest.update(f"{path}:{found.st_ino}:{found.st_mtime_ns}:{found.st_size};".encode())
+
+    def build(catalogue: Path) -> None:
+        shards = [Shard(path) for path in paths]
+        _check_same_tokenizer(shards)
+        rows = [
+            (os.path.abspath(shard.name), shard.info.num_tokens, shard.info.num_documents, shard.info.num_bytes)
+            for shard in shards
+        ]
+        info = shards[0].info
+        Manifest(
+            dtype=info.dtype,
+            vocab_size=info.vocab_size,
+            tokenizer=info.tokenizer,
+            end_id=info.end_id,
+            train=rows,
+            held_out=[],
+            train_content=sample_content(shards),
+            checksums=[shard.info.checksum for shard in shards],
+        ).write(catalogue)
+
+    name = f"catalogue-{digest.hexdigest()}.json"
+    try:
+        manifest = get_or_build(cache_dir, name, "the list of shards", build, Manifest.read, is_file=True)
+    except UserError:  # no cache folder is writable: the next run reads the metadata again
+        return [Shard(path) for path in paths], ""
+    return manifest.shards(Path("/")), manifest.train_content  # the paths in it are absolute
+
+
+# -- text, tokenized on first use -------------------------------------------------------------------------------------
+
+_LAYOUT_VERSION = 1
+"""Increase when the same text and settings give different shards, so that older cached shards are not used."""
+
+
+def _tokenize_text(
+    inputs: Sequence[InputFile], data: DataSection, key: str, fetch: Callable[[], None] = lambda: None
+) -> ShardSet:
+    """Return the shards of text files from the cache, building them first if they are missing or corrupt.
+
+    Existing shards are verified (see `verify_at_start`).
+
+    key: the setting that names the files.
+    fetch: called before the files are read, to download them.
+
+    Raises UserError.
+    """
+    from trainer.data.ingest.build import BuildFolder, build, default_num_procs  # the text readers, so only when needed
+
+    job = _build_job(inputs, data, key)
+
+    def load(path: Path) -> ShardSet:
+        """Return the shards in a folder.  Raises ShardError if they are damaged."""
+        manifest = Manifest.read(path / MANIFEST)
+        train, held_out = manifest.shards(path), manifest.shards(path, held_out=True)
+        verify_at_start([*train, *held_out])
+        for shard in (*train, *held_out):
+            shard.is_rebuilt = True  # from here on, corruption is only detected when the shard is read
+        files = [each.path for each in inputs]
+        return ShardSet(files, train, manifest.train_content, held_out, manifest.held_out_content)
+
+    def find_damage(path: Path) -> ShardError | None:
+        try:
+            load(path)
+        except ShardError as error:
+            return error
+        return None
+
+    def load_or_build(folder: Path) -> ShardSet:
+        path = folder / _cache_name(job)
+
+        def build_missing() -> None:
+            if not (path / MANIFEST).exists():
+                fetch()
+            check_limit(DocumentCounts.of(build(job, path, default_num_procs())), job.bad, job.keys)
+
+        build_missing()
+        try:
+            return load(path)
+        except ShardError:
+            with BuildFolder(path) as building:
+                building.invalidate(lambda: find_damage(path))
+        build_missing()
+        return load(path)
+
+    num_bytes = sum(each.size for each in job.inputs)
+    return in_writable_folder(data.cache_dir, "tokenized text", load_or_build, num_bytes)
+
+
+def _build_job(inputs: Sequence[InputFile], data: DataSection, key: str) -> BuildJob:
+    """Return what to build from text files.  Raises UserError if the settings are invalid."""
+    from trainer.data.ingest.build import BuildJob
+    from trainer.data.ingest.documents import check_tokens
+
+    keys = SettingNames(inputs=key)
+    parse_limit(data.bad, keys.bad)
+    tokenizer = tokenizer_of(data)
+    check_tokens(inputs, tokenizer, data.bos, keys)
+    holdout = 0.0 if all(each.kind == "tokens" for each in inputs) else _holdout_share(data, key)
+    return BuildJob(tuple(inputs), tokenizer, data.text_key, data.bad, holdout, keys=keys)
+
+
+def _cache_name(job: BuildJob) -> str:
+    """Return the name of a job's folder: a hash of everything that its shards depend on, without reading the text."""
+    files = [
+        (os.path.realpath(each.path), each.kind, each.compression, each.size, each.mtime_ns) for each in job.inputs
+    ]
+    content = json.dumps([_LAYOUT_VERSION, job.tokenizer.name, job.text_key, job.holdout, files])
+    return f"tokens-{hashlib.sha256(content.encode()).hexdigest()[:20]}"
+
+
+def is_untokenized(data: DataSection) -> bool:
+    """Return whether the settings name text whose tokens are not cached yet, so that opening it takes long.
+
+    Raises UserError if the text does not exist.
+    """
+    if data.source != "tokens":
+        return False
+    found = [
+        _needs_tokenizing(path, data, key)  # of all of them, which checks that they exist
+        for key, setting in (("data.path", data.path), ("data.eval_path", data.eval_path))
+        for path in (setting.values() if isinstance(setting, Mapping) else [setting])
+        if path
+    ]
+    return any(found)
+
+
+def _needs_tokenizing(setting: str, data: DataSection, key: str) -> bool:
+    """Return whether a path names text that has not been tokenized.  Raises UserError if it does not exist."""
+    if find_folder(setting) is None:
+        from trainer.data.remote.text import find_text, is_text
+
+        if not is_text(setting):
+            return False
+        try:
+            inputs = find_text(setting, data.cache_dir).inputs(key)
+        except ShardError as error:
+            raise _unusable_shards_error(key, setting, error) from error
+    elif any(_find_shard_files(setting, key)):
+        return False
+    else:
+        inputs = _find_text_files(setting, key)
+    name = _cache_name(_build_job(inputs, data, key))
+    return not any((folder / name / MANIFEST).exists() for folder in find_cache_folders(data.cache_dir))
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+def _check_size(
+    source: TokenSource, data: DataSection, vocab_size: int | None, split: Split, key: str, setting: str
+) -> None:
+    """Raise UserError if a source is too small for one sample, or has ids beyond the model's vocabulary."""
+    if source.num_targets < 1:
+        raise setting_error(key, setting, "has no targets: a sample needs two tokens of one document")
+    if split == "train" and data.fills_rows and source.num_targets < data.seq_len:
+        rule = f"one sample needs {data.seq_len + 1} tokens, {key}={setting} holds {source.num_targets + 1}"
+        raise setting_error("data.seq_len", data.seq_len, rule, source.num_targets)
+    if vocab_size is not None and source.vocab_size > vocab_size:
+        rule = f"the ids of {key}={setting} (tokenizer {source.tokenizer}) need at least {source.vocab_size}"
+        raise setting_error("model.vocab_size", vocab_size, rule, source.vocab_size)
+
+
+def _check_same_tokenizer(shards: Sequence[Shard]) -> None:
+    """Raise ShardError unless all shards were made by the same tokenizer."""
+    for other in shards:
+        if other.info.kind != shards[0].info.kind:
+            raise ShardError(
+                f"shards used together must be made in the same way: {shards[0].name} by tokenizer "
+                f"{shards[0].info.tokenizer} ({shards[0].info.vocab_size} ids, {shards[0].info.dtype}), "
+                f"{other.name} by {other.info.tokenizer} ({other.info.vocab_size} ids, {other.info.dtype})"
+            )
+
+
+def _check_disjoint(path: str, eval_path: str, data: DataSection) -> None:
+    """Raise UserError if data.eval_path shares files with data.path or was made by a different tokenizer."""
+    train, held_out = find_shards(path, data, "data.path"), find_shards(eval_path, data, "data.eval_path")
+    _check_files_disjoint(path, eval_path, train.files, held_out.files)
+    try:
+        _check_same_tokenizer([*held_out.train, *train.train[:1]])
+    except ShardError as error:
+        raise _unusable_shards_error("data.eval_path", eval_path, error) from error
+
+
+def _check_files_disjoint(path: str, eval_path: str, train: Sequence[str], held_out: Sequence[str]) -> None:
+    """Raise UserError if a file is both trained on and held out, even under different path names."""
+    shared = sorted({*map(_canonical, train)} & {*map(_canonical, held_out)})
+    if shared and path != eval_path:  # an identical setting is intended; a glob that matches too much is not
+        rest = [file for file in train if _canonical(file) not in shared]
+        legal = re.sub(r"\d{5}\.bin$", "?????.bin", str(rest[0])) if rest else None
+        raise setting_error("data.path", path, f"takes in {shared[0]}, which data.eval_path holds out", legal)
+
+
+def _check_sources_disjoint(data: DataSection, paths: Mapping[str, str], held_out: Mapping[str, str]) -> None:
+    """Raise UserError if one source of a mixture trains on a file that another source holds out."""
+    holders: dict[str, set[str]] = {}
+    for name, path in held_out.items():
+        with _prefix_errors(name):
+            for file in _files_of(data, path, "data.eval_path"):
+                holders.setdefault(file, set()).add(name)
+    stated = [data.weights, *(phase.get("weights") for phase in data.phases)]
+    for name, path in paths.items() if holders else ():
+        is_used = any(weights is None or weights.get(name) for weights in stated)
+        with _prefix_errors(name):
+            for file in _files_of(data, path, "data.path") if is_used else ():
+                if others := sorted(holders.get(file, set()) - {name}):
+                    rule = f"takes in {file}, which data.eval_path holds out for source {others[0]}"
+                    raise setting_error("data.path", path, rule, fix="remove the file from one of the two")
+
+
+def _files_of(data: DataSection, setting: str, key: str) -> list[str]:
+    """Return the files that a path names, without opening them: chats, text, or shards, also those in a manifest.
+
+    A URL is returned unchanged.  Raises UserError if there are no files.
+    """
+    if data.source == "chat":
+        from trainer.data.chat.formats import find_files
+
+        return [os.path.realpath(file) for file in find_files(key, setting)]
+    if find_folder(setting) is None:
+        return [setting]
+    manifest, files = _find_shard_files(setting, key)
+    if manifest is not None:
+        try:
+            files = [str(manifest.parent / row[0]) for row in Manifest.read(manifest).train]
+        except ShardError as error:
+            raise _unusable_shards_error(key, setting, error) from error
+    return [os.path.realpath(file) for file in files or (each.path for each in _find_text_files(setting, key))]
+
+
+def _canonical(file: str) -> str:
+    """Return the canonical path of a file; a URL is returned unchanged."""
+    return file if "://" in file else os.path.realpath(file)
+
+
+def refuse_pairs(source: Source) -> None:
+    """Raise UserError for preference pairs: the ordinary loss would train on both answers."""
+    if source.rows_per_sample > 1:
+        rule = "rejected answers would be trained on like chosen ones"
+        raise setting_error("data.format", "preference", rule, fix="use recipe=dpo, or set train.objective=dpo")
+
+
+def check_tokenizer(source: Source, config: RunConfig) -> None:
+    """Raise UserError if token shards were made with a different tokenizer than the initial weights were trained with.
+
+    Text needs no check: it is tokenized with `data.tokenizer`, which was checked when the configuration was loaded.
+    """
+    if config.data.source != "tokens" or source.tokenizer is None or allows_another(config) or resumes(config):
+        return
+    own = find_weights_tokenizer(config)
+    if own is None or source.tokenizer == find_tokenizer(config.data.tokenizer, bos=config.data.bos).name:
+        return
+    for bos in (None, True, False):
+        with suppress(UserError):  # raised if the tokenizer has no BOS token
+            if source.tokenizer == find_tokenizer(own, bos=bos).name:
+                return
+    what = f"the shards were made with another tokenizer ({source.tokenizer}) than the weights were trained with, {own}"
+    fix = "prepare the text again, with --tokenizer and that file; to use these on purpose: "
+    raise setting_error("data.path", config.data.path, what, fix=f"{fix}checkpoint.allow_changes=[data.tokenizer]")
+
+
+# -- settings that depend on the data ---------------------------------------------------------------------------------
+
+_ROW_MULTIPLE = 64
+"""Trimmed rows have a multiple of this many tokens, which kernels handle efficiently."""
+
+
+def resolve_from_data(config: RunConfig, given: Given | None = None) -> RunConfig:
+    """Return the configuration with `data.trim_rows` applied to `data.seq_len` and `train.epochs` turned into steps.
+
+    Opens the data only if one of these settings needs it.  Raises UserError as `open_source` does.
+    """
+    return run_passes("data", config, given or Given())
+
+
+def trim_rows(config: RunConfig, given: Given) -> RunConfig:
+    """Shrink `data.seq_len` to the longest conversation in the training and evaluation data.
+
+    Before `epochs_to_steps`, which counts the rows.
+    """
+    data = config.data
+    if not data.trim_rows:
+        return config
+    from trainer.data.chat.source import ChatSource, PairSource  # imports jinja2, so only when needed
+
+    splits: tuple[Split, ...] = ("train", "eval") if config.eval.every else ("train",)
+    opened = (open_source(data, config.vocab_size, split) for split in splits)
+    longest = max(source.longest for source in opened if isinstance(source, (ChatSource, PairSource)))
+    seq_len = min(data.seq_len, math.ceil(longest / _ROW_MULTIPLE) * _ROW_MULTIPLE)
+    return dataclasses.replace(config, data=dataclasses.replace(data, seq_len=seq_len))
+
+
+def epochs_to_steps(config: RunConfig, given: Given) -> RunConfig:
+    """Replace `train.epochs` by the equivalent `train.steps`, at least `train.small_model_steps`."""
+    train = config.train
+    if train.epochs is None:
+        return config
+    samples = train.epochs * len(open_source(config.data, config.vocab_size, "train"))
+    steps = max(1, train.small_model_steps, math.ceil(samples / train.global_batch_size))
+    return dataclasses.replace(config, train=dataclasses.replace(train, epochs=None, small_model_steps=0, steps=steps))

@@ -1,0 +1,166 @@
+"""Assembles a run: creates everything besides the model that a Trainer works with, in order of dependency."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from trainer.checkpoint.manifest import RunInfo
+from trainer.checkpoint.saver import Saver
+from trainer.checkpoint.storage import open_storage
+from trainer.checkpoint.writer import Checkpoints, SaveSettings
+from trainer.config import RunConfig
+from trainer.config.rules import compiles_blocks
+from trainer.distributed.channel import StepSync
+from trainer.distributed.world import World
+from trainer.lifecycle.folder import RunFolder
+from trainer.lifecycle.lifecycle import Lifecycle
+from trainer.lifecycle.relocation import Relocation
+from trainer.lifecycle.resume import Resume
+from trainer.lifecycle.state import RandomState, TrainState
+from trainer.lifecycle.summary import mesh_sizes
+from trainer.lifecycle.watchdog import Watchdog, watch_phases
+from trainer.metrics.callbacks import Callback, GarbageCollection, Samples, UnitNorms
+from trainer.metrics.profile import Profile
+from trainer.metrics.sinks import Metrics
+from trainer.metrics.step_metrics import SkipCounter, StepMetrics
+from trainer.metrics.stop_criterion import StopCriterion, find_horizon
+from trainer.optim.average import EMA, WeightAverage
+from trainer.optim.optimizer import training_bytes
+from trainer.plan.forecast import Forecast, describe_choice
+from trainer.weights.exporting import Origin
+from trainer.weights.loading import ORIGIN, load_base
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+
+@dataclass
+class TrainingRun:
+    """What a Trainer works with besides its model, optimizer and data.
+
+    The fields without a value at first are set by `assemble_run`, in their order: each uses those before it.
+    """
+
+    config: RunConfig
+    world: World
+    forecast: Forecast
+    metrics: Metrics
+    horizon: StopCriterion
+    """When the run ends."""
+    state: TrainState
+    """Everything that a resume restores."""
+    average: WeightAverage
+    origin: Origin
+    """The files that came with the initial weights, including those of the tokenizer."""
+    folder: RunFolder
+    watchdog: Watchdog
+    checkpoints: Checkpoints
+    step_sync: StepSync
+    callbacks: list[Callback]
+    """The watchdog and the optional features.  A step is announced in this order, its end in reverse."""
+    step_metrics: StepMetrics = field(init=False)
+    resume: Resume = field(init=False)
+    relocation: Relocation = field(init=False)
+    saver: Saver = field(init=False)
+    lifecycle: Lifecycle = field(init=False)
+
+    @contextmanager
+    def fitting(self) -> Iterator[None]:
+        """Tell the callbacks that the block is the call of `Trainer.fit`."""
+        for callback in self.callbacks:
+            callback.begin_fit()
+        try:
+            yield
+        finally:
+            for callback in reversed(self.callbacks):
+                callback.end_fit()
+
+    @contextmanager
+    def looping(self) -> Iterator[None]:
+        """Tell the callbacks when the loop over `Trainer.steps` in the block has ended."""
+        has_failed = True
+        try:
+            yield
+            has_failed = False
+        except GeneratorExit:  # the caller has left its loop
+            has_failed = False
+            raise
+        finally:
+            for callback in reversed(self.callbacks):
+                callback.end_loop(has_failed)
+
+
+def assemble_run(trainer: Trainer, started: float) -> TrainingRun:
+    """Create what `trainer` works with.  Collective.
+
+    The order matters: parts of the state are stored, and votes of the step's all-reduce are exchanged, in the order in
+    which they are registered here.  started: when the Trainer was created, by `time.monotonic`.
+    """
+    config, world, model, optimizer = trainer.config, trainer.world, trainer.model, trainer.optimizer
+    skips = SkipCounter(config.train.max_skipped_updates, config.schedule.name == "range")
+    metrics, horizon = Metrics(config, world.is_main), find_horizon(config)
+    random_state = RandomState(config.run.seed, world.rank)
+    base = load_base(model, config, world) if config.lora.rank else None
+    state = TrainState(trainer, model, optimizer, skips, random_state, base)
+    state.add_loaders(trainer.loader, trainer.eval_loader, world)
+    state.add("metrics", metrics)
+    state.add("horizon", horizon)
+    average = WeightAverage(state.trained, config.train.ema, config.eval.ema)
+    optimizer.step_listeners.append(average)
+    state.add(EMA, average)
+    origin = Origin()
+    state.add(ORIGIN, origin)
+
+    folder = RunFolder(config, world.is_main, describe_choice(trainer.plan_choice))
+    watchdog = Watchdog(world, config)
+    watch_phases(watchdog, model, optimizer.parts)
+    if metrics.console is not None:
+        metrics.console.first_step = "compiling" if compiles_blocks(config.train.compile, world.device.type) else ""
+        watchdog.observers.append(metrics.console.enter_phase)
+    profile = Profile(config, world.rank, world.device, metrics, watchdog)
+    storage = world.agreed(lambda: open_storage(config.checkpoint.dir or folder.path / "checkpoints"))
+    sizes = mesh_sizes(trainer.mesh, config)
+    facts = RunInfo(config.with_absolute_paths().to_yaml(), sizes, world.env.job, world.env.num_restarts)
+    checkpoints = Checkpoints(storage, world, SaveSettings.of(config.checkpoint, config.eval.metric), facts)
+
+    norms = UnitNorms(config.log, model, trainer.units, trainer.mesh, metrics, lambda: run.step_metrics.grad_norm)
+    optimizer.step_listeners.append(norms)
+    samples = Samples(config, world, model, average, metrics)
+    run = TrainingRun(
+        config=config,
+        world=world,
+        forecast=trainer.forecast,
+        metrics=metrics,
+        horizon=horizon,
+        state=state,
+        average=average,
+        origin=origin,
+        folder=folder,
+        watchdog=watchdog,
+        checkpoints=checkpoints,
+        step_sync=StepSync(world),
+        # A profile begins before the watchdog's limit for the step and is written after it; norms are read within it.
+        callbacks=[GarbageCollection(), profile, watchdog, norms, samples],
+    )
+    run.step_metrics = StepMetrics(run, trainer.loader)
+    run.resume = Resume(config, world, checkpoints, folder, metrics)
+    run.relocation = Relocation(world, folder, checkpoints, metrics)
+    weights, _, kept = training_bytes(model, config.optim, config.train.ema > 0)
+    run.saver = Saver(
+        checkpoints,
+        config,
+        run.step_sync,
+        folder=folder,
+        relocation=run.relocation,
+        resume=run.resume,
+        step_metrics=run.step_metrics,
+        watchdog=watchdog,
+        metrics=metrics,
+        expected_bytes=weights + kept,
+    )
+    world.agreed(samples.check)
+    run.lifecycle = Lifecycle(run, trainer.loader, trainer.eval_loader, started)
+    return run

@@ -1,0 +1,247 @@
+"""Optional features of a run: the hooks that they can use, and those that are too small for a file of their own.
+
+Here: norms by unit, samples, garbage collection, and the loss by source of a mixture.  Profiles are in `profile.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from trainer.config import RunConfig
+from trainer.config.rules import compiles_blocks
+from trainer.config.schema import LogSection
+from trainer.data.loader import Batch, EvalLoader, TrainLoader
+from trainer.data.mixture import SOURCE, MixedSource
+from trainer.data.prompts import chat_end_ids, chat_prompt_tokens, prompt_tokens
+from trainer.data.tokenizer import find_tokenizer
+from trainer.data.transfer import HostScalars
+from trainer.distributed.world import World
+from trainer.loss import IGNORE, row_losses
+from trainer.metrics.record import Record
+from trainer.metrics.sinks import Metrics
+from trainer.metrics.step_metrics import Amount
+from trainer.model.gradients import evaluation_mode
+from trainer.model.parameters import local
+from trainer.model.sample import generate_sample
+from trainer.model.units import ShardUnit, parameters_by_unit
+from trainer.optim.average import WeightAverage
+
+
+class Callback:
+    """An optional feature of a run, called at certain moments.  Every hook does nothing unless it is overridden.
+
+    A callback never decides whether the run saves, evaluates or stops: `Trainer.fit` does.  All ranks have the same
+    callbacks in the same order, and call them at the same moments, so that hooks may be collective.  Hooks at the
+    beginning of something are called in the order of the callbacks, hooks at its end in reverse order.
+    """
+
+    def advice(self, step: int) -> str:
+        """Return a note to print if the run starts after `step`, or an empty string."""
+        return ""
+
+    def begin_fit(self) -> None:
+        """Called when `Trainer.fit` begins.  A custom loop over `Trainer.steps` does not call it."""
+
+    def end_fit(self) -> None:
+        """Called when `Trainer.fit` ends, also by an exception."""
+
+    def begin_step(self, step: int) -> None:
+        """Called when `step` begins, before its data is loaded."""
+
+    def end_step(self, step: int) -> None:
+        """Called when `step` has been queued; a GPU may still be running it."""
+
+    def after_evaluation(self, step: int) -> None:
+        """Called after an evaluation that was not aborted, as part of the watchdog's phase `evaluate`."""
+
+    def end_loop(self, has_failed: bool) -> None:
+        """Called when a loop over `Trainer.steps` ends: at the last step, early, or by an exception (`has_failed`)."""
+
+
+class UnitNorms(Callback):
+    """Logs the gradient norm and the weight norm of each unit (layer) every `log.norms_every` steps.
+
+    Other steps compute nothing.  The host never waits for the device before the end of a step.  It is also a step
+    listener of the optimizer: `after_step` is called before the gradients are freed.
+    """
+
+    def __init__(
+        self,
+        log: LogSection,
+        model: nn.Module,
+        units: Sequence[ShardUnit],
+        mesh: DeviceMesh,
+        metrics: Metrics,
+        grad_norm: Callable[[], float],
+    ) -> None:
+        """`grad_norm()` returns the global gradient norm before clipping of the step that has just ended."""
+        self._log, self._mesh, self._metrics = log, mesh, metrics
+        self._parameters = parameters_by_unit(model, units)
+        self._grad_norm = grad_norm
+        self._is_due = False
+        self._found: HostScalars | None = None
+
+    def begin_step(self, step: int) -> None:
+        self._is_due = self._log.norms_every > 0 and step % self._log.norms_every == 0
+
+    def after_step(self, is_finite: torch.Tensor | None = None) -> None:
+        """Start computing the norms if they are due in this step.  Collective in that case: one all-reduce over the
+        `shard` axis.
+        """
+        if self._is_due:
+            self._found = HostScalars(*self._squares())
+
+    @torch.no_grad()
+    def _squares(self) -> list[torch.Tensor]:
+        """Return the squared norms over all ranks: first of each unit's gradients, then of each unit's weights."""
+        device = torch.device(self._mesh.device_type)
+        units = self._parameters.values()
+        gradients = [_square([p.grad for p in own if p.grad is not None], device) for own in units]
+        squares = torch.stack([*gradients, *(_square(own, device) for own in units)])
+        if self._mesh.size(self._mesh.ndim - 1) > 1:
+            dist.all_reduce(squares, group=self._mesh.get_group(self._mesh.ndim - 1))
+        return list(squares.unbind())
+
+    def end_step(self, step: int) -> None:
+        """Write the norms record if norms were due in this step.  Waits for the device in that case."""
+        if self._found is None:
+            return
+        norms, self._found = [math.sqrt(square) for square in self._found.read()], None
+        gradients, weights = norms[: len(self._parameters)], norms[len(self._parameters) :]
+        clipped = math.sqrt(sum(norm**2 for norm in gradients))
+        scale = self._grad_norm() / clipped if clipped else 1.0  # clipping scales all gradients by the same factor
+        self._metrics.write(
+            Record(
+                kind="norms",
+                step=step,
+                grad_norm=self._by_unit([scale * norm for norm in gradients]),
+                param_norm=self._by_unit(weights),
+            )
+        )
+
+    def _by_unit(self, norms: Sequence[float]) -> dict[str, float | None]:
+        finite = (norm if math.isfinite(norm) else None for norm in norms)
+        return dict(zip(self._parameters, finite, strict=True))
+
+
+def _square(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the sum of squares over this rank's shards as a scalar on `device`, in float32."""
+    if not tensors:
+        return torch.zeros((), device=device)
+    norms = [torch.linalg.vector_norm(local(tensor.detach()), dtype=torch.float32) for tensor in tensors]
+    return torch.stack(norms).to(device).square().sum()
+
+
+class Samples(Callback):
+    """Continues `log.prompts`, or answers them if the data is chats.  The seed is fixed, so that samples compare."""
+
+    def __init__(
+        self, config: RunConfig, world: World, model: nn.Module, average: WeightAverage, metrics: Metrics
+    ) -> None:
+        self._config, self._world, self._model = config, world, model
+        self._average, self._metrics = average, metrics
+
+    @cached_property
+    def _prompts(self) -> list[tuple[str, list[int]]]:
+        """Each prompt with its tokens."""
+        data = self._config.data
+        if not self._config.log.prompts:
+            return []
+        if data.source == "chat":
+            return [
+                (text, chat_prompt_tokens(text, data.tokenizer, "log.prompts", data.chat_template))
+                for text in self._config.log.prompts
+            ]
+        tokenizer = find_tokenizer(data.tokenizer)
+        return [(text, prompt_tokens(text, tokenizer)) for text in self._config.log.prompts]
+
+    @cached_property
+    def _ends(self) -> set[int]:
+        """The tokens that end a document or an assistant's turn."""
+        data = self._config.data
+        if data.source == "chat":
+            return chat_end_ids(data.tokenizer, data.chat_template)
+        return {find_tokenizer(data.tokenizer).end_id}
+
+    def check(self) -> None:
+        """Raise UserError for a prompt that cannot be tokenized, for example if the tokenizer has no chat template."""
+        assert len(self._prompts) == len(self._config.log.prompts)
+
+    def after_evaluation(self, step: int) -> None:
+        """Write a sample record for each prompt.  Collectives: those of one forward pass per token."""
+        if not self._prompts:
+            return
+        config, tokenizer = self._config, find_tokenizer(self._config.data.tokenizer)
+        num_tokens, seq_len = config.log.prompt_tokens, config.data.seq_len
+        compiles = compiles_blocks(config.train.compile, self._world.device.type)
+        with self._average.swapped_in(), evaluation_mode(self._model):
+            for prompt, given in self._prompts:
+                tokens = generate_sample(self._model, self._world, given, num_tokens, seq_len, compiles, self._ends)
+                text = tokenizer.decode([token for token in tokens[len(given) :] if token not in self._ends])
+                self._metrics.write(Record(kind="sample", step=step, prompt=prompt, text=text))
+
+
+class GarbageCollection(Callback):
+    """Collects at the same steps on all ranks, since a collection at a random moment on one rank delays all others."""
+
+    def __init__(self, every: int = 100, full_every: int = 1000) -> None:
+        self.every, self.full_every = every, full_every
+        self._is_on = False
+
+    def begin_fit(self) -> None:
+        self._is_on = True
+        gc.collect()
+        gc.disable()
+
+    def end_step(self, step: int) -> None:
+        if self._is_on:
+            if step % self.full_every == 0:
+                gc.collect()
+            elif step % self.every == 0:
+                gc.collect(1)
+
+    def end_fit(self) -> None:
+        self._is_on = False
+        gc.enable()
+
+
+Loss = Callable[[Batch], torch.Tensor]
+Log = Callable[[str, Amount, Amount | None], None]
+
+
+def loss_by_source(loss: Loss, loaders: Sequence[object], log: Log) -> Loss:
+    """Return `loss`, wrapped to also log each source's mean as `loss_<source>` if a loader reads a mixture of sources.
+
+    The per-row losses are recorded by the cross-entropy functions of `trainer.loss`.  If a model computes its loss in
+    another way, they are unknown and the fields are null.
+    """
+    opened = [loader.source for loader in loaders if isinstance(loader, (TrainLoader, EvalLoader))]
+    mixed = next((source for source in opened if isinstance(source, MixedSource)), None)
+    return loss if mixed is None else _LossBySource(loss, list(mixed.sources), log)
+
+
+class _LossBySource:
+    def __init__(self, loss: Loss, names: Sequence[str], log: Log) -> None:
+        self._loss, self._fields, self._log = loss, [f"loss_{name}" for name in names], log
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        if SOURCE not in batch:
+            return self._loss(batch)
+        with row_losses() as found:
+            loss = self._loss(batch)
+        sources_B = batch[SOURCE]
+        sums = torch.zeros(2, len(self._fields), dtype=torch.float64, device=sources_B.device)
+        if len(found) == 1 and found[0].shape == sources_B.shape:
+            counts_B = (batch["targets"] != IGNORE).sum(-1)
+            sums.index_add_(1, sources_B, torch.stack([found[0], counts_B.double()]))
+        for number, field in enumerate(self._fields):
+            self._log(field, sums[0, number], sums[1, number])
+        return loss

@@ -1,0 +1,370 @@
+"""Estimates the memory, the collectives and the time of one step, each by a `Watcher` of the simulated step.
+
+Memory: the peak per rank, when it occurs, and its breakdown by kind.
+
+Collectives: those that FSDP2 issues, by operation, mesh axis and size.  Sizes are those of the full tensor: the output
+of an all-gather, the input of a reduce-scatter, the buffer of an all-reduce.
+
+Time: kernels on one stream, collectives on three others, with FSDP2's waits between them.  The host is assumed to run
+ahead of the device; the least time it needs is reported separately.  For the streams, see FSDPCommContext in
+torch.distributed.fsdp and the notes there; for collectives, Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce
+algorithms for clusters of workstations".
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple, get_args
+
+from trainer.optim.optimizer import AVERAGE_SIZE
+from trainer.plan.kernels import Work
+from trainer.plan.step import Axis, Kind, Layout, Operation, Step, Watcher, padded_numel
+from trainer.plan.trace import Segment, Trace
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Memory at one moment of a step: the bytes of each kind, and the position in the step."""
+
+    place: str
+    by_kind: dict[Kind, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_kind.values())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Tensor memory of one rank over one step, in bytes, from the second step on, when the optimizer state exists."""
+
+    peak: Moment
+    curve: tuple[Moment, ...]
+    """One moment per mark of the step, in order, for the picture; empty unless requested."""
+
+
+class _MemoryWatcher(Watcher):
+    """Watcher that sums allocations and frees."""
+
+    def __init__(self, trace: Trace, at_rest: dict[Kind, int], draws: bool) -> None:
+        self._trace, self._draws = trace, draws
+        self._live: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0) | at_rest
+        self._total = sum(at_rest.values())
+        self._where: tuple[int, bool] | None = None
+        self._peak: tuple[tuple[int, bool] | None, dict[Kind, int]] = (None, dict(self._live))
+        self._peak_total = self._total
+        self.curve: list[Moment] = []
+
+    def allocate(self, kind: Kind, num_bytes: int) -> None:
+        self._live[kind] += num_bytes
+        self._total += num_bytes
+        if self._total > self._peak_total:
+            self._note_peak(0)
+
+    def free(self, kind: Kind, num_bytes: int) -> None:
+        self._live[kind] -= num_bytes
+        self._total -= num_bytes
+
+    def compute(self, segment: Segment, unit: int, is_backward: bool, accumulates: bool) -> None:
+        above = segment.peak_accumulating if accumulates else segment.peak
+        self._where = unit, is_backward
+        if self._total + above > self._peak_total:
+            self._note_peak(above)
+        if self._draws:
+            self.curve.append(Moment(self._place, self._with("temporaries", above)))
+        self._live["activations"] += segment.net
+        self._total += segment.net
+
+    def _with(self, kind: Kind, num_bytes: int) -> dict[Kind, int]:
+        return {**self._live, kind: self._live[kind] + num_bytes}
+
+    def _note_peak(self, temporaries: int) -> None:
+        self._peak_total = self._total + temporaries
+        self._peak = self._where, self._with("temporaries", temporaries)
+
+    @property
+    def _place(self) -> str:
+        return self._name(self._where)
+
+    def _name(self, where: tuple[int, bool] | None) -> str:
+        if where is None:
+            return "time before the first step"
+        unit, is_backward = where
+        return f"{'backward' if is_backward else 'forward'} of {self._trace.units[unit].name}"
+
+    @property
+    def peak(self) -> Moment:
+        where, by_kind = self._peak
+        return Moment(self._name(where), by_kind)
+
+
+def memory_of(trace: Trace, layout: Layout, num_micro_batches: int, draws: bool = False) -> Memory:
+    """Return the memory of a rank over one step on `layout`, with the full curve if `draws`."""
+    watcher = _MemoryWatcher(trace, at_rest(trace, layout), draws)
+    Step(trace, layout, num_micro_batches, watcher).run()
+    return Memory(watcher.peak, tuple(watcher.curve))
+
+
+def at_rest(trace: Trace, layout: Layout) -> dict[Kind, int]:
+    """Return the bytes of each kind that occupy a rank's device memory between two steps."""
+    kinds: dict[Kind, int] = {"buffers and inputs": trace.buffer_bytes + trace.input_bytes}
+    if layout.cpu_offload:
+        return kinds
+    parameters = [p for unit in trace.units for p in unit.parameters]
+    shards = [(p, padded_numel(p, layout.shard) // layout.shard) for p in parameters]
+    kinds["parameters"] = (1 + layout.has_reference_model) * sum(numel * p.element_size for p, numel in shards)
+    average = AVERAGE_SIZE * layout.averages
+    kinds["optimizer"] = sum(numel * (p.moments * p.moment_size + average * p.is_trained) for p, numel in shards)
+    return kinds
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Collectives
+
+
+class Collective(NamedTuple):
+    """One kind of collective: the operation, the mesh axis, the number of participating ranks, and the bytes."""
+
+    operation: Operation
+    axis: Axis
+    num_ranks: int
+    num_bytes: int
+
+
+class _CollectiveCounter(Watcher):
+    """Watcher that counts the collectives of a step."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._repeats = 1
+        self.counts: Counter[Collective] = Counter()
+
+    def begin(self, repeats: int) -> None:
+        self._repeats = repeats
+
+    def gather(self, unit: int, axis: Axis, num_ranks: int, num_bytes: int) -> None:
+        self.counts[Collective("all_gather", axis, num_ranks, num_bytes)] += self._repeats
+
+    def reduce(self, unit: int, scattered: int, reduced: int) -> None:
+        if self._layout.shard > 1:
+            self.counts[Collective("reduce_scatter", "shard", self._layout.shard, scattered)] += self._repeats
+        if self._layout.replicate > 1 and reduced:
+            self.counts[Collective("all_reduce", "replicate", self._layout.replicate, reduced)] += self._repeats
+
+    def compute(self, segment: Segment, unit: int, is_backward: bool, accumulates: bool) -> None:
+        num_ranks = self._layout.context
+        for work, count in segment.work:
+            if work.operation is not None:
+                self.counts[Collective(work.operation, "context", num_ranks, work.num_bytes)] += count * self._repeats
+
+
+_NORM_BYTES, _LOSS_BYTES, _MESSAGE_BYTES = 4, 8, 8 * 8
+
+
+def collectives_of(trace: Trace, layout: Layout, num_micro_batches: int) -> Counter[Collective]:
+    """Return the number of times that a step issues each kind of collective.
+
+    Besides FSDP's collectives, this counts the training step's three small all-reduces: the message in which the ranks
+    agree (through host memory), the squared gradient norm over the shard axis, and the loss over all ranks.  The
+    collectives with which Muon gathers full matrices are not counted.
+    """
+    watcher = _CollectiveCounter(layout)
+    Step(trace, layout, num_micro_batches, watcher).run()
+    if layout.num_ranks > 1:
+        watcher.counts[Collective("all_reduce", "world", layout.num_ranks, _MESSAGE_BYTES)] += 1
+        watcher.counts[Collective("all_reduce", "world", layout.num_ranks, _LOSS_BYTES)] += 1
+    if layout.shard > 1:
+        watcher.counts[Collective("all_reduce", "shard", layout.shard, _NORM_BYTES)] += 1
+    return watcher.counts
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Time
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates of a machine, measured or estimated from its data sheet: FLOP/s by element size, bytes/s and seconds."""
+
+    matmul: dict[int, float]
+    attention: dict[int, float]
+    memory: float
+    """Bytes read and written per second by memory-bound kernels."""
+    optimizer: float
+    """Bytes read and written per second by the fused optimizer."""
+    kernel_s: float
+    """Shortest time between the starts of two kernels on the device."""
+    host_s: float
+    """Host time to issue one operator."""
+    link: float
+    """Bytes per second into one rank from the other ranks of its node."""
+    network: float
+    """Bytes per second into one rank from other nodes."""
+    link_latency_s: float
+    network_latency_s: float
+    ranks_per_node: int
+    taken_by_collectives: float = 0.0
+    """Share of the device that is unavailable to kernels while a collective runs."""
+
+    def kernel(self, work: Work) -> float:
+        """Return the time of one kernel in seconds, by the roofline model (Williams et al. 2009)."""
+        rates = {"matmul": self.matmul, "attention": self.attention}.get(work.kind)
+        compute_s = 0.0
+        if rates:
+            size = min(work.element_size, 4)
+            compute_s = work.flops / rates.get(size, rates[2])  # without a float8 rate, use the bfloat16 rate
+        return max(compute_s, work.num_bytes / self.memory, self.kernel_s)
+
+    def collective(self, operation: str, layout: Layout, axis: Axis, num_ranks: int, num_bytes: int) -> float:
+        """Return the time in seconds of one collective over `num_ranks` ranks along an axis of the mesh.
+
+        Ranks are numbered along `shard` first.  Traffic between nodes goes through each rank's own network card.  A
+        ring moves (n - 1) / n of the bytes through each rank; an all-reduce moves twice that.
+        """
+        stride = layout.shard if axis == "replicate" else 1
+        within = max(1, min(num_ranks, self.ranks_per_node // stride))
+        num_nodes = -(-num_ranks // within)
+        rounds = 2 if operation == "all_reduce" else 1
+        cards = 1 if operation == "all_to_all" else within  # each rank sends different data, so other cards cannot help
+        inside_s = num_bytes * (within - 1) / within / self.link if within > 1 else 0.0
+        outside_s = num_bytes * (num_nodes - 1) / num_nodes / (cards * self.network) if num_nodes > 1 else 0.0
+        latency_s = self.link_latency_s * math.log2(max(2, within)) + self.network_latency_s * math.log2(num_nodes)
+        return rounds * (max(inside_s, outside_s) + latency_s)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The time of one step in seconds, broken down by cause."""
+
+    total_s: float
+    compute_s: float
+    """Forward and backward kernels, including the slowdown by collectives that run at the same time."""
+    optimizer_s: float
+    copy_s: float
+    """Copies into and out of the buffers of collectives."""
+    communication_s: float
+    """All collectives, whether or not they overlap with kernels."""
+    exposed_s: float
+    """The part of `communication_s` for which kernels had to wait."""
+    host_s: float
+    """Host time to issue all operators: a lower bound on the step time."""
+
+
+class _Clock(Watcher):
+    """Watcher that tracks the time on each stream; a micro-batch that represents `repeats` counts that many times."""
+
+    def __init__(self, layout: Layout, rates: Rates) -> None:
+        self._layout, self._rates = layout, rates
+        self._kernels: dict[tuple[tuple[Work, int], ...], tuple[float, float, int]] = {}
+        self._now = self._gathers_free = self._gathers_may = self._scatters_free = self._sums_free = 0.0
+        self._gathered: dict[int, float] = {}
+        self._copied_before: float | None = None
+        self._last_scatter: float | None = None
+        self._repeats = 1
+        self._started = 0.0
+        self.total_s = self.compute_s = self.copy_s = self.communication_s = self.exposed_s = self.host_s = 0.0
+
+    def begin(self, repeats: int) -> None:
+        self._repeats, self._started = repeats, self._now
+
+    def compute(self, segment: Segment, unit: int, is_backward: bool, accumulates: bool) -> None:
+        if segment.work not in self._kernels:
+            self._kernels[segment.work] = self._times_of(segment)
+        seconds, sent_s, num_kernels = self._kernels[segment.work]
+        self._now += seconds + sent_s
+        self.compute_s += self._repeats * seconds
+        self.exposed_s += self._repeats * sent_s  # kernels wait for the collectives between them
+        self._communicates(sent_s)
+        self.host_s += self._repeats * num_kernels * self._rates.host_s
+
+    def _times_of(self, segment: Segment) -> tuple[float, float, int]:
+        """Return the seconds of a segment's kernels, those of the collectives between them, and their total number."""
+        kernels_s = sent_s = 0.0
+        layout = self._layout
+        for work, count in segment.work:
+            if work.operation is None:
+                kernels_s += count * self._rates.kernel(work)
+            else:
+                num_ranks, num_bytes = layout.context, work.num_bytes
+                sent_s += count * self._rates.collective(work.operation, layout, "context", num_ranks, num_bytes)
+        return kernels_s, sent_s, sum(count for _, count in segment.work)
+
+    def gather(self, unit: int, axis: Axis, num_ranks: int, num_bytes: int) -> None:
+        seconds = self._rates.collective("all_gather", self._layout, axis, num_ranks, num_bytes)
+        start = max(self._gathers_free, self._gathers_may)
+        self._gathered[unit] = self._gathers_free = start + num_bytes // num_ranks * 2 / self._rates.memory + seconds
+        self._communicates(seconds)
+
+    def wait_for_gather(self, unit: int, num_bytes: int, is_forward: bool) -> None:
+        self._wait_until(self._gathered.pop(unit, 0.0))
+        if is_forward and self._copied_before is not None:
+            self._gathers_may = max(self._gathers_may, self._copied_before)
+        self._copy(num_bytes)
+        if is_forward:
+            self._copied_before = self._now
+        else:
+            self._gathers_may = max(self._gathers_may, self._now)
+
+    def reduce(self, unit: int, scattered: int, reduced: int) -> None:
+        layout, rates = self._layout, self._rates
+        if self._last_scatter is not None:  # wait until its buffer is released
+            self._wait_until(self._last_scatter)
+        self._copy(scattered)
+        self._scatters_free = max(self._scatters_free, self._now)
+        if layout.shard > 1:
+            seconds = rates.collective("reduce_scatter", layout, "shard", layout.shard, scattered)
+            self._scatters_free += seconds
+            self._communicates(seconds)
+        self._last_scatter = self._scatters_free
+        if layout.replicate > 1 and reduced:
+            seconds = rates.collective("all_reduce", layout, "replicate", layout.replicate, reduced)
+            self._sums_free = max(self._sums_free, self._scatters_free) + seconds
+            self._communicates(seconds)
+
+    def finish_backward(self) -> None:
+        self._wait_until(max(self._scatters_free, self._sums_free))
+        self._last_scatter = self._copied_before = None
+        self.total_s += self._repeats * (self._now - self._started)
+
+    def _wait_until(self, moment: float) -> None:
+        self.exposed_s += self._repeats * max(0.0, moment - self._now)
+        self._now = max(self._now, moment)
+
+    def _copy(self, num_bytes: int) -> None:
+        seconds = 2 * num_bytes / self._rates.memory
+        self._now += seconds
+        self.copy_s += self._repeats * seconds
+
+    def _communicates(self, seconds: float) -> None:
+        self.communication_s += self._repeats * seconds
+
+
+def time_of(trace: Trace, layout: Layout, num_micro_batches: int, rates: Rates) -> StepTime:
+    """Estimate the time of one step of `num_micro_batches` micro-batches."""
+    clock = _Clock(layout, rates)
+    Step(trace, layout, num_micro_batches, clock).run()
+    parameters = [p for unit in trace.units for p in unit.parameters if p.is_trained]
+    shards = [(p, p.numel / layout.shard) for p in parameters]
+    # Per trained element: the gradient norm reads the gradient.  The optimizer reads the weight and the gradient,
+    # writes both (torch's fused step writes the clipped gradient), and reads and writes each moment.  A weight average
+    # reads the weight, and reads and writes the average.
+    average = layout.averages / rates.memory
+    optimizer_s = sum(
+        2 * numel * p.element_size / rates.memory
+        + numel * (p.element_size + 2 * AVERAGE_SIZE) * average
+        + numel * (3 * p.element_size + 2 * p.moments * p.moment_size) / rates.optimizer
+        for p, numel in shards
+    )
+    slowed_s = rates.taken_by_collectives * max(0.0, clock.communication_s - clock.exposed_s)
+    total_s = max(clock.total_s + slowed_s + optimizer_s, clock.host_s)
+    return StepTime(
+        total_s,
+        clock.compute_s + slowed_s,
+        optimizer_s,
+        clock.copy_s,
+        clock.communication_s,
+        min(clock.exposed_s, clock.communication_s),
+        clock.host_s,
+    )

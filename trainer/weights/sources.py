@@ -1,0 +1,397 @@
+"""Sources of weights, and copying from one into a model.
+
+A source reads rows of named tensors; its format (a checkpoint, a Hugging Face folder, a single file) is hidden from the
+model.  Each rank reads only the rows that it holds, without communication.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from trainer.config.pretrained import INDEX, LARGEST_INDEX, WEIGHTS, check_no_gguf, no_weights
+from trainer.errors import UserError, print_stderr, setting_error
+from trainer.files import read_json
+from trainer.model.network import HuggingFaceNames, MappedTensor
+from trainer.model.parameters import local, local_rows, tied_names
+from trainer.recipe import Recipe, StoredTensors
+from trainer.recipe import WeightSource as WeightSource
+
+BLOCK_BYTES = 64 * 2**20
+"""Maximum size of a block of rows that is read at once."""
+
+
+@torch.no_grad()
+def fill(
+    model: nn.Module, source: WeightSource, setting: str = "weights", only: Callable[[str], bool] | None = None
+) -> None:
+    """Copy the weights of `source` into `model`, in place and in the model's own dtypes.
+
+    `only` is a predicate on our names.  If given, only matching weights are copied, and others may be missing or extra
+    in the source.
+
+    The model must be materialized, and may be sharded: each rank reads its own rows, a block at a time.  (A tensor
+    sharded along another dimension is read in full.)  Persistent buffers missing from the source keep their values.  No
+    collectives; one host sync.
+
+    Raises UserError on all ranks, before anything is written, if the source does not fit the model (see
+    `find_weights`).  Raises UserError on those ranks whose rows of a parameter hold NaN or infinity, which no loss
+    survives; warns of matrices whose rows here are all zero.  Errors of the source while reading may be raised on a
+    single rank.
+    """
+    model_weights, dtypes = named_weights(model), source.dtypes
+    is_finite: dict[str, torch.Tensor] = {}
+    is_zero: dict[str, torch.Tensor] = {}
+    for name, stored in find_weights(model, source, setting, only).items():
+        weight = model_weights[name].detach()
+        rows = local_rows(weight)
+        if rows is None:
+            assert isinstance(weight, DTensor)
+            full = source.read(stored)
+            parts = distribute_tensor(full, weight.device_mesh, weight.placements, src_data_rank=None)
+            local(weight).copy_(local(parts))
+        elif weight.ndim == 0:
+            local(weight).copy_(source.read(stored))
+        else:
+            first, last = rows
+            for start, stop in row_blocks(weight.shape, dtypes[stored], first, last):
+                local(weight)[start - first : stop - first].copy_(source.read(stored, start, stop))
+        if isinstance(model_weights[name], nn.Parameter):  # a buffer may well hold -inf, as a causal mask does
+            is_finite[stored] = torch.isfinite(local(weight)).all()
+            if weight.ndim > 1 and local(weight).numel():
+                is_zero[stored] = ~local(weight).any()
+    if is_finite and not torch.stack([*is_finite.values()]).all():
+        listed = _listed(name for name, flag in is_finite.items() if not flag)
+        raise UserError(
+            f"{setting}: the weights in {source.description} are not all finite: NaN or infinity in {listed}"
+        )
+    is_main = not dist.is_initialized() or dist.get_rank() == 0
+    if is_main and is_zero and torch.stack([*is_zero.values()]).any():
+        zeros = [name for name, flag in is_zero.items() if flag]
+        print_stderr(
+            f"warning: {setting}: {len(zeros)} of {len(is_zero)} matrices in {source.description} are all zero, as "
+            f"after an interrupted download: {_listed(zeros)}"
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def find_weights(
+    model: nn.Module, source: WeightSource, setting: str, only: Callable[[str], bool] | None = None
+) -> dict[str, str]:
+    """Map the names of the model's weights to their names in `source`; of tied weights, only the first name is
+    included.
+
+    With `only`, restricted to the names for which it is true.
+
+    Raises UserError that begins with `setting` and lists every difference: weights missing on either side, different
+    shapes, and weights that are tied in the model but different in the source.  Persistent buffers may be missing in
+    the source.
+    """
+    source_shapes = source.shapes
+    model_weights = {name: tuple(weight.shape) for name, weight in named_weights(model).items()}
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    groups = {group[0]: group for group in tied_names(model)}
+    aliases = {alias for group in groups.values() for alias in group[1:]}
+    found: dict[str, str] = {}
+    missing, untied = [], []
+    wanted = {name for name in model_weights if only is None or only(name)}
+    for name in [name for name in model_weights if name in wanted and name not in aliases]:
+        stored = [alias for alias in groups.get(name, [name]) if alias in source_shapes]
+        if stored:
+            found[name] = stored[0]
+            # Equal copies of a tied weight are fine; of two different weights, one would be lost.
+            others = [other for other in stored[1:] if _are_different(source, stored[0], other)]
+            untied += [f"{stored[0]} and {other} are one tensor here, but two there" for other in others]
+        elif name in parameters:
+            missing.append(f"missing there: {name} {model_weights[name]}")
+    dtypes = source.dtypes
+    integers = [
+        f"{stored}: {str(dtypes[stored]).removeprefix('torch.')} there, as in a quantized folder whose scales are "
+        "missing; floating point here"
+        for name, stored in found.items()
+        if name in parameters and not dtypes[stored].is_floating_point
+    ]
+    differences = [
+        *missing,
+        *integers,
+        *(f"missing here: {name} {shape}" for name, shape in source_shapes.items() if name not in model_weights),
+        *(
+            f"{name}: {source_shapes[name]} there, {shape} here"
+            for name, shape in model_weights.items()
+            if name in wanted and source_shapes.get(name, shape) != shape
+        ),
+        *untied,
+    ]
+    if differences:
+        listed = "\n  ".join(differences)
+        raise UserError(
+            f"{setting}: the weights in {source.description} do not fit the model:\n  {listed}\n"
+            "  to fix: download or export the folder again if it is incomplete, or set model.* to what it holds"
+        )
+    return found
+
+
+def _are_different(source: WeightSource, one: str, other: str) -> bool:
+    """Compare three rows to decide whether two names in the source are different weights."""
+    shape = source.shapes[one]
+    if source.shapes[other] != shape or not shape or not shape[0]:
+        return False  # shapes are compared by the caller
+    rows = (0, shape[0] // 2, shape[0] - 1)
+    return not all(torch.equal(source.read(one, row, row + 1), source.read(other, row, row + 1)) for row in rows)
+
+
+def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and persistent buffers under all their names; DTensors if the model is sharded.
+
+    The tensors are the model's own.  Parameters that a forward pass left gathered are resharded.
+    """
+    state = model.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def row_blocks(shape: Sequence[int], dtype: torch.dtype, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Split the rows [start, stop) of a tensor of `shape` into blocks of at most `BLOCK_BYTES`, or one row."""
+    row_bytes = torch.Size(shape[1:]).numel() * dtype.itemsize
+    step = max(1, BLOCK_BYTES // max(1, row_bytes))
+    for first in range(start, stop, step):
+        yield first, min(stop, first + step)
+
+
+@torch.no_grad()
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state dict of the unsharded model, on the CPU, on rank 0; an empty dict on other ranks.
+
+    Tied names share one tensor.  Collective: one all-gather per sharded tensor, one after another, so every rank must
+    call it and briefly holds one full tensor.
+    """
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    full: dict[str, torch.Tensor] = {}
+    gathered: dict[int, torch.Tensor] = {}
+    for name, weight in named_weights(model).items():
+        if id(weight) not in gathered:
+            tensor = weight.detach()
+            if isinstance(tensor, DTensor):
+                # Offloaded shards are on the CPU, which the mesh's process group may not support.
+                tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+            gathered[id(weight)] = tensor.to("cpu", copy=True) if is_first else tensor.new_empty(0)
+        if is_first:
+            full[name] = gathered[id(weight)]
+    return full
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Hugging Face folders
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class _StoredTensor:
+    """A tensor in a file: how to read it, and its shape and dtype in our orientation."""
+
+    file: Path
+    reader: Any
+    transposed: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _StackedTensor:
+    """One of our tensors, whose rows are separate tensors in the files."""
+
+    rows: Mapping[int, _StoredTensor]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.rows), *self.rows[0].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.rows[0].dtype
+
+
+class SafetensorsFolder(StoredTensors):
+    """A `WeightSource` for a folder with `model.safetensors`, or with an index and shards.
+
+    `Recipe.hf` maps the folder's tensor names to ours; `transformers` is not needed.  Files are memory-mapped, and
+    pages are loaded as rows are read; until then, only headers are.  Tensors unknown to the recipe keep their names, so
+    that a comparison with the model lists them.  Raises UserError, beginning with `setting`, for a folder, index or
+    file that cannot be read.  Format: https://github.com/huggingface/safetensors#format.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        recipe: Recipe | None = None,
+        model_config: Any = None,
+        setting: str = "path",
+    ) -> None:
+        """Without a recipe, the tensors keep the names and shapes that they have in the files."""
+        names = None if recipe is None else HuggingFaceNames(recipe, model_config)
+        self.description = str(path)
+        self._setting = setting
+        self._stored: dict[str, _StoredTensor | _StackedTensor] = {}
+        stacks: dict[str, dict[str, _StoredTensor]] = {}
+        for file, listed in _find_files(path, setting).items():
+            handle = self._open(file)
+            held = list(handle.keys())
+            absent = sorted(listed - set(held))
+            if absent:
+                raise self._unreadable(file, f"has no {', '.join(absent)}, which {INDEX} lists")
+            for name in listed or held:
+                if names is not None and names.is_ignored(name):
+                    continue
+                mapped = (names and names.ours(name)) or MappedTensor(name)
+                stored = self._describe(file, handle.get_slice(name), name, mapped.is_transposed)
+                if mapped.row is None:
+                    self._stored[mapped.name] = stored
+                else:
+                    stacks.setdefault(mapped.name, {})[mapped.row] = stored
+        self._stored |= {name: self._stack(name, rows) for name, rows in stacks.items()}
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return rows [start, stop) of a tensor, as a view of the file.  Raises UserError if it cannot be read."""
+        stored = self._stored[name]
+        if isinstance(stored, _StackedTensor):
+            return torch.stack([self._read(stored.rows[row]) for row in range(len(stored.rows))[start:stop]])
+        return self._read(stored, start, stop)
+
+    def _read(self, stored: _StoredTensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        try:
+            if not stored.shape:
+                tensor: torch.Tensor = stored.reader[...]
+            elif stored.transposed:
+                tensor = stored.reader[:, start:stop].t()
+            else:
+                tensor = stored.reader[start:stop]
+        except (SafetensorError, OSError) as error:
+            raise self._unreadable(stored.file, f"cannot be read ({error})") from error
+        return tensor
+
+    def _open(self, file: Path) -> Any:
+        try:
+            return safe_open(file, framework="pt")
+        except SafetensorError as error:
+            raise self._unreadable(file, f"is not a complete safetensors file ({error}); download it again") from error
+        except OSError as error:
+            raise self._unreadable(file, f"cannot be read ({error.strerror or error})") from error
+
+    def _describe(self, file: Path, reader: Any, name: str, transposed: bool) -> _StoredTensor:
+        shape, dtype = tuple(reader.get_shape()), reader.get_dtype()
+        if dtype not in DTYPES:
+            raise self._unreadable(file, f"{name} is stored as {dtype}; convert it to one of {', '.join(DTYPES)}")
+        transposed = transposed and len(shape) == 2
+        return _StoredTensor(file, reader, transposed, shape[::-1] if transposed else shape, DTYPES[dtype])
+
+    def _stack(self, name: str, rows: Mapping[str, _StoredTensor]) -> _StackedTensor:
+        """Combine the rows of one of our tensors.  Raises UserError if rows are missing or differ in shape or dtype."""
+        first = next(iter(rows.values()))
+        numbered = {int(row): stored for row, stored in rows.items() if row.isdecimal()}
+        if absent := sorted({*range(len(rows))} - {*numbered}):
+            listed = ", ".join(map(str, absent))
+            raise self._unreadable(first.file, f"of the {len(rows)} parts of {name}, number {listed} is missing")
+        for row, stored in numbered.items():
+            if (stored.shape, stored.dtype) != (numbered[0].shape, numbered[0].dtype):
+                rule = f"part {row} of {name} is {stored.shape}, {stored.dtype}, and part 0 {numbered[0].shape}, "
+                raise self._unreadable(stored.file, f"{rule}{numbered[0].dtype}")
+        return _StackedTensor(numbered)
+
+    def _unreadable(self, file: Path, what: str) -> UserError:
+        return setting_error(self._setting, self.description, f"{file.name}: {what}")
+
+
+def _find_files(path: str | os.PathLike[str], setting: str) -> dict[Path, set[str]]:
+    """Return the folder's safetensors files, each with the names that the index assigns to it."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        rule = "is a file; give the folder that contains it" if folder.exists() else "there is no such folder"
+        raise setting_error(setting, path, rule)
+    if (folder / WEIGHTS).is_file():
+        return {folder / WEIGHTS: set()}
+    if not (folder / INDEX).is_file():
+        check_no_gguf(folder, setting)
+        raise setting_error(setting, path, no_weights(folder))
+    try:
+        weight_map = read_json(folder / INDEX, LARGEST_INDEX)["weight_map"]
+        for name in weight_map.values():
+            if Path(name).is_absolute() or ".." in Path(name).parts or not name.endswith(".safetensors"):
+                rule = f"{INDEX} names {name!r}: an index may only name .safetensors files inside of its folder"
+                raise setting_error(setting, path, rule, fix="correct the index, or download the model again")
+        files = {
+            folder / name: {key for key, file in weight_map.items() if file == name}
+            for name in sorted(set(weight_map.values()))
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise setting_error(setting, path, f"{INDEX}: is not an index of safetensors files ({error!r})") from error
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise setting_error(setting, path, f"{INDEX} names {', '.join(absent)}, which is missing; download it again")
+    return files
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Single files
+
+
+class StateDictFile(StoredTensors):
+    """A `WeightSource` for a single file of unsharded tensors under our names, e.g. another trainer's
+    `torch.save(...)`.
+
+    The file is memory-mapped, so only the rows that are read are loaded, and unpickled with `weights_only=True`, so no
+    code runs.
+    """
+
+    _PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+    def __init__(self, path: Path, setting: str) -> None:
+        self.description = str(path)
+        content: Any
+        try:
+            if path.suffix == ".safetensors":
+                content = safetensors.torch.load_file(path)
+            else:
+                content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except (OSError, RuntimeError, pickle.UnpicklingError, safetensors.SafetensorError) as error:
+            raise setting_error(setting, path, f"cannot be read as a state dict ({error})") from error
+        if isinstance(content, dict) and isinstance(content.get("model"), dict):
+            content = content["model"]
+        if not isinstance(content, dict):
+            raise setting_error(setting, path, "has no state dict")
+        wrappers = re.compile("|".join(map(re.escape, self._PREFIXES)))
+        self._stored = {wrappers.sub("", name): t for name, t in content.items() if isinstance(t, torch.Tensor)}
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return rows [start, stop) of a tensor, or all of it."""
+        tensor = self._stored[name]
+        return tensor[start:stop] if tensor.ndim else tensor
