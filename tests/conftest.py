@@ -16,7 +16,7 @@ import pytest
 from tests.budget import TIERS, Budget, seconds_on_record, tier_of
 from tests.forked import fork_server, kill_what_is_left
 from tests.runs import four, one, two
-from trainer import stopping
+from trainer import errors, stopping
 from trainer.data.chat.limits import trial
 from trainer.distributed.environment import limit_spinning
 
@@ -90,6 +90,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         from tests.probes import keep_probes
 
         keep_probes()
+
+
+@pytest.fixture(autouse=True)
+def no_secret_of_another_test() -> Iterator[None]:
+    """A process masks every secret that it has seen in whatever it prints, be it a common word."""
+    yield
+    errors._known_secrets.clear()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -54,9 +54,8 @@ def snippets(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_is_short_and_its_links_lead_somewhere(page: Path) -> None:
+def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     text = page.read_text()
-    assert len(text.splitlines()) <= 150
     for link in re.findall(r"\]\(([^)#]+)\)", text):
         assert "://" in link or (page.parent / link).exists(), link
     for test in re.findall(r"`(tests/test_\w+\.py)`", text):

@@ -31,6 +31,11 @@ AT = 5
 """The step after which it happens: saves fall on even ones."""
 
 
+def _delete(folder: Path) -> str:
+    """Return a command that deletes a folder into which a save may be writing at that moment."""
+    return f"until rm -rf {folder}; do :; done"
+
+
 def lose(base: Path, command: str, *overrides: str, ranks: int = 1, logs_in: Path | None = None) -> Started:
     """Return a run of some seconds in `base/run`, which has ended; after step 5 it runs the command."""
     arguments = with_(f"train.steps={STEPS}", "checkpoint.keep_last=0", *overrides)
@@ -65,7 +70,7 @@ def goes_on(run: Started, settings: list[str], *overrides: str, ranks: int = 1) 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, *slow(2)])
 def test_a_deleted_folder_is_said_and_the_state_saved_beside_it(ranks: int, tmp_path: Path) -> None:
-    run = lose(tmp_path, f"rm -rf {tmp_path / 'run'}", ranks=ranks)
+    run = lose(tmp_path, _delete(tmp_path / "run"), ranks=ranks)
     assert not run.folder.exists(), "it is not made again"
     assert run.stderr.count(f"run.dir={run.folder}: was deleted while the run was training in it; the run stops") == 1
     assert "finished" not in run.stdout
@@ -94,7 +99,7 @@ def test_a_renamed_folder_is_followed(ranks: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["deleted", *slow("renamed")])
 def test_checkpoints_elsewhere_that_are_lost(how: str, tmp_path: Path) -> None:
     saved, now = tmp_path / "saved", tmp_path / ("saved-rescued" if how == "deleted" else "renamed")
-    command = f"rm -rf {saved}" if how == "deleted" else f"mv {saved} {now}"
+    command = _delete(saved) if how == "deleted" else f"mv {saved} {now}"
     run = lose(tmp_path, command, f"checkpoint.dir={saved}")
     assert f"checkpoint.dir={saved}: was {how}" in run.stderr_of(0)
     assert advice(run) == [f"checkpoint.dir={now}"]
@@ -277,7 +282,7 @@ def test_all_ranks_move_or_none_does(tmp_path: Path) -> None:
 def test_checkpoints_deep_inside_the_folder_of_the_run(tmp_path: Path) -> None:
     """Their parents are made once: not again after the folder was deleted, but in the one that takes its place."""
     saved = tmp_path / "run" / "a" / "b" / "saved"
-    run = lose(tmp_path, f"rm -rf {tmp_path / 'run'}", f"checkpoint.dir={saved}")
+    run = lose(tmp_path, _delete(tmp_path / "run"), f"checkpoint.dir={saved}")
     assert not run.folder.exists()
     rescued = tmp_path / "run-rescued"
     assert advice(run) == [f"run.dir={rescued}", f"checkpoint.dir={rescued}/a/b/saved"]

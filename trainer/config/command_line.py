@@ -156,17 +156,14 @@ def full_help(sections: Sequence[str] = (), config: RunConfig | None = None) -> 
             meant = f"did you mean --help {best}?" if best else f"the sections are: {', '.join(known)}"
             raise UserError(f"--help {name}: no such section\n  {meant}")
     parts = [] if sections else [USAGE, recipe_list(), _COMMANDS]
-    for name in sections or sorted(known, key=_order):
+    known.sort(key=lambda name: _MOST_USED.index(name) if name in _MOST_USED else len(_MOST_USED))
+    for name in sections or known:
         if name != "model":
             parts.append(_section(name, type(getattr(RunConfig(), name)), None, config))
         else:
             recipes = all_recipes() if config is None else [config.recipe]
             parts += [_section(f"model (model.name={r.name})", r.config, r.config, config) for r in recipes]
     return "\n".join(parts)
-
-
-def _order(section: str) -> int:
-    return _MOST_USED.index(section) if section in _MOST_USED else len(_MOST_USED)
 
 
 def _section(title: str, owner: type, model: type | None, config: RunConfig | None) -> str:

@@ -29,8 +29,9 @@ def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
         return
     if not hasattr(config.model, "fresh") or not config.model_path:
         return  # this kind of model initialises its weights randomly
-    fresh = given.get("model.fresh")
-    if not (is_true(fresh) or (fresh is None and config.model.fresh and not _fine_tunes(config))):
+    fresh, objective = given.get("model.fresh"), config.train.objective
+    settings = {"data.source": config.data.source, "train.objective": objective, "lora.rank": config.lora.rank}
+    if not (is_true(fresh) or (fresh is None and config.model.fresh and not asks_for_fine_tuning(settings))):
         check_weights(config.model_path, "model.path")
 
 
@@ -41,16 +42,6 @@ def asks_for_fine_tuning(values: Mapping[str, Any]) -> bool:
         values.get("data.source") == "chat"
         or values.get("train.objective") not in (None, "tokens")
         or rank not in (None, 0, "0")
-    )
-
-
-def _fine_tunes(config: RunConfig) -> bool:
-    return asks_for_fine_tuning(
-        {
-            "data.source": config.data.source,
-            "train.objective": config.train.objective,
-            "lora.rank": config.lora.rank,
-        }
     )
 
 
