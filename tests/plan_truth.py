@@ -164,6 +164,8 @@ class CollectiveLog(TorchDispatchMode):
             self.counts["reduce_scatter", args[0].shape[0], sizes[0]] += 1
         elif name == "exchange_parts":
             self.counts["all_to_all", args[0].shape[0], sizes[0]] += 1
+        elif name == "alltoall_base_":
+            self.counts["all_to_all", len(args[3]), sizes[0]] += 1
         elif name == "allreduce_":
             self.counts["all_reduce", 0, sizes[0]] += 1
         return func(*args, **(kwargs or {}))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.plan_truth import StorageMeter
 from tests.ranks import run_ranks
 from trainer import Trainer, load_config
 from trainer.optim.muon import (
@@ -26,6 +27,8 @@ from trainer.optim.muon import (
     split_into_matrices,
     update_scale,
 )
+from trainer.plan.machine import find_machine
+from trainer.plan.plan import make_plan
 
 SHAPES = [(64, 64), (128, 64), (64, 192), (64, 64), (30, 20), (20, 30)]
 
@@ -285,3 +288,40 @@ def test_no_mesh_changes_the_losses(model: str, kind: str, mesh: str, tmp_path: 
     print(f"{model} {kind} {mesh}: {difference:.1e}")
     assert len(alone) == STEPS
     assert difference < (2e-4 if kind == "bfloat16" else 1e-6)
+
+
+def update_peak(folder: Path, *more: str) -> tuple[int, int]:
+    """Return the bytes that an update allocates at its peak, as measured and as planned."""
+    trainer = Trainer(load_config(*settings_of(folder, "dense", "muon", "train.steps=2", *more)))
+    list(trainer.steps())
+    muon = trainer.optimizer.parts[0]
+    for group in muon.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    meter = StorageMeter()
+    with meter.running():
+        for group in muon.param_groups:
+            for parameter in group["params"]:
+                for tensor in (parameter, parameter.grad, muon.state[parameter]["momentum_buffer"]):
+                    meter.note(tensor)
+        before = meter.live
+        muon.step()
+    planned = make_plan(trainer.config, trainer.shape, find_machine("cpu")).layout.muon
+    assert planned is not None
+    trainer.close()
+    return meter.peak - before, planned.peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["mesh.shard=2", "optim.muon.bucket_mib=0.05"],
+        pytest.param(["mesh.shard=2", "optim.muon.dtype=bfloat16"], marks=pytest.mark.campaign),
+        pytest.param(["mesh.shard=1", "mesh.replicate=2"], marks=pytest.mark.campaign),
+    ],
+)
+def test_an_update_needs_the_memory_that_was_planned(more: list[str], tmp_path: Path) -> None:
+    measured, planned = run_ranks(2, update_peak, tmp_path, *more)[0]
+    print(f"planned {planned}, measured {measured}: {planned / measured:.3f}")
+    assert 0.9 < planned / measured < 1.3

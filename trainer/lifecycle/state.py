@@ -25,7 +25,7 @@ from trainer.distributed.channel import Channel
 from trainer.errors import UserError
 from trainer.metrics.step_metrics import SkipCounter
 from trainer.model.parameters import for_checkpoint, local, num_writes, tied_names
-from trainer.optim.optimizer import Optimizer
+from trainer.optim.optimizer import AS_TORCHS, Optimizer
 from trainer.weights.adapters import BASE, BaseWeights
 
 MAX_PLAUSIBLE_WEIGHT = 2.0**64
@@ -286,7 +286,7 @@ def _take_over(live: torch.Tensor, loaded: torch.Tensor) -> None:
 
 def _algorithm(part: torch.optim.Optimizer) -> str:
     """Return the name of an optimizer's algorithm, which must match the checkpoint; by default its class name."""
-    return getattr(type(part), "algorithm", type(part).__name__)
+    return getattr(part, "algorithm", type(part).__name__)
 
 
 class OptimizerState(StatePart):
@@ -297,11 +297,14 @@ class OptimizerState(StatePart):
     """
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        self.optimizer, self._all_names = optimizer, set(names.values())
-        self._built = optimizer.hyperparameters()
+        self.optimizer, self._names, self._all_names = optimizer, names, set(names.values())
+        self._note_parameters()
+
+    def _note_parameters(self) -> None:
+        self._built = self.optimizer.hyperparameters()
         self._parameters = {
-            names.get(id(p), f"unnamed.{number}"): (part, group, p)
-            for part in optimizer.parts
+            self._names.get(id(p), f"unnamed.{number}"): (part, group, p)
+            for part in self.optimizer.parts
             for group in part.param_groups
             for number, p in enumerate(group["params"])
         }
@@ -336,7 +339,19 @@ class OptimizerState(StatePart):
             for group, saved, built in zip(groups, state["groups"], state["built"], strict=True):
                 group.update({k: v for k, v in saved.items() if k not in ("lr", "initial_lr") and v != built.get(k)})
 
+    def _follow_torchs_muon(self, plain: Any) -> None:
+        """Let Muon have the parameters that it had in a checkpoint of torch.optim.Muon, which this trainer once used.
+
+        That one also got output projections and routers, and no stacked experts.
+        """
+        if not any("ns_steps" in group or AS_TORCHS in group for group in plain["groups"]):
+            return
+        had = {name for name, kind in plain["classes"].items() if kind == "Muon"}
+        self.optimizer.follow_torchs_muon([p for name, (_, _, p) in self._parameters.items() if name in had])
+        self._note_parameters()
+
     def differences(self, plain: Any, stored: Mapping[str, StoredTensor]) -> list[str]:
+        self._follow_torchs_muon(plain)
         changed: dict[tuple[str, str], list[str]] = {}
         for name, (part, _, _) in self._parameters.items():
             before, now = plain["classes"].get(name), _algorithm(part)
@@ -393,6 +408,9 @@ def _moment_like(parameter: torch.Tensor, group: Mapping[str, Any], field: str, 
         named = group.get("state_dtype") if field != "step" else None
         dtype = getattr(torch, named) if named else stored.dtype
         return torch.empty_like(parameter.detach(), dtype=dtype)
+    if stored.shape and stored.shape[:-1] == tuple(parameter.shape[:-1]) and stored.shape[-1] < parameter.shape[-1]:
+        of_each_row = parameter.detach()[..., : stored.shape[-1]]
+        return torch.empty_like(of_each_row, dtype=stored.dtype)
     on_device = field != "step" or group.get("fused") or group.get("capturable")
     device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
     return torch.empty(stored.shape, dtype=stored.dtype, device=device if on_device else "cpu")

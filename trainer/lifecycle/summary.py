@@ -33,6 +33,7 @@ from trainer.metrics.stop_criterion import StopCriterion
 from trainer.model.gradients import evaluation_mode
 from trainer.model.parameters import count_parameters, count_trained_parameters
 from trainer.model.sample import generate_sample
+from trainer.optim.groups import describe
 from trainer.optim.optimizer import training_bytes
 from trainer.plan.forecast import describe_choice
 from trainer.recipe import module_to_allow
@@ -83,12 +84,19 @@ def start_facts(trainer: Trainer) -> Mapping[str, str]:
         "template": _template_facts(config),
         "mesh": " x ".join(f"{name} {size}" for name, size in axes) + f"{shared} on {device_name(world.device)}{talks}",
         "memory": f"{readable_bytes(held)} per rank for weights{reference}, gradients and optimizer",
+        "optimizer": "\n".join(_optimizer_facts(trainer)),
         "plan": trainer.forecast.sentence() if world.is_main else "",
         "step": f"{readable_count(config.step_tokens)} token positions: {num_rows} x {config.data.seq_len}, "
         f"{num_micro_batches} micro-batch{'es' * (num_micro_batches != 1)} of {micro_batch}"
         + (f" on each of {world.size} ranks" if world.size > 1 else ""),
         "data": _data_facts(config, loader),
     }
+
+
+def _optimizer_facts(trainer: Trainer) -> list[str]:
+    """Describe which parameters get which optimizer, rate and decay, if they do not all get the same."""
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    return [*describe(trainer.optimizer.parts, names), *trainer.optimizer.notes]
 
 
 def _weights_facts(config: RunConfig, begun_from: str, resume: Resume, parts: Mapping[str, object]) -> str:

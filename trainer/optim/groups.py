@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
 from trainer.config import OptimSection
@@ -198,28 +198,27 @@ def _with_groups(found: Iterable[Assignment], config: OptimSection) -> list[Assi
 # What is said of them
 
 
-def describe(found: Sequence[Assignment]) -> list[str]:
+def notes_on(found: Sequence[Assignment]) -> list[str]:
+    """Return a line about the parameters that several entries of `optim.groups` match."""
+    several = [each.name for each in found if len(each.rules) > 1]
+    which = several[0] if len(several) == 1 else f"{len(several)} parameters"
+    return [f"matched by several groups, of which the last one counts: {which}"] if several else []
+
+
+def describe(parts: Sequence[torch.optim.Optimizer], names: Mapping[int, str]) -> list[str]:
     """Return a line for each set of parameters with the same settings: optimizer, rate, decay, sizes and names.
 
-    Empty if one optimizer treats all of them alike but for the usual weight decay.
+    Empty if one optimizer treats all of them alike but for the usual weight decay.  names: of parameters, by their id.
     """
-    if len({(each.optimizer, each.lr_scale) for each in found}) <= 1 and not any(each.rules for each in found):
+    groups = [(part, group) for part in parts for group in part.param_groups if group["params"]]
+    if len(parts) == 1 and not any("lr_scale" in group for _, group in groups):
         return []
-    alike: dict[tuple[str, float, float], list[Assignment]] = defaultdict(list)
-    for each in found:
-        alike[each.optimizer, round(each.lr_scale, 6), each.weight_decay].append(each)
     lines = []
-    for (optimizer, scale, decay), members in sorted(alike.items(), key=lambda item: item[0][0] != "muon"):
-        patterns = list(dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", each.name) for each in members))
-        names = ", ".join(patterns[:3]) + (f" and {len(patterns) - 3} more" if len(patterns) > 3 else "")
-        numel = sum(each.parameter.numel() for each in members)
-        lines.append(
-            f"{optimizer:5}  lr x {scale:<7.4g} decay {decay:<6.4g} {len(members)} tensors, {numel:,}: {names}"
-        )
-    several = [each.name for each in found if len(each.rules) > 1]
-    if several:
-        count = (
-            f"{len(several)} parameters match several groups" if len(several) > 1 else f"{several[0]} matches several"
-        )
-        lines.append(f"{count}; of each setting the last group counts")
+    for part, group in groups:
+        kind = getattr(part, "algorithm", type(part).__name__).lower()
+        patterns = list(dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", names[id(p)]) for p in group["params"]))
+        shown = ", ".join(patterns[:3]) + (f" and {len(patterns) - 3} more" if len(patterns) > 3 else "")
+        numel = sum(p.numel() for p in group["params"])
+        settings = f"lr x {group.get('lr_scale', 1.0):.4g}, decay {group.get('weight_decay', 0.0):.4g}"
+        lines.append(f"{kind}, {settings}: {len(group['params'])} tensors of {numel:,} numbers: {shown}")
     return lines

@@ -14,7 +14,7 @@ arXiv:2502.16982 (the scale `match_rms_adamw`); Chen et al. 2025, "Cautious Weig
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -170,6 +170,85 @@ def cut_into_buckets(matrices: Sequence[Matrix], capacity: float) -> list[list[i
     return buckets
 
 
+class Ownership:
+    """Which rows of its parameters each rank of a mesh holds, and which matrices it owns.  Pure arithmetic.
+
+    shapes: of all parameters.  matrices: of all parameters.  bucket_numel: elements that both messages of a bucket
+    bring to a rank, if no single matrix exceeds it.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[Sequence[int]],
+        matrices: Sequence[Matrix],
+        replicate: int,
+        shard: int,
+        bucket_numel: float,
+    ) -> None:
+        self.replicate, self.shard = replicate, shard
+        self._lengths = [(shape[0], math.prod(shape[1:-1])) for shape in shapes]
+        owners = assign_owners(matrices, lambda matrix, s: self.rows_of(matrix, s)[1], replicate, shard)
+        # A rank receives a share of the rows to own, 1 / (replicate * shard), and its own rows, 1 / shard.
+        capacity = bucket_numel * shard / (1 + 1 / replicate)
+        self.owned = [[(matrices[i], owners[i]) for i in bucket] for bucket in cut_into_buckets(matrices, capacity)]
+        """The matrices of each bucket with their owners."""
+
+    def first_row(self, number: int, s: int) -> int:
+        """Return the first row of parameter `number` on rank `s` of a replica, divided as by `torch.chunk`."""
+        length, rows_each = self._lengths[number]
+        return min(length, s * -(-length // self.shard)) * rows_each
+
+    def rows_of(self, matrix: Matrix, s: int) -> tuple[int, int]:
+        """Return the first row within a matrix that rank `s` of a replica holds, and their number."""
+        start = max(matrix.start, self.first_row(matrix.parameter, s))
+        stop = min(matrix.start + matrix.rows, self.first_row(matrix.parameter, s + 1))
+        return start - matrix.start, max(0, stop - start)
+
+    def costs(self, rank: int) -> list[BucketCosts]:
+        """Return what the update of each bucket costs a rank."""
+        return [self._costs(bucket, rank) for bucket in self.owned]
+
+    def _costs(self, bucket: Sequence[tuple[Matrix, int]], rank: int) -> BucketCosts:
+        r, s = divmod(rank, self.shard)
+        held = {id(matrix): self.rows_of(matrix, s)[1] * matrix.columns for matrix, _ in bucket}
+        flops: Counter[int] = Counter()
+        for matrix, owner in bucket:
+            flops[owner] += matrix.flops
+        own = [matrix for matrix, owner in bucket if owner == rank]
+        largest: Counter[tuple[int, int]] = Counter()
+        for matrix in own:
+            largest[matrix.rows, matrix.columns] += 1
+        return BucketCosts(
+            sent_to_owners=sum(held[id(matrix)] for matrix, owner in bucket if owner // self.shard == r),
+            owned=sum(matrix.numel for matrix in own),
+            sent_to_holders=self.replicate * sum(matrix.numel for matrix in own),
+            held=sum(held.values()),
+            batch=max((count * rows * columns for (rows, columns), count in largest.items()), default=0),
+            grams=max((count * min(shape) ** 2 for shape, count in largest.items()), default=0),
+            num_matrices=len(bucket),
+            flops=max(flops.values()),
+        )
+
+
+@dataclass(frozen=True)
+class BucketCosts:
+    """What the update of one bucket costs a rank.  Sizes are numbers of elements."""
+
+    sent_to_owners: int
+    owned: int
+    """Received as an owner."""
+    sent_to_holders: int
+    held: int
+    """Received as a holder."""
+    batch: int
+    """Of the largest batch of equal matrices that the rank owns."""
+    grams: int
+    """Of one Gram matrix of each in that batch."""
+    num_matrices: int
+    flops: int
+    """FLOPs of the busiest rank."""
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Exchange
 
@@ -274,31 +353,14 @@ class _Bucket:
         return [sum(piece.rows * self.matrices[piece.matrix].columns for piece in part) for part in pieces]
 
 
-class _Layout:
-    """The parameters of one mesh: which rows each rank holds, and which matrices each rank owns."""
+class _Layout(Ownership):
+    """The parameters of one mesh, and the messages of each bucket."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor], matrices: Sequence[Matrix], bucket_bytes: float) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], matrices: Sequence[Matrix], bucket_numel: float) -> None:
         self.mesh = _Mesh(parameters[0])
-        self._parameters = parameters
-        self._shape = [(p.shape[0], math.prod(p.shape[1:-1])) for p in parameters]
-        owners = assign_owners(matrices, lambda m, s: self.rows_of(m, s)[1], self.mesh.replicate, self.mesh.shard)
-        # Both messages of a bucket together bring `bucket_bytes` to a rank: a share of the rows to own, and its own.
-        capacity = bucket_bytes * self.mesh.shard / (1 + 1 / self.mesh.replicate)
-        self.buckets = [
-            _Bucket([matrices[i] for i in indices], [owners[i] for i in indices], self)
-            for indices in cut_into_buckets(matrices, capacity)
-        ]
-
-    def first_row(self, number: int, s: int) -> int:
-        """Return the first row of parameter `number` on rank `s`, divided as by `torch.chunk`."""
-        length, rows_each = self._shape[number]
-        return min(length, s * -(-length // self.mesh.shard)) * rows_each
-
-    def rows_of(self, matrix: Matrix, s: int) -> tuple[int, int]:
-        """Return the first row within a matrix that rank `s` holds, and their number."""
-        start = max(matrix.start, self.first_row(matrix.parameter, s))
-        stop = min(matrix.start + matrix.rows, self.first_row(matrix.parameter, s + 1))
-        return start - matrix.start, max(0, stop - start)
+        shapes = [tuple(p.shape) for p in parameters]
+        super().__init__(shapes, matrices, self.mesh.replicate, self.mesh.shard, bucket_numel)
+        self.buckets = [_Bucket(*map(list, zip(*bucket, strict=True)), self) for bucket in self.owned]
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -342,6 +404,11 @@ class Muon(torch.optim.Optimizer):
         self._cautious, self._bucket_bytes = cautious, bucket_bytes
         self._blocks = dict(blocks or {})
         self._layouts: dict[tuple[int, ...], list[_Layout]] = {}
+
+    def forget_blocks(self) -> None:
+        """Treat fused parameters as one matrix each."""
+        self._blocks.clear()
+        self._layouts.clear()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

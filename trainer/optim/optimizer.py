@@ -19,8 +19,11 @@ from trainer.config import OptimSection, RunConfig, ScheduleSection
 from trainer.errors import setting_error
 from trainer.model.parameters import local
 from trainer.optim.adamw import FusedAdamW, RoundingAdamW
-from trainer.optim.groups import Assignment, assign, block_rows
+from trainer.optim.groups import Assignment, assign, block_rows, notes_on
 from trainer.optim.muon import Muon
+
+AS_TORCHS = "as_torchs"
+"""Key of Muon's parameter groups if they are those of a checkpoint of torch.optim.Muon."""
 
 
 class StepListener(Protocol):
@@ -37,6 +40,8 @@ class Optimizer:
         self.parts = parts
         self.step_listeners: list[StepListener] = []
         """Called after each step."""
+        self.notes: list[str] = []
+        """What the start block says of the groups."""
 
     @classmethod
     def of(cls, built: Optimizer | torch.optim.Optimizer) -> Optimizer:
@@ -90,6 +95,36 @@ class Optimizer:
         for listener in self.step_listeners:
             listener.after_step(is_finite)
 
+    def follow_torchs_muon(self, had: Sequence[torch.Tensor]) -> None:
+        """Let Muon update the parameters `had` and no others, and fused ones undivided, as torch.optim.Muon did."""
+        muon = next((part for part in self.parts if isinstance(part, Muon)), None)
+        adamw = next((part for part in self.parts if part is not muon), None)
+        if muon is None:
+            return
+        muon.forget_blocks()
+        wanted = {id(parameter) for parameter in had}
+        moved = 0
+        for source, to in ((adamw, muon), (muon, adamw)):
+            for group in source.param_groups if source is not None and to is not None else ():
+                leaving = [p for p in group["params"] if (id(p) in wanted) == (to is muon)]
+                if not leaving:
+                    continue
+                moved += len(leaving)
+                group["params"] = [p for p in group["params"] if all(p is not other for other in leaving)]
+                settings = {k: group[k] for k in ("weight_decay", "lr_scale") if k in group}
+                alike = [g for g in to.param_groups if all(g.get(k) == v for k, v in settings.items())]
+                if alike:
+                    alike[0]["params"].extend(leaving)
+                else:
+                    to.add_param_group({"params": leaving, **settings})
+            if source is not None:
+                source.param_groups[:] = [group for group in source.param_groups if group["params"]]
+        self.parts = tuple(part for part in self.parts if part.param_groups)
+        for group in muon.param_groups:
+            group[AS_TORCHS] = True  # for checkpoints of this run
+        if moved:
+            self.notes.append(f"{moved} parameters keep the optimizer that they have in the checkpoint of torch's Muon")
+
     def zero_grad(self) -> None:
         for part in self.parts:
             part.zero_grad(set_to_none=True)
@@ -134,7 +169,9 @@ def build_optimizer(
     for name in sorted({each.optimizer for each in found}, key=_ORDER.index):
         members = [each for each in found if each.optimizer == name]
         parts.append(_build(name, members, config, seed, block_rows(model, blocks or {})))
-    return Optimizer(*parts)
+    optimizer = Optimizer(*parts)
+    optimizer.notes += notes_on(found)
+    return optimizer
 
 
 _ORDER = ("muon", "sgd", "adamw")

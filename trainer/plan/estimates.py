@@ -45,6 +45,9 @@ class Memory:
     """One moment per mark of the step, in order, for the picture; empty unless requested."""
 
 
+_UPDATE = (-1, False)
+
+
 class _MemoryWatcher(Watcher):
     """Watcher that sums allocations and frees."""
 
@@ -77,6 +80,12 @@ class _MemoryWatcher(Watcher):
         self._live["activations"] += segment.net
         self._total += segment.net
 
+    def update(self, num_bytes: int) -> None:
+        """Account for the temporaries of the optimizer."""
+        self._where = _UPDATE
+        if self._total + num_bytes > self._peak_total:
+            self._note_peak(num_bytes)
+
     def _with(self, kind: Kind, num_bytes: int) -> dict[Kind, int]:
         return {**self._live, kind: self._live[kind] + num_bytes}
 
@@ -91,6 +100,8 @@ class _MemoryWatcher(Watcher):
     def _name(self, where: tuple[int, bool] | None) -> str:
         if where is None:
             return "time before the first step"
+        if where == _UPDATE:
+            return "update by the optimizer"
         unit, is_backward = where
         return f"{'backward' if is_backward else 'forward'} of {self._trace.units[unit].name}"
 
@@ -104,6 +115,7 @@ def memory_of(trace: Trace, layout: Layout, num_micro_batches: int, draws: bool 
     """Return the memory of a rank over one step on `layout`, with the full curve if `draws`."""
     watcher = _MemoryWatcher(trace, at_rest(trace, layout), draws)
     Step(trace, layout, num_micro_batches, watcher).run()
+    watcher.update(layout.muon.peak_bytes if layout.muon is not None else 0)
     return Memory(watcher.peak, tuple(watcher.curve))
 
 
@@ -167,8 +179,8 @@ def collectives_of(trace: Trace, layout: Layout, num_micro_batches: int) -> Coun
     """Return the number of times that a step issues each kind of collective.
 
     Besides FSDP's collectives, this counts the training step's three small all-reduces: the message in which the ranks
-    agree (through host memory), the squared gradient norm over the shard axis, and the loss over all ranks.  The
-    collectives with which Muon gathers full matrices are not counted.
+    agree (through host memory), the squared gradient norm over the shard axis, and the loss over all ranks, and Muon's
+    messages, whose sizes are those that rank 0 receives.
     """
     watcher = _CollectiveCounter(layout)
     Step(trace, layout, num_micro_batches, watcher).run()
@@ -177,6 +189,8 @@ def collectives_of(trace: Trace, layout: Layout, num_micro_batches: int) -> Coun
         watcher.counts[Collective("all_reduce", "world", layout.num_ranks, _LOSS_BYTES)] += 1
     if layout.shard > 1:
         watcher.counts[Collective("all_reduce", "shard", layout.shard, _NORM_BYTES)] += 1
+    if layout.muon is not None:
+        watcher.counts.update(layout.muon.collectives)
     return watcher.counts
 
 
@@ -357,6 +371,8 @@ def time_of(trace: Trace, layout: Layout, num_micro_batches: int, rates: Rates) 
         + numel * (3 * p.element_size + 2 * p.moments * p.moment_size) / rates.optimizer
         for p, numel in shards
     )
+    if layout.muon is not None:
+        optimizer_s += layout.muon.seconds(layout, rates)
     slowed_s = rates.taken_by_collectives * max(0.0, clock.communication_s - clock.exposed_s)
     total_s = max(clock.total_s + slowed_s + optimizer_s, clock.host_s)
     return StepTime(

@@ -17,6 +17,7 @@ from trainer.model.shard import is_unsharded, resolve_resharding
 from trainer.optim.optimizer import AVERAGE_SIZE
 from trainer.plan.estimates import Collective, Memory, StepTime, collectives_of, memory_of, time_of
 from trainer.plan.machine import GIB, Machine
+from trainer.plan.muon import MuonUpdate
 from trainer.plan.probe import Probe
 from trainer.plan.step import Layout
 from trainer.plan.trace import Trace
@@ -134,6 +135,7 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
     fsdp = config.fsdp
     setting = fsdp.reshard_after_forward
     reshard = resolve_resharding(setting, [unit.name for unit in trace.units[: trace.root]], mesh.shard)
+    with_muon = [p for unit in trace.units for p in unit.parameters if p.muon_blocks is not None and p.is_trained]
     return Layout(
         mesh.replicate,
         mesh.shard,
@@ -149,6 +151,7 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
         accumulates_shards=fsdp.accumulate == "sharded",
         reshard_after_backward=fsdp.reshard_after_backward,
         is_whole=is_unsharded(config, mesh.shard),
+        muon=MuonUpdate(with_muon, mesh.replicate, mesh.shard, config.optim.muon) if with_muon else None,
     )
 
 

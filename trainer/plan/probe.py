@@ -35,6 +35,7 @@ from trainer.model.parameters import tied_names
 from trainer.model.recompute import OperatorId
 from trainer.model.shard import apply_activation_checkpointing, forbid_view_outputs, saved_by_budget
 from trainer.model.units import ShardUnit, find_blocks, find_units, is_embedding_unit
+from trainer.optim.groups import assign, block_rows
 from trainer.optim.optimizer import optimizer_state_sizes
 from trainer.plan.kernels import use_gpu_kernels
 from trainer.plan.trace import Event, Mark, MemoryMeter, ParameterFacts, Recorder, Segment, Trace, UnitFacts
@@ -102,7 +103,7 @@ def _trace(
     units = find_units(model, config.recipe, config.fsdp.wrap)
     blocks = find_blocks(model, config.recipe)
     kept = saved_by_budget(model, blocks, config, checkpointing, micro_batch_size)
-    facts = _unit_facts(model, units, optimizer_state_sizes(model, config.optim))
+    facts = _unit_facts(model, units, optimizer_state_sizes(model, config.optim), _muon_blocks(model, config))
     if device_type == "cuda":  # imitated, since autograd in a CPU build of torch refuses fake CUDA tensors
         use_gpu_kernels(model)
     compute_dtype = getattr(torch, config.fsdp.param_dtype)
@@ -156,8 +157,18 @@ def _checkpoint(
     return checkpointed
 
 
+def _muon_blocks(model: nn.Module, config: RunConfig) -> dict[int, tuple[int, ...]]:
+    """Return the rows of the blocks of each parameter that Muon gets, by the parameter's id."""
+    blocks = block_rows(model, config.recipe.blocks)
+    assigned = assign(model, config.optim)
+    return {id(each.parameter): blocks.get(id(each.parameter), ()) for each in assigned if each.optimizer == "muon"}
+
+
 def _unit_facts(
-    model: nn.Module, units: Sequence[ShardUnit], moments: Mapping[int, tuple[int, int]]
+    model: nn.Module,
+    units: Sequence[ShardUnit],
+    moments: Mapping[int, tuple[int, int]],
+    muon_blocks: Mapping[int, tuple[int, ...]],
 ) -> tuple[UnitFacts, ...]:
     """Return the units in forward order, then the root; each has the parameters that no unit inside it holds."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -179,6 +190,7 @@ def _unit_facts(
                         parameter.requires_grad,
                         parameter.element_size(),
                         *moments.get(id(parameter), (0, 0)),
+                        muon_blocks.get(id(parameter)),
                     )
                 )
         found[number] = UnitFacts(name, tuple(own), is_embedding_unit(modules, model))

@@ -63,8 +63,6 @@ def _left_out(plan: Plan) -> list[str]:
     """Describe the costs that the plan does not include."""
     config = plan.config
     lines = []
-    if config.optim.name == "muon":
-        lines.append("not counted: Muon's communication and matrix products to orthogonalize whole matrices")
     if config.fsdp.cpu_offload:
         lines.append("not counted: time for copies to and from host memory, and for the optimizer there")
     if config.train.compile is True and plan.machine.device_type == "cpu":

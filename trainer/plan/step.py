@@ -11,10 +11,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from trainer.model.gradients import bucket_numel, cut_into_buckets
 from trainer.plan.trace import ParameterFacts, Segment, Trace, UnitFacts
+
+if TYPE_CHECKING:
+    from trainer.plan.muon import MuonUpdate
 
 Kind = Literal[
     "parameters",
@@ -59,6 +62,8 @@ class Layout:
     """Ranks of the shard axis that hold slices of the same sequences."""
     reshard_after_backward: bool = True
     """Whether every micro-batch gathers again; the last one of a step always leaves shards."""
+    muon: MuonUpdate | None = None
+    """The update of the matrices that Muon gets."""
     is_whole: bool = False
     """Whether each rank holds the full model as a plain module: nothing is gathered, and replicas average gradients in
     buckets."""

@@ -41,6 +41,8 @@ class ParameterFacts:
     """Number of tensors of the parameter's size in its optimizer state."""
     moment_size: int
     """Bytes per element of those tensors."""
+    muon_blocks: tuple[int, ...] | None = None
+    """Rows of each block that Muon orthogonalizes, empty for undivided matrices; None if another optimizer has it."""
 
     @property
     def numel(self) -> int:
