@@ -226,7 +226,7 @@ def _build(
     seed: int,
     blocks: Mapping[int, Sequence[int]],
 ) -> torch.optim.Optimizer:
-    groups = _groups(members)
+    groups = _groups(members, config.lr)
     if name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=True)
     if name == "muon":
@@ -261,7 +261,7 @@ def _build(
     return FusedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
-def _groups(members: Sequence[Assignment]) -> list[dict[str, Any]]:
+def _groups(members: Sequence[Assignment], lr: float) -> list[dict[str, Any]]:
     """Return torch's parameter groups: those that decay first, as in checkpoints from before `optim.groups`."""
     alike: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
     for each in members:
@@ -269,7 +269,7 @@ def _groups(members: Sequence[Assignment]) -> list[dict[str, Any]]:
     groups = []
     for (decay, scale), parameters in sorted(alike.items(), key=lambda item: item[0][0] == 0):
         group = {"params": parameters, "weight_decay": decay}
-        groups.append(group if scale == 1 else {**group, "lr_scale": scale})
+        groups.append(group if scale == 1 else {**group, "lr": lr * scale, "lr_scale": scale})
     return groups
 
 
