@@ -384,9 +384,30 @@ DEFECTS: list[Defect] = [
     Defect(
         "embeddings-decay",
         "optimizers",
-        "trainer.optim.optimizer:_split",
-        "is_matrix = parameter.ndim >= 2 and id(parameter) not in embeddings",
-        "is_matrix = parameter.ndim >= 2",
+        "trainer.optim.groups:assign",
+        "parameter.ndim >= 2 and id(parameter) not in embeddings",
+        "parameter.ndim >= 2",
+    ),
+    Defect(
+        "rows-of-the-next-rank",
+        "muon",
+        "Ownership.first_row",
+        "min(length, s * -(-length // self.shard))",
+        "min(length, s * (length // self.shard))",
+    ),
+    Defect(
+        "momentum-of-what-is-not-finite",
+        "muon",
+        "_Step._direction",
+        "gradient = torch.where(self._found_inf > 0, momentum, gradient)",
+        "pass",
+    ),
+    Defect(
+        "decay-counted-from-the-first-layer",
+        "groups",
+        "_with_groups",
+        "** (max(layers) - layer)",
+        "** layer",
     ),
     Defect(
         "floor-never-reached",

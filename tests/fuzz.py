@@ -193,6 +193,7 @@ def draw(seed: int, material: Path) -> Case:
     if has_lora:
         optimizer = "adamw"
     overrides += [f"optim.name={optimizer}", f"optim.lr={ {'adamw': 1e-3, 'sgd': 1e-2, 'muon': 1e-3}[optimizer] }"]
+    overrides += ["optim.muon.dtype=float32"] * (optimizer == "muon")
     overrides += [f"optim.weight_decay={drawn.choice([0.0, 0.1])}", f"optim.max_grad_norm={drawn.choice([0.1, 1.0])}"]
     overrides += [f"schedule.name={drawn.choice(['cosine', 'linear', 'wsd', 'constant'])}"]
     overrides += [f"schedule.warmup_steps={drawn.choice([0, 3])}", "schedule.warmup_ratio=0"]
@@ -213,9 +214,9 @@ def draw(seed: int, material: Path) -> Case:
     context = kind in ("tokens", "text", "synthetic") and model in ("llama", "qwen3") and documents == "joined"
     meshes = MESHES + (CONTEXT_MESHES if context and not has_lora else [])
     mesh, micro_batch_size = drawn.choice(meshes), drawn.choice([1, 2])
-    # Only fp32 without dropout is promised to agree between meshes.  torch's Muon works on shards, and differs by 3e-4;
-    # which experts a token goes to is decided by comparing, so that the last bit can change a whole token's output.
-    moves = chance(0.5) and not (low or dropout or optimizer == "muon" or model == "moe")
+    # Only fp32 without dropout is promised to agree between meshes.  Which experts a token goes to is decided by
+    # comparing, so that the last bit can change a whole token's output.
+    moves = chance(0.5) and not (low or dropout or model == "moe")
     disturbances = []
     for after in sorted(drawn.sample(range(1, steps - 2), drawn.randint(1, 3))):
         then = (drawn.choice(meshes), drawn.choice([1, 2])) if moves else (mesh, micro_batch_size)
