@@ -85,7 +85,7 @@ def _check_forms(config: RunConfig) -> None:
         ("train.weights_dtype", config.train.weights_dtype),
         ("optim.state_dtype", config.optim.state_dtype),
     ):
-        if dtype == "bfloat16" and config.optim.name != "adamw":
+        if dtype != "float32" and config.optim.name != "adamw":
             rule = (
                 f"only optim.name=adamw supports this (float32 compute, rounded results); {config.optim.name} would "
                 "lose small updates"
@@ -517,7 +517,7 @@ def check_requirements(config: RunConfig, device_type: str) -> None:
         ("optim.state_dtype", config.optim.state_dtype),
     ):
         # With bfloat16 weights or moments, the optimizer step is a compiled kernel.
-        if dtype == "bfloat16" and device_type == "cuda" and not config.fsdp.cpu_offload:
+        if dtype != "float32" and device_type == "cuda" and not config.fsdp.cpu_offload:
             _check_compilers(key, dtype, device_type, f"{key}=float32")
 
 

@@ -442,7 +442,11 @@ class OptimSection:
     momentum: float = declare(0.95, "momentum of sgd and muon", at_least=0, below=1)
     weight_decay: float = declare(0.1, "decoupled weight decay", at_least=0)
     decay_all: bool = declare(False, "apply weight decay to norms, biases and embeddings too")
-    state_dtype: Literal["float32", "bfloat16"] = declare("float32", "dtype of AdamW's two moments", aliases=DTYPES)
+    state_dtype: Literal["float32", "bfloat16", "int8"] = declare(
+        "float32",
+        "dtype of AdamW's two moments; int8: a byte each, with a scale for every 256 numbers of a row",
+        aliases={**DTYPES, **dict.fromkeys(("8bit", "uint8", "torch.int8"), "int8")},
+    )
     rounding: Literal["stochastic", "nearest"] = declare(
         "stochastic", "how AdamW rounds bfloat16 weights and moments; nearest loses small updates"
     )

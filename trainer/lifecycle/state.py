@@ -25,6 +25,7 @@ from trainer.distributed.channel import Channel
 from trainer.errors import UserError
 from trainer.metrics.step_metrics import SkipCounter
 from trainer.model.parameters import for_checkpoint, local, num_writes, tied_names
+from trainer.optim.adamw import convert_moments
 from trainer.optim.optimizer import AS_TORCHS, Optimizer
 from trainer.weights.adapters import BASE, BaseWeights
 
@@ -334,6 +335,8 @@ class OptimizerState(StatePart):
                     _take_over(own[field], value)
                 else:
                     own[field] = value
+        for part in self.optimizer.parts:
+            convert_moments(part)
         groups = [group for part in self.optimizer.parts for group in part.param_groups]
         if len(groups) == len(state["groups"]):
             for group, saved, built in zip(groups, state["groups"], state["built"], strict=True):
@@ -406,7 +409,8 @@ def _moment_like(parameter: torch.Tensor, group: Mapping[str, Any], field: str, 
     if stored.shape == tuple(parameter.shape):
         # Use the optimizer's dtype if it sets one; moments stored in another dtype are converted while they are read.
         named = group.get("state_dtype") if field != "step" else None
-        dtype = getattr(torch, named) if named else stored.dtype
+        are_codes = "int8" in (named, str(stored.dtype).removeprefix("torch.u").removeprefix("torch."))
+        dtype = getattr(torch, named) if named and not are_codes else stored.dtype  # codes are converted afterwards
         return torch.empty_like(parameter.detach(), dtype=dtype)
     if stored.shape and stored.shape[:-1] == tuple(parameter.shape[:-1]) and stored.shape[-1] < parameter.shape[-1]:
         of_each_row = parameter.detach()[..., : stored.shape[-1]]

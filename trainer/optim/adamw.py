@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.errors import setting_error
 from trainer.model.parameters import local, local_rows, seed_of
+from trainer.optim.blockwise import MEAN, SQUARE, block_length
 
 _MAX_GRAPHS = 64
 _NUM_COLUMNS = 12
@@ -28,6 +29,40 @@ _PIECE_ELEMENTS = {"cpu": 2**16, "cuda": 2**30}
 """Number of elements to update at a time.  Without a compiler their temporaries fit in the cache; with one, the limit
 is that they are counted in 32 bits.
 """
+
+
+CODES = {"exp_avg": MEAN, "exp_avg_sq": SQUARE}
+"""AdamW's moments by torch's names, and their codes where they have one byte."""
+SCALE = "_scale"
+"""Suffix of the name of a moment's scales."""
+
+
+def convert_moments(part: torch.optim.Optimizer) -> None:
+    """Convert moments that were read from a checkpoint to the dtype that each parameter's group asks for."""
+    for group in part.param_groups:
+        named = group.get("state_dtype", "float32")
+        wants_bytes = named == "int8"
+        for parameter in group["params"]:
+            state = part.state.get(parameter, {})
+            length = block_length(parameter.shape) if wants_bytes else None
+            for name, code in CODES.items():
+                if name not in state or (f"{name}{SCALE}" in state) == (length is not None):
+                    continue
+                if length is None:
+                    scales = _flat(state.pop(f"{name}{SCALE}"))
+                    values = code.decode(_flat(state[name]).view(len(scales), -1), scales)
+                    dtype = torch.float32 if wants_bytes else getattr(torch, named)
+                    state[name] = torch.zeros_like(parameter.detach(), dtype=dtype)
+                    _flat(state[name]).copy_(values.view(-1))
+                else:
+                    values = _flat(state[name]).float().view(-1, length)
+                    bits = torch.full(values.shape, 0x8000, dtype=torch.int32, device=values.device)  # to the nearest
+                    codes, scales = code.encode(values, bits)
+                    state[name] = torch.zeros_like(parameter.detach(), dtype=code.dtype)
+                    blocks = parameter.detach()[..., : parameter.shape[-1] // length]
+                    state[f"{name}{SCALE}"] = torch.zeros_like(blocks, dtype=torch.float32)
+                    _flat(state[name]).copy_(codes.view(-1))
+                    _flat(state[f"{name}{SCALE}"]).copy_(scales)
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -107,15 +142,20 @@ class RoundingAdamW(torch.optim.Optimizer):
         for p, state, row, origin in zip(parameters, states, numbers.unbind(), origins.unbind(), strict=True):
             if not local(p).numel():
                 continue  # has a state all the same, since checkpoints compare those of ranks
-            tensors = [_flat(tensor) for tensor in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
+            tensors = [_flat(tensor) for tensor in (p, p.grad, *(state[name] for name in moment_names(state)))]
             _update_by_pieces(tensors, row, origin, self._stochastic)
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=local(parameter).device)
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(parameter.detach(), dtype=self._state_dtype)
+            length = block_length(parameter.shape) if self._state_dtype == torch.int8 else None
+            for name, code in CODES.items():
+                without_codes = torch.float32 if self._state_dtype == torch.int8 else self._state_dtype
+                state[name] = torch.zeros_like(parameter.detach(), dtype=code.dtype if length else without_codes)
+            for name in CODES if length else ():
+                blocks = parameter.detach()[..., : parameter.shape[-1] // length]
+                state[f"{name}{SCALE}"] = torch.zeros_like(blocks, dtype=torch.float32)
         return state
 
     def _shard_positions(self, parameters: list[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -168,26 +208,43 @@ def _flat(tensor: torch.Tensor | None) -> torch.Tensor:
     return local(tensor).detach().view(-1)
 
 
+def moment_names(state: Mapping[str, Any]) -> list[str]:
+    """Return the names of the moments in a parameter's state, and of their scales after them if they have any."""
+    return [*CODES, *(f"{name}{SCALE}" for name in CODES if f"{name}{SCALE}" in state)]
+
+
 def _update(tensors: list[torch.Tensor], numbers: torch.Tensor, origin: torch.Tensor, stochastic: bool) -> None:
     """Update N elements of a parameter and its two moments in place.
 
-    tensors: parameter, gradient, and the averages of the gradient and of its square.  numbers: (12,), see `_numbers`.
-    origin: (4,), see `random_bits`.
+    tensors: parameter, gradient, and the averages of the gradient and of its square; if these are codes of one byte,
+    also the scales of their blocks.  numbers: (12,), see `_numbers`.  origin: (4,), see `random_bits`.
     """
-    parameter, _, mean, square = tensors
+    parameter, _, mean, square, *scales = tensors
     step_size, inverse_root, decay, gain1, keep2, gain2, eps, is_update, scale, *_ = numbers.unbind()
-    p, g, m, v = (tensor.float() for tensor in tensors)
+    p, g = parameter.float(), tensors[1].float()
+    m, v = (
+        (
+            code.decode(moment.view(scale.shape[0], -1), scale).view(-1)
+            for moment, scale, code in zip((mean, square), scales, CODES.values(), strict=True)
+        )
+        if scales
+        else (mean.float(), square.float())
+    )
     g = scale * g
     new_m = m + gain1 * (g - m)
     new_v = keep2 * v + gain2 * g * g
     new_p = decay * p - step_size * new_m / (new_v.sqrt() * inverse_root + eps)
     bits = random_bits(origin, parameter.shape[0])
     # Each needs 16 random bits, so 32 are enough for two tensors.
-    for tensor, before, after, own_bits in (
-        (parameter, p, new_p, bits),
-        (mean, m, new_m, bits >> 16),
-        (square, v, new_v, mix(bits)),
-    ):
+    updates = [(parameter, p, new_p, bits), (mean, m, new_m, bits >> 16), (square, v, new_v, mix(bits))]
+    for scale, code in zip(scales, CODES.values(), strict=False):
+        moment, _, after, own_bits = updates.pop(1)
+        own_bits = own_bits if stochastic else torch.full_like(own_bits, 0x8000)
+        shape = (scale.shape[0], -1)
+        codes, new_scale = code.encode(after.view(shape), own_bits.view(shape))
+        moment.copy_(torch.where(is_update > 0, codes.view(-1), moment))
+        scale.copy_(torch.where(is_update > 0, new_scale, scale))
+    for tensor, before, after, own_bits in updates:
         value = torch.where(is_update > 0, after, before)
         is_rounded = stochastic and tensor.dtype == torch.bfloat16
         tensor.copy_(round_stochastically(value, own_bits) if is_rounded else value)
@@ -202,10 +259,14 @@ def _update_by_pieces(
     if device == "cuda":
         # Clone: views at different offsets of one tensor would cause recompilation.
         update, numbers, origin = _compiled_update(), numbers.clone(), origin.clone()
-    for start in range(0, count, _PIECE_ELEMENTS[device]):
-        piece = slice(start, min(count, start + _PIECE_ELEMENTS[device]))
+    length = count // tensors[4].numel() if len(tensors) > 4 else 1  # of a block, which is never divided
+    step = _PIECE_ELEMENTS[device] // length * length
+    for start in range(0, count, step):
+        piece = slice(start, min(count, start + step))
         piece_origin = torch.stack((origin[0], origin[1] + start)) if start else origin
-        update([tensor[piece] for tensor in tensors], numbers, piece_origin, stochastic)
+        blocks = slice(piece.start // length, piece.stop // length)
+        pieces = [tensor[piece] for tensor in tensors[:4]] + [scales[blocks] for scales in tensors[4:]]
+        update(pieces, numbers, piece_origin, stochastic)
 
 
 @cache

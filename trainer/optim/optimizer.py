@@ -19,6 +19,7 @@ from trainer.config import OptimSection, RunConfig, ScheduleSection
 from trainer.errors import setting_error
 from trainer.model.parameters import local
 from trainer.optim.adamw import FusedAdamW, RoundingAdamW
+from trainer.optim.blockwise import block_length
 from trainer.optim.groups import Assignment, assign, block_rows, notes_on
 from trainer.optim.muon import Muon
 
@@ -177,22 +178,24 @@ def build_optimizer(
 _ORDER = ("muon", "sgd", "adamw")
 
 
-def optimizer_state_sizes(model: nn.Module, config: OptimSection) -> dict[int, tuple[int, int]]:
+def optimizer_state_sizes(model: nn.Module, config: OptimSection) -> dict[int, tuple[int, float]]:
     """Return the size of the configured optimizer's state for each parameter, by the parameter's id.
 
-    The size is the number of tensors of the parameter's shape, and the bytes per element.
+    The size is the number of tensors of the parameter's shape, and the bytes per element, with a share of the scales.
     """
     found = assign(model, config)
-    adamw = [each.parameter for each in found if each.optimizer == "adamw"]
-    rounded_size = getattr(torch, config.state_dtype).itemsize if _needs_rounding(adamw, config) else None
+    rounds = _needs_rounding([each.parameter for each in found if each.optimizer == "adamw"], config)
     number = {"adamw": 2, "muon": 1, "sgd": int(config.momentum > 0)}
-    return {
-        id(each.parameter): (
-            number[each.optimizer],
-            (rounded_size if each.optimizer == "adamw" else None) or each.parameter.element_size(),
-        )
-        for each in found
-    }
+    sizes: dict[int, tuple[int, float]] = {}
+    for each in found:
+        size: float = each.parameter.element_size()
+        if each.optimizer == "adamw" and config.state_dtype == "int8":
+            length = block_length(each.parameter.shape)
+            size = 4 if length is None else 1 + 4 / length
+        elif each.optimizer == "adamw" and rounds:
+            size = getattr(torch, config.state_dtype).itemsize
+        sizes[id(each.parameter)] = number[each.optimizer], size
+    return sizes
 
 
 AVERAGE_SIZE = 4
@@ -210,13 +213,13 @@ def training_bytes(model: nn.Module, config: OptimSection, averages: bool = Fals
         number, size_of_each = moments.get(id(parameter), (0, 0))
         weights += numel * size
         gradients += numel * size * parameter.requires_grad
-        kept += numel * (number * size_of_each + AVERAGE_SIZE * parameter.requires_grad * averages)
+        kept += int(numel * (number * size_of_each + AVERAGE_SIZE * parameter.requires_grad * averages))
     return weights, gradients, kept
 
 
 def _needs_rounding(parameters: list[nn.Parameter], config: OptimSection) -> bool:
     """Return whether AdamW must round; otherwise torch's, which does not round, is a single fused kernel."""
-    return config.state_dtype == "bfloat16" or any(p.dtype == torch.bfloat16 for p in parameters)
+    return config.state_dtype != "float32" or any(p.dtype == torch.bfloat16 for p in parameters)
 
 
 def _build(

@@ -128,7 +128,7 @@ def at_rest(trace: Trace, layout: Layout) -> dict[Kind, int]:
     shards = [(p, padded_numel(p, layout.shard) // layout.shard) for p in parameters]
     kinds["parameters"] = (1 + layout.has_reference_model) * sum(numel * p.element_size for p, numel in shards)
     average = AVERAGE_SIZE * layout.averages
-    kinds["optimizer"] = sum(numel * (p.moments * p.moment_size + average * p.is_trained) for p, numel in shards)
+    kinds["optimizer"] = sum(int(numel * (p.moments * p.moment_size + average * p.is_trained)) for p, numel in shards)
     return kinds
 
 

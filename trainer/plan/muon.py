@@ -31,7 +31,7 @@ class MuonUpdate:
         self._itemsize = {"bfloat16": 2, "float32": 4}[config.dtype]
         bucket_numel = config.bucket_mib * 2**20 / self._itemsize
         self._buckets = Ownership(shapes, matrices, replicate, shard, bucket_numel).costs(rank=0)
-        self._moment_size = max((p.moment_size for p in parameters), default=4)
+        self._moment_size = max((p.element_size for p in parameters), default=4)
         self._replicate, self._shard = replicate, shard
         self._has_rows = config.variant == "normuon"
 

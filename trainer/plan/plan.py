@@ -117,7 +117,9 @@ class Plan:
         names_base = config.lora.rank > 0 and (config.train.init_from or config.model_path) is not None
         parameters = [p for unit in self.trace.units for p in unit.parameters if p.is_trained or not names_base]
         average = AVERAGE_SIZE * (config.train.ema > 0)
-        return sum(p.numel * (p.element_size + p.moments * p.moment_size + average * p.is_trained) for p in parameters)
+        return sum(
+            int(p.numel * (p.element_size + p.moments * p.moment_size + average * p.is_trained)) for p in parameters
+        )
 
 
 def make_plan(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe | None = None) -> Plan:

@@ -167,7 +167,7 @@ def _muon_blocks(model: nn.Module, config: RunConfig) -> dict[int, tuple[int, ..
 def _unit_facts(
     model: nn.Module,
     units: Sequence[ShardUnit],
-    moments: Mapping[int, tuple[int, int]],
+    moments: Mapping[int, tuple[int, float]],
     muon_blocks: Mapping[int, tuple[int, ...]],
 ) -> tuple[UnitFacts, ...]:
     """Return the units in forward order, then the root; each has the parameters that no unit inside it holds."""

@@ -39,7 +39,7 @@ class ParameterFacts:
     element_size: int
     moments: int
     """Number of tensors of the parameter's size in its optimizer state."""
-    moment_size: int
+    moment_size: float
     """Bytes per element of those tensors."""
     muon_blocks: tuple[int, ...] | None = None
     """Rows of each block that Muon orthogonalizes, empty for undivided matrices; None if another optimizer has it."""
