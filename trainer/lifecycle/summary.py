@@ -84,7 +84,7 @@ def start_facts(trainer: Trainer) -> Mapping[str, str]:
         "template": _template_facts(config),
         "mesh": " x ".join(f"{name} {size}" for name, size in axes) + f"{shared} on {device_name(world.device)}{talks}",
         "memory": f"{readable_bytes(held)} per rank for weights{reference}, gradients and optimizer",
-        "optimizer": "\n".join(_optimizer_facts(trainer)),
+        **({"optimizer": "\n".join(optimizer)} if (optimizer := _optimizer_facts(trainer)) else {}),
         "plan": trainer.forecast.sentence() if world.is_main else "",
         "step": f"{readable_count(config.step_tokens)} token positions: {num_rows} x {config.data.seq_len}, "
         f"{num_micro_batches} micro-batch{'es' * (num_micro_batches != 1)} of {micro_batch}"
