@@ -125,7 +125,7 @@ def test_a_checkpoint_is_smaller(tmp_path: Path) -> None:
     for dtype in ("float32", "int8"):
         losses_of(tmp_path / dtype, f"optim.state_dtype={dtype}", save_at=2)
     total = {
-        dtype: sum(path.stat().st_size for path in (tmp_path / dtype / "checkpoints").rglob("*.safetensors"))
+        dtype: sum(path.stat().st_size for path in (tmp_path / dtype / "checkpoints").rglob("*.distcp"))
         for dtype in ("float32", "int8")
     }
     assert total["int8"] < 0.75 * total["float32"], "4 + 2 bytes for most weights, where there were 4 + 8"
