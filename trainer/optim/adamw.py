@@ -37,6 +37,11 @@ SCALE = "_scale"
 """Suffix of the name of a moment's scales."""
 
 
+def _zero_scales(parameter: torch.Tensor, length: int) -> torch.Tensor:
+    """Return zeros for each block of a parameter's rows, sharded like the rows."""
+    return torch.zeros_like(parameter.detach()[..., : parameter.shape[-1] // length], dtype=torch.float32)
+
+
 def convert_moments(part: torch.optim.Optimizer) -> None:
     """Convert moments that were read from a checkpoint to the dtype that each parameter's group asks for."""
     for group in part.param_groups:
@@ -59,8 +64,7 @@ def convert_moments(part: torch.optim.Optimizer) -> None:
                     bits = torch.full(values.shape, 0x8000, dtype=torch.int32, device=values.device)  # to the nearest
                     codes, scales = code.encode(values, bits)
                     state[name] = torch.zeros_like(parameter.detach(), dtype=code.dtype)
-                    blocks = parameter.detach()[..., : parameter.shape[-1] // length]
-                    state[f"{name}{SCALE}"] = torch.zeros_like(blocks, dtype=torch.float32)
+                    state[f"{name}{SCALE}"] = _zero_scales(parameter, length)
                     _flat(state[name]).copy_(codes.view(-1))
                     _flat(state[f"{name}{SCALE}"]).copy_(scales)
 
@@ -153,9 +157,8 @@ class RoundingAdamW(torch.optim.Optimizer):
             for name, code in CODES.items():
                 without_codes = torch.float32 if self._state_dtype == torch.int8 else self._state_dtype
                 state[name] = torch.zeros_like(parameter.detach(), dtype=code.dtype if length else without_codes)
-            for name in CODES if length else ():
-                blocks = parameter.detach()[..., : parameter.shape[-1] // length]
-                state[f"{name}{SCALE}"] = torch.zeros_like(blocks, dtype=torch.float32)
+                if length:
+                    state[f"{name}{SCALE}"] = _zero_scales(parameter, length)
         return state
 
     def _shard_positions(self, parameters: list[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -216,9 +216,11 @@ def describe(parts: Sequence[torch.optim.Optimizer], names: Mapping[int, str]) -
     lines = []
     for part, group in groups:
         kind = getattr(part, "algorithm", type(part).__name__).lower()
-        patterns = list(dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", names[id(p)]) for p in group["params"]))
-        shown = ", ".join(patterns[:3]) + (f" and {len(patterns) - 3} more" if len(patterns) > 3 else "")
+        names_here = [re.sub(r"\.\d+(?=\.)", ".*", names[id(p)]).removesuffix(".weight") for p in group["params"]]
+        patterns = list(dict.fromkeys(names_here))
+        shown = patterns[0] + (f" and {len(patterns) - 1} more" if len(patterns) > 1 else "")
         numel = sum(p.numel() for p in group["params"])
-        settings = f"lr x {group.get('lr_scale', 1.0):.4g}, decay {group.get('weight_decay', 0.0):.4g}"
-        lines.append(f"{kind}, {settings}: {len(group['params'])} tensors of {numel:,} numbers: {shown}")
+        scale = f", lr x {group['lr_scale']:.4g}" if group.get("lr_scale", 1.0) != 1 else ""
+        settings = f"decay {group.get('weight_decay', 0.0):.4g}{scale}"
+        lines.append(f"{kind}, {settings}: {numel:,} in {len(group['params'])} tensors, {shown}")
     return lines

@@ -360,7 +360,9 @@ class _Layout(Ownership):
         self.mesh = _Mesh(parameters[0])
         shapes = [tuple(p.shape) for p in parameters]
         super().__init__(shapes, matrices, self.mesh.replicate, self.mesh.shard, bucket_numel)
-        self.buckets = [_Bucket(*map(list, zip(*bucket, strict=True)), self) for bucket in self.owned]
+        self.buckets = [
+            _Bucket([matrix for matrix, _ in bucket], [owner for _, owner in bucket], self) for bucket in self.owned
+        ]
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -99,36 +99,43 @@ class Optimizer:
     def follow_torchs_muon(self, had: Sequence[torch.Tensor]) -> None:
         """Let Muon update the parameters `had` and no others, and fused ones undivided, as torch.optim.Muon did."""
         muon = next((part for part in self.parts if isinstance(part, Muon)), None)
-        adamw = next((part for part in self.parts if part is not muon), None)
+        rest = next((part for part in self.parts if part is not muon), None)
         if muon is None:
             return
         muon.forget_blocks()
-        wanted = {id(parameter) for parameter in had}
-        moved = 0
-        for source, to in ((adamw, muon), (muon, adamw)):
-            for group in source.param_groups if source is not None and to is not None else ():
-                leaving = [p for p in group["params"] if (id(p) in wanted) == (to is muon)]
-                if not leaving:
-                    continue
-                moved += len(leaving)
-                group["params"] = [p for p in group["params"] if all(p is not other for other in leaving)]
-                settings = {k: group[k] for k in ("weight_decay", "lr_scale") if k in group}
-                alike = [g for g in to.param_groups if all(g.get(k) == v for k, v in settings.items())]
-                if alike:
-                    alike[0]["params"].extend(leaving)
-                else:
-                    to.add_param_group({"params": leaving, **settings})
-            if source is not None:
-                source.param_groups[:] = [group for group in source.param_groups if group["params"]]
-        self.parts = tuple(part for part in self.parts if part.param_groups)
         for group in muon.param_groups:
-            group[AS_TORCHS] = True  # for checkpoints of this run
-        if moved:
-            self.notes.append(f"{moved} parameters keep the optimizer that they have in the checkpoint of torch's Muon")
+            group[AS_TORCHS] = True  # for the checkpoints of this run
+        wanted = {id(parameter) for parameter in had}
+        num_moved = 0
+        if rest is not None:
+            num_moved += _move(rest, muon, lambda parameter: id(parameter) in wanted)
+            num_moved += _move(muon, rest, lambda parameter: id(parameter) not in wanted)
+            self.parts = tuple(part for part in self.parts if part.param_groups)
+        if num_moved:
+            self.notes.append(f"{num_moved} parameters keep the optimizer that they have in the checkpoint")
 
     def zero_grad(self) -> None:
         for part in self.parts:
             part.zero_grad(set_to_none=True)
+
+
+def _move(source: torch.optim.Optimizer, to: torch.optim.Optimizer, leaves: Callable[[torch.Tensor], bool]) -> int:
+    """Move the parameters for which `leaves` is true, with their rate and decay.  Returns their number."""
+    num_moved = 0
+    for group in source.param_groups:
+        leaving = [p for p in group["params"] if leaves(p)]
+        if not leaving:
+            continue
+        num_moved += len(leaving)
+        group["params"] = [p for p in group["params"] if not leaves(p)]
+        settings: dict[str, Any] = {key: group[key] for key in ("weight_decay", "lr_scale") if key in group}
+        alike = [g for g in to.param_groups if {k: g[k] for k in ("weight_decay", "lr_scale") if k in g} == settings]
+        if alike:
+            alike[0]["params"].extend(leaving)
+        else:
+            to.add_param_group({"params": leaving, **settings})
+    source.param_groups[:] = [group for group in source.param_groups if group["params"]]
+    return num_moved
 
 
 def _device_of(part: torch.optim.Optimizer) -> torch.device:
