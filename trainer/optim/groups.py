@@ -222,5 +222,6 @@ def describe(parts: Sequence[torch.optim.Optimizer], names: Mapping[int, str]) -
         numel = sum(p.numel() for p in group["params"])
         scale = f", lr x {group['lr_scale']:.4g}" if group.get("lr_scale", 1.0) != 1 else ""
         settings = f"decay {group.get('weight_decay', 0.0):.4g}{scale}"
-        lines.append(f"{kind}, {settings}: {numel:,} in {len(group['params'])} tensor{'s' * (len(group['params']) > 1)}, {shown}")
+        tensors = f"{len(group['params'])} tensor{'s' * (len(group['params']) > 1)}"
+        lines.append(f"{kind}, {settings}: {numel:,} in {tensors}, {shown}")
     return lines
