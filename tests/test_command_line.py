@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import re
 import subprocess
@@ -97,8 +98,7 @@ def test_why_tells_where_each_value_came_from(
     assert comments.get("fsdp.param_dtype", "environment").startswith("environment")
     config = load_config("mine.yaml", words[1:])
     for key, item in declared_keys(type(config.model)).items():
-        section, _, name = key.partition(".")
-        is_default = getattr(getattr(config, section), name) == item.default
+        is_default = operator.attrgetter(key)(config) == item.default
         assert (key not in comments) == (is_default and key != "model.name"), key
     # still YAML, of the same values, and a recipe file
     assert yaml.safe_load(text) == yaml.safe_load(config.to_yaml())

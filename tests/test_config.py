@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 import random
 import re
 import resource
@@ -47,8 +48,14 @@ def recipe(folder: Path, text: str) -> str:
 
 
 def get(config: RunConfig, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
+    return operator.attrgetter(key)(config)
+
+
+def with_value(config: Any, key: str, value: Any) -> Any:
+    """Return a section, or the entire configuration, in which one key has another value."""
+    name, _, rest = key.partition(".")
+    value = with_value(getattr(config, name), rest, value) if rest else value
+    return dataclasses.replace(config, **{name: value})
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -420,7 +427,6 @@ UNSAID = ("data.cache_dir", "data.cache_gib")
 def changed_values(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     """Yield every key, with a configuration in which that key alone has another value."""
     for key in declared_keys(type(config.model)):
-        section, _, name = key.partition(".")
         value = get(config, key)
         other = {
             bool: lambda v: not v,
@@ -430,10 +436,7 @@ def changed_values(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
             tuple: lambda v: (*v, *v) or ("x",),
             type(None): lambda v: "x",
         }[type(value)](value)
-        yield (
-            key,
-            dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{name: other})}),
-        )
+        yield key, with_value(config, key, other)
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ def test_the_start_block_says_what_is_trained(tmp_path: Path, capsys: pytest.Cap
         ["optim.name=adamw"],
         ["optim.name=sgd"],
         ["optim.name=sgd", "optim.momentum=0"],
-        ["optim.name=muon"],
+        ["optim.name=muon", 'optim.groups=[{match: "head.output*", optimizer: muon}]'],
         ["train.weights_dtype=bfloat16", "optim.state_dtype=bfloat16"],
     ],
     ids=lambda overrides: " ".join(overrides),

@@ -174,7 +174,7 @@ def _section(title: str, owner: type, model: type | None, config: RunConfig | No
     for key, item in keys.items():
         meaning = item.metadata.get("meaning", "a registered model" if key == "model.name" else "")
         default = "(none)" if item.default is dataclasses.MISSING else _written(item.default)
-        here = "" if config is None else f"; here {_written(getattr(getattr(config, prefix), key.partition('.')[2]))}"
+        here = "" if config is None else f"; here {_written(operator.attrgetter(key)(config))}"
         lines.append(f"  {key}  [{type_name(item.type)}; default {default}{here}]\n      {meaning}")
     return "\n".join(lines) + "\n"
 

@@ -492,7 +492,7 @@ class _Step:
             if 0 <= turn - 1 < len(buckets):
                 scattering[turn - 1] = self._scatter(buckets[turn - 1], gathering.pop(turn - 1))
             if turn >= 2:
-                self._apply(buckets[turn - 2], scattering.pop(turn - 2).wait())
+                self._update_rows(buckets[turn - 2], scattering.pop(turn - 2).wait())
 
     def _gather(self, bucket: _Bucket) -> _Message:
         """Update the momentum of the local rows, and send them to their owners in this replica."""
@@ -544,7 +544,7 @@ class _Step:
         sizes = bucket.sizes(bucket.to_holders), bucket.sizes(bucket.from_owners)
         return _Message(self._pack(sent), *sizes, self._mesh.group, self._mesh.position)
 
-    def _apply(self, bucket: _Bucket, received: torch.Tensor) -> None:
+    def _update_rows(self, bucket: _Bucket, received: torch.Tensor) -> None:
         """Update the local rows of the weights."""
         start = 0
         updates: dict[int, torch.Tensor] = {}
