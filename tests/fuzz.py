@@ -395,7 +395,7 @@ PLANTED = (
     "loss-scale",
     "norm-over-replicas",
     "shares-overlap",
-    "tail-of-another-rank",
+    "rows-rounded-down",
 )
 """Defects of tests/defects.py that a comparison with an undisturbed run must notice."""
 
