@@ -58,7 +58,7 @@ def trained(source: Path | str, folder: Path, *overrides: str, recipe: str = "ll
 
 
 def test_the_kind_of_a_path_is_told_by_its_files(tmp_path: Path) -> None:
-    """A checkpoint stays one if somebody puts a model's files beside it, and may be damaged."""
+    """A folder with a checkpoint is one even if it also has the files of a model, or is damaged."""
     files = {
         "huggingface": ["config.json"],
         "huggingface with shards": ["model-00001-of-00002.safetensors"],

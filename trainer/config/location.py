@@ -29,8 +29,8 @@ class Location:
     path: the path or URL, without `file://`.
     kind: what is there:
         file: unsharded tensors in one file, under our names (.pt, .pth, .safetensors);
-        huggingface: a model folder of Hugging Face, which has config.json or safetensors.  An export is one.  An
-            adapter of peft looks like one, and is refused when its weights are looked for;
+        huggingface: a model folder of Hugging Face, which has config.json or safetensors.  An export is one.  A
+            PEFT adapter looks like one, and is rejected when its weights are opened;
         checkpoint: one checkpoint of a run;
         run: anything else: a run folder, a folder of checkpoints, RUN/best, or any URL, which may also be that of one
             checkpoint.  `checkpoint.reader.find_checkpoint` finds the checkpoint that is meant.

@@ -34,7 +34,7 @@ that srun started, such as torchrun's agents, and not their ranks.  A file reach
 
 
 _STALE, _STALE_OF_JOB = "MESHTRAINER_STALE_NOTICE", "MESHTRAINER_JOB_STALE_NOTICE"
-"""Environment variables with a run folder and the identity of the notice that is none for this attempt."""
+"""Environment variables with a run folder and the identity of a notice that was meant for an earlier attempt."""
 
 
 class StopRequest:

@@ -287,7 +287,7 @@ def _mapping_for(record: Mapping[str, Any]) -> str:
 
 
 def _check_no_other_system(record: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Raise BadChat for a system prompt beside `messages`, a place in which this format has none."""
+    """Raise BadChat for a top-level `system` key next to `messages`, which this format does not read."""
     messages, system = values.get("messages"), record.get("system")
     if not isinstance(messages, list) or not isinstance(system, str) or not system.strip() or "system" in values:
         return
