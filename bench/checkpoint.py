@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from bench.record import emit, show
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 from trainer import Trainer, load_config
 from trainer.model.parameters import local
 

@@ -17,9 +17,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 
-from tests.forked import REPOSITORY
+from tests.helpers.forked import REPOSITORY
+from tests.promises import TESTS, path_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Part:
         if self.command:
             return [sys.executable, *self.command]
         spread = ["-n", str(self.workers), "--dist", "worksteal"] if self.workers > 1 else []
-        files = [f"tests/{name}" for name in self.files]
+        files = [path_of(name) for name in self.files]
         return [sys.executable, "-m", "pytest", "-q", "-m", "campaign", *spread, *files]
 
 
@@ -53,7 +53,7 @@ _ALONE = [
     Part("ray", ("test_ray.py",), 0.5, workers=1, needs="ray"),
     Part("benches", ("test_benches.py", "test_profile.py"), 4.0, workers=1),
     Part("pages", ("test_pages.py",), 11.0, workers=1),
-    Part("moments", ("test_moments.py",), 25.0, workers=1),
+    Part("signals", ("test_random_signals.py",), 25.0, workers=1),
     Part("prompt-stops", ("test_prompt_stops.py", "test_stopping_early.py"), 180.0, workers=1),
     Part(
         "architectures",
@@ -68,7 +68,7 @@ _ALONE = [
 
 def _others() -> tuple[str, ...]:
     named = {name for part in _ALONE for name in part.files}
-    files = sorted(path for path in Path(__file__).parent.glob("test_*.py") if path.name not in named)
+    files = sorted(path for path in TESTS.rglob("test_*.py") if path.name not in named)
     return tuple(path.name for path in files if "mark.campaign" in path.read_text())
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.budget import TIERS, Budget, seconds_on_record, tier_of
-from tests.forked import fork_server, kill_what_is_left
-from tests.runs import four, one, two
+from tests.helpers.forked import fork_server, kill_what_is_left
+from tests.helpers.runs import four, one, two
 from trainer import errors, stopping
 from trainer.data.chat.limits import trial
 from trainer.distributed.environment import limit_spinning
@@ -87,7 +87,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         import torch._dynamo
         import torch.distributed.checkpoint  # noqa: F401
 
-        from tests.probes import keep_probes
+        from tests.helpers.probes import keep_probes
 
         keep_probes()
 

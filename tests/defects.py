@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tests.forked import REPOSITORY
-from tests.promises import read_promises
+from tests.helpers.forked import REPOSITORY
+from tests.promises import path_of, read_promises
 
 
 @dataclass(frozen=True)
@@ -1037,7 +1037,7 @@ def try_defect(defect: Defect, in_campaign: bool, keep: bool = False) -> Outcome
         command += ["" if in_campaign else "not campaign", f"--basetemp={folder / 'tmp'}"]
         began = time.monotonic()
         ran = subprocess.run(
-            [*command, *(f"tests/{test}" for test in dict.fromkeys(tests))],
+            [*command, *(path_of(test) for test in dict.fromkeys(tests))],
             cwd=root,
             capture_output=True,
             text=True,

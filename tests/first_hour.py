@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.forked import REPOSITORY, popen
+from tests.helpers.forked import REPOSITORY, popen
 
 SMALL = ("model.dim=32", "model.num_layers=1", "model.ffn_dim=64", "data.seq_len=32", "eval.steps=2")
 SMALL += ("train.micro_batch_size=8", "run.threads=1")

@@ -33,11 +33,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.chats import CHATML, said, write_tokenizer
 from tests.defects import DEFECTS
-from tests.forked import REPOSITORY, Forked, as_workers_of_nproc, kill_what_is_left, start_run
-from tests.ranks import Ran
-from tests.test_processes import processes_of
+from tests.distributed.test_processes import processes_of
+from tests.helpers.chats import CHATML, said, write_tokenizer
+from tests.helpers.forked import REPOSITORY, Forked, as_workers_of_nproc, kill_what_is_left, start_run
+from tests.helpers.ranks import Ran
 
 START_S = 240.0
 """How long an attempt may take in all, on a busy machine."""

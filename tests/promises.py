@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-TABLE = Path(__file__).parent / "README.md"
+TESTS = Path(__file__).parent
+TABLE = TESTS / "README.md"
 _ROW = re.compile(r"^\| `([\w-]+)` \| (.+?) \| (.*?) \| (.*?) \|$", re.MULTILINE)
 _TEST = re.compile(r"`(test_\w+\.py(?:::test_\w+)?)`")
 
@@ -34,3 +35,13 @@ def read_promises() -> dict[str, Promise]:
         reason = "" if held else _TEST.sub("", campaign).strip(" ,:;")
         found[name] = Promise(name, text, held, more, reason)
     return found
+
+
+def path_of(test: str) -> str:
+    """Return the path from the repository's root for `test_file.py` or `test_file.py::test_name`.
+
+    The table names a test by its file alone, so that no two files may have the same name.
+    """
+    name, colons, function = test.partition("::")
+    (path,) = TESTS.rglob(name)
+    return f"{path.relative_to(TESTS.parent)}{colons}{function}"

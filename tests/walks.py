@@ -92,7 +92,7 @@ def take_walks(folder: Path) -> dict[str, list[str]]:
     """Train, save, resume and import weights on this rank; return the files of each walk."""
     import torch
 
-    from tests.tiny import tiny_config
+    from tests.helpers.tiny import tiny_config
     from trainer import Trainer, load_config
     from trainer import trainer as assembly
     from trainer.config import check_config

@@ -36,7 +36,6 @@ from trainer.data.ingest.build import (
     read_published,
     was_published,
 )
-from trainer.data.ingest.documents import check_tokens
 from trainer.data.ingest.inputs import (
     SUPPORTED_SUFFIXES,
     DocumentCounts,
@@ -45,6 +44,7 @@ from trainer.data.ingest.inputs import (
     describe,
     parse_limit,
 )
+from trainer.data.ingest.readers import check_tokens
 from trainer.data.shards import Manifest, ShardError
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
 from trainer.errors import (

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.forked import REPOSITORY
+from tests.helpers.forked import REPOSITORY
 
 SOURCES = Path(__file__).parent
 PYTHON = "MESHTRAINER_CUDA_PYTHON"

@@ -16,7 +16,7 @@ import venv
 from pathlib import Path
 
 from tests.fake_gpu import PYTHON
-from tests.forked import REPOSITORY
+from tests.helpers.forked import REPOSITORY
 
 
 def main() -> int:
@@ -26,7 +26,7 @@ def main() -> int:
     options = parser.parse_args()
     python = os.environ.get(PYTHON) or (sys.executable if not options.torch and is_cuda_build(sys.executable) else "")
     os.environ[PYTHON] = python or make_environment(options.torch)
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/test_fake_gpu.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/project/test_fake_gpu.py"]
     return subprocess.run([*command, "-k", options.expression], cwd=REPOSITORY).returncode
 
 

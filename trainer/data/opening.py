@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Literal, overload
 from trainer.config.initial_weights import allows_another, find_weights_tokenizer, resumes
 from trainer.config.resolve import Given, run_passes
 from trainer.data.cache import find_cache_folders, get_or_build, in_writable_folder, storage_error
-from trainer.data.documents import open_shards
 from trainer.data.ingest.inputs import (
     SUPPORTED_SUFFIXES,
     DocumentCounts,
@@ -41,6 +40,7 @@ from trainer.data.ingest.inputs import (
 )
 from trainer.data.json_files import json_advice
 from trainer.data.mixture import MixedSource
+from trainer.data.packing import open_shards
 from trainer.data.shards import MANIFEST, Manifest, Shard, ShardError, verify_at_start
 from trainer.data.source import Source, SourceSubset, SyntheticSource, TokenSource, sample_content
 from trainer.data.stdlib import Split, StdlibCorpus
@@ -446,7 +446,7 @@ def _tokenize_text(
 def _build_job(inputs: Sequence[InputFile], data: DataSection, key: str) -> BuildJob:
     """Return what to build from text files.  Raises UserError if the settings are invalid."""
     from trainer.data.ingest.build import BuildJob
-    from trainer.data.ingest.documents import check_tokens
+    from trainer.data.ingest.readers import check_tokens
 
     keys = SettingNames(inputs=key)
     parse_limit(data.bad, keys.bad)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from trainer.sequence.attention import attend_cached, attend_full, attend_slices
-from trainer.sequence.documents import (
+from trainer.sequence.row_layout import (
     Cache,
     Documents,
     current_slices,

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from trainer.config import Slices
 from trainer.distributed.exchange import exchange_parts, gather_parts
 from trainer.errors import UserError, setting_error
-from trainer.sequence.documents import Documents
+from trainer.sequence.row_layout import Documents
 
 KERNELS = (
     "_scaled_dot_product_flash_attention",

@@ -17,7 +17,7 @@ from trainer.data.chat.formats import BadChat, Format, Pair, check_columns, find
 from trainer.data.chat.masking import ChatTokenizer, Encoded, Encoder
 from trainer.data.chat.store import ChatReport, ChatShards, ChatSpec, check_dropped, decode_sample, get_or_tokenize
 from trainer.data.chat.template import find_template
-from trainer.data.documents import best_fit
+from trainer.data.packing import best_fit
 from trainer.data.shards import Shard
 from trainer.data.source import IGNORE, Fingerprint, Source
 from trainer.data.stdlib import Split

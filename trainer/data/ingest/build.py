@@ -31,7 +31,10 @@ from pathlib import Path
 import numpy as np
 
 from trainer.data.cache import CORRUPTION_ERRORS, open_lock, remove
-from trainer.data.ingest.documents import (
+from trainer.data.ingest.encode import DocumentSplitter, Engine, IdsDiffer, check_sample, find_engine, find_reference
+from trainer.data.ingest.inputs import READ_ERRORS, BadDocuments, DocumentCounts, InputFile, SettingNames, check_limit
+from trainer.data.ingest.progress import BuildProgress
+from trainer.data.ingest.readers import (
     BadLine,
     DocumentBatch,
     LongDocument,
@@ -42,9 +45,6 @@ from trainer.data.ingest.documents import (
     read_tokens,
     split_row_groups,
 )
-from trainer.data.ingest.encode import DocumentSplitter, Engine, IdsDiffer, check_sample, find_engine, find_reference
-from trainer.data.ingest.inputs import READ_ERRORS, BadDocuments, DocumentCounts, InputFile, SettingNames, check_limit
-from trainer.data.ingest.progress import BuildProgress
 from trainer.data.shards import MANIFEST, SUFFIXES, Manifest, Shard, ShardError, ShardWriter, row_of, rows_of
 from trainer.data.source import sample_content
 from trainer.data.tokenizer import Tokenizer

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.ingest.documents import dump_json, load_json
+from trainer.data.ingest.readers import dump_json, load_json
 from trainer.data.shards import find_dtype
 from trainer.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 

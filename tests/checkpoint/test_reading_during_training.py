@@ -1,0 +1,178 @@
+"""Commands that read the checkpoints of a run which trains, and prunes them, meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.forked import fork, run_module
+from tests.helpers.gate import wait_until
+from tests.helpers.runs import Shared
+from trainer import evaluate, export, load_weights
+from trainer.checkpoint import reader
+from trainer.checkpoint.reader import StoredWeights, find_checkpoint, open_checkpoint
+from trainer.checkpoint.storage import LocalStorage, open_storage
+from trainer.checkpoints import list_checkpoints
+from trainer.errors import UserError
+
+pytestmark = pytest.mark.slow  # the run that all look at is trained in a process
+
+
+def prune(run: Path, step: int) -> None:
+    """Delete a checkpoint as a run does: its name goes at once, then its files."""
+    place = open_storage(run / "checkpoints")
+    place.delete(place.unpublish(f"step_{step:08d}"))
+
+
+@contextmanager
+def moving_on(run: Path) -> Iterator[None]:
+    """As long as the block lasts, publish one of two checkpoints and prune the other, as fast as can be."""
+    has_ended, place = threading.Event(), LocalStorage(run / "checkpoints")
+    (run / "checkpoints").rename(run / "saved")
+    (run / "checkpoints").mkdir()
+
+    def work() -> None:
+        before = ""
+        for name in itertools.cycle(("step_00000010", "step_00000020")):
+            unpublished = place.begin(name)
+            shutil.copytree(run / "saved" / name, place.path / unpublished, dirs_exist_ok=True)
+            place.publish(unpublished, name)
+            if before:
+                place.delete(place.unpublish(before))
+            before = name
+            if has_ended.wait(0.005):
+                return
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        wait_until(lambda: open_storage(run / "checkpoints").names(), "a checkpoint")
+        yield
+    finally:
+        has_ended.set()
+        worker.join()
+
+
+def test_what_is_open_can_be_read_after_it_was_pruned(one: Shared, tmp_path: Path) -> None:
+    run = one.copied(tmp_path / "run")
+    expected = load_weights(run).state_dict()
+    stored = open_checkpoint(run)
+    prune(run, 20)
+    for name in stored.shapes:
+        assert torch.equal(stored.read(name), expected[name])
+    assert StoredWeights(stored.storage).manifest.step == 20, "opened once more"
+
+
+def test_one_that_is_pruned_before_it_is_open_is_passed_over(
+    one: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = one.copied(tmp_path / "run")
+    find = find_checkpoint
+
+    def find_and_prune(path: Any) -> Any:
+        found = find(path)
+        if str(found).endswith("20"):
+            prune(run, 20)
+        return found
+
+    monkeypatch.setattr(reader, "find_checkpoint", find_and_prune)
+    assert open_checkpoint(run).manifest.step == 10
+    shutil.rmtree(run)
+    one.copied(run)
+    with pytest.raises(UserError, match="no checkpoint here"):
+        open_checkpoint(run / "checkpoints" / "step_00000020")
+
+
+def test_one_that_is_pruned_while_it_is_opened(one: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = one.copied(tmp_path / "run")
+    check = reader.find_damage
+
+    def prune_and_check(place: Any, *rest: Any) -> Any:
+        if place.path.name.endswith("20"):
+            prune(run, 20)
+        return check(place, *rest)
+
+    monkeypatch.setattr(reader, "find_damage", prune_and_check)
+    assert open_checkpoint(run).manifest.step == 20, "its files were open by then"
+
+
+def test_damage_is_still_damage(one: Shared, tmp_path: Path) -> None:
+    run = one.copied(tmp_path / "run")
+    (run / "checkpoints" / "step_00000020" / "layout.json").unlink()
+    with pytest.raises(Exception, match=r"layout\.json: is missing"):
+        open_checkpoint(run)
+
+
+def test_an_export_of_a_checkpoint_that_goes(one: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = one.copied(tmp_path / "run")
+    whole = export.export_checkpoint(run, tmp_path / "whole")
+    write = export.export
+
+    def prune_and_write(*arguments: Any, **options: Any) -> Any:
+        prune(run, 20)
+        return write(*arguments, **options)
+
+    monkeypatch.setattr(export, "export", prune_and_write)
+    exported = export.export_checkpoint(run, tmp_path / "exported")
+    assert [path.read_bytes() for path in exported] == [path.read_bytes() for path in whole]
+
+
+def test_an_evaluation_of_a_checkpoint_that_goes(one: Shared, tmp_path: Path) -> None:
+    run = one.copied(tmp_path / "run")
+    with ExitStack() as stack:
+        subject = evaluate.find_subject(str(run), [], stack=stack)
+        prune(run, 20)
+        assert subject.weights == str(run / "checkpoints" / "step_00000020")
+        first = subject.config.train.init_from
+        assert first is not None
+        assert open_checkpoint(first).manifest.step == subject.step == 20
+    assert not Path(first).exists()
+
+
+def test_a_list_leaves_out_what_is_pruned_while_it_is_made(
+    one: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = one.copied(tmp_path / "run")
+    place = open_storage(run / "checkpoints")
+    from trainer import checkpoints
+
+    entry = checkpoints._entry
+
+    def prune_and_look(place: Any, name: str, verify: bool) -> Any:
+        if name == "step_00000010" and place.is_published(name):
+            prune(run, 10)
+        return entry(place, name, verify)
+
+    monkeypatch.setattr(checkpoints, "_entry", prune_and_look)
+    (found,) = list_checkpoints(place, verify=True)
+    assert (found.step, found.state) == (20, "verified")
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("command", ["export", "generate", "checkpoints", "evaluate", "evaluate nproc=2"])
+def test_twenty_of_twenty_beside_a_run_that_prunes_at_once(command: str, one: Shared, tmp_path: Path) -> None:
+    run = one.copied(tmp_path / "run")
+    with moving_on(run):
+        for number in range(3 if "nproc" in command else 20):  # which starts fresh interpreters
+            words = {
+                "export": [str(run), str(tmp_path / f"out{number}")],
+                "generate": [str(run), "--prompt", "def ", "--max-tokens", "2"],
+                "checkpoints": [str(run), "--verify", "--json"],
+                "evaluate": [str(run), "--json"],
+                "evaluate nproc=2": [str(run), "--json", "nproc=2"],
+            }[command]
+            logs = tmp_path / f"logs{number}"
+            logs.mkdir()
+            ran = fork(run_module, [f"trainer.{command.split()[0]}", words], logs)
+            assert ran.wait() == [0], ran.stderr
+            assert "damaged" not in ran.stdout + ran.stderr
+            if command.startswith("evaluate"):
+                assert f"{run}/checkpoints/step_000000" in ran.stdout

@@ -1,0 +1,252 @@
+"""Model folders that are broken, or made to do harm: what is wrong with each, as a change to a good one."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.helpers.chats import write_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHAT = {"messages": [{"role": "user", "content": "Hello there"}, {"role": "assistant", "content": "Hi"}]}
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def write_good(folder: Path) -> Path:
+    """Write a Llama of two layers, with a tokenizer and a chat template."""
+    write_tokenizer(folder, TEMPLATE, eos_token="<|im_end|>")
+    vocab, width, inner, heads = 160, 32, 48, 4
+    entries = {
+        **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": vocab, "hidden_size": width},
+        **{"intermediate_size": inner, "num_hidden_layers": 2, "num_attention_heads": heads, "rms_norm_eps": 1e-5},
+        **{"max_position_embeddings": 128, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"},
+    }
+    (folder / "config.json").write_text(json.dumps(entries))
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "model.embed_tokens.weight": (vocab, width),
+        "lm_head.weight": (vocab, width),
+        "model.norm.weight": (width,),
+    }
+    for layer in ("model.layers.0.", "model.layers.1."):
+        shapes |= {f"{layer}{norm}_layernorm.weight": (width,) for norm in ("input", "post_attention")}
+        shapes |= {f"{layer}self_attn.{name}_proj.weight": (width, width) for name in "qkvo"}
+        shapes |= {f"{layer}mlp.{name}_proj.weight": (inner, width) for name in ("gate", "up")}
+        shapes[f"{layer}mlp.down_proj.weight"] = (width, inner)
+    save_file({name: 0.1 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}, folder / WEIGHTS)
+    return folder
+
+
+def entry(**changes: Any) -> Callable[[Path], None]:
+    """Return what sets entries of config.json."""
+
+    def change(folder: Path) -> None:
+        content = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(content | changes))
+
+    return change
+
+
+def text(name: str, content: str | bytes) -> Callable[[Path], None]:
+    """Return what writes a file."""
+    data = content.encode() if isinstance(content, str) else content
+    return lambda folder: (folder / name).write_bytes(data) and None
+
+
+def raw_config(more: str) -> Callable[[Path], None]:
+    """Return what adds text to config.json before its last brace."""
+    return lambda folder: (
+        (folder / "config.json").write_text((folder / "config.json").read_text()[:-1] + more + "}") and None
+    )
+
+
+def weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    """Return what changes the tensors."""
+
+    def write(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        change(tensors)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
+
+    return write
+
+
+def header(change: Callable[[dict[str, Any]], Any], length: int | None = None) -> Callable[[Path], None]:
+    """Return what changes the header of the safetensors file, and what it says of its own length."""
+
+    def write(folder: Path) -> None:
+        data = (folder / WEIGHTS).read_bytes()
+        size = struct.unpack("<Q", data[:8])[0]
+        content = json.loads(data[8 : 8 + size])
+        change(content)
+        new = json.dumps(content).encode()
+        (folder / WEIGHTS).write_bytes(
+            struct.pack("<Q", len(new) if length is None else length) + new + data[8 + size :]
+        )
+
+    return write
+
+
+def index(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
+    """Return what gives the folder an index, with another name for its weights."""
+
+    def write(folder: Path) -> None:
+        weight_map = dict.fromkeys(load_file(folder / WEIGHTS), "model-00001-of-00001.safetensors")
+        (folder / WEIGHTS).rename(folder / "model-00001-of-00001.safetensors")
+        change(weight_map)
+        (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+    return write
+
+
+def outside(name: str) -> Callable[[Path], None]:
+    """Return what moves the weights out of the folder, and has the index name them there."""
+
+    def write(folder: Path) -> None:
+        where = folder.parent / "outside.safetensors"
+        weight_map = dict.fromkeys(load_file(folder / WEIGHTS), name.format(where))
+        (folder / WEIGHTS).rename(where)
+        (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+    return write
+
+
+def link(name: str) -> Callable[[Path], None]:
+    """Return what makes a small file a link to a private file elsewhere."""
+
+    def write(folder: Path) -> None:
+        private = folder.parent / "private"
+        private.write_bytes((folder / name).read_bytes() if (folder / name).exists() else b"#version: private")
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(private)
+
+    return write
+
+
+class _Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("ran"),))
+
+
+def truncated(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-999])
+
+
+def list_for_index(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / INDEX).write_text("[]")
+
+
+def adapter(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/etc", "r": -1}')
+
+
+def pickled(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(_Evil()))
+
+
+def replaced_by_folder(name: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).mkdir()
+
+    return write
+
+
+def tokenizer(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        content = json.loads((folder / "tokenizer.json").read_text())
+        change(content)
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+
+    return write
+
+
+def _split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def _grow(content: dict[str, Any]) -> None:
+    content["model"]["vocab"] |= {f"word{number}": 1000 + number for number in range(1000)}
+
+
+EMBEDDING = "model.embed_tokens.weight"
+
+CASES: dict[str, Callable[[Path], None]] = {
+    "config: text for a number": entry(max_position_embeddings="x"),
+    "config: list for a number": entry(hidden_size=[32]),
+    "config: true for a number": entry(num_attention_heads=True),
+    "config: fraction": entry(num_hidden_layers=1.5),
+    "config: negative": entry(num_hidden_layers=-2),
+    "config: none": entry(vocab_size=0),
+    "config: heads that do not divide": entry(num_attention_heads=5),
+    "config: key heads that do not divide": entry(num_key_value_heads=3),
+    "config: hidden_size 1e9": entry(hidden_size=10**9),
+    "config: vocab_size 1e12": entry(vocab_size=10**12),
+    "config: num_hidden_layers 1e7": entry(num_hidden_layers=10**7),
+    "config: positions 1e15": entry(max_position_embeddings=10**15),
+    "config: NaN": entry(rms_norm_eps=float("nan")),
+    "config: Infinity": entry(rope_theta=float("inf")),
+    "config: 5000 digits": raw_config(', "more": ' + "9" * 5000),
+    "config: nested 100,000 deep": raw_config(', "more": ' + "[" * 100_000 + "]" * 100_000),
+    "config: a key twice": raw_config(', "hidden_size": 64'),
+    "config: a list": text("config.json", "[1]"),
+    "config: a number": text("config.json", "7"),
+    "config: null": text("config.json", "null"),
+    "config: empty": text("config.json", ""),
+    "config: not UTF-8": text("config.json", b'{"model_type": "\xff\xfe"}'),
+    "config: a folder": replaced_by_folder("config.json"),
+    "config: 100 MB": raw_config(', "more": "' + "x" * 100_000_000 + '"'),
+    "config: model_type is a list": entry(model_type=["llama"]),
+    "config: model_type unknown": entry(model_type="nobody_knows"),
+    "config: code of its own": entry(model_type="mine", auto_map={"AutoModelForCausalLM": "modeling.Mine"}),
+    "weights: pickle": pickled,
+    "weights: empty": text(WEIGHTS, b""),
+    "weights: garbage": text(WEIGHTS, b"\x00garbage" * 100),
+    "weights: truncated": truncated,
+    "weights: header too long": header(lambda content: None, length=2**62),
+    "weights: header shorter than said": header(lambda content: None, length=50),
+    "weights: offsets overlap": header(lambda content: content[EMBEDDING].update(data_offsets=[0, 64])),
+    "weights: offsets beyond the end": header(lambda content: content[EMBEDDING].update(data_offsets=[0, 2**50])),
+    "weights: a shape of 2**62": header(lambda content: content[EMBEDDING].update(shape=[2**31, 2**31])),
+    "weights: unknown dtype": header(lambda content: content[EMBEDDING].update(dtype="F33")),
+    "weights: integers": weights(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].to(torch.int32)})),
+    "weights: another shape": weights(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING][:, :16]})),
+    "weights: one missing": weights(lambda tensors: tensors.pop(EMBEDDING)),
+    "weights: one too many": weights(lambda tensors: tensors.update(more=torch.zeros(3))),
+    "weights: NaN": weights(lambda tensors: [tensor.fill_(float("nan")) for tensor in tensors.values()]),
+    "weights: one infinity": weights(
+        lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"][3, 5].fill_(torch.inf)
+    ),
+    "index: a file outside": outside("../outside.safetensors"),
+    "index: an absolute path": outside("{}"),
+    "index: shard missing": index(lambda names: names.update({EMBEDDING: "model-00002-of-00002.safetensors"})),
+    "index: a tensor that is not there": index(lambda names: names.update(more="model-00001-of-00001.safetensors")),
+    "index: a number for a name": index(lambda names: names.update({EMBEDDING: 7})),  # type: ignore[dict-item]
+    "index: a list": list_for_index,
+    "link: merges.txt": link("merges.txt"),
+    "link: tokenizer_config.json": link("tokenizer_config.json"),
+    "link: config.json": link("config.json"),
+    "adapter without a model": adapter,
+    "tokenizer: regex that is none": tokenizer(lambda content: content.update(pre_tokenizer=_split("(((("))),
+    "tokenizer: catastrophic regex": tokenizer(lambda content: content.update(pre_tokenizer=_split("(\\w+\\s?)+$!"))),
+    "tokenizer: nested": text("tokenizer.json", "[" * 100_000 + "]" * 100_000),
+    "tokenizer: empty": text("tokenizer.json", ""),
+    "tokenizer: larger than the model": tokenizer(_grow),
+    "tokenizer_config: nested": text("tokenizer_config.json", '{"a":' + "[" * 100_000 + "]" * 100_000 + "}"),
+    "tokenizer_config: a list": text("tokenizer_config.json", "[]"),
+    "tokenizer_config: not UTF-8": text("tokenizer_config.json", b'{"eos_token": "\xff"}'),
+}
+"""What is wrong, and what makes it so."""

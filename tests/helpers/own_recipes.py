@@ -1,0 +1,297 @@
+"""Recipes of a user's own, outside the package: found with model.name=tests.helpers.own_recipes:NAME."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from trainer.recipes.llama.config import LlamaConfig
+
+from trainer import Recipe, RunConfig, Trainer, register
+from trainer.sequence import whole
+
+
+@dataclass
+class MlpConfig:
+    vocab_size: int = 257
+    width: int = 30
+    num_hidden: int = 3
+
+
+class Mlp(nn.Module):
+    """A model that returns logits, from torch's own layers: odd sizes, two kinds of block."""
+
+    def __init__(self, config: MlpConfig) -> None:
+        super().__init__()
+        self.table = nn.Embedding(config.vocab_size, config.width)
+        narrow, wide = config.width, config.width + 7
+        self.hidden = nn.ModuleList(
+            nn.Sequential(nn.Linear(narrow, wide), nn.GELU(), nn.Linear(wide, narrow))
+            if i % 2
+            else nn.Linear(narrow, narrow)
+            for i in range(config.num_hidden)
+        )
+        self.out = nn.Linear(config.width, config.vocab_size)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        for layer in self.hidden:
+            x = x + layer(x).tanh()
+        return self.out(x)
+
+
+class Viewing(Mlp):
+    """Its units return views, as torch's own Linear does; it adds to them in place, where `adds_in_place`."""
+
+    adds_in_place = True
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        for layer in self.hidden:
+            y = layer(x)
+            x = y.add_(x) if self.adds_in_place else y + x
+        return self.out(x)
+
+
+class Shifting(Mlp):
+    """Each token takes something from the one before it, in a place that `trainer.sequence` does not know."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        x = x + 0.1 * nn.functional.pad(x[:, :-1], (0, 0, 1, 0))
+        for layer in self.hidden:
+            x = x + layer(x).tanh()
+        return self.out(x)
+
+
+class Turned(nn.Module):
+    """A unit whose output is a view of what its backward pass needs."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).exp().view(x.shape)
+
+
+def viewing(adds_in_place: bool) -> Callable[[MlpConfig], nn.Module]:
+    def build(config: MlpConfig) -> nn.Module:
+        model = Viewing(config)
+        model.hidden.insert(0, Turned(config.width))
+        model.adds_in_place = adds_in_place
+        return model
+
+    return build
+
+
+class CrashingTrainer(Trainer):
+    """Fails on rank 1 in the middle of the third step, between forward and backward."""
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = super().loss(batch)
+        if self.world.rank == 1 and self.state.step == 2:
+            raise ValueError("the disk of rank 1 is on fire")
+        return loss
+
+
+class SleepingTrainer(Trainer):
+    """Fails on rank 1 in the third step, while rank 0 is in no collective but asleep."""
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if self.state.step == 2:
+            if self.world.rank == 1:
+                raise ValueError("the disk of rank 1 is on fire")
+            time.sleep(1000)
+        return super().loss(batch)
+
+
+class NonFiniteTrainer(Trainer):
+    """Has a loss that is not a number at steps 3 and 4, on rank 1 alone."""
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        bad = self.state.step in (2, 3) and self.world.rank == self.world.size - 1
+        return super().loss(batch) * (float("nan") if bad else 1.0)
+
+
+class LeftOutTrainer(Trainer):
+    """Has a parameter that FSDP never saw."""
+
+    def build_model(self, config: RunConfig | None = None) -> nn.Module:
+        model = super().build_model(config)
+        model.register_parameter("extra", nn.Parameter(torch.ones(3)))
+        return model
+
+
+class GreedyTrainer(Trainer):
+    """Has no memory left in the third step."""
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if self.state.step == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return super().loss(batch)
+
+
+class Wayward(nn.Module):
+    """Blocks that are equal by all that can be seen of them, and treated differently: `way` says how."""
+
+    def __init__(self, config: WaywardConfig) -> None:
+        super().__init__()
+        self.way = config.way
+        self.table = nn.Embedding(config.vocab_size, config.width)
+        self.hidden = nn.ModuleList(WaywardBlock(config.width) for _ in range(config.num_hidden))
+        self.out = nn.Linear(config.width, config.vocab_size)
+        for position, block in enumerate(self.hidden):
+            block.activation = wide if self.way == "activation" and position % 2 else torch.tanh  # type: ignore[assignment]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, kept = self.table(tokens), []
+        blocks = list(self.hidden)[::-1] if self.way == "reversed" else list(self.hidden)
+        for position, block in enumerate(blocks):
+            if self.way == "left out" and position in (3, 4):
+                continue
+            if self.way == "between" and position % 3 == 0:
+                x = wide(x)
+            x = block(x, is_global=self.way == "flag" and position % 4 == 3)
+            if self.way == "twice":
+                x = block(x)
+            if self.way == "crossed":
+                x = x + kept.pop() if position >= len(blocks) // 2 else x
+                kept.append(x.tanh())
+        return self.out(x)
+
+
+class Undecided(Mlp):
+    """Looks at values to know what to do."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = super().forward(tokens)
+        return x * 2 if x.sum() > 0 else x
+
+
+@dataclass
+class WaywardConfig:
+    vocab_size: int = 257
+    width: int = 64
+    num_hidden: int = 13
+    way: str = ""
+
+
+class WaywardBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, 4 * width)
+        self.outer = nn.Linear(4 * width, width)
+        self.unused = nn.Linear(width, width)
+        self.activation = torch.tanh
+
+    def forward(self, x: torch.Tensor, is_global: bool = False) -> torch.Tensor:
+        hidden = self.activation(self.inner(x))
+        return x + self.outer(wide(hidden) if is_global else hidden)
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    return x.tanh() * x.sigmoid() * x.relu()
+
+
+def every_linear(module: nn.Module) -> bool:
+    """Say which modules are units, as FSDP1's lambda policies do."""
+    return isinstance(module, nn.Linear) and module.weight.shape[0] < 100
+
+
+def _unfilled_buffer(config: MlpConfig) -> nn.Module:
+    model = Mlp(config)
+    model.table.register_buffer("forgotten", torch.ones(3), persistent=False)
+    model.out.extra = nn.Parameter(torch.ones(3))
+    return model
+
+
+class Renamed(Mlp):
+    """The same weights under other names."""
+
+    def __init__(self, config: MlpConfig) -> None:
+        super().__init__(config)
+        self.inner = self.hidden
+        del self.hidden
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        for layer in self.inner:
+            x = x + layer(x).tanh()
+        return self.out(x)
+
+
+def _tied(config: MlpConfig) -> nn.Module:
+    model = Mlp(config)
+    model.out.weight = model.table.weight
+    return model
+
+
+UNITS = ["table", "hidden.*", "out"]
+register(Recipe("mlp", MlpConfig, Mlp, UNITS))
+register(Recipe("viewing_in_place", MlpConfig, viewing(adds_in_place=True), UNITS))
+register(Recipe("shifting", MlpConfig, Shifting, UNITS, context=True))
+register(Recipe("viewing", MlpConfig, viewing(adds_in_place=False), UNITS))
+register(Recipe("mlp_crashing", MlpConfig, Mlp, UNITS, trainer=CrashingTrainer))
+register(Recipe("mlp_sleeping", MlpConfig, Mlp, UNITS, trainer=SleepingTrainer))
+register(Recipe("mlp_nonfinite", MlpConfig, Mlp, UNITS, trainer=NonFiniteTrainer))
+register(Recipe("mlp_left_out", MlpConfig, Mlp, UNITS, trainer=LeftOutTrainer))
+register(Recipe("undecided", MlpConfig, Undecided, UNITS))
+register(Recipe("wayward", WaywardConfig, Wayward, UNITS))
+register(Recipe("greedy", MlpConfig, Mlp, UNITS, trainer=GreedyTrainer))
+register(Recipe("mlp_unfilled", MlpConfig, _unfilled_buffer, UNITS))
+register(Recipe("mlp_wrong_units", MlpConfig, Mlp, ["table", "hiden.*"]))
+register(Recipe("mlp_parted_tie", MlpConfig, _tied, UNITS))
+register(Recipe("mlp_faulty", MlpConfig, Mlp, UNITS, trainer="tests.helpers.faults:FaultyTrainer"))
+register(Recipe("mlp_repeating", MlpConfig, Mlp, UNITS, trainer="tests.helpers.faults:RepeatingTrainer"))
+register(Recipe("mlp_renamed", MlpConfig, Renamed, ["table", "inner.*", "out"]))
+
+
+def whole_logits(config: object) -> nn.Module:
+    """Return a Llama that hands out its logits, all of them at once, as others do."""
+    from trainer.recipes.llama.model import Llama
+
+    class WholeLogits(Llama):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(tokens)
+
+    return WholeLogits(config)  # type: ignore[arg-type]
+
+
+def _units(model: nn.Module) -> list[str]:
+    return ["layers.*"]
+
+
+register(Recipe("llama_whole_logits", LlamaConfig, whole_logits, _units))
+_LLAMA = "trainer.recipes.llama.model:Llama"
+register(
+    Recipe("llama_faulty", LlamaConfig, _LLAMA, _units, trainer="tests.helpers.faults:FaultyTrainer", context=True)
+)
+
+
+def attending_within_slices(config: LlamaConfig) -> nn.Module:
+    """Return a Llama whose tokens attend to those of their own slice alone."""
+    from trainer.recipes.llama.model import Llama
+
+    model = Llama(config)
+    for layer in model.layers:
+        layer.attention.forward = whole()(layer.attention.forward)  # type: ignore[method-assign]
+    return model
+
+
+def counting_within_slices(config: LlamaConfig) -> nn.Module:
+    """Return a Llama whose positions begin at 0 in each slice."""
+    from trainer.recipes.llama.model import Llama
+
+    class Counting(Llama):
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(tokens, targets, positions=torch.arange(tokens.shape[1]))
+
+    return Counting(config)
+
+
+register(Recipe("llama_attending", LlamaConfig, attending_within_slices, _units, context=True))
+register(Recipe("llama_counting", LlamaConfig, counting_within_slices, _units, context=True))

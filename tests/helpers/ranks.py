@@ -1,0 +1,122 @@
+"""Runs a function, or a command, on several ranks: real processes on gloo, forked (see tests/helpers/forked.py)."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.forked import REPOSITORY, as_workers_of_nproc, call_on_ranks, fork, run_module, start_run
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 300) -> list[Any]:
+    """Return what `function(*arguments)` returns on each of `world_size` ranks.  It must be a module's own function.
+
+    The ranks have torchrun's variables, and nothing has been initialised.
+    """
+    return call_on_ranks(world_size, function, arguments, timeout_s)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A finished command: its exit code and what it printed."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    folder: Path
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def status(self) -> dict[str, Any]:
+        return json.loads((self.folder / "status.json").read_text())
+
+    def train(self, field: str) -> list[Any]:
+        return [line[field] for line in self.metrics if line["kind"] == "train"]
+
+
+TINY = [
+    "model.dim=32",
+    "model.num_layers=2",
+    "model.num_heads=4",
+    "model.ffn_dim=64",
+    "data.seq_len=32",
+    "train.global_batch_size=8",
+    "train.micro_batch_size=2",
+    "eval.every=0",
+    "checkpoint.every=0",
+    "log.every=1",
+    "log.sample_tokens=0",
+    "schedule.warmup_steps=5",
+    "run.threads=1",
+    "run.device=cpu",
+]
+"""Overrides that make llama_small train a step in milliseconds, on the CPU beside a GPU too.  A second thread makes
+nothing this small faster, and waiting for one on cores that others use made it six times as slow."""
+
+
+def run_command(folder: Path, *arguments: str, launcher: Sequence[str] = (), timeout_s: float = 240) -> Ran:
+    """Run `python -m trainer.run` with the arguments and `run.dir=folder`, forked.
+
+    `nproc=N` is taken as the command line takes it, but for the processes being forked: the launcher is torch's own
+    only with `launcher`, a command that is started as it stands (`FRESH` for a plain interpreter).
+    """
+    arguments = (*arguments, f"run.dir={folder}")
+    if launcher:
+        command = [*launcher, "-m", "trainer.run", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=REPOSITORY)
+        return Ran(done.returncode, done.stdout, done.stderr, folder)
+    ranks = next((int(item[6:]) for item in arguments if re.fullmatch(r"nproc=\d+", item)), 1)
+    with tempfile.TemporaryDirectory() as logs:
+        started = start_run(arguments, Path(logs), ranks, as_workers_of_nproc(ranks) if ranks > 1 else {})
+        codes = set(started.wait_as_a_launcher(timeout_s))
+        if codes & {2, 75}:  # the others were told to go, some of them before they could listen
+            codes.discard(-signal.SIGTERM)
+        assert min(codes) >= 0 or not codes & {2, 75}, f"a rank has crashed: {codes}\n{started.stderr}"
+        code = next((one for one in (2, 75) if one in codes), 1) if codes != {0} else 0
+        return Ran(code, started.stdout, started.stderr, folder)
+
+
+FRESH = (sys.executable,)
+"""The launcher of a test whose subject is the start itself, or what `nproc=N` starts."""
+
+
+def run_python_module(module: str, *arguments: object, cwd: Path = REPOSITORY, timeout_s: float = 240) -> Ran:
+    """Run `python -m module arguments...`, forked."""
+    with tempfile.TemporaryDirectory() as logs:
+        started = fork(run_module, [module, list(map(str, arguments))], Path(logs), cwd=cwd)
+        (code,) = started.wait_as_a_launcher(timeout_s)
+        return Ran(code, started.stdout, started.stderr, cwd)
+
+
+def run_tiny(folder: Path, *arguments: str, ends: int = 0, **options: Any) -> Ran:
+    """Run `llama_small`, made tiny, and demand that it ends well, or as it should."""
+    ran = run_command(folder, "recipe=llama_small", *tiny_overrides(*arguments), **options)
+    assert ran.exit_code == ends, ran.stderr + ran.stdout
+    return ran
+
+
+def merged(base: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """Return the overrides of `base` that are not given again, and those that are given."""
+    given = {override.partition("=")[0] for override in overrides}
+    return [*(item for item in base if item.partition("=")[0] not in given), *overrides]
+
+
+def tiny_overrides(*overrides: str) -> list[str]:
+    """Return the overrides of a tiny llama_small with some of them replaced.
+
+    It takes two of its eight sequences at a time; of another batch one, so that any number of ranks may share it.
+    """
+    given = {override.partition("=")[0] for override in overrides}
+    alone = ["train.micro_batch_size=1"] if "train.global_batch_size" in given else []
+    return merged(TINY, overrides if "train.micro_batch_size" in given else [*alone, *overrides])

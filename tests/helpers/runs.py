@@ -1,0 +1,73 @@
+"""Runs that many tests look at: each is trained once for all of them, whichever of pytest's workers comes first.
+
+A test that only reads takes the fixture as it is; one that resumes or damages it takes a copy (`copied`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.ranks import Ran, run_tiny
+
+STEPS = 20
+SAVED = (10, 20)
+"""The steps of which a shared run has checkpoints."""
+
+ON = {"one": ["nproc=1"], "two": ["nproc=2"], "four": ["nproc=4", "mesh.replicate=2", "train.micro_batch_size=1"]}
+"""The shared runs and their meshes: 1, 2 and 2 x 2 ranks."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A finished run of tiny llama_small."""
+
+    ran: Ran
+    overrides: list[str]
+    """Those that it was started with: again, it has nothing to do; with more steps, it goes on."""
+
+    def copied(self, folder: Path, up_to: int = STEPS) -> Path:
+        """Return a copy, as if the run had crashed before it could save again after `up_to`."""
+        shutil.copytree(self.ran.folder, folder)
+        for step in SAVED:
+            if step > up_to:
+                shutil.rmtree(folder / "checkpoints" / f"step_{step:08d}")
+        return folder
+
+
+def _train(name: str, factory: pytest.TempPathFactory) -> Shared:
+    base = factory.getbasetemp()
+    base = base.parent if base.name.startswith("popen-") else base  # that of all workers of pytest-xdist
+    overrides = [f"train.steps={STEPS}", "checkpoint.every=10", "checkpoint.keep_last=0", *ON[name]]
+    folder, kept = base / f"shared-{name}", base / f"shared-{name}.json"
+    with open(base / f"shared-{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a worker that was ended in the middle
+            ran = run_tiny(folder, *overrides)
+            kept.write_text(json.dumps([ran.stdout, ran.stderr]))
+    stdout, stderr = json.loads(kept.read_text())
+    return Shared(Ran(0, stdout, stderr, folder), overrides)
+
+
+@pytest.fixture(scope="session")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    """A run of 20 steps on one rank, with checkpoints of steps 10 and 20."""
+    return _train("one", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    """The same on two ranks."""
+    return _train("two", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    """The same on 2 x 2 ranks."""
+    return _train("four", tmp_path_factory)

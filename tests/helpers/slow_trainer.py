@@ -1,0 +1,38 @@
+"""A llama that rests after each step, or stops at a gate, so that a run of milliseconds can be met in the middle."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+
+import torch
+
+from tests.helpers.gate import pass_gate
+from trainer import RunConfig, Trainer, register
+from trainer.metrics.record import Record
+from trainer.metrics.sinks import WandB
+from trainer.recipe import find_recipe
+
+
+class SlowTrainer(Trainer):
+    """Rests for MESHTRAINER_TEST_REST_S seconds after each step, and waits at a gate, if there is one.
+
+    MESHTRAINER_TEST_PATIENCE_S is how long its end waits for Weights & Biases.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        WandB.FINISH_S = float(os.environ.get("MESHTRAINER_TEST_PATIENCE_S", WandB.FINISH_S))
+        super().__init__(config)
+
+    def on_step(self, record: Record) -> None:
+        time.sleep(float(os.environ.get("MESHTRAINER_TEST_REST_S", "0")))
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if not torch.is_grad_enabled() and self.world.rank == 0:
+            pass_gate(f"evaluation {self.state.step}")
+        return super().loss(batch)
+
+
+pass_gate(f"import {os.environ.get('RANK', '')}")
+register(dataclasses.replace(find_recipe("llama"), name="slow_llama", trainer=SlowTrainer))

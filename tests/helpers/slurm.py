@@ -1,0 +1,210 @@
+"""A real Slurm cluster of several nodes on this machine, from Debian's packages.
+
+Needs slurmctld, slurmd, slurm-client and munge, and no root: the nodes are slurmds with names and ports of their own
+on the loopback, which believe that they have the CPUs they are told.  Everything lives in one temporary folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tests.helpers.forked import REPOSITORY
+
+PATH = os.environ["PATH"] + ":/usr/sbin:/sbin"  # where Debian puts daemons
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+FREEZER = Path("/sys/fs/cgroup/freezer")
+
+SETTINGS = """
+ClusterName=meshtrainer
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+SlurmctldPort={port}
+AuthType=auth/munge
+CredType=cred/munge
+# cred_expire is also how long a requeued job waits: two minutes by default, five seconds at least
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+ProctrackType=proctrack/{tracking}
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SwitchType=switch/none
+MpiDefault=none
+PropagateResourceLimits=NONE
+# believe what stands here about CPUs, not the hardware
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=bf_interval=2,sched_interval=2,batch_sched_delay=0
+KillWait=15
+SlurmdTimeout=15
+MessageTimeout=30
+ReturnToService=2
+MinJobAge=3600
+JobRequeue=1
+PartitionName=all Nodes=ALL Default=YES MaxTime=60 DefaultTime=10 State=UP
+"""
+NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 CoresPerSocket=2 State=UNKNOWN\n"
+
+
+def missing_programs() -> list[str]:
+    """Return the programs of Slurm that are not installed here."""
+    programs = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
+    return [name for name in programs if shutil.which(name, path=PATH) is None]
+
+
+def wait_until(is_so: Callable[[], object], what: str, timeout_s: float) -> None:
+    """Wait until `is_so()`; raises AssertionError that says `what` was waited for."""
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s:.0f} s: {what}")
+        time.sleep(0.2)
+
+
+class Cluster:
+    """A Slurm cluster: `nodes` are the names of its nodes.  `env` is what a command needs to talk to it."""
+
+    def __init__(self, folder: Path, num_nodes: int) -> None:
+        self.folder = folder
+        port, *ports = _free_ports(1 + num_nodes)
+        self.nodes = [f"p{port}n{number}" for number in range(num_nodes)]  # no other cluster's on this machine
+        # As clusters do where it can be had: signals reach what srun has started, and orphans end with the step.
+        self.tracking = "cgroup" if os.access(FREEZER / "cgroup.procs", os.W_OK) else "linuxproc"
+        self.env = os.environ | {"PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf")}
+        self._daemons: list[subprocess.Popen[bytes]] = []
+        self._write_settings(port, ports)
+
+    def _write_settings(self, port: int, ports: list[int]) -> None:
+        host, user = socket.gethostname().partition(".")[0], str(os.getuid())
+        text = SETTINGS.format(host=host, user=user, port=port, folder=self.folder, tracking=self.tracking)
+        for name, own_port in zip(self.nodes, ports, strict=True):
+            text += NODE.format(name=name, host=host, port=own_port)
+        (self.folder / "slurm.conf").write_text(text)
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # named, so that it is not looked for
+        (self.folder / "state").mkdir()
+        key = self.folder / "munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(128))
+
+    def start(self) -> None:
+        folder = self.folder
+        files = {"key-file": "munge.key", "socket": "munge.sock", "pid-file": "munge.pid", "log-file": "munge.log"}
+        options = [f"--{option}={folder / name}" for option, name in (files | {"seed-file": "munge.seed"}).items()]
+        self._start("munged", "--foreground", "--force", *options)
+        wait_until((folder / "munge.sock").exists, "munged", 20)
+        self._start("slurmctld", "-D")
+        for name in self.nodes:
+            self._start("slurmd", "-D", "-N", name)
+        wait_until(lambda: self.call("sinfo", "-hN", "-t", "idle", "-o", "%N").split() == self.nodes, "the nodes", 60)
+
+    def _start(self, *command: str) -> None:
+        with open(self.folder / "daemons.out", "ab") as out:
+            quiet = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+            self._daemons.append(subprocess.Popen(command, env=self.env, cwd=self.folder, **quiet))  # type: ignore[call-overload]
+
+    def stop(self) -> None:
+        """Kill every process of this cluster, daemons and ranks alike: nobody will miss its last words."""
+        wait_until(lambda: not self._kill_what_is_left(), "the death of all processes", 30)
+        for daemon in self._daemons:
+            daemon.wait(10)
+        for folder in self._cgroups():
+            with suppress(OSError):  # a zombie that nobody buries holds its cgroup
+                folder.rmdir()
+
+    def _kill_what_is_left(self) -> list[int]:
+        for folder in self._cgroups():  # Slurm freezes what it is about to signal; frozen processes do not die
+            with suppress(OSError):
+                (folder / "freezer.state").write_text("THAWED")
+        left = self.processes()
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return left
+
+    def _cgroups(self) -> list[Path]:
+        """Return the folders in which Slurm tracks processes, the innermost first."""
+        return [
+            Path(folder) for name in self.nodes for folder, _, _ in os.walk(FREEZER / f"slurm_{name}", topdown=False)
+        ]
+
+    def processes(self, **variables: str) -> list[int]:
+        """Return the processes of this cluster, daemons and ranks alike; those alone that have the variables."""
+        variables["SLURM_CONF"] = self.env["SLURM_CONF"]
+        wanted = {f"{name}={value}".encode() for name, value in variables.items()}
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if wanted <= set(path.read_bytes().split(b"\0")):
+                    found.append(int(path.parent.name))
+        return [pid for pid in found if pid != os.getpid()]
+
+    def call(self, *command: str, check: bool = True, env: Mapping[str, str] | None = None) -> str:
+        done = subprocess.run(
+            command, env={**self.env, **(env or {})}, cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0 or not check, f"{command}: {done.stderr}"
+        return done.stdout.strip()
+
+    def submit(self, *command: str, **env: str) -> str:
+        """Return the id of the job that `sbatch` makes of a batch file (with options before, overrides after it)."""
+        return self.call("sbatch", "--parsable", f"--output={self.folder}/%j.out", *command, env=env)
+
+    def job(self, job: str) -> dict[str, str]:
+        """Return what Slurm says of a job: JobState, Restarts, ExitCode, ..."""
+        return dict(re.findall(r"(\w+)=(\S*)", self.call("scontrol", "show", "job", "-o", job)))
+
+    def log(self, job: str) -> str:
+        path = self.folder / f"{job}.out"
+        return path.read_text() if path.exists() else ""
+
+    def wait_for_end(self, job: str, restarts: int = 0, timeout_s: float = 180) -> dict[str, str]:
+        """Wait until the job has ended after so many restarts: before each it may seem to have, for a moment."""
+
+        def has_ended() -> bool:
+            found = self.job(job)
+            return found["JobState"] in OVER and int(found["Restarts"]) >= restarts
+
+        try:
+            wait_until(has_ended, f"the end of job {job} after {restarts} restarts", timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.job(job)}\n{self.log(job)}") from error
+        return self.job(job)
+
+
+@contextmanager
+def slurm_cluster(num_nodes: int) -> Iterator[Cluster]:
+    """Run a cluster, and leave nothing of it."""
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # not pytest's: the path of a socket is 108 characters at most
+    folder.chmod(0o755)
+    cluster = Cluster(folder, num_nodes)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _free_ports(number: int) -> list[int]:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [int(listener.getsockname()[1]) for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports

@@ -1,0 +1,49 @@
+"""A tiny llama_small that trains in the test's own process, and what it leaves in metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.helpers.ranks import merged, tiny_overrides
+from trainer import RunConfig, Trainer, load_config
+
+SEQ_LEN, BATCH = 16, 4
+_OWN = [
+    "model.num_kv_heads=2",
+    "model.dim=16",
+    "model.vocab_size=32",
+    "data.source=synthetic",
+    f"data.seq_len={SEQ_LEN}",
+    f"train.global_batch_size={BATCH}",
+    "train.micro_batch_size=2",
+    "eval.steps=1",
+    "run.threads=1",
+]
+
+
+def tiny_config(folder: Path, *overrides: str) -> RunConfig:
+    """Return the configuration of a run in `folder`: two micro-batches a step on one rank."""
+    return load_config("llama_small", tiny_overrides(*merged(_OWN, overrides), f"run.dir={folder}"))
+
+
+def fit(folder: Path, *overrides: str, kind: type[Trainer] = Trainer) -> list[dict[str, Any]]:
+    """Train to the end and return the lines of metrics.jsonl."""
+    trainer = kind(tiny_config(folder, *overrides))
+    assert trainer.fit() == 0
+    trainer.close()
+    return lines(folder)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def full(tensor: torch.Tensor | None) -> torch.Tensor:
+    """Return the whole of a parameter, a gradient or a moment, which is a plain tensor where nothing is sharded."""
+    assert tensor is not None
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

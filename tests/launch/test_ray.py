@@ -1,0 +1,105 @@
+"""launch/ray_train.py on a real Ray, started by itself on this machine.  Opt-in: pip install 'meshtrainer[ray]'."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.forked import REPOSITORY
+from tests.helpers.ranks import Ran, run_tiny, tiny_overrides
+
+pytestmark = [
+    pytest.mark.campaign,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
+    pytest.mark.timeout(400),
+]
+
+STEPS = 40
+MODEL = ["model.name=tests.helpers.slow_trainer:slow_llama", "model.vocab_size=257", "model.num_kv_heads=2"]
+OVERRIDES = [*MODEL, "checkpoint.every=5", "run.threads=1"]
+
+
+@pytest.fixture(scope="module")
+def ray_env() -> Iterator[dict[str, str]]:
+    """The environment for a Ray of our own: its sockets' paths are 107 characters at most."""
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    own = {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "", "MESHTRAINER_TEST_REST_S": "0.3"}
+    yield os.environ | own
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def start(folder: Path, env: dict[str, str], *options: str, steps: int = STEPS) -> subprocess.Popen[str]:
+    overrides = tiny_overrides(*OVERRIDES, f"train.steps={steps}", f"run.dir={folder / 'run'}")
+    command = [sys.executable, "launch/ray_train.py", *options, f"--storage={folder / 'ray'}", "recipe=llama_small"]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([*command, *overrides], cwd=REPOSITORY, env=env, **output)  # type: ignore[call-overload]
+
+
+def end(process: subprocess.Popen[str], folder: Path, exit_code: int = 0) -> Ran:
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == exit_code, output
+    return Ran(process.returncode, output, "", folder / "run")
+
+
+def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
+    metrics, deadline = folder / "run" / "metrics.jsonl", time.monotonic() + 120
+    while not metrics.exists() or f'"step": {step},' not in metrics.read_text():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"no step {step} in time"
+        time.sleep(0.1)
+
+
+def workers(env: dict[str, str]) -> list[int]:
+    """Return the processes that train, of our Ray alone."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            is_worker = path.read_bytes().startswith(b"ray::RayTrainWorker")
+            parent = path.parent.joinpath("stat").read_text().rpartition(")")[2].split()[1]
+            raylet = Path(f"/proc/{parent}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if is_worker and env["RAY_TMPDIR"].encode() in raylet:
+            found.append(int(path.parent.name))
+    return sorted(found)
+
+
+def test_a_worker_is_killed_and_another_number_goes_on(ray_env: dict[str, str], tmp_path: Path) -> None:
+    alone = run_tiny(tmp_path / "alone", *OVERRIDES, f"train.steps={STEPS}", "nproc=2")
+    process = start(tmp_path, ray_env, "--workers=2", "--max-failures=2")
+    wait_for_step(process, tmp_path, 12)
+    first = workers(ray_env)
+    assert len(first) == 2
+    os.kill(first[1], signal.SIGKILL)
+    ran = end(process, tmp_path)
+    starts = [line for line in ran.metrics if line["kind"] == "start"]
+    assert [line["world_size"] for line in starts] == [2, 2]
+    assert starts[1]["resumed_step"] >= 10
+    assert ran.train("step") == list(range(1, STEPS + 1))
+    assert ran.train("loss") == alone.train("loss"), "bit for bit"
+    assert list((tmp_path / "ray").glob("*/checkpoint_*/manifest.json")), "Ray has the last checkpoint"
+
+    further = end(start(tmp_path, ray_env, "--workers=1", steps=STEPS + 5), tmp_path)
+    last = [line for line in further.metrics if line["kind"] == "start"][-1]
+    assert (last["world_size"], last["resumed_step"]) == (1, STEPS)
+    assert further.train("step") == list(range(1, STEPS + 6))
+
+
+def test_the_file_notice_stops_it(ray_env: dict[str, str], tmp_path: Path) -> None:
+    process = start(tmp_path, ray_env, "--workers=2")
+    wait_for_step(process, tmp_path, 3)
+    (tmp_path / "run" / "notice").touch()
+    ran = end(process, tmp_path, exit_code=75)
+    assert (ran.status["state"], ran.status["reason"]) == ("stopped", "notice")
+    assert 3 <= ran.status["step"] < STEPS
+    assert (tmp_path / "run" / "checkpoints" / f"step_{ran.status['step']:08d}").is_dir()

@@ -1,0 +1,297 @@
+"""A run's folder that is deleted, renamed or replaced while the run trains in it.
+
+The run says so, ends, claims nothing that is not there, and can be continued from where it has saved its state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.test_faults import lines_of, of, slow, steps_in, with_
+from tests.helpers.faults import Fault, Started, start
+from tests.helpers.gate import wait_until
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import tiny_config
+from trainer.distributed.world import World
+from trainer.errors import PeerFailed, TrainingFailed, UserError
+from trainer.lifecycle.folder import FolderLock, RunFolder
+from trainer.lifecycle.relocation import Relocation
+from trainer.metrics.record import Record
+from trainer.metrics.sinks import JsonLines
+
+STEPS = 40
+AT = 5
+"""The step after which it happens: saves fall on even ones."""
+
+
+def _delete(folder: Path) -> str:
+    """Return a command that deletes a folder into which a save may be writing at that moment."""
+    return f"until rm -rf {folder}; do :; done"
+
+
+def lose(base: Path, command: str, *overrides: str, ranks: int = 1, logs_in: Path | None = None) -> Started:
+    """Return a run of some seconds in `base/run`, which has ended; after step 5 it runs the command."""
+    arguments = with_(f"train.steps={STEPS}", "checkpoint.keep_last=0", *overrides)
+    fault = Fault(step_s=0.1, commands={str(AT): command})
+    run = start(base / "run", *arguments, ranks=ranks, fault=fault, logs_in=logs_in)
+    assert run.wait() == [1] * ranks, run.stderr
+    assert "Traceback" not in run.stderr
+    return run
+
+
+def advice(run: Started) -> list[str]:
+    """Return the settings with which the run says that it can be continued."""
+    (found,) = re.findall("to continue: the same command with (.*)", run.stderr_of(0))
+    return str(found).split()
+
+
+def goes_on(run: Started, settings: list[str], *overrides: str, ranks: int = 1) -> Path:
+    """Continue as the run has advised; return the folder of the run.  No step is trained twice, none is missing."""
+    given = with_(*settings, base=with_(f"train.steps={STEPS}", *overrides, f"run.dir={run.folder}"))
+    folder = Path(next(word.partition("=")[2] for word in given if word.startswith("run.dir=")))
+    given.remove(f"run.dir={folder}")
+    before = of("train", folder, "step")
+    assert 0 < before[-1] < STEPS, "it has stopped soon after"
+    assert lines_of(folder)[-1]["reason"] == "failed"
+    again = start(folder, *given, ranks=ranks)
+    assert again.wait() == [0] * ranks, again.stderr
+    assert of("start", folder, "resumed_step") == [None, before[-1]], "the state of the last step was saved"
+    assert of("train", folder, "step") == list(range(1, STEPS + 1))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, *slow(2)])
+def test_a_deleted_folder_is_said_and_the_state_saved_beside_it(ranks: int, tmp_path: Path) -> None:
+    run = lose(tmp_path, _delete(tmp_path / "run"), ranks=ranks)
+    assert not run.folder.exists(), "it is not made again"
+    assert run.stderr.count(f"run.dir={run.folder}: was deleted while the run was training in it; the run stops") == 1
+    assert "finished" not in run.stdout
+    rescued = tmp_path / "run-rescued"
+    assert advice(run) == [f"run.dir={rescued}"]
+    status = json.loads((rescued / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("failed", 1)
+    assert "was deleted" in status["reason"]
+    assert goes_on(run, advice(run), ranks=ranks) == rescued
+    log = (rescued / "console.log").read_text()
+    assert log.count("\n         run  ") == 2, "what the console said before is there, too"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, *slow(1)])
+def test_a_renamed_folder_is_followed(ranks: int, tmp_path: Path) -> None:
+    run = lose(tmp_path, f"mv {tmp_path / 'run'} {tmp_path / 'renamed'}", ranks=ranks)
+    assert not run.folder.exists()
+    assert f"was renamed to {tmp_path / 'renamed'} while the run was training in it" in run.stderr_of(0)
+    assert advice(run) == [f"run.dir={tmp_path / 'renamed'}"]
+    assert goes_on(run, advice(run), ranks=ranks) == tmp_path / "renamed"
+    assert not (tmp_path / "renamed" / ".owner.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["deleted", *slow("renamed")])
+def test_checkpoints_elsewhere_that_are_lost(how: str, tmp_path: Path) -> None:
+    saved, now = tmp_path / "saved", tmp_path / ("saved-rescued" if how == "deleted" else "renamed")
+    command = _delete(saved) if how == "deleted" else f"mv {saved} {now}"
+    run = lose(tmp_path, command, f"checkpoint.dir={saved}")
+    assert f"checkpoint.dir={saved}: was {how}" in run.stderr_of(0)
+    assert advice(run) == [f"checkpoint.dir={now}"]
+    goes_on(run, advice(run), f"checkpoint.dir={saved}")
+    assert not saved.exists()
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_lost_folder_with_checkpoints_in_a_place_of_their_own(inside: bool, tmp_path: Path) -> None:
+    saved = tmp_path / ("run/saved" if inside else "saved")
+    run = lose(tmp_path, f"mv {tmp_path / 'run'} {tmp_path / 'renamed'}", f"checkpoint.dir={saved}")
+    moved = [f"checkpoint.dir={tmp_path / 'renamed' / 'saved'}"] if inside else []
+    assert advice(run) == [f"run.dir={tmp_path / 'renamed'}", *moved]
+    goes_on(run, advice(run), f"checkpoint.dir={saved}")
+
+
+@pytest.mark.campaign
+def test_both_folders_are_lost_with_what_they_were_in(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    run = lose(
+        base, f"mv {base} {tmp_path / 'moved'}; mkdir {base}", f"checkpoint.dir={base / 'saved'}", logs_in=tmp_path
+    )
+    assert advice(run) == [f"run.dir={tmp_path}/moved/run", f"checkpoint.dir={tmp_path}/moved/saved"]
+    goes_on(run, advice(run), f"checkpoint.dir={base / 'saved'}")
+
+
+@pytest.mark.slow
+def test_another_run_takes_the_name_of_a_deleted_folder(tmp_path: Path) -> None:
+    """Two runs never write to one folder, though the first is still alive."""
+    folder = tmp_path / "run"
+    first = start(folder, *with_("train.steps=100000"), fault=Fault(step_s=0.05))
+    try:
+        wait_until(lambda: bool(steps_in(folder)), "a checkpoint")
+        folder.rename(tmp_path / "gone")
+        second = start(folder, *with_("train.steps=8"))
+        assert second.wait() == [0], second.stderr
+        assert first.wait(60) == [1]
+    finally:
+        first.processes[0].kill()
+    assert f"was renamed to {tmp_path / 'gone'}" in first.stderr
+    assert of("start", folder, "resumed_step") == [None]
+    assert of("train", folder, "step") == list(range(1, 9))
+    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+    assert json.loads((tmp_path / "gone" / "status.json").read_text())["state"] == "failed", first.stderr
+    assert max(steps_in(folder)) == 8
+    assert max(steps_in(tmp_path / "gone")) == max(of("train", tmp_path / "gone", "step"))
+
+
+@pytest.mark.slow
+def test_a_deleted_file_of_metrics_is_written_again(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    fault = Fault(commands={str(AT): f"rm {run_dir}/metrics.jsonl {run_dir}/.owner.json"})
+    run = start(run_dir, *with_("train.steps=8"), fault=fault)
+    assert run.wait() == [0], run.stderr
+    assert f"{run_dir}/metrics.jsonl was deleted: it was written again" in run.stderr
+    assert of("train", run_dir, "step") == list(range(1, 9))
+
+
+def owner_of(folder: Path) -> FolderLock:
+    owner = FolderLock(folder, "run.dir")
+    owner.acquire()
+    return owner
+
+
+def test_what_happened_to_a_folder(tmp_path: Path) -> None:
+    folder, other = tmp_path / "a", tmp_path / "b"
+    owner = owner_of(folder)
+    assert owner.look() is None
+    folder.rename(other)
+    loss = owner.look()
+    assert loss is not None
+    assert (loss.moved_to, loss.what) == (other, f"was renamed to {other}")
+    folder.mkdir()
+    loss = owner.look()
+    assert loss is not None
+    assert loss.what == f"was renamed to {other}"
+    folder.rmdir()
+    other.rename(folder)
+    assert owner.look() is None, "it is back"
+    (folder / ".owner.json").unlink()
+    assert owner.look() is None, "the same folder"
+    folder.rmdir()
+    loss = owner.look()
+    assert loss is not None
+    assert (loss.moved_to, loss.what) == (None, "was deleted")
+    owner.release()
+
+
+def test_storage_that_does_not_answer_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = owner_of(tmp_path / "a")
+    (tmp_path / "a" / ".owner.json").unlink()
+    stat = os.stat
+
+    def away(path: Any, **options: Any) -> os.stat_result:
+        if path == tmp_path / "a":
+            raise OSError(5, "Input/output error")
+        return stat(path, **options)
+
+    monkeypatch.setattr("trainer.lifecycle.folder.os.stat", away)
+    assert owner.look() is None
+    monkeypatch.undo()
+    owner.release()
+
+
+@pytest.mark.slow
+def test_an_owner_who_was_taken_for_dead_says_who_is_there_now(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr("trainer.lifecycle.folder.os._exit", codes.append)
+    owner = owner_of(tmp_path / "a")
+    other = owner._own | {"pid": 4711, "host": "elsewhere", "token": "other", "since": "yesterday"}
+    (tmp_path / "a" / ".owner.json").write_text(json.dumps(other))
+    wait_until(lambda: codes, "it gives way", 30)
+    owner.release()
+    assert codes[0] == 1
+    said = capsys.readouterr().err
+    assert (
+        f"run.dir={tmp_path / 'a'}: another run has taken it over (process 4711 on elsewhere since yesterday)" in said
+    )
+    assert "{" not in said
+
+
+def test_whoever_deletes_the_folder_finds_it_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files that are deleted one after another are not put back at once."""
+    folder = tmp_path / "a"
+    folder.mkdir()
+    lines = JsonLines(folder / "metrics.jsonl", 0)
+    lines.write(Record(kind="eval", step=1, loss=1.0))
+    (folder / "metrics.jsonl").unlink()
+    lines.write(Record(kind="eval", step=2, loss=1.0))
+    folder.rmdir()
+    lines.write(Record(kind="eval", step=3, loss=1.0))
+    (tmp_path / "b").mkdir()
+    lines.move_to(tmp_path / "b")
+    lines.close()
+    assert of("eval", tmp_path / "b", "step") == [1, 2, 3]
+    assert capsys.readouterr().err == ""
+
+
+def relocate(base: Path, is_refused: bool) -> tuple[str, list[Path]]:
+    """Lose the folder of a run on rank 0; return with what error relocation ends, and where this rank then writes."""
+    config = tiny_config(base / "run", f"checkpoint.dir={base / 'run' / 'a' / 'b'}")
+    world = World(config)
+    folder, places = RunFolder(config, world.is_main), list[Path]()
+    world.agreed(folder.acquire)
+    if world.is_main:
+        (base / "run").rename(base / "renamed")
+
+    def refuse() -> None:
+        raise UserError("another run owns it")
+
+    if is_refused:
+        folder.move = refuse  # type: ignore[method-assign]
+    checkpoints: Any = SimpleNamespace(move_to=lambda place: places.append(place.path))
+    metrics: Any = SimpleNamespace(move_to=lambda path: None)
+    said = ""
+    try:
+        assert Relocation(world, folder, checkpoints, metrics).check()
+    except (TrainingFailed, PeerFailed) as error:
+        said = str(error)
+    folder.release()
+    world.close()
+    return said, [folder.path, *places]
+
+
+@pytest.mark.slow
+def test_all_ranks_move_or_none_does(tmp_path: Path) -> None:
+    for base in (tmp_path / "moves", tmp_path / "fails"):
+        base.mkdir()
+    moved = tmp_path / "moves" / "renamed"
+    assert run_ranks(2, relocate, tmp_path / "moves", False, timeout_s=60) == [("", [moved, moved / "a" / "b"])] * 2
+    for said, _ in run_ranks(2, relocate, tmp_path / "fails", True, timeout_s=60):
+        assert "its state cannot be saved elsewhere: another run owns it" in said
+
+
+@pytest.mark.slow
+def test_checkpoints_deep_inside_the_folder_of_the_run(tmp_path: Path) -> None:
+    """Their parents are made once: not again after the folder was deleted, but in the one that takes its place."""
+    saved = tmp_path / "run" / "a" / "b" / "saved"
+    run = lose(tmp_path, _delete(tmp_path / "run"), f"checkpoint.dir={saved}")
+    assert not run.folder.exists()
+    rescued = tmp_path / "run-rescued"
+    assert advice(run) == [f"run.dir={rescued}", f"checkpoint.dir={rescued}/a/b/saved"]
+    goes_on(run, advice(run))
+
+
+def test_parents_made_for_nothing_go(tmp_path: Path) -> None:
+    folder = RunFolder(tiny_config(tmp_path / "run", f"checkpoint.dir={tmp_path / 'run' / 'a' / 'b'}"), True)
+    folder.acquire()
+    assert (tmp_path / "run" / "a").is_dir()
+    folder.release()
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,250 @@
+"""While steps are skipped nobody knows whether the weights are good: what was saved before is kept and used."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.ranks import merged
+from tests.helpers.tiny import lines, tiny_config
+from trainer import Trainer, load_weights
+from trainer.checkpoint.manifest import read_manifest
+from trainer.checkpoint.reader import find_checkpoint
+from trainer.checkpoint.storage import LocalStorage, open_storage
+from trainer.checkpoints import command_line
+from trainer.errors import TrainingFailed
+from trainer.metrics.record import Record
+from trainer.trainer import Batch
+
+OWN = ["checkpoint.every=2", "train.steps=12", "checkpoint.mode=sync"]
+
+
+class Skipping(Trainer):
+    """Skips the steps `skipped`, asks to stop after `stops_at`, and spoils its weights after `spoils_at`."""
+
+    skipped: range = range(0)
+    stops_at = spoils_at = -1
+    factor = 1.0
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        return super().loss(batch) * (math.nan if self.state.step + 1 in self.skipped else 1.0)
+
+    def on_step(self, record: Record) -> None:
+        if record.step == self.spoils_at:
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.mul_(self.factor)
+        if record.step == self.stops_at:
+            self.stopping = True
+
+    def _stop_reason(self) -> str:
+        return "a test"
+
+
+def run(folder: Path, *overrides: str, **how: Any) -> int:
+    """Train as `how` says; returns the exit code, or raises what `fit` raises."""
+    own = Skipping(tiny_config(folder, *merged(OWN, overrides)))
+    for name, value in how.items():
+        setattr(own, name, value)
+    try:
+        return own.fit()
+    finally:
+        own.close()
+
+
+def saved(folder: Path) -> list[str]:
+    """Return the names of what lies among the checkpoints, without the leading zeros."""
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    return [name.replace("step_000000", "") for name in names]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in lines(folder) if line["kind"] == "train"}
+
+
+def resumed(folder: Path) -> list[int | None]:
+    return [line["resumed_step"] for line in lines(folder) if line["kind"] == "start"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.campaign)])
+def test_a_streak_pushes_no_good_checkpoint_out(mode: str, tmp_path: Path) -> None:
+    """And the run goes on from the last good one, as if nothing had been."""
+    with pytest.raises(TrainingFailed, match=r"not finite in 6 steps in a row"):
+        run(tmp_path, f"checkpoint.mode={mode}", "train.max_skipped_updates=6", skipped=range(6, 99))
+    assert saved(tmp_path) == ["02", "04"]
+    assert run(tmp_path) == 0
+    assert resumed(tmp_path) == [None, 4]
+    assert run(tmp_path / "undisturbed") == 0
+    assert losses(tmp_path) == losses(tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [1e25, pytest.param(-1e25, marks=pytest.mark.campaign)])
+def test_weights_beyond_belief_are_not_published(
+    factor: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Finite, and so large that their squares are not: nothing that was trained, and nothing that can be."""
+    with pytest.raises(TrainingFailed):
+        run(tmp_path, "train.max_skipped_updates=3", spoils_at=6, factor=factor)
+    assert saved(tmp_path) == ["02", "04"]
+    assert "which is implausible" in capsys.readouterr().err
+    assert run(tmp_path) == 0
+    assert resumed(tmp_path) == [None, 4]
+
+
+def test_weights_of_zero_and_frozen_ones_of_any_size_are_saved(tmp_path: Path) -> None:
+    own = Skipping(tiny_config(tmp_path, *OWN, "checkpoint.keep_last=0"))
+    with torch.no_grad():
+        for parameter in own.model.parameters():
+            parameter.zero_()
+        frozen = next(iter(own.model.parameters())).requires_grad_(False)
+        frozen.fill_(-3e38)  # a mask, say
+    for _ in own.steps():
+        own.save_checkpoint(wait=True)
+        break
+    own.close()
+    assert saved(tmp_path) == ["01"]
+
+
+@pytest.mark.slow
+def test_a_save_due_in_a_streak_is_made_at_its_end(tmp_path: Path) -> None:
+    """Which stands for the one that was due: also where that was to be kept for good, and after a restart."""
+    keep = ["checkpoint.keep_last=1", "checkpoint.keep_every=4"]
+    assert run(tmp_path, *keep, skipped=range(4, 7), stops_at=9) == 75
+    assert saved(tmp_path) == ["07", "08", "09"]
+    assert run(tmp_path, *keep) == 0
+    assert saved(tmp_path) == ["07", "08", "12"]
+    assert run(tmp_path, *keep, "train.steps=18") == 0
+    assert saved(tmp_path) == ["07", "08", "12", "16", "18"]
+
+
+@pytest.mark.campaign
+def test_a_stop_in_a_streak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is saved then prunes nothing and is not gone on from by itself; it goes nowhere, and is there by name."""
+    skipped = range(6, 8)
+    assert run(tmp_path / "whole", skipped=skipped) == 0
+    folder = tmp_path / "run"
+    assert run(folder, "checkpoint.keep_last=1", skipped=skipped, stops_at=7) == 75
+    assert saved(folder) == ["04", "07"]
+    assert read_manifest(open_storage(folder / "checkpoints" / "step_00000007")).num_skipped == 2
+    by_name = tmp_path / "by_name"
+    shutil.copytree(folder / "checkpoints" / "step_00000007", tmp_path / "step_00000007")
+    assert run(folder, skipped=skipped) == 0
+    said = capsys.readouterr().err
+    assert "is used instead of step_00000007" in said
+    assert "mentions a checkpoint" not in said, "it is there"
+    assert resumed(folder) == [None, 4]
+    assert losses(folder) == losses(tmp_path / "whole")
+    assert (folder / "previous_001" / "step_00000007" / "manifest.json").exists()
+    own = Skipping(tiny_config(by_name, *OWN, f"checkpoint.resume={tmp_path / 'step_00000007'}"))
+    own.load_checkpoint()
+    assert (own.skips.total, own.skips.in_a_row) == (2, 2)
+    assert own.fit() == 0
+    own.close()
+    assert losses(by_name).items() <= losses(tmp_path / "whole").items()
+
+
+@pytest.mark.campaign
+def test_where_there_is_no_other_it_is_gone_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A streak is rarely the weights' fault: what was trained before it is not thrown away."""
+    assert run(tmp_path / "whole", skipped=range(6, 8)) == 0
+    assert run(tmp_path, "checkpoint.every=0", skipped=range(6, 8), stops_at=6) == 75
+    assert saved(tmp_path) == ["06"]
+    assert run(tmp_path, "checkpoint.every=0", skipped=range(6, 8)) == 0
+    assert resumed(tmp_path) == [None, 6]
+    assert "while steps were skipped" in capsys.readouterr().err
+    assert losses(tmp_path).items() == losses(tmp_path / "whole").items()
+
+
+@pytest.mark.slow
+def test_a_run_does_not_end_well_in_a_streak(tmp_path: Path) -> None:
+    match = r"the last 2 steps were skipped.*raise train.steps"
+    with pytest.raises(TrainingFailed, match=match):
+        run(tmp_path, "checkpoint.every=0", skipped=range(11, 13))
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "failed"
+    assert [line["reason"] for line in lines(tmp_path) if line["kind"] == "end"] == ["failed"]
+    with pytest.raises(TrainingFailed, match=match):  # it is not done either
+        run(tmp_path, "checkpoint.every=0", skipped=range(11, 13))
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "failed"
+    assert run(tmp_path, "train.steps=14") == 0
+
+
+@pytest.mark.campaign
+def test_a_loop_of_ones_own_does_not_end_well_in_a_streak(tmp_path: Path) -> None:
+    own = Skipping(tiny_config(tmp_path, *OWN))
+    own.skipped = range(12, 13)
+    own.accounts.reads_late = True
+    for record in own.steps():
+        assert record.step <= 12
+    with pytest.raises(TrainingFailed, match="the last step was skipped"):
+        own.close()
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "failed"
+
+
+@pytest.mark.slow
+def test_a_streak_that_begins_before_a_save_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint of the moment before may be the broken one: until that is known, nothing older goes."""
+    streak, publish = threading.Event(), LocalStorage.publish
+
+    def held_up(self: LocalStorage, unpublished: str, name: str) -> None:
+        assert name != "step_00000004" or streak.wait(60)
+        publish(self, unpublished, name)
+
+    monkeypatch.setattr(LocalStorage, "publish", held_up)
+
+    class Watched(Skipping):
+        skipped = range(5, 99)
+
+        def on_step(self, record: Record) -> None:
+            if self.skips.in_a_row:
+                streak.set()
+
+    limits = ["checkpoint.mode=async", "checkpoint.keep_last=1", "train.max_skipped_updates=3"]
+    own = Watched(tiny_config(tmp_path, *merged(OWN, limits)))
+    with pytest.raises(TrainingFailed):
+        own.fit()
+    own.close()
+    assert saved(tmp_path) == ["doubtful-04", "02"], "of its weights nothing is known but that no step was possible"
+    assert run(tmp_path) == 0
+    assert resumed(tmp_path) == [None, 2]
+
+
+@pytest.mark.slow
+def test_what_is_in_doubt_is_set_aside_once(tmp_path: Path) -> None:
+    """If the same comes again from the one before, it was not that checkpoint; and storage does not fill up."""
+    for _ in range(3):
+        with pytest.raises(TrainingFailed):
+            run(tmp_path, "train.max_skipped_updates=3", skipped=range(5, 99))
+    assert saved(tmp_path) == ["doubtful-04", "02", "04"]
+    assert resumed(tmp_path) == [None, 2, 4]
+
+
+@pytest.mark.slow
+def test_the_only_checkpoint_is_never_set_aside(tmp_path: Path) -> None:
+    with pytest.raises(TrainingFailed):
+        run(tmp_path, "train.max_skipped_updates=3", skipped=range(3, 99))
+    assert saved(tmp_path) == ["02"]
+
+
+@pytest.mark.campaign
+def test_the_newest_of_a_run_is_the_newest_good_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For exports, for weights to begin with, for runs that go on from it; the list says which one is not."""
+    assert run(tmp_path, skipped=range(5, 8), stops_at=6) == 75
+    assert str(find_checkpoint(tmp_path)).endswith("step_00000004")
+    assert load_weights(tmp_path) is not None
+    capsys.readouterr()
+    assert command_line([str(tmp_path)]) == 0
+    assert "step_00000006: was saved while steps were skipped (2 in a row)" in capsys.readouterr().out
+    assert command_line([str(tmp_path), "--json"]) == 0
+    assert [entry["num_skipped"] for entry in json.loads(capsys.readouterr().out)] == [0, 0, 2]
+    shutil.rmtree(tmp_path / "checkpoints" / "step_00000002")
+    shutil.rmtree(tmp_path / "checkpoints" / "step_00000004")
+    assert str(find_checkpoint(tmp_path)).endswith("step_00000006"), "where there is no other"

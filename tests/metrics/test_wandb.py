@@ -1,0 +1,221 @@
+"""The real Weights & Biases client, whose server or service is not there: a run neither fails nor waits for it."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.forked import REPOSITORY, popen
+from tests.helpers.gate import wait_until
+from tests.helpers.ranks import Ran, tiny_overrides
+from trainer.metrics.sinks import WandB
+
+STEPS = 20
+PATIENCE_S = 3.0
+"""What the end of a run waits for the client here; in the campaign as long as in any run."""
+MORE_S = 60.0
+"""What a run may take from its last record to its end: 15 s for Weights & Biases, and more on a busy machine.
+
+Before that its client is waited for nowhere, and how long the steps take depends on what else the machine does.
+"""
+MODEL = [
+    "model.name=tests.helpers.slow_trainer:slow_llama",
+    "model.vocab_size=257",
+    "model.num_kv_heads=2",
+    "run.threads=1",
+]
+COMMAND = ("-m", "trainer.run", "recipe=llama_small")
+SCRIPT = "import sys; from trainer import *; sys.exit(Trainer(load_config('llama_small', sys.argv[1:])).fit())"
+
+
+pytestmark = pytest.mark.slow
+
+
+class Started:
+    """A run with the client in the given mode, in whose environment its processes can be found."""
+
+    def __init__(
+        self,
+        folder: Path,
+        mode: str,
+        port: int,
+        rest_s: float,
+        command: Sequence[str] = COMMAND,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self.folder = folder
+        self._mark = f"WANDB_NOTES={folder}"
+        own = {
+            "WANDB_BASE_URL": f"http://127.0.0.1:{port}",
+            "WANDB_API_KEY": "0123456789abcdef" * 2 + "01234567",
+            "WANDB_NOTES": str(folder),
+            "MESHTRAINER_TEST_REST_S": str(rest_s),
+            "MESHTRAINER_TEST_PATIENCE_S": str(patience_s),
+            "PYTHONPATH": str(REPOSITORY),
+            "GOMP_SPINCOUNT": "10000",  # as the command line sets it
+        }
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+        overrides = tiny_overrides(*MODEL, f"train.steps={STEPS}", f"log.wandb={mode}", f"run.dir={folder}")
+        # Into a file: of a pipe, the end is not seen until all that have inherited it are gone.
+        with open(f"{folder}.log", "w") as log:
+            arguments = [sys.executable, *command, *overrides]
+            self.process = popen(arguments, env=inherited | own, stdout=log, stderr=log)
+
+    def processes(self, name: str = "") -> list[int]:
+        """Return the processes of this run, of that name."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                is_ours = self._mark.encode() in (path / "environ").read_bytes().split(b"\0")
+                if is_ours and name in (path / "comm").read_text():
+                    found.append(int(path.name))
+            except OSError:
+                continue
+        return found
+
+    def wait_for(self, text: str) -> None:
+        """Wait until the metrics have the text."""
+        metrics = self.folder / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and text in metrics.read_text(), f"{text} in the metrics")
+
+    def output(self) -> str:
+        return Path(f"{self.folder}.log").read_text()
+
+    def end(self) -> float:
+        """Demand that the run ends well, complete, and leaves no process; returns how long its end took."""
+        assert self.process.wait(240) == 0, self.output()
+        ran = Ran(0, "", "", self.folder)
+        assert ran.metrics[-1]["kind"] == "end"
+        held_up_s = time.time() - ran.metrics[-1]["time"]
+        print(f"held up for {held_up_s:.1f} s")
+        assert ran.train("step") == list(range(1, STEPS + 1))
+        assert ran.status["state"] == "finished"
+        wait_until(lambda: not self.processes(), "the end of its service", timeout_s=60)
+        return held_up_s
+
+
+@pytest.fixture
+def port_that(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A port that refuses, or one behind which nobody ever answers."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if request.param == "never answers":
+            listener.listen(64)
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("port_that", ["never answers"], indirect=True)
+def test_unreachable_at_the_start(port_that: int, tmp_path: Path) -> None:
+    unreachable(COMMAND, port_that, tmp_path, PATIENCE_S)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("port_that", ["refuses", "never answers"], indirect=True)
+@pytest.mark.parametrize("command", [COMMAND, ("-c", SCRIPT)], ids=["command line", "script"])
+def test_unreachable_at_the_start_with_all_patience(command: Sequence[str], port_that: int, tmp_path: Path) -> None:
+    unreachable(command, port_that, tmp_path, WandB.FINISH_S)
+
+
+def unreachable(command: Sequence[str], port_that: int, folder: Path, patience_s: float) -> None:
+    run = Started(folder / "run", "online", port_that, 0.0, command, patience_s)
+    assert run.end() < MORE_S
+    assert run.output().count(f"warning: Weights & Biases did not finish within {patience_s:.0f} s") == 1
+
+
+@pytest.mark.campaign
+def test_its_service_is_killed(tmp_path: Path) -> None:
+    run = Started(tmp_path / "run", "offline", 1, 1.0, patience_s=WandB.FINISH_S)
+    run.wait_for('"step": 4,')
+    while not (services := run.processes("wandb-core")):  # it takes its time to start
+        assert run.process.poll() is None, run.output()
+    (service,) = services
+    os.kill(service, signal.SIGKILL)
+    assert run.end() < MORE_S
+    assert run.output().count("warning: Weights & Biases") == 1
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """As much of a W&B server as the client needs; `mute` leaves it waiting."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.losses: list[float | None] = []
+        self.is_mute = threading.Event()
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.server.is_mute.is_set():
+            time.sleep(60)
+        answer: dict[str, Any] = {}
+        if self.path.endswith("/file_stream"):
+            history = json.loads(body).get("files", {}).get("wandb-history.jsonl", {"content": []})
+            self.server.losses += [json.loads(line).get("train/loss") for line in history["content"]]
+        if self.path == "/graphql":
+            asked = json.loads(body)
+            answer = {"data": self._data(asked["query"], asked["variables"])}
+        text = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    do_PUT = do_POST  # noqa: N815
+
+    def _data(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
+        if "upsertBucket" in query:
+            project = {"id": "1", "name": "project", "entity": {"id": "2", "name": "entity"}}
+            bucket = {"id": "3", "name": variables["name"], "displayName": "run", "config": "{}", "project": project}
+            return {"upsertBucket": {"bucket": bucket, "inserted": True}}
+        if "createRunFiles" in query:
+            host, port = self.server.server_address[:2]
+            files = [{"name": name, "uploadUrl": f"http://{host!s}:{port}/file"} for name in variables["files"]]
+            return {"createRunFiles": {"runID": "3", "uploadHeaders": [], "files": files}}
+        return {}
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("loss", ["", "gone", "mute"])
+def test_the_server_is_lost_in_mid_run(loss: str, server: Server, tmp_path: Path) -> None:
+    patience_s = PATIENCE_S if loss else 60.0  # where all is well nothing is waited for
+    run = Started(tmp_path / "run", "online", server.server_address[1], 0.1, patience_s=patience_s)
+    run.wait_for('"step": 8,')
+    if loss == "mute":
+        server.is_mute.set()
+    elif loss == "gone":
+        server.shutdown()
+        server.server_close()
+    assert run.end() < MORE_S
+    assert run.output().count("warning: Weights & Biases") == bool(loss)
+    if not loss:
+        assert server.losses == Ran(0, "", "", run.folder).train("loss"), "all that was logged has arrived"

@@ -1,0 +1,243 @@
+"""Models of which a part is frozen: what is said of their memory, their FLOPs and their parameters."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.helpers.tiny import fit, tiny_config
+from tests.weights.test_huggingface import GPT2, LLAMA, TINY, build
+from trainer import Recipe, RunConfig, Trainer, UserError, load_weights
+from trainer.model.materialize import materialize
+from trainer.model.network import build_network, flops_per_token
+from trainer.model.parameters import local
+from trainer.optim.optimizer import training_bytes
+
+SEQ_LEN = 24
+
+
+def counted(model: nn.Module) -> float:
+    """Return the FLOPs that torch counts for a token; it takes attention's scores for whole squares.
+
+    A product that is added in place it does not know: it counts as the one that is not.
+    """
+    tokens = torch.randint(0, 263, (1, SEQ_LEN))
+    in_place = {torch.ops.aten.addmm_: lambda _, one, other, **__: 2 * one[0] * one[1] * other[1]}
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter, sdpa_kernel(SDPBackend.MATH):
+        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+    return counter.get_total_flops() / SEQ_LEN
+
+
+@pytest.mark.parametrize(
+    ("trained", "not_gone_back"),
+    [
+        (r".", 0),
+        (r"head", 0),
+        (r"layers\.1|head", 0),
+        (r"layers\.1", 0),
+        (r"layers\.0", 0),
+        (r"tok_embeddings", 0),
+        # Within a block that is trained in part nobody knows what comes before what: its attention, and the inputs of
+        # w1 and w3, are taken to be gone back through.
+        (r"layers\.\d\.feed_forward", 2 / 3 * 6 * 2 * 32 * SEQ_LEN + 2 * 2 * 32 * 64),
+    ],
+)
+def test_flops_are_those_of_what_is_computed(trained: str, not_gone_back: float) -> None:
+    """As torch counts them: forward for all, back as far as anything is trained, and a gradient of that alone."""
+    model = build(LLAMA, TINY)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(re.search(trained, name) is not None)
+    whole = LLAMA.flops
+    assert whole is not None
+    squares = replace(LLAMA, flops=lambda config, seq_len: whole(config, 2 * seq_len))
+    found = flops_per_token(squares, TINY, model, SEQ_LEN)
+    assert found - not_gone_back == pytest.approx(counted(model), rel=1e-9)
+
+
+def test_flops_without_a_word_of_the_recipe() -> None:
+    recipe = replace(GPT2, flops=None)
+    config = GPT2.config(vocab_size=263, dim=32, num_layers=2, num_heads=4, max_seq_len=64)
+    model = build(recipe, config)
+    matrices = 12 * 32 * 32
+    vectors = 13 * 32  # biases and norms of a block
+    assert flops_per_token(recipe, config, model, 8) == 6 * (2 * (matrices + vectors) + 2 * 32)
+    model.blocks[0].requires_grad_(False)
+    assert flops_per_token(recipe, config, model, 8) == 6 * (2 * (matrices + vectors) + 2 * 32) - 2 * matrices
+
+
+class HeadAlone(Trainer):
+    """Trains the head, and nothing that comes before."""
+
+    def build_model(self, config: RunConfig | None = None) -> nn.Module:
+        model = super().build_model(config)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith("head."))
+        return model
+
+
+@pytest.mark.slow
+def test_the_start_block_says_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = fit(tmp_path, "train.steps=1", "model.dim=32", kind=HeadAlone)[0]
+    said = capsys.readouterr().out
+    trained = 32 + 32 * 32  # the vocabulary of the tests is 32, too
+    assert start["trainable_parameters"] == trained < start["parameters"]
+    assert re.search(rf"parameters, {trained / 1000:.2f} ?k of them trained", said), said
+    weights = 4 * start["parameters"]
+    found = re.search(r"memory\s+([\d.]+) KiB per rank for weights, gradients and optimizer", said)
+    assert found, said
+    assert float(found[1]) == pytest.approx((weights + 3 * 4 * trained) / 1024, abs=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [HeadAlone, pytest.param(Trainer, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["optim.name=adamw"],
+        ["optim.name=sgd"],
+        ["optim.name=sgd", "optim.momentum=0"],
+        ["optim.name=muon", 'optim.groups=[{match: "head.output*", optimizer: muon}]'],
+        ["train.weights_dtype=bfloat16", "optim.state_dtype=bfloat16"],
+    ],
+    ids=lambda overrides: " ".join(overrides),
+)
+def test_what_training_keeps_is_what_the_start_block_says(
+    overrides: list[str], kind: type[Trainer], tmp_path: Path
+) -> None:
+    trainer = kind(tiny_config(tmp_path, "train.steps=1", *overrides))
+    assert trainer.fit() == 0
+    states = [state for part in trainer.optimizer.parts for state in part.state.values()]
+    tensors = [t for state in states for t in state.values() if isinstance(t, torch.Tensor) and t.ndim]
+    weights, gradients, kept = training_bytes(trainer.model, trainer.config.optim)
+    assert kept == sum(local(tensor).nbytes for tensor in tensors)
+    assert weights == sum(local(p).nbytes for p in trainer.model.parameters())
+    assert gradients == sum(local(p).nbytes for p in trainer.model.parameters() if p.requires_grad)
+    trainer.close()
+
+
+FROZEN = Recipe(
+    "frozen-below",
+    LLAMA.config,
+    lambda config: _frozen(LLAMA.build_model(config)),
+    units=["tok_embeddings", "layers.*", "head"],
+    flops=LLAMA.flops,
+)
+
+
+def _frozen(model: nn.Module) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("head."))
+    return model
+
+
+def test_a_plan_counts_the_same_flops() -> None:
+    from trainer import load_config, register
+    from trainer.config import MeshShape
+    from trainer.plan.machine import find_machine
+    from trainer.plan.plan import make_plan
+
+    register(FROZEN)
+    config = load_config("llama_small", ["model.name=frozen-below", "model.num_layers=2", "data.seq_len=32"])
+    plan = make_plan(config, MeshShape(1, 1), find_machine("h100", None, 1))
+    with torch.device("meta"):
+        model = FROZEN.build_model(config.model)
+    assert plan.flops == flops_per_token(FROZEN, config.model, model, 32) * plan.tokens
+    assert plan.flops < 0.5 * LLAMA.flops(config.model, 32) * plan.tokens  # type: ignore[misc]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# train.freeze
+
+
+@pytest.mark.parametrize(
+    ("patterns", "frozen"),
+    [
+        ("[tok_embeddings]", {"tok_embeddings.weight"}),
+        ("[layers.0.attention, head.norm.weight]", {"layers.0.attention.w*.weight", "head.norm.weight"}),
+        ("['*norm*']", {"layers.?.*_norm.weight", "head.norm.weight"}),
+        ("['layers.*.w1.*']", {"layers.?.feed_forward.w1.weight"}),
+        ("[model.embed_tokens, 'model.layers.0.self_attn.*']", {"tok_embeddings.*", "layers.0.attention.*"}),
+    ],
+)
+def test_what_is_named_is_frozen(patterns: str, frozen: set[str], tmp_path: Path) -> None:
+    model = build_network(tiny_config(tmp_path, f"train.freeze={patterns}"))
+    found = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert found == {n for n, _ in model.named_parameters() if any(fnmatchcase(n, form) for form in frozen)} != set()
+
+
+def test_a_tied_weight_is_frozen_by_any_of_its_names(tmp_path: Path) -> None:
+    model = build_network(tiny_config(tmp_path, "model.tie_embeddings=true", "train.freeze=[head.output]"))
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["tok_embeddings.weight"]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "says"),
+    [
+        (
+            "[layers.0,tok_embedings]",
+            "no parameter matches 'tok_embedings'\n  did you mean .*[layers.0,tok_embeddings]",
+        ),
+        ("[embed_tokens]", "no parameter matches 'embed_tokens'\n  did you mean .*[model.embed_tokens]"),
+        ("[layers.7]", "no parameter matches 'layers.7'\n  did you mean .*[layers."),
+        ("['*']", "leaves nothing to train"),
+    ],
+)
+def test_a_pattern_that_means_nothing_is_refused(patterns: str, says: str, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "run", f"train.freeze={patterns}")
+    with pytest.raises(UserError, match=re.escape(says).replace(r"\.\*", ".*")) as refused:
+        Trainer(config)
+    assert str(refused.value).startswith("train.freeze=[")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_frozen_weights_stay_and_are_resumed(tmp_path: Path) -> None:
+    frozen = ["train.freeze=[tok_embeddings,layers.0]", "checkpoint.every=1"]
+    start = fit(tmp_path, "train.steps=2", *frozen)[0]
+    first = dict(build_network(tiny_config(tmp_path)).named_parameters())
+    sizes = {name: p.numel() for name, p in first.items()}
+    assert start["trainable_parameters"] == sum(
+        size for name, size in sizes.items() if not name.startswith(("tok_embeddings", "layers.0."))
+    )
+    weights = load_weights(tmp_path).state_dict()
+    drawn = build_network(tiny_config(tmp_path))
+    materialize(drawn, 0, torch.device("cpu"))
+    for name, weight in drawn.state_dict().items():
+        assert torch.equal(weight, weights[name]) == name.startswith(("tok_embeddings", "layers.0.")), name
+    fit(tmp_path, "train.steps=3", *frozen)
+    with pytest.raises(
+        UserError, match=r"train\.freeze: \['tok_embeddings', 'layers\.0'\] in the checkpoint, \[\] now"
+    ):
+        fit(tmp_path, "train.steps=4")
+
+
+@pytest.mark.parametrize(
+    ("targets", "not_gone_back"),
+    [
+        # Into the first block nothing is gone back: not from the adapters of wq, wk and wv, nor through wk and wv, ...
+        ("all-linear", 2 * (3 * 4 * 32 + 2 * 32 * 16)),
+        # ... nor through its attention, nor from the adapter of w2.
+        ("[w2]", 2 / 3 * 6 * 2 * 32 * SEQ_LEN + 2 * 4 * 64),
+    ],
+)
+def test_flops_of_adapters_are_those_of_what_is_computed(targets: str, not_gone_back: float, tmp_path: Path) -> None:
+    """Six for each of theirs, and for what they are beside four."""
+    shape = [f"model.{key}={getattr(TINY, key)}" for key in ("dim", "num_heads", "num_kv_heads", "ffn_dim")]
+    overrides = [*shape, "model.num_layers=2", "model.vocab_size=263", "lora.rank=4", f"lora.targets={targets}"]
+    config = tiny_config(tmp_path, *overrides)
+    model = build_network(config)
+    materialize(model, 0, torch.device("cpu"))
+    whole = LLAMA.flops
+    assert whole is not None
+    squares = replace(LLAMA, flops=lambda config, seq_len: whole(config, 2 * seq_len))
+    found = flops_per_token(squares, config.model, model, SEQ_LEN)
+    assert found - not_gone_back == pytest.approx(counted(model), rel=1e-9)

@@ -1,0 +1,486 @@
+"""Any causal language model of transformers (`model.name=hf`), held to the library itself and to a plain loop."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
+
+from tests.helpers.hf_models import KINDS, folder_of, load_there, plain_losses
+from tests.helpers.ranks import Ran, run_command, run_ranks
+from tests.helpers.tiny import full
+from trainer import Source, Trainer, TrainLoader, UserError, fill, load_config, load_weights, run
+from trainer.config import MeshShape
+from trainer.export import command_line as export
+from trainer.generate import TextGenerator
+from trainer.model.materialize import materialize
+from trainer.model.sample import GREEDY, generate_tokens
+from trainer.plan.machine import find_machine
+from trainer.plan.plan import make_plan
+from trainer.recipe import find_recipe
+
+LR = 1e-3
+STEPS = 20
+WHOLE_LOGITS = ("gemma2", "granite")
+"""Models whose logits are more than their head's output: capped, divided."""
+TRAINED = [kind for kind in KINDS if kind != "mamba"]
+TRIED = ("llama", "gemma3", "gpt2")
+"""Kinds that are in `make test-fast`: plain; tied, two rotary embeddings, a window; learned positions."""
+
+
+def kinds(of: list[str], everyday: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(kind, marks=[] if kind in everyday else pytest.mark.campaign) for kind in of]
+
+
+SETTINGS = [
+    *("data.source=synthetic", "data.seq_len=32", "train.global_batch_size=8", "train.micro_batch_size=1"),
+    *(f"optim.lr={LR}", "optim.weight_decay=0", "optim.max_grad_norm=null", "schedule.name=constant"),
+    *("schedule.warmup_steps=0", "eval.every=0", "checkpoint.every=0", "log.every=1", "log.sample_tokens=0"),
+    *("run.threads=1", f"train.steps={STEPS}"),
+]
+"""A run that a plain loop can follow."""
+
+
+def overrides(folder: Path, *more: str, name: str = "hf") -> list[str]:
+    given = {item.partition("=")[0] for item in more}
+    kept = [item for item in SETTINGS if item.partition("=")[0] not in given]
+    return [f"model.name={name}", f"model.path={folder}", *kept, *more]
+
+
+def trained(folder: Path, out: Path, *more: str) -> Ran:
+    ran = run_command(out, "recipe=llama_small", *overrides(folder, *more))
+    assert ran.exit_code == 0, ran.stderr + ran.stdout
+    return ran
+
+
+def global_batches(folder: Path) -> list[dict[str, torch.Tensor]]:
+    """Return what each step trains on, by a loader on one rank."""
+    trainer = Trainer(load_config("llama_small", overrides(folder, "run.dir=unused", "train.micro_batch_size=8")))
+    batches = [batch for batch, _ in zip(trainer.loader, range(STEPS), strict=False)]
+    trainer.close()
+    return batches
+
+
+def relative(found: list[float], expected: list[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Training
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        pytest.param(kind, ranks, marks=[] if (kind, ranks) == ("gemma3", 2) else pytest.mark.campaign)
+        for kind in TRAINED
+        for ranks in (1, 2, 4)
+    ],
+)
+def test_updates_and_exports_are_a_plain_loops(kind: str, ranks: int, tmp_path: Path) -> None:
+    """First loss and 20 updates; and the folder that comes out loads there without a word and with the same weights."""
+    source = folder_of(tmp_path / "source", kind)
+    expected, model = plain_losses(source, global_batches(source), LR)
+    ran = trained(source, tmp_path / "run", f"nproc={ranks}", *(["mesh.replicate=2"] if ranks == 4 else []))
+    assert relative(ran.train("loss"), expected) < 1e-6
+    shutil.move(source, tmp_path / "gone")
+
+    assert export([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    there, report = load_there(tmp_path / "out")
+    assert not any(report.values()), report
+    assert type(there) is type(model)
+    here = load_weights(tmp_path / "run").state_dict()
+    assert list(here) == list(there.state_dict())
+    assert all(torch.equal(here[name], weight) for name, weight in there.state_dict().items())
+    for file in (tmp_path / "gone").iterdir():
+        if file.suffix != ".safetensors":
+            assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
+    stored = [sorted(_names(folder)) for folder in (tmp_path / "gone", tmp_path / "out")]
+    assert stored[0] == stored[1], "tensors are named and split as those of the library"
+    assert f"hf, {type(model).__name__} of" in ran.stdout
+    assert ("whole logits" in ran.stdout) == (kind in WHOLE_LOGITS)
+
+
+def _names(folder: Path) -> list[str]:
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        return list(file.keys())
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "feature",
+    [
+        "train.activation_checkpoint=full",
+        "train.activation_checkpoint=selective",
+        "train.activation_checkpoint=budget:0.3",
+        "train.activation_checkpoint=auto",
+        "train.micro_batch_size=auto",
+        "fsdp.wrap=size:20000",
+        "fsdp.cpu_offload=true",
+        "fsdp.accumulate=sharded",
+        "train.compile=true",
+        "model.attention=eager",
+    ],
+)
+def test_what_is_done_to_a_model_changes_no_loss(kind: str, feature: str, tmp_path: Path) -> None:
+    source = folder_of(tmp_path / "source", kind)
+    plain = trained(source, tmp_path / "plain", "train.steps=4", "nproc=2")
+    ran = trained(source, tmp_path / "run", "train.steps=4", "nproc=2", feature)
+    assert relative(ran.train("loss"), plain.train("loss")) < 1e-6
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function that makes the folder of a kind once."""
+    base, made = tmp_path_factory.mktemp("folders"), {}
+
+    def find(kind: str, **changes: Any) -> Path:
+        name = "-".join([kind, *changes])
+        if name not in made:
+            made[name] = folder_of(base / name, kind, **changes)
+        return made[name]
+
+    return find
+
+
+@pytest.fixture(scope="module")
+def tokens() -> torch.Tensor:
+    return torch.randint(3, 257, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+def config_of(folder: Path) -> Any:
+    recipe = find_recipe("hf")
+    assert recipe.resolve is not None
+    return recipe.resolve(recipe.config(path=str(folder)))
+
+
+def model_of(folder: Path) -> Any:
+    """Return the model in a folder as a run has it, whole."""
+    recipe, config = find_recipe("hf"), config_of(folder)
+    with torch.device("meta"):
+        model = recipe.build_model(config)
+    materialize(model, 0, torch.device("cpu"), recipe.init, is_loaded_later=lambda name: True)
+    source = recipe.first_weights(config)
+    assert source is not None
+    fill(model, source)
+    return model.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_padding_token_is_trained_as_in_our_own_model(tied: bool, folders: Any) -> None:
+    """With many chat models it is the token that ends each turn."""
+    folder = folders("llama", pad_token_id=7, tie_word_embeddings=tied)
+    theirs = model_of(folder).requires_grad_(True)
+    ours = load_weights(folder).requires_grad_(True)
+    assert type(ours).__name__ != type(theirs).__name__
+    tokens = torch.tensor([[3, 7, 7, 5, 9, 7, 2, 7]])
+    for model in (ours, theirs):
+        model(tokens[:, :-1], targets=tokens[:, 1:]).backward()
+    table = theirs.get_input_embeddings()
+    assert table.padding_idx is None
+    assert table.weight.grad[7].abs().sum() > 0
+    torch.testing.assert_close(ours.tok_embeddings.weight.grad, table.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_the_padding_row_of_a_new_model_is_the_librarys(folders: Any) -> None:
+    recipe, config = find_recipe("hf"), config_of(folders("llama", pad_token_id=7))
+    with torch.device("meta"):
+        model = recipe.build_model(config)
+    materialize(model, 0, torch.device("cpu"), recipe.init)
+    table = model.get_input_embeddings()  # type: ignore[operator]
+    assert table.weight[7].eq(0).all()
+    assert table.weight[6].ne(0).any()
+    assert table.padding_idx is None
+
+
+@pytest.mark.parametrize("kind", kinds(TRAINED, (*TRIED, "gemma2", "qwen3_moe")))
+def test_logits_and_loss_are_the_librarys(kind: str, folders: Any, tokens: torch.Tensor) -> None:
+    """Also where more is done to the logits than the head does: then the loss is not made in chunks."""
+    model, (there, _) = model_of(folders(kind)), load_there(folders(kind))
+    assert isinstance(model, type(there))
+    expected = there(input_ids=tokens).logits
+    assert torch.equal(model(tokens), expected)
+    assert torch.equal(model(input_ids=tokens).logits, expected), "called as the library's own"
+    targets = torch.roll(tokens, -1, 1).index_fill_(1, torch.tensor([5, 23]), -100)
+    loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum")
+    assert float(model(tokens, targets)) == pytest.approx(float(loss.detach()), rel=1e-6)
+    assert (type(model.lm_head).__name__ == "Linear") == (kind in WHOLE_LOGITS)
+
+
+@pytest.mark.parametrize("kind", kinds([kind for kind in TRAINED if kind not in WHOLE_LOGITS], TRIED))
+def test_documents_in_a_row_are_as_each_alone(kind: str, folders: Any, tokens: torch.Tensor) -> None:
+    model, one = model_of(folders(kind)), tokens[:1]
+    documents = torch.tensor([[4] * 9 + [7] * 15])
+    with torch.no_grad():
+        packed, apart = model(one, documents=documents), [model(one[:, :9]), model(one[:, 9:])]
+        assert not torch.allclose(model(one)[:, 9:], apart[1], rtol=1e-2, atol=1e-2), "they would be seen"
+    assert torch.allclose(packed, torch.cat(apart, 1), rtol=1e-5, atol=1e-5)
+
+
+class Packed(Source):
+    """Samples of two documents each."""
+
+    def __init__(self, seq_len: int) -> None:
+        self.seq_len, self.vocab_size = seq_len, 257
+
+    def __len__(self) -> int:
+        return 100
+
+    def batch(self, indices: Any) -> dict[str, Any]:
+        shape = (len(indices), self.seq_len)
+        tokens = np.resize(np.arange(257), shape)
+        return {
+            "tokens": tokens,
+            "targets": tokens,
+            "documents": np.broadcast_to(np.arange(shape[1]) // 20, shape).copy(),
+        }
+
+
+class OnPacked(Trainer):
+    """Trains on them."""
+
+    def build_loader(self) -> TrainLoader:
+        source = Packed(self.config.data.seq_len)
+        return TrainLoader.from_config(source, self.config, self.world.rank, self.world.size, self.world.device)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mamba"])
+def test_a_model_that_mixes_documents_does_not_begin(kind: str, folders: Any, tmp_path: Path) -> None:
+    trainer = OnPacked(load_config("llama_small", overrides(folders(kind), f"run.dir={tmp_path}", "train.steps=1")))
+    if kind == "llama":
+        assert trainer.fit() == 0
+    else:
+        with pytest.raises(
+            UserError, match=r"^data\.documents=masked: model\.name=hf lets documents in one row attend to each"
+        ):
+            trainer.fit()
+        assert not list(tmp_path.iterdir())
+    trainer.close()
+
+
+def test_generate_is_the_librarys(folders: Any, tokens: torch.Tensor) -> None:
+    """By the library's own method, and by `trainer.generate`, which uses the library's cache."""
+    model, (there, _) = model_of(folders("qwen3")), load_there(folders("qwen3"))
+    how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = there.generate(tokens[:1], **how)
+    assert torch.equal(model.generate(tokens[:1], **how), expected)
+    reader = TextGenerator(model, torch.device("cpu"), "bytes", "model", {}).read()
+    assert [*generate_tokens(reader, tokens[0].tolist(), 8, GREEDY, torch.Generator())] == expected[0, -8:].tolist()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Weights
+
+
+def test_rows_of_merged_experts_are_read_from_their_own_files_tensors(folders: Any) -> None:
+    config = config_of(folders("qwen3_moe"))
+    source = find_recipe("hf").first_weights(config)
+    assert source is not None
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    whole = load_there(folders("qwen3_moe"))[0].state_dict()[name]
+    asked: list[str] = []
+    files = source._made._source  # type: ignore[attr-defined]
+    read = files.read
+    files.read = lambda name, *rows: asked.append(name) or read(name, *rows)
+    assert torch.equal(source.read(name, 1, 3), whole[1:3])
+    assert {text.split("experts.")[1] for text in asked} == {
+        f"{n}.{p}_proj.weight" for n in (1, 2) for p in ("gate", "up")
+    }
+
+
+def fresh_weights(folder: Path, kind: str, out: Path) -> dict[str, torch.Tensor]:
+    trainer = Trainer(load_config("llama_small", overrides(folder, f"run.dir={out}", "model.fresh=true")))
+    whole = {name: full(p) for name, p in trainer.model.named_parameters()}
+    trainer.close()
+    return whole
+
+
+def test_what_is_not_the_librarys_fills_itself(folders: Any) -> None:
+    """Such as the parts of an adapter."""
+
+    class Added(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.empty(3))
+
+        def reset_parameters(self) -> None:
+            torch.nn.init.constant_(self.weight, 5.0)
+
+    recipe, config = find_recipe("hf"), config_of(folders("llama"))
+    with torch.device("meta"):
+        model = recipe.build_model(config)
+        model.model.layers[0].added = Added()  # type: ignore[union-attr, index]
+    materialize(model, 0, torch.device("cpu"), recipe.init)
+    assert model.model.layers[0].added.weight.eq(5.0).all()  # type: ignore[union-attr, index]
+    assert model.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.1)  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.slow
+def test_fresh_weights_are_drawn_as_the_library_does_alike_on_any_mesh(folders: Any, tmp_path: Path) -> None:
+    """GPT-2's projections back into the residual stream are drawn a second time, by the block that they are in."""
+    folder = folders("gpt2", n_embd=96)
+    one, *_ = run_ranks(1, fresh_weights, folder, "gpt2", tmp_path / "one")
+    for found in run_ranks(2, fresh_weights, folder, "gpt2", tmp_path / "two"):
+        assert all(torch.equal(weight, found[name]) for name, weight in one.items())
+    assert one["transformer.h.1.mlp.c_proj.weight"].std().item() == pytest.approx(0.02 / 2, rel=0.05)
+    assert one["transformer.h.1.mlp.c_fc.weight"].std().item() == pytest.approx(0.02, rel=0.05)
+    assert one["transformer.h.1.ln_1.weight"].eq(1).all()
+
+
+def test_a_folder_without_weights_means_fresh_ones(folders: Any, tmp_path: Path) -> None:
+    shutil.copy(folders("llama") / "config.json", tmp_path)
+    assert config_of(tmp_path).fresh
+    assert find_recipe("hf").first_weights(config_of(tmp_path)) is None
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    assert not config_of(tmp_path).fresh
+    with pytest.raises(UserError, match=r"^model\.path=.* only pytorch_model\.bin: pickle files are not read"):
+        load_config("llama_small", overrides(tmp_path))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The configuration
+
+
+def test_auto_is_our_own_recipe_where_it_builds_the_model(folders: Any, tmp_path: Path) -> None:
+    def settled(folder: Path, *more: str) -> Any:
+        return load_config("llama_small", overrides(folder, *more, name="auto"))
+
+    native = settled(folders("llama"))
+    assert (native.model.name, native.model.dim, native.train.init_from) == ("llama", 48, str(folders("llama")))
+    assert settled(folders("llama"), "model.fresh=true").train.init_from is None
+    assert settled(folders("llama"), "model.attention=eager").model.name == "hf", "it has no such key"
+    assert settled(folders("llama", attention_bias=True)).model.name == "hf", "it builds no such thing"
+    assert settled(folders("mistral")).model.path == str(folders("mistral"))
+    assert load_weights(folders("mistral")).config.model_type == "mistral"
+
+
+@pytest.mark.slow
+def test_a_run_needs_its_folder_no_more(folders: Any, tmp_path: Path) -> None:
+    """What it says of the model is in config.yaml, which is a recipe of the same run wherever the folder is."""
+    source = shutil.copytree(folders("llama"), tmp_path / "source")
+    more = [f"run.dir={tmp_path / 'run'}", "train.steps=1"]
+    config = load_config("llama_small", overrides(source, *more, "checkpoint.every=1"))
+    for steps in (1, 2):
+        trainer = Trainer(config)
+        assert trainer.fit() == 0
+        trainer.close()
+        shutil.rmtree(source, ignore_errors=True)
+        config = load_config(str(tmp_path / "run"), [f"train.steps={steps + 1}"])
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2]
+    source.mkdir()
+    shutil.copy(folders("qwen3") / "config.json", source)
+    with pytest.raises(UserError, match=r"(?s)^model\.path=.*has other entries than model\.config: .*model_type"):
+        load_config(str(tmp_path / "run"))
+
+
+def test_the_tokenizer_is_the_folders(folders: Any, tmp_path: Path) -> None:
+    source = shutil.copytree(folders("llama"), tmp_path / "source")
+    (source / "tokenizer.json").write_text("{}")
+    for name in ("hf", "auto"):
+        config = load_config("llama_small", overrides(source, "data.tokenizer=model", name=name))
+        assert config.data.tokenizer == str(source / "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"name": "hf"},
+            r"model\.path=null: model\.name=hf needs the folder of .*\n  for example: model\.path=models/Qwen",
+        ),
+        ({"name": "auto"}, r"model\.path=null: model\.name=auto needs a Hugging Face model folder"),
+        (
+            {"path": "nowhere"},
+            r"model\.path=\S*nowhere: config\.json: cannot be read \(No such file(.|\n)*hf download OWNER/nowhere --l",
+        ),
+        ({"attention": "flashy"}, r"model\.attention=flashy: must be one of sdpa, eager, flex"),
+        (
+            {"attention": "flash_attention_2"},
+            r"model\.attention=flash_attention_2: transformers cannot compute attention this way \(",
+        ),
+        ({"init_from": "model"}, r"train\.init_from=\S+: model\.name=hf takes its weights from model\.path\n"),
+        ({"model_type": "lama"}, r"model\.path=\S+: transformers \S+ has no .* of its model_type=lama; it has llama"),
+        ({"quantization_config": {"bits": 4}}, r"quantization_config: quantized weights are not supported"),
+        ({"seq_len": 129}, r"data\.seq_len=129: is longer than model\.max_seq_len=128"),
+        (
+            {"num_hidden_layers": 3},
+            r"model\.name=hf: the weights in \S+ do not fit the model:\n  missing there: model\.lay",
+        ),
+    ],
+)
+def test_mistakes(
+    changes: dict[str, Any], message: str, folders: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import re
+
+    source = shutil.copytree(folders("llama"), tmp_path / "source")
+    keys = {"attention": "model.attention", "seq_len": "data.seq_len", "init_from": "train.init_from"}
+    asked = {keys[key]: source if value == "model" else value for key, value in changes.items() if key in keys}
+    entries = {key: value for key, value in changes.items() if key not in (*keys, "name", "path")}
+    content = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(content | entries))
+    arguments = overrides(source, *(f"{key}={value}" for key, value in asked.items()), name=changes.get("name", "hf"))
+    if "name" in changes:
+        arguments = [item for item in arguments if not item.startswith("model.path")]
+    if "path" in changes:
+        arguments = [item.replace(str(source), changes["path"]) for item in arguments]
+    assert run.main(["recipe=llama_small", *arguments, f"run.dir={tmp_path / 'run'}"]) == 2
+    said = capsys.readouterr().err
+    assert re.search(f"^error: {message}", said, re.MULTILINE), said
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_the_library_it_is_one_message(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.metadata
+
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    config, recipe = config_of(folders("llama")), find_recipe("hf")
+    assert recipe.check is not None
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(UserError, match=r"needs the library transformers: pip install 'meshtrainer\[transformers\]'"):
+        recipe.check(config)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.57.1")
+    with pytest.raises(UserError, match=r"needs transformers 5 or later; 4\.57\.1 is installed"):
+        recipe.check(config)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The planner
+
+
+@pytest.mark.slow
+def test_experts_are_planned_in_any_dtype(folders: Any) -> None:
+    plans = {}
+    for dtype in ("float32", "bfloat16"):
+        more = [f"fsdp.param_dtype={dtype}", "train.activation_checkpoint=budget:0.3", "run.dir=unused"]
+        config = load_config("llama_small", overrides(folders("qwen3_moe"), *more))
+        plans[dtype] = make_plan(config, MeshShape(1, 2), find_machine("cpu"))
+    assert plans["float32"].memory.peak.total > plans["bfloat16"].memory.peak.total > 0
+
+
+def test_flops_count_the_experts_that_a_token_goes_to(folders: Any) -> None:
+    recipe, config = find_recipe("hf"), config_of(folders("qwen3_moe"))
+    assert recipe.flops is not None
+    attention, expert, scores = 48 * 16 * (2 * 4 + 2 * 2), 3 * 48 * 32, 2 * (4 * 16) * 32 / 2
+    assert recipe.flops(config, 32) == 6 * (2 * (attention + 2 * expert + 48 * 4 + scores) + 48 * 257)
+    assert recipe.flops(config_of(folders("mamba")), 32) > 0, "it has no attention"
+    windowed = config_of(folders("mistral"))
+    assert recipe.flops(windowed, 64) - recipe.flops(windowed, 16) == 6 * 2 * 2 * 48 * ((16 - 16**2 / 128) - 8)

@@ -1,0 +1,192 @@
+"""The recipes that come along train as transformers does: from its folder, update by update, and back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from trainer.recipes._layers import Rope, rotate, split_heads
+
+from tests.helpers.ranks import merged, run_command
+from tests.weights.test_huggingface import (
+    assert_same_bits,
+    difference,
+    load_there,
+    their_gpt2,
+    their_llama,
+    their_qwen3,
+    their_qwen3_moe,
+)
+from trainer import load_config, load_weights
+from trainer.data.loader import TrainLoader
+from trainer.data.source import Source
+from trainer.export import command_line as main
+from trainer.model.experts import BalanceLoss, grouped_mm
+from trainer.plan.probe import _trace as trace
+
+STEPS = 20
+KINDS: dict[str, Callable[[], Any]] = {
+    "llama": their_llama,
+    "gpt2": their_gpt2,
+    "qwen3": their_qwen3,
+    "qwen3_moe": their_qwen3_moe,
+}
+MESHES = {"1": ["nproc=1"], "2": ["nproc=2"], "2x2": ["nproc=4", "mesh.replicate=2"]}
+PLAIN = [
+    *("data.source=synthetic", "data.seq_len=32", "train.global_batch_size=8", f"train.steps={STEPS}"),
+    *("train.micro_batch_size=2", "optim.lr=2e-3", "optim.weight_decay=0", "optim.max_grad_norm=null"),
+    *("schedule.name=constant", "schedule.warmup_steps=0", "eval.every=0", "checkpoint.every=0", "log.every=1"),
+    *("log.sample_tokens=0", "run.threads=1", "fsdp.param_dtype=float32"),
+]
+
+
+def write_theirs(kind: str, folder: Path, **changes: Any) -> Path:
+    """Write a model of transformers' own with random weights; none of its biases and norms is what it starts with."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = KINDS[kind]()
+    for name, value in ({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if kind == "gpt2" else {}).items():
+        setattr(config, name, value)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) / 20)
+    model.save_pretrained(folder)
+    return folder
+
+
+def plain_losses(folder: Path, config: Any) -> list[float]:
+    """Return the losses of a plain loop around transformers' model, whole batches on one rank."""
+    model = load_there(folder, dtype=torch.float32).train()
+    optim = config.optim
+    optimizer = torch.optim.AdamW(model.parameters(), optim.lr, optim.betas, optim.eps, weight_decay=0.0)
+    config = replace(config, train=replace(config.train, micro_batch_size=config.train.global_batch_size))
+    loader = TrainLoader.from_config(train_source(config), config, 0, 1, torch.device("cpu"))
+    losses = []
+    for batch in islice(iter(loader), STEPS):
+        found = model(batch["tokens"])
+        loss = F.cross_entropy(found.logits.flatten(0, 1), batch["targets"].flatten())
+        if getattr(found, "aux_loss", None) is not None:
+            loss = loss + model.config.router_aux_loss_coef * found.aux_loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train_source(config: Any) -> Source:
+    from trainer.data.opening import open_source
+
+    return open_source(config.data, config.vocab_size, "train")
+
+
+def relative(found: list[float], expected: list[float]) -> float:
+    assert len(found) == len(expected)
+    difference = max(abs(ours - theirs) / theirs for ours, theirs in zip(found, expected, strict=True))
+    print(f"largest relative difference of {len(found)} losses: {difference:.1e}")
+    return difference
+
+
+SLOW = {("qwen3_moe", "2")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        pytest.param(kind, mesh, marks=() if (kind, mesh) in SLOW else pytest.mark.campaign)
+        for kind in KINDS
+        for mesh in MESHES
+    ],
+)
+def test_twenty_updates_are_those_of_a_plain_loop(kind: str, mesh: str, tmp_path: Path) -> None:
+    """And the export is the model that came out, to the bit."""
+    source = write_theirs(kind, tmp_path / "source")
+    losses, expected = losses_of_both(source, tmp_path / "run", kind, mesh)
+    assert relative(losses, expected) < 1e-6
+    assert main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    trained = load_weights(tmp_path / "run")
+    assert_same_bits(load_weights(tmp_path / "out"), trained)
+    assert difference(trained, load_there(tmp_path / "out")) < 1e-5
+
+
+def losses_of_both(
+    source: Path, folder: Path, kind: str, mesh: str, *overrides: str
+) -> tuple[list[float], list[float]]:
+    own = merged(PLAIN, [f"model.name={kind}", f"train.init_from={source}", *overrides])
+    ran = run_command(folder, "recipe=llama_small", *own, *MESHES[mesh])
+    assert ran.exit_code == 0, ran.stderr
+    return ran.train("loss"), plain_losses(source, load_config("llama_small", own))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "micro_batch_size"),
+    [
+        pytest.param("1", 2, marks=pytest.mark.campaign),
+        pytest.param("1", 8, marks=pytest.mark.campaign),
+        ("2", 4),
+        pytest.param("2x2", 1, marks=pytest.mark.campaign),
+    ],
+)
+def test_experts_are_balanced_over_the_global_batch(mesh: str, micro_batch_size: int, tmp_path: Path) -> None:
+    """As transformers does it with the whole batch at once, on any mesh and in micro-batches of any size."""
+    source = write_theirs("qwen3_moe", tmp_path / "source", output_router_logits=True, router_aux_loss_coef=0.5)
+    micro_batches = f"train.micro_batch_size={micro_batch_size}"
+    losses, expected = losses_of_both(source, tmp_path / "run", "qwen3_moe", mesh, micro_batches)
+    assert relative(losses, expected) < 1e-5
+
+
+def test_heads_are_turned_as_they_lie() -> None:
+    """Each pair by the angle of its position, in rows that no kernel has to copy before it attends."""
+    turned = rotate(x := split_heads(torch.randn(2, 5, 3 * 8), 3), *Rope(8, 100.0)(torch.arange(5)))
+    assert turned.transpose(1, 2).is_contiguous()
+    angles = torch.arange(5.0)[:, None] * 100.0 ** -(torch.arange(4) / 4)
+    pairs = torch.view_as_complex(torch.stack(x.chunk(2, dim=-1), -1)) * torch.polar(torch.ones(5, 4), angles)
+    torch.testing.assert_close(turned, torch.cat((pairs.real, pairs.imag), -1))
+
+
+def test_balance_is_least_where_all_experts_are_chosen_alike() -> None:
+    """Then it is the coefficient times the number that is chosen, for each token."""
+    balance = BalanceLoss(0.5, num_experts=4, num_chosen=2, num_layers=3)
+    even = balance(torch.tensor([15, 15, 15, 15]), torch.full((4,), 7.5))
+    assert float(even) == pytest.approx(0.5 * 2 * 10)
+    assert float(balance(torch.tensor([30, 30, 0, 0]), torch.tensor([15.0, 15.0, 0.0, 0.0]))) > float(even)
+
+
+@pytest.mark.slow
+def test_a_grouped_product_is_that_of_each_group() -> None:
+    """Groups without a row, gradients of both factors, and tensors without values."""
+    x = torch.randn(10, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(4, 6, 5, dtype=torch.float64, requires_grad=True)
+    ends = torch.tensor([3, 3, 9, 10], dtype=torch.int32)
+    expected = torch.cat([x[:3] @ weight[0], x[3:9] @ weight[2], x[9:] @ weight[3]])
+    assert torch.equal(grouped_mm(x, weight, ends), expected)
+    assert torch.autograd.gradcheck(lambda x, weight: grouped_mm(x, weight, ends), (x, weight))
+    torch.library.opcheck(torch.ops.meshtrainer.grouped_mm.default, (x, weight, ends))
+
+
+@pytest.mark.campaign
+def test_a_plan_of_balanced_experts_is_that_of_every_block() -> None:
+    """Though the middle ones are left out, and hand out their load beside what the next one reads."""
+    config = load_config("qwen3_moe_small", ["model.num_layers=9", "fsdp.param_dtype=bfloat16"])
+    with torch.device("meta"):
+        model = config.recipe.build_model(config.model)
+    for checkpointing in ("none", "selective", "full"):
+        short, whole = (
+            trace(copy.deepcopy(model), config, 2, checkpointing, "cpu", shortens) for shortens in (True, False)
+        )
+        assert [(event.mark, event.unit) for event in short.events] == [(e.mark, e.unit) for e in whole.events]
+        for one, other in zip(short.events, whole.events, strict=True):
+            assert abs(one.before.net - other.before.net) <= 4096, (one.mark, one.unit)
+            assert sum(w.flops * n for w, n in one.before.work) == sum(w.flops * n for w, n in other.before.work)

@@ -1,0 +1,148 @@
+"""Recomputation by memory budget: what is kept, that it fits, and that nothing else changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.ranks import run_ranks, tiny_overrides
+from tests.plan.test_plan import config_of
+from trainer import Trainer, UserError, load_config
+from trainer.config import MeshShape, check_config
+from trainer.model.recompute import choose_saved_operators
+from trainer.model.shard import check_sharding
+from trainer.plan.machine import find_machine
+from trainer.plan.plan import make_plan
+
+
+class Block(nn.Module):
+    """A product that costs twice as much for each byte as the other, one whose output nobody needs, and a sine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+        self.last = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.wide(self.narrow(x).sin()).sin())  # saves: narrow, sin, wide, sin
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+NARROW, WIDE = ("matmul", 0), ("matmul", 1)
+# For each of B x T positions: 32 and 32, 16 and 16 numbers are saved, so 96.
+CHOICES = [
+    (0.0, set()),
+    (15 / 96, set()),
+    (16 / 96, {WIDE}),
+    (47 / 96, {WIDE}),
+    (48 / 96, {WIDE, NARROW}),
+    (1.0, {WIDE, NARROW}),
+]
+
+
+@pytest.mark.parametrize(("share", "expected"), CHOICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_costliest_come_first_and_fit(share: float, expected: set[Any], dtype: torch.dtype) -> None:
+    """The last product is never kept: recomputation stops before it."""
+    with torch.device("meta"):
+        model = Net()
+    assert choose_saved_operators(model, list(model.blocks), (3, 5), dtype, share) == [expected, expected]
+    assert not any("forward" in vars(block) for block in model.blocks)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+class Falling(nn.Module):
+    """The larger of its two products is the one that costs more for each byte."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 8, bias=False), nn.Linear(8, 4, bias=False)
+        self.last = nn.Linear(4, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.second(self.first(x).sin()).sin())  # saves: 8 and 8, 4 and 4 numbers
+
+
+def test_the_cost_of_a_byte_decides_not_the_size() -> None:
+    with torch.device("meta"):
+        model = Net()
+        model.blocks = nn.ModuleList([Falling()])
+    for share, expected in ((4 / 24, {("matmul", 1)}), (8 / 24, {("matmul", 0)})):
+        assert choose_saved_operators(model, list(model.blocks), (3, 5), torch.float32, share) == [expected]
+
+
+def peak(setting: str) -> int:
+    shape = MeshShape(1, 2)
+    config = config_of("llama_small", f"train.activation_checkpoint={setting}", "model.num_layers=8", shape=shape)
+    return make_plan(config, shape, find_machine("cpu")).memory.peak.total
+
+
+@pytest.mark.campaign
+def test_memory_grows_with_the_budget() -> None:
+    """From that of full recomputation to no more than that of keeping everything costly."""
+    peaks = [peak(f"budget:{share}") for share in (0, 0.05, 0.1, 0.2, 0.3, 0.5, 1)]
+    assert peaks == sorted(peaks)
+    assert len(set(peaks)) > 3
+    assert peaks[0] == peak("full")
+    assert peaks[-1] <= peak("selective") < peak("none")
+
+
+def losses_and_gradients(folder: Path, settings: list[list[str]]) -> list[tuple[list[float], list[float]]]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    found = []
+    for number, own in enumerate(settings):
+        overrides = tiny_overrides("train.steps=4", "run.threads=1", *own)
+        trainer = Trainer(load_config("llama_small", [*overrides, f"run.dir={folder / str(number)}"]))
+        records = list(trainer.steps())
+        trainer.close()
+        found.append(([r.loss for r in records], [r.grad_norm for r in records]))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [[0.15], pytest.param([0, 0.3, 1], marks=pytest.mark.campaign)])
+def test_nothing_but_memory_changes(shares: list[float], tmp_path: Path) -> None:
+    """Bit for bit; a compiler may round in another order."""
+    chosen = ["none", *(f"budget:{share}" for share in shares)]
+    settings = [[f"train.activation_checkpoint={setting}"] for setting in chosen]
+    eager = run_ranks(2, losses_and_gradients, tmp_path, settings)[0]
+    assert all(found == eager[0] for found in eager)
+
+
+@pytest.mark.campaign
+def test_compiled_it_is_the_same(tmp_path: Path) -> None:
+    settings = [[], ["train.compile=true", "train.activation_checkpoint=budget:0.2"]]
+    eager, compiled = run_ranks(2, losses_and_gradients, tmp_path, settings)[0]
+    for own, expected in zip(compiled, eager, strict=True):
+        assert own == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("value", "legal"), [("half", "0.5"), ("nan", "0.5"), ("1.5", "1"), ("-0.1", "0")])
+def test_a_share_is_from_0_to_1(value: str, legal: str) -> None:
+    config = load_config("llama_small", [f"train.activation_checkpoint=budget:{value}"])
+    with pytest.raises(UserError, match=rf"needs a number from 0 to 1\n.*budget:{legal}$"):
+        check_config(config, 1, 1)
+
+
+def test_a_unit_inside_a_block_is_refused() -> None:
+    own = ["fsdp.wrap=tests.helpers.own_recipes:every_linear", "train.activation_checkpoint=budget:0.5"]
+    with pytest.raises(UserError, match=r"budget:0\.5: cannot recompute a block in part"):
+        check_sharding(load_config("llama_small", own))

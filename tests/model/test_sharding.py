@@ -1,0 +1,987 @@
+"""What sharding does to a model: which collectives a step runs, what the units are, and that the numbers stay."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from tests.helpers.ranks import run_ranks, tiny_overrides
+from tests.helpers.tiny import full
+from trainer import Recipe, RunConfig, Trainer, UserError, load_config, register
+from trainer.data.loader import TrainLoader
+from trainer.data.opening import open_source
+from trainer.model.gradients import gradient_sync, norm_and_clip_factor
+from trainer.model.materialize import materialize
+from trainer.model.parameters import count_parameters
+from trainer.model.shard import is_unsharded
+from trainer.model.units import ShardUnit, find_units, is_embedding_unit
+from trainer.optim.optimizer import Schedule, build_optimizer
+
+LLAMA = tiny_overrides("data.source=synthetic", "model.vocab_size=264", "train.steps=10")
+ODD_LLAMA = tiny_overrides("data.source=synthetic", "model.vocab_size=263", "train.steps=10")
+GPT2 = [
+    "data.source=synthetic",
+    "data.seq_len=32",
+    "fsdp.param_dtype=float32",
+    "log.every=1",
+    "checkpoint.every=0",
+    "model.vocab_size=263",
+    "model.dim=32",
+    "model.num_layers=2",
+    "model.num_heads=4",
+    "schedule.warmup_steps=5",
+    "train.steps=10",
+    "train.global_batch_size=8",
+    "train.micro_batch_size=2",
+]
+
+
+def relative(found: Sequence[float], expected: Sequence[float]) -> float:
+    assert len(found) == len(expected) > 0
+    return max(abs(x - y) / abs(y) for x, y in zip(found, expected, strict=True))
+
+
+def open_group() -> None:
+    """Open the process group of all the Trainers that this process makes."""
+    dist.init_process_group("gloo")
+
+
+def losses_of(recipe: str, overrides: list[str], num_steps: int = 10) -> list[float]:
+    """Return the first losses of a run; on every rank."""
+    trainer = Trainer(load_config(recipe, overrides))
+    losses = [record["loss"] for record in islice(trainer.steps(), num_steps)]
+    trainer.close()
+    return losses
+
+
+def plain_model(config: RunConfig) -> nn.Module:
+    """Return the model whole, without FSDP, with the weights that every mesh starts from."""
+    with torch.device("meta"):
+        model = config.recipe.build_model(config.model)
+    materialize(model, config.run.seed, torch.device("cpu"))
+    return model
+
+
+def global_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
+    size = config.train.global_batch_size
+    source = open_source(config.data, config.vocab_size, "train")
+    return iter(TrainLoader(source, seed=config.data.seed, global_batch_size=size, micro_batch_size=size))
+
+
+def plain_losses(config: RunConfig, num_steps: int = 10) -> list[float]:
+    """Return the losses of a loop in this process, without FSDP."""
+    model, schedule = plain_model(config), Schedule(config)
+    optimizer = build_optimizer(model, config.optim)
+    losses = []
+    for step, batch in enumerate(islice(global_batches(config), num_steps), start=1):
+        logits = model(batch["tokens"])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm)
+        optimizer.set_lr(schedule.lr(step))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Collectives of a step
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective on the parameters or gradients of one unit, which its number of elements identifies."""
+
+    kind: str
+    micro_batch: int
+    phase: str
+    num_ranks: int
+    unit_size: int
+
+
+class CountingTrainer(Trainer):
+    """Knows whether it is in a forward or a backward pass, and of which micro-batch."""
+
+    phase, micro_batch = "", -1
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.phase, self.micro_batch = "forward", self.micro_batch + 1
+        loss = super().loss(batch)
+        self.phase = "backward"
+        return loss
+
+
+@contextmanager
+def counted(trainer: CountingTrainer) -> Iterator[tuple[Counter[Call], list[int]]]:
+    """Count what FSDP gathers and reduces, and list the lengths of all other messages."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+    calls: Counter[Call] = Counter()
+    messages: list[int] = []
+
+    def call(kind: str, group: dist.ProcessGroup, unit_size: int) -> None:
+        calls[Call(kind, trainer.micro_batch, trainer.phase, group.size(), unit_size)] += 1
+
+    def wrap(real: Callable[..., Any], kind: str, buffer: str) -> Callable[..., Any]:
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            call(kind, kwargs["group"], kwargs[buffer].numel())
+            return real(self, *args, **kwargs)
+
+        return wrapped
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.numel() > 2 and tensor.dtype != torch.float64:  # gradients of a unit; FSDP names the group
+            call("all_reduce", kwargs["group"], tensor.numel() * trainer.mesh["shard"].size())
+        else:
+            messages.append(tensor.numel())
+        return real_all_reduce(tensor, *args, **kwargs)
+
+    real_all_reduce = dist.all_reduce
+    with (
+        mock.patch.object(DefaultAllGather, "__call__", wrap(DefaultAllGather.__call__, "gather", "output_tensor")),
+        mock.patch.object(
+            DefaultReduceScatter, "__call__", wrap(DefaultReduceScatter.__call__, "reduce_scatter", "input_tensor")
+        ),
+        mock.patch.object(dist, "all_reduce", all_reduce),
+    ):
+        yield calls, messages
+
+
+def collectives_of_each(runs: list[list[str]]) -> list[dict[str, Any]]:
+    """Return, for each run, the collectives of its second step and the sizes of its units, the root's last."""
+    open_group()
+    found = []
+    for overrides in runs:
+        trainer = CountingTrainer(load_config("llama_small", overrides))
+        batches = iter(trainer.loader)
+        for _ in range(2):
+            trainer.micro_batch = -1
+            with counted(trainer) as (calls, messages):
+                trainer.train_step([next(batches) for _ in range(trainer.num_micro_batches)])
+        sizes = [sum(p.numel() for module in unit.modules for p in module.parameters()) for unit in trainer.units]
+        root = count_parameters(trainer.model) - sum(sizes)
+        found.append({"calls": calls, "messages": sorted(messages), "sizes": [*sizes, root]})
+        trainer.close()
+    return found
+
+
+S = -1
+"""All ranks of the shard axis."""
+
+# How often a unit is gathered in one micro-batch, by what it does after its forward pass: (forward, over how many
+# ranks, backward, over how many).  What is not resharded is still there in the backward pass.  What is resharded to 2
+# ranks is gathered from these 2.  After the backward pass all is resharded, so that each micro-batch gathers anew.
+GATHERS: dict[str | int, list[tuple[str, int]]] = {
+    "always": [("forward", S), ("backward", S)],
+    "never": [("forward", S)],
+    2: [("forward", S), ("backward", 2)],
+}
+
+# fsdp.reshard_after_forward, and what it means for the units (embedding, block, block, head) and for the root.
+RESHARD: dict[str, tuple[list[str | int], str]] = {
+    "default": ([*["always"] * 3, "never"], "never"),  # the head's backward pass comes right after its forward pass
+    "always": (["always"] * 4, "always"),
+    "never": (["never"] * 4, "never"),
+    "2": ([2] * 4, "never"),
+    "1": (["never"] * 4, "never"),
+    "4": (["always"] * 4, "never"),
+    "[never,2,always,4]": (["never", 2, "always", "always"], "never"),
+}
+
+
+def expected_calls(
+    units: Sequence[str | int], sizes: Sequence[int], mesh: tuple[int, int], num_micro_batches: int
+) -> Counter[Call]:
+    """Return the collectives of one step: those of `GATHERS`, and one reduction a unit, in the last backward pass."""
+    replicate, shard = mesh
+    calls: Counter[Call] = Counter()
+    last = num_micro_batches - 1
+    for after_forward, size in zip(units, sizes, strict=True):
+        if size == 0:
+            continue  # a root without parameters of its own
+        for micro_batch in range(num_micro_batches if shard > 1 else 0):
+            for phase, ranks in GATHERS[after_forward]:
+                calls[Call("gather", micro_batch, phase, shard if ranks == S else ranks, size)] += 1
+        if shard > 1:
+            calls[Call("reduce_scatter", last, "backward", shard, size)] += 1
+        if replicate > 1:
+            calls[Call("all_reduce", last, "backward", replicate, size)] += 1
+    return calls
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run whose collectives are counted: `mesh` is (replicate, shard)."""
+
+    reshard: str
+    mesh: tuple[int, int]
+    num_micro_batches: int = 1
+    wrap: str = "block"
+
+    @property
+    def overrides(self) -> list[str]:
+        replicate, shard = self.mesh
+        return tiny_overrides(
+            "data.source=synthetic",
+            "model.vocab_size=264",
+            f"mesh.replicate={replicate}",
+            f"mesh.shard={shard}",
+            f"fsdp.reshard_after_forward={self.reshard}",
+            f"fsdp.wrap={self.wrap}",
+            "train.global_batch_size=16",
+            f"train.micro_batch_size={16 // (replicate * shard * self.num_micro_batches)}",
+        )
+
+
+def only_blocks(model: nn.Module) -> list[str]:
+    """Leave embedding and head to the root."""
+    return ["layers.*"]
+
+
+ROOT = "tests.model.test_sharding:only_blocks"
+ON_TWO = [
+    Case("default", (1, 2)),
+    *(Case(setting, (1, 2), num_micro_batches=4) for setting in ("default", "always", "never")),
+    *(Case(setting, (1, 2), wrap=ROOT) for setting in ("default", "always", "never")),
+]
+ON_FOUR = [
+    *(Case(setting, (1, 4)) for setting in RESHARD),
+    *(Case(setting, (1, 4), num_micro_batches=4) for setting in ("never", "2", "[never,2,always,4]")),
+    *(Case(setting, (2, 2)) for setting in ("default", "2")),
+    *(Case(setting, (2, 2), num_micro_batches=4) for setting in ("always", "never")),
+    Case("default", (4, 1), num_micro_batches=4),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_ranks", "cases"), [(2, ON_TWO), pytest.param(4, ON_FOUR, marks=pytest.mark.campaign)], ids=["2", "4"]
+)
+def test_collectives_of_an_update(num_ranks: int, cases: list[Case]) -> None:
+    for every_case in run_ranks(num_ranks, collectives_of_each, [case.overrides for case in cases]):
+        for case, found in zip(cases, every_case, strict=True):
+            units, root = RESHARD[case.reshard]
+            if case.mesh[1] == 2:  # to 2 ranks is to all
+                units = ["always" if after_forward == 2 else after_forward for after_forward in units]
+            # The embedding's backward pass reads no weight: it gathers once, whatever it does after the forward pass.
+            units = [*(units[1:3] if case.wrap == ROOT else ["never", *units[1:]]), root]
+            expected = expected_calls(units, found["sizes"], case.mesh, case.num_micro_batches)
+            assert (found["calls"] - expected, expected - found["calls"]) == (Counter(), Counter()), case
+            # The square of the norm, where it is spread over ranks; the loss; targets, stop wish, data that do not
+            # come, a lost folder, and how saving stands.
+            assert found["messages"] == ([1, 1, 8] if case.mesh[1] > 1 else [1, 8]), case
+
+
+def groups_made_by_each(runs: list[list[str]]) -> list[int]:
+    """Return how many process groups each Trainer makes that this rank is in."""
+    open_group()
+    made = []
+    for overrides in runs:
+        before = len(dist.distributed_c10d._world.pg_map)
+        trainer = Trainer(load_config("llama_small", overrides))
+        made.append(len(dist.distributed_c10d._world.pg_map) - before)
+        trainer.close()
+    return made
+
+
+@pytest.mark.slow
+def test_units_that_reshard_to_a_number_of_ranks_share_its_process_groups() -> None:
+    def run(num_layers: int, *more: str) -> list[str]:
+        return [*tiny_overrides("data.source=synthetic", f"model.num_layers={num_layers}", *more)]
+
+    number = "fsdp.reshard_after_forward=2"
+    mixed = "fsdp.reshard_after_forward=[2,2,2,always,never,2,2,2]"
+    plain, two, six, six_mixed = run_ranks(
+        4, groups_made_by_each, [run(6), run(2, number), run(6, number), run(6, mixed)]
+    )[0]
+    assert plain < two == six == six_mixed
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Units
+
+
+def units_of(recipe: str, overrides: list[str], wrap: str) -> tuple[nn.Module, list[ShardUnit]]:
+    config = load_config(recipe, [*overrides, f"fsdp.wrap={wrap}"])
+    model = plain_model(config)
+    return model, find_units(model, config.recipe, config.fsdp.wrap)
+
+
+def names_of(recipe: str, overrides: list[str], wrap: str) -> list[str]:
+    return [str(unit) for unit in units_of(recipe, overrides, wrap)[1]]
+
+
+def by_names(model: nn.Module) -> list[Any]:
+    return ["tok_embeddings", ("layers.0", "layers.1"), "head"]
+
+
+def by_modules(model: nn.Module) -> Iterator[nn.Module]:
+    yield from model.layers  # type: ignore[misc]
+
+
+def by_mixture(model: nn.Module) -> tuple[Any, ...]:
+    return model.tok_embeddings, ["layers.0", model.layers[1]], ("head",)  # type: ignore[index]
+
+
+def by_predicate(module: nn.Module) -> bool:
+    return type(module).__name__ in ("LlamaBlock", "FeedForward")
+
+
+def by_number(model: nn.Module) -> int:
+    return 3
+
+
+def by_stranger(model: nn.Module) -> list[nn.Module]:
+    return [nn.Linear(2, 2)]
+
+
+def by_repetition(model: nn.Module) -> list[str]:
+    return ["layers.*", "layers.1"]
+
+
+def nested(model: nn.Module) -> list[str]:
+    return ["layers.*", "layers.*.attention", "layers.*.attention.wq", "head"]
+
+
+HERE = "tests.model.test_sharding:"
+WRAPS = {
+    "block": ["tok_embeddings", "layers.0", "layers.1", "head"],
+    HERE + "by_names": ["tok_embeddings", "layers.0 + layers.1", "head"],
+    HERE + "by_modules": ["layers.0", "layers.1"],
+    HERE + "by_mixture": ["tok_embeddings", "layers.0 + layers.1", "head"],
+    HERE + "by_predicate": ["layers.0", "layers.0.feed_forward", "layers.1", "layers.1.feed_forward"],
+    # A block has 9,792 parameters, 6,144 of them in its feed-forward; a table 8,448.
+    "size:1_000_000": [],
+    "size:9000": ["layers.0", "layers.1"],
+    "size:8000": ["tok_embeddings", "layers.0", "layers.1", "head.output"],
+    "size:6000": ["tok_embeddings", "layers.0.feed_forward", "layers.1.feed_forward", "head.output"],
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_units(wrap: str) -> None:
+    assert names_of("llama_small", LLAMA, wrap) == WRAPS[wrap]
+
+
+@pytest.mark.parametrize("wrap", ["by_number", "by_stranger", "by_repetition"])
+def test_units_that_cannot_be(wrap: str) -> None:
+    must_say = {"by_number": "not int", "by_stranger": "not a submodule", "by_repetition": "'layers.1' is in two units"}
+    with pytest.raises(UserError, match=must_say[wrap]):
+        names_of("llama_small", LLAMA, HERE + wrap)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "wrap"),
+    [
+        ("llama_small", LLAMA, "block"),
+        ("llama_small", LLAMA, "size:2000"),
+        ("llama_small", LLAMA, HERE + "by_mixture"),
+        ("llama_small", LLAMA, HERE + "by_predicate"),
+        ("llama_small", [*LLAMA, "model.tie_embeddings=true"], "block"),
+        ("gpt2", GPT2, "block"),
+        ("gpt2", GPT2, "size:3000"),
+    ],
+)
+def test_units_are_in_the_order_of_the_forward_pass(recipe: str, overrides: list[str], wrap: str) -> None:
+    model, units = units_of(recipe, overrides, wrap)
+    began: list[str] = []
+    for unit in units:
+        for module in unit.modules:
+            module.register_forward_pre_hook(lambda *_, name=str(unit): began.append(name))
+    model(torch.zeros(1, 4, dtype=torch.int64))
+    assert list(dict.fromkeys(began)) == [str(unit) for unit in units]
+    assert len(units) > 2
+
+
+@pytest.mark.parametrize("size", [100, 3000, 9000, 20000])
+def test_units_by_size_keep_tied_parameters_together(size: int) -> None:
+    """The table is the embedding's and the head's: no smaller unit than the root holds both."""
+    names = names_of("gpt2", GPT2, f"size:{size}")
+    assert not any(name.startswith(("wte", "head.output")) or name == "head" for name in names), names
+    assert names_of("gpt2", [*GPT2, "model.max_seq_len=64"], "size:9000") == ["blocks.0", "blocks.1"]
+
+
+BF16 = ["train.weights_dtype=bfloat16", "fsdp.param_dtype=bfloat16", "fsdp.reduce_dtype=bfloat16"]
+WHOLE = [
+    [],
+    [*BF16, "optim.state_dtype=bfloat16", "fsdp.output_dtype=float32"],
+    pytest.param(["model.tie_embeddings=true", "train.activation_checkpoint=full"], marks=pytest.mark.campaign),
+    pytest.param(["mesh.shard=1", "train.activation_checkpoint=selective"], marks=pytest.mark.campaign),
+    pytest.param([*BF16, "train.compile=true"], marks=pytest.mark.campaign),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", WHOLE)
+def test_one_rank_trains_a_plain_module_and_comes_to_the_same(
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under FSDP it is bit for bit the same, with hooks on every unit and a copy of every weight per micro-batch."""
+    overrides = [*LLAMA, "train.global_batch_size=8", "train.micro_batch_size=2", *overrides]
+    trainer = Trainer(load_config("llama_small", [*overrides, f"run.dir={tmp_path / 'built'}"]))
+    assert not any(isinstance(module, FSDPModule) for module in trainer.model.modules())
+    assert not any(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
+    assert trainer.world.group is dist.group.WORLD, "each gloo group has a thread that wakes up all the time"
+    trainer.close()
+    losses = losses_of("llama_small", [*overrides, f"run.dir={tmp_path / 'whole'}"], 5)
+    for module in ("trainer.model.shard", "trainer.plan.plan"):
+        monkeypatch.setattr(sys.modules[module], "is_unsharded", lambda config, num_shards: False)
+    assert losses_of("llama_small", [*overrides, f"run.dir={tmp_path / 'sharded'}"], 5) == losses
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_shards", "is_whole"),
+    [
+        ([], 1, True),
+        ([], 2, False),
+        (BF16, 1, True),
+        (BF16[:2], 1, False),  # gradients add up in float32, which nothing but FSDP keeps
+        (BF16[1:], 1, False),
+        (["fsdp.reduce_dtype=bfloat16"], 1, False),
+        (["fsdp.cpu_offload=true"], 1, False),
+        ([*BF16, "lora.rank=4"], 1, False),  # adapters are float32
+        (["lora.rank=4"], 1, True),
+    ],
+)
+def test_which_models_stay_whole(overrides: list[str], num_shards: int, is_whole: bool) -> None:
+    assert is_unsharded(load_config("llama_small", [*LLAMA, *overrides]), num_shards) == is_whole
+
+
+def sharded_parameters(overrides: list[str]) -> tuple[dict[str, list[str]], list[float]]:
+    """Return the parameters that FSDP gathers with each unit, and the losses of some steps."""
+    open_group()
+    trainer = Trainer(load_config("llama_small", overrides))
+    losses = [record["loss"] for record in islice(trainer.steps(), 3)]
+    names = {id(p): name for name, p in trainer.model.named_parameters()}
+    gathered = {
+        str(unit): [
+            names[id(param.sharded_param)]
+            for group in unit.fsdp_module._get_fsdp_state()._fsdp_param_groups
+            for param in group.fsdp_params
+        ]
+        for unit in trainer.units
+    }
+    trainer.close()
+    return gathered, losses
+
+
+@pytest.mark.slow
+def test_nested_units_hold_what_those_inside_them_do_not(tmp_path: Path) -> None:
+    overrides = [*LLAMA, f"fsdp.wrap={HERE}nested", f"run.dir={tmp_path / 'nested'}"]
+    gathered, losses = run_ranks(2, sharded_parameters, overrides)[1]
+    for layer in ("layers.0", "layers.1"):
+        assert sorted(gathered[layer]) == sorted(
+            f"{layer}.{name}.weight"
+            for name in ("attention_norm", "ffn_norm", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
+        )
+        assert gathered[f"{layer}.attention"] == [f"{layer}.attention.{name}.weight" for name in ("wk", "wv", "wo")]
+        assert gathered[f"{layer}.attention.wq"] == [f"{layer}.attention.wq.weight"]
+    assert sorted(gathered["head"]) == ["head.norm.weight", "head.output.weight"]
+    assert relative(losses, plain_losses(load_config("llama_small", LLAMA), 3)) < 1e-5
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Tied parameters
+
+
+def train_tied(folder: Path) -> dict[str, Any]:
+    """Train a tied GPT-2 for 10 steps, save after 5 on the way, and go on from there in another run."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    open_group()
+    trainer = Trainer(load_config("gpt2", [*GPT2, f"run.dir={folder / 'straight'}"]))
+    model, world_size = trainer.model, trainer.world.size
+    batch = next(iter(trainer.loader))
+    with gradient_sync(model, enabled=True):
+        (trainer.loss(batch) * world_size / (world_size * batch["targets"].numel())).backward()
+    grad = full(model.wte.weight.grad)
+    trainer.optimizer.zero_grad()
+    trainer.loader.load_state_dict({"samples": 0})  # type: ignore[attr-defined]
+
+    losses = []
+    for record in trainer.steps():
+        losses.append(record["loss"])
+        if record["step"] == 5:
+            saved = trainer.save_checkpoint()
+    is_tied = [model.head.output.weight is model.wte.weight]  # type: ignore[union-attr]
+    count = count_parameters(model)
+    trainer.close()
+
+    resumed = Trainer(load_config("gpt2", [*GPT2, f"run.dir={folder / 'resumed'}", f"checkpoint.resume={saved}"]))
+    resumed_losses = [record["loss"] for record in resumed.steps()]
+    is_tied.append(resumed.model.head.output.weight is resumed.model.wte.weight)  # type: ignore[union-attr]
+    resumed.close()
+    stored = [name for path in saved.rglob(".metadata") for name in stored_names(FileSystemReader(path.parent))]
+    return {
+        "grad": grad,
+        "losses": losses,
+        "resumed": resumed_losses,
+        "tied": is_tied,
+        "count": count,
+        "stored": stored,
+    }
+
+
+def stored_names(reader: Any) -> list[str]:
+    return list(reader.read_metadata().state_dict_metadata)
+
+
+@pytest.mark.slow
+def test_units_that_return_views_may_be_added_to_in_place(tmp_path: Path) -> None:
+    """FSDP2 hangs its backward hook on a unit's output; to write into a view that is one drops the hook."""
+
+    def losses(name: str) -> list[float]:
+        own = [
+            f"model.name=tests.helpers.own_recipes:{name}",
+            "data.source=synthetic",
+            "train.steps=3",
+            "optim.lr=0.01",
+        ]
+        own += ["eval.every=0", "log.every=1", "log.sample_tokens=0", "data.seq_len=16", f"run.dir={tmp_path / name}"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            trainer = Trainer(load_config("llama_small", own))
+            found = [record["loss"] for record in trainer.steps()]
+        trainer.close()
+        return found
+
+    assert losses("viewing_in_place") == losses("viewing")
+
+
+@pytest.mark.slow
+def test_a_tied_table_is_one_parameter(tmp_path: Path) -> None:
+    config = load_config("gpt2", GPT2)
+    model = plain_model(config)
+    assert model.head.output.weight is model.wte.weight
+    # Micro-batches of 2 on each of 2 ranks: of the first global batch of 8, samples 0, 1 and 4, 5.
+    batch = {name: tensor[[0, 1, 4, 5]] for name, tensor in next(global_batches(config)).items()}
+    model.head.output.weight = nn.Parameter(model.wte.weight.detach().clone())
+    F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["targets"].flatten()).backward()
+    both_uses = model.wte.weight.grad + model.head.output.weight.grad
+    assert min(model.wte.weight.grad.norm(), model.head.output.weight.grad.norm()) > 0.01
+
+    found = run_ranks(2, train_tied, tmp_path)[1]
+    assert torch.allclose(found["grad"], both_uses, rtol=1e-4, atol=1e-7)
+    assert relative(found["losses"], plain_losses(config)) < 1e-5
+    assert found["tied"] == [True, True]
+    assert found["count"] == count_parameters(plain_model(config))
+    assert found["resumed"] == found["losses"][5:]
+    tables = [name for name in found["stored"] if name.endswith(("wte.weight", "head.output.weight"))]
+    assert [name for name in tables if "optim" not in name] == ["model.wte.weight"], tables
+    assert not [name for name in tables if "head.output" in name], tables
+
+
+def train_each_way(folder: Path) -> list[list[tuple[float, float]]]:
+    """Return losses and norms of steps in which a table is gathered forward alone; backward too; and all reductions
+    have a communicator of their own."""
+    open_group()
+    found = []
+    for number, own in enumerate([[], [], ["fsdp.separate_reduce=true"]]):
+        config = load_config("llama_small", [*LLAMA, "train.steps=5", *own, f"run.dir={folder / str(number)}"])
+        with mock.patch("trainer.model.shard.is_embedding_unit", return_value=False) if number == 1 else nullcontext():
+            trainer = Trainer(config)
+        with closing(trainer.steps()) as steps:
+            found.append([(record.loss, record.grad_norm) for record in steps])
+        trainer.close()
+    return found
+
+
+@pytest.mark.campaign
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_separate_reduce_scatter_group"), reason="needs torch 2.13")
+def test_fewer_gathers_and_another_communicator_change_no_bit(tmp_path: Path) -> None:
+    plain, gathered_back, separate = run_ranks(2, train_each_way, tmp_path)[0]
+    assert len(plain) == 5
+    assert plain == gathered_back == separate
+
+
+def test_which_units_the_backward_pass_does_not_read() -> None:
+    def looked_up(*overrides: str) -> list[bool]:
+        config = load_config("llama_small", [*LLAMA, "model.num_layers=1", *overrides])
+        model = plain_model(config)
+        return [is_embedding_unit(unit.modules, model) for unit in find_units(model, config.recipe)]
+
+    assert looked_up() == [True, False, False], "embedding, block, head"
+    assert not any(looked_up("model.tie_embeddings=true")), "a table that the head shares is read"
+
+    class Scaled(nn.Embedding):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return super().forward(tokens) * self.weight.norm()
+
+    tied = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
+    tied[1].weight = tied[0].weight
+    assert not is_embedding_unit([tied[0]], tied), "in a unit of its own, too"
+    model = nn.Sequential(Scaled(4, 4), nn.Embedding(4, 4))
+    assert [is_embedding_unit([table], model) for table in model] == [False, True]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Clipping
+
+
+def clip_on_each(meshes: list[list[str]]) -> list[list[tuple[float, float, list[torch.Tensor], list[torch.Tensor]]]]:
+    """Return for each mesh and bound: our norm, the bound, our clipped gradients and the whole ones before."""
+    open_group()
+    found = []
+    for mesh in meshes:
+        trainer = Trainer(load_config("llama_small", [*ODD_LLAMA, *mesh]))
+        batch = next(iter(trainer.loader))
+        cases = []
+        for share in (0.3, 3.0):
+            with gradient_sync(trainer.model, enabled=True):
+                trainer.loss(batch).backward()
+            parameters = list(trainer.model.parameters())
+            whole = [full(p.grad).clone() for p in parameters]
+            bound = share * math.sqrt(sum(float(grad.double().square().sum()) for grad in whole))
+            norm, scale = norm_and_clip_factor(trainer.model, trainer.mesh, bound)
+            assert scale is not None
+            cases.append((float(norm), bound, [scale * grad for grad in whole], whole))
+            trainer.optimizer.zero_grad()
+        found.append(cases)
+        trainer.close()
+    return found
+
+
+@pytest.mark.slow
+def test_clipping_is_that_of_torch_on_whole_gradients() -> None:
+    """A vocabulary of 263 makes shards of 66, 66, 66 and 65 rows."""
+    norms = []
+    for every_mesh in run_ranks(4, clip_on_each, [[], ["mesh.replicate=2"], ["mesh.shard=1", "mesh.replicate=4"]]):
+        for cases in every_mesh:
+            for norm, bound, clipped, whole in cases:
+                plain = [nn.Parameter(torch.empty_like(grad)) for grad in whole]
+                for parameter, grad in zip(plain, whole, strict=True):
+                    parameter.grad = grad
+                expected = float(torch.nn.utils.clip_grad_norm_(plain, bound))
+                assert math.isclose(norm, expected, rel_tol=1e-6)
+                for ours, parameter in zip(clipped, plain, strict=True):
+                    torch.testing.assert_close(ours, parameter.grad, rtol=1e-6, atol=1e-9)
+                norms.append(norm)
+    assert max(norms) / min(norms) - 1 < 1e-5, "the same on every rank and mesh"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Precision
+
+
+BF16_TOLERANCE = 1e-3
+"""A bf16 number has 8 bits: relative steps of 4e-3 to 8e-3.  Over these 10 steps the losses differed by 1.0e-4."""
+
+
+def train_in_bf16(folder: Path) -> dict[str, Any]:
+    """Train in mixed precision; also return the dtypes of outputs, parameters and gradients, and RoPE's angles."""
+    open_group()
+    found: dict[str, Any] = {"output": {}}
+    mixed = [*LLAMA, "fsdp.param_dtype=bfloat16", "fsdp.reduce_dtype=float32"]
+    for output in ("null", "float32", "bfloat16"):
+        trainer = Trainer(load_config("llama_small", [*mixed, f"fsdp.output_dtype={output}"]))
+        with torch.no_grad():
+            found["output"][output] = trainer.model(torch.zeros(1, 4, dtype=torch.int64)).dtype
+        trainer.close()
+
+    trainer = Trainer(load_config("llama_small", [*mixed, f"run.dir={folder / 'mixed'}"]))
+    angles: list[torch.Tensor] = []
+    compute: set[torch.dtype] = set()
+    first = trainer.model.layers[0].attention  # type: ignore[index, union-attr]
+    first.rope.register_forward_hook(lambda module, args, outputs: angles.extend(outputs))
+    first.wq.register_forward_hook(lambda module, args, output: compute.update({output.dtype, module.weight.dtype}))
+    found["losses"] = [record["loss"] for record in trainer.steps()]
+    found["angles"], found["compute"] = angles[:2], compute
+    found["kept"] = {p.dtype for p in trainer.model.parameters()} | {first.rope.inv_freq.dtype}
+    trainer.close()
+    return found
+
+
+@pytest.mark.slow
+def test_mixed_precision(tmp_path: Path) -> None:
+    found = run_ranks(2, train_in_bf16, tmp_path)[0]
+    assert found["output"] == {"null": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    assert found["compute"] == {torch.bfloat16}
+    assert found["kept"] == {torch.float32}
+    config = load_config("llama_small", LLAMA)
+    expected = plain_losses(config)
+    assert found["losses"] != expected
+    assert relative(found["losses"], expected) < BF16_TOLERANCE
+    cos, sin = plain_model(config).layers[0].attention.rope(torch.arange(config.data.seq_len))  # type: ignore[index, union-attr]
+    assert torch.equal(found["angles"][0], cos)
+    assert torch.equal(found["angles"][1], sin)
+
+
+def dtypes_of_reductions(folder: Path) -> list[set[torch.dtype]]:
+    """Return in which dtypes gradients are sent, for each `fsdp.reduce_dtype`."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+    open_group()
+    real, found = DefaultReduceScatter.__call__, []
+    for dtype in ("float32", "bfloat16"):
+        sent: set[torch.dtype] = set()
+
+        def reduce_scatter(self: Any, *args: Any, sent: set[torch.dtype] = sent, **kwargs: Any) -> Any:
+            sent.add(kwargs["input_tensor"].dtype)
+            return real(self, *args, **kwargs)
+
+        overrides = [*LLAMA, "fsdp.param_dtype=bfloat16", f"fsdp.reduce_dtype={dtype}", f"run.dir={folder / dtype}"]
+        with mock.patch.object(DefaultReduceScatter, "__call__", reduce_scatter):
+            losses_of("llama_small", overrides, 1)
+        found.append(sent)
+    return found
+
+
+@pytest.mark.slow
+def test_gradients_are_reduced_in_the_dtype_asked_for(tmp_path: Path) -> None:
+    assert run_ranks(2, dtypes_of_reductions, tmp_path) == [[{torch.float32}, {torch.bfloat16}]] * 2
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Materialization
+
+
+class Parts(nn.Module):
+    """Owns every kind of tensor; `fill` says which of them `reset_parameters` writes."""
+
+    def __init__(self, fill: Sequence[str]) -> None:
+        super().__init__()
+        self.fill = fill
+        self.weight = nn.Parameter(torch.empty(3, 2))
+        self.register_buffer("scale", torch.empty(2))
+        self.register_buffer("table", torch.empty(4), persistent=False)
+        self.register_buffer("counts", torch.empty(5, dtype=torch.int64))
+
+    def reset_parameters(self) -> None:
+        for name in self.fill:
+            getattr(self, name).copy_(torch.rand(getattr(self, name).shape) * 10)
+
+
+ALL = ("weight", "scale", "table", "counts")
+
+
+def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+def fill(model: nn.Module) -> nn.Module:
+    materialize(model, 0, torch.device("cpu"))
+    return model
+
+
+@pytest.mark.parametrize("missing", ALL)
+def test_what_nobody_fills_is_named(missing: str) -> None:
+    """A float left as allocated may look right by chance, an integer always does."""
+    rest = [name for name in ALL if name != missing]
+    model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Parts(rest)))
+    with pytest.raises(UserError, match=rf"uninitialized: 1\.{missing}:"):
+        fill(model)
+
+
+def test_all_that_nobody_fills_is_named_at_once() -> None:
+    with pytest.raises(UserError, match=r"uninitialized: a\.weight, a\.table, b\.counts: "):
+        fill(on_meta(lambda: nn.ModuleDict({"a": Parts(["scale", "counts"]), "b": Parts(ALL[:3])})))
+    assert isinstance(fill(on_meta(lambda: Parts(ALL))), Parts)
+
+
+def test_half_of_a_tensor_is_not_enough() -> None:
+    class Half(nn.Linear):
+        def reset_parameters(self) -> None:
+            nn.init.zeros_(self.weight[:1])
+            nn.init.zeros_(self.bias)
+
+    with pytest.raises(UserError, match="uninitialized: weight:"):
+        fill(on_meta(lambda: Half(2, 2)))
+
+
+def test_what_has_values_keeps_them() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), Parts(ALL))
+    given = {"weight": nn.Parameter(torch.ones(3, 2)), "table": torch.arange(4.0)}
+    model[1].weight = given["weight"]
+    model[1].table = given["table"]
+    model[1].fill = ("scale", "counts")
+    fill(model)
+    assert torch.equal(model[1].weight, torch.ones(3, 2))
+    assert torch.equal(model[1].table, torch.arange(4.0))
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_a_tied_parameter_is_filled_once_by_its_first_owner() -> None:
+    class Constant(nn.Linear):
+        def __init__(self, value: float) -> None:
+            self.value = value
+            super().__init__(2, 2, bias=False)
+
+        def reset_parameters(self) -> None:
+            nn.init.constant_(self.weight, self.value)
+
+    def tied() -> nn.Module:
+        model = nn.Sequential(Constant(1.0), Constant(2.0), Constant(3.0))
+        model[2].weight = model[0].weight
+        return model
+
+    model = fill(on_meta(tied))
+    assert model[2].weight is model[0].weight  # type: ignore[index]
+    assert [float(layer.weight.detach().sum()) for layer in model] == [4.0, 8.0, 4.0]  # type: ignore[attr-defined]
+
+
+def test_filling_leaves_the_global_generator_alone_and_does_not_depend_on_it() -> None:
+    weights = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        weights.append(fill(on_meta(lambda: nn.Linear(4, 4))).weight)
+        assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(weights[0], weights[1])
+
+
+def test_weights_depend_on_the_name_of_their_module() -> None:
+    model = fill(on_meta(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))))
+    assert not torch.equal(model[0].weight, model[1].weight)  # type: ignore[index]
+
+
+def test_weights_do_not_depend_on_the_device() -> None:
+    """A device's own generator draws other numbers than the CPU's: nothing is drawn, or computed, anywhere else."""
+
+    class Angles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("angles", torch.empty(8))
+
+        def reset_parameters(self) -> None:
+            self.angles = 1e4 ** -torch.linspace(0, 1, 8, device=self.angles.device)
+
+    def fill_on(device: str) -> list[torch.Tensor]:
+        seen: list[torch.Tensor] = []
+
+        def init(module: nn.Module) -> None:
+            module.reset_parameters()  # type: ignore[operator]
+            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            seen.extend(tensor.detach().clone() for tensor in own)
+
+        model = on_meta(lambda: nn.ModuleList([nn.Linear(5, 3), nn.Embedding(7, 4), Angles()]))
+        materialize(model, 0, torch.device(device), init)
+        assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {device}
+        return seen
+
+    here, there = fill_on("cpu"), fill_on("meta")  # the latter keeps no values, as a device out of reach
+    assert len(here) == 4
+    assert {tensor.device.type for tensor in there} == {"cpu"}
+    assert all(torch.equal(own, other) for own, other in zip(here, there, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Compilation
+
+
+def train_compiled(runs: list[list[str]]) -> list[tuple[list[float], int]]:
+    """Return the losses of each run, and how many graphs were compiled for it."""
+    from torch._dynamo.utils import counters
+
+    open_group()
+    found = []
+    for overrides in runs:
+        counters.clear()
+        found.append((losses_of("llama_small", overrides, 5), counters["stats"]["unique_graphs"]))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize(
+    "more", [[], pytest.param(["train.activation_checkpoint=selective"], marks=pytest.mark.campaign)]
+)
+def test_compiled_blocks_give_the_same_losses(more: list[str], tmp_path: Path) -> None:
+    compiled = [*LLAMA, "train.compile=true", *more, f"run.dir={tmp_path}"]
+    expected = plain_losses(load_config("llama_small", LLAMA), 5)
+    for losses, num_graphs in run_ranks(2, train_compiled, [compiled])[0]:
+        assert num_graphs > 0
+        assert relative(losses, expected) < 1e-5
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Parameters without gradients
+
+
+@dataclass
+class PartlyConfig:
+    vocab_size: int = 257
+    width: int = 24
+
+
+class Partly(nn.Module):
+    """A model of which a part is frozen, a part never runs, and the rest trains."""
+
+    def __init__(self, config: PartlyConfig) -> None:
+        super().__init__()
+        self.table = nn.Embedding(config.vocab_size, config.width)
+        self.blocks = nn.ModuleList(nn.Linear(config.width, config.width) for _ in range(4))
+        self.unused = nn.Linear(config.width, 3)
+        self.out = nn.Linear(config.width, config.vocab_size)
+        for module in (self.table, self.blocks[1]):
+            module.requires_grad_(False)  # whole units
+        self.blocks[2].bias.requires_grad_(False)  # a part of one
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.out(x)
+
+
+register(Recipe("partly_frozen", PartlyConfig, Partly, ["table", "blocks.*", "unused", "out"]))
+register(Recipe("partly_frozen_in_root", PartlyConfig, Partly, ["blocks.*"]))
+
+FROZEN = ["table.weight", "blocks.1.weight", "blocks.1.bias", "blocks.2.bias"]
+STILL = [*FROZEN, "unused.weight", "unused.bias"]
+
+
+PARTLY = [
+    "data.source=synthetic",
+    "data.seq_len=16",
+    "train.steps=10",
+    "train.global_batch_size=8",
+    "train.micro_batch_size=2",
+    "log.every=1",
+]
+
+
+def train_partly(recipes: list[Path]) -> list[dict[str, Any]]:
+    """Train each recipe; return its losses and the names of what has not changed since the start."""
+    open_group()
+    found = []
+    for recipe in recipes:
+        trainer = Trainer(load_config(str(recipe), [*PARTLY, f"run.dir={recipe.with_suffix('')}"]))
+        parameters = dict(trainer.model.named_parameters())
+        before = {n: full(p).detach().clone() for n, p in parameters.items()}
+        losses = [record["loss"] for record in trainer.steps()]
+        trainer.save_checkpoint()
+        still = [n for n, p in parameters.items() if torch.equal(full(p), before[n])]
+        found.append({"losses": losses, "still": still})
+        trainer.close()
+    return found
+
+
+@pytest.mark.slow
+def test_a_partly_frozen_model_trains(tmp_path: Path) -> None:
+    recipes = [tmp_path / "partly_frozen.yaml", tmp_path / "partly_frozen_in_root.yaml"]
+    for path in recipes:
+        path.write_text(f"model:\n  name: tests.model.test_sharding:{path.stem}\n")
+    for recipe, found in zip(recipes, run_ranks(2, train_partly, recipes)[1], strict=True):
+        assert sorted(found["still"]) == sorted(STILL), recipe
+        assert relative(found["losses"], plain_losses(load_config(str(recipe), PARTLY))) < 1e-5, recipe

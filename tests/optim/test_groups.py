@@ -1,0 +1,160 @@
+"""Which parameters get which optimizer, rate and decay: by default, and by `optim.groups`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.optim.test_optim import plain_model
+from trainer import UserError
+from trainer.config import OptimSection
+from trainer.config.schema import MuonSection
+from trainer.optim.groups import assign, block_rows, describe, matrices_for_muon
+from trainer.optim.optimizer import build_optimizer
+
+LLAMA = ["model.num_kv_heads=2", "model.num_layers=3"]
+EXPERTS = ["model.num_kv_heads=2"]
+
+
+def assigned(*groups: Mapping[str, Any], name: Any = "adamw", **more: Any) -> dict[str, Any]:
+    """Return the assignments of a small llama by parameter name."""
+    config = OptimSection(name, weight_decay=0.1, groups=tuple(dict(group) for group in groups), **more)
+    return {each.name: each for each in assign(plain_model("llama_small", *LLAMA), config)}
+
+
+def names_with(found: dict[str, Any], optimizer: str) -> set[str]:
+    return {name.rpartition(".")[0].rpartition(".")[2] for name, each in found.items() if each.optimizer == optimizer}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Muon's share
+
+
+def test_the_output_projection_embeddings_and_norms_stay_with_adamw() -> None:
+    found = assigned(name="muon")
+    assert names_with(found, "muon") == {"wq", "wk", "wv", "wo", "w1", "w2", "w3"}
+    assert found["head.output.weight"].optimizer == found["tok_embeddings.weight"].optimizer == "adamw"
+
+
+def test_stacked_experts_are_in_and_routers_are_not() -> None:
+    model = plain_model("qwen3_moe_small", *EXPERTS)
+    inside = matrices_for_muon(model)
+    muon = {name for name, parameter in model.named_parameters() if id(parameter) in inside}
+    assert {name.rpartition(".")[2] for name in muon if ".experts." in name} == {"w1", "w2", "w3"}
+    assert not [name for name in muon if "router" in name]
+
+
+def test_convolutions_and_single_rows_are_left_out() -> None:
+    model = nn.ModuleDict({"conv": nn.Conv1d(8, 8, 4), "gate": nn.Linear(8, 1), "inner": nn.Linear(8, 8)})
+    assert matrices_for_muon(model) == {id(model["inner"].weight)}
+
+
+def test_blocks_of_a_fused_weight() -> None:
+    model = nn.ModuleDict({"qkv": nn.Linear(8, 24)})
+    assert block_rows(model, {"qkv.weight": 3}) == {id(model["qkv"].weight): (8, 8, 8)}
+    assert block_rows(model, {"*.weight": (16, 4, 4)}) == {id(model["qkv"].weight): (16, 4, 4)}
+    with pytest.raises(UserError, match=r"blocks of qkv\.weight, which has 24 rows, are 5"):
+        block_rows(model, {"qkv.weight": 5})
+
+
+def test_muon_has_a_rate_of_its_own() -> None:
+    found = assigned(name="muon", lr=0.001, muon=MuonSection(lr=0.02))
+    assert found["layers.0.attention.wq.weight"].lr_scale == pytest.approx(20)
+    assert found["head.output.weight"].lr_scale == 1
+    optimizer = build_optimizer(
+        plain_model("llama_small", *LLAMA), OptimSection("muon", 0.001, muon=MuonSection(lr=0.02))
+    )
+    optimizer.set_lr(0.0005)
+    muon, adamw = optimizer.parts
+    assert [group["lr"] for group in muon.param_groups] == [pytest.approx(0.01)]
+    assert {group["lr"] for group in adamw.param_groups} == {0.0005}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Groups
+
+
+def test_each_setting_reaches_the_parameters_that_match_and_no_others() -> None:
+    found = assigned(
+        {"match": "*embed*", "lr": 0.3},
+        {"match": "layers.*.attention.*", "weight_decay": 0.02},
+        {"match": "layers.*.feed_forward.*", "optimizer": "muon"},
+    )
+    for name, each in found.items():
+        assert each.lr_scale == (0.3 if "embed" in name else 1.0), name
+        assert each.optimizer == ("muon" if "feed_forward" in name else "adamw"), name
+        expected = 0.02 if ".attention." in name else 0.1 if each.parameter.ndim == 2 and "embed" not in name else 0.0
+        assert each.weight_decay == expected, name
+
+
+def test_rates_decay_by_layer() -> None:
+    found = assigned({"match": "layers.*", "lr": 2.0, "lr_decay": 0.5})
+    layers = sorted({int(name.split(".")[1]) for name in found if name.startswith("layers.")})
+    for name, each in found.items():
+        layer = int(name.split(".")[1]) if name.startswith("layers.") else None
+        assert each.lr_scale == (1.0 if layer is None else 2.0 * 0.5 ** (layers[-1] - layer)), name
+
+
+def test_of_several_groups_the_last_one_counts_and_that_is_said() -> None:
+    groups = ({"match": "layers.*", "lr": 0.5, "weight_decay": 0.3}, {"match": "*.wq.weight", "lr": 2.0})
+    found = assigned(*groups)
+    assert (found["layers.0.attention.wq.weight"].lr_scale, found["layers.0.attention.wq.weight"].weight_decay) == (
+        2.0,
+        0.3,
+    )
+    assert found["layers.0.attention.wk.weight"].lr_scale == 0.5
+    model = plain_model("llama_small", *LLAMA)
+    optimizer = build_optimizer(model, OptimSection(groups=groups))
+    assert optimizer.notes == ["matched by several groups, of which the last one counts: 3 parameters"]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    table = describe(optimizer.parts, names)
+    assert "adamw, decay 0.3, lr x 2: 768 in 3 tensors, layers.*.attention.wq" in table
+    assert describe(build_optimizer(model, OptimSection()).parts, names) == []
+
+
+REFUSED = {
+    "matches nothing": (
+        {"match": "layer.*", "lr": 2.0},
+        r"groups\[0\]\.match=layer\.\*: matches no trainable parameter",
+    ),
+    "no match": ({"lr": 2.0}, "needs `match`"),
+    "nothing to set": ({"match": "layers.*"}, "sets nothing"),
+    "unknown key": ({"match": "layers.*", "learning_rate": 1.0}, "has no key 'learning_rate'"),
+    "a rate below 0": ({"match": "layers.*", "lr": -1.0}, r"groups\[0\]\.lr=-1\.0: must be a number of at least 0"),
+    "a rate that is a text": ({"match": "layers.*", "lr": "high"}, r"groups\[0\]\.lr=high: must be a number"),
+    "unknown optimizer": ({"match": "layers.*", "optimizer": "adam"}, r"must be one of adamw, sgd, muon\n.*adamw"),
+    "muon for a vector": ({"match": "*norm*", "optimizer": "muon"}, "which is not a matrix"),
+    "decay by layer outside of layers": ({"match": "*embed*", "lr_decay": 0.9}, "in no numbered layer"),
+}
+
+
+@pytest.mark.parametrize("kind", list(REFUSED))
+def test_a_group_that_cannot_be_meant_is_refused(kind: str) -> None:
+    group, message = REFUSED[kind]
+    with pytest.raises(UserError, match=message):
+        assigned(group)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_groups_train_as_if_the_rates_were_set_by_hand(name: Any) -> None:
+    """A model with two rates takes the steps that two optimizers would take."""
+    groups = ({"match": "*.w1.weight", "lr": 0.1}, {"match": "*.w2.weight", "lr": 0.0})
+    model, other = (plain_model("llama_small", *LLAMA) for _ in range(2))
+    other.load_state_dict(model.state_dict())
+    optimizer = build_optimizer(model, OptimSection(name, 0.01, groups=groups))
+    plain = build_optimizer(other, OptimSection(name, 0.01))
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    for members in (model, other):
+        generator = torch.Generator().manual_seed(0)
+        for parameter in members.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+    optimizer.step()
+    plain.step()
+    for (key, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        change, full = mine.detach() - before[key], theirs.detach() - before[key]
+        factor = 0.1 if ".w1." in key else 0.0 if ".w2." in key else 1.0
+        torch.testing.assert_close(change, factor * full, rtol=1e-3, atol=1e-7)

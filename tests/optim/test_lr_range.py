@@ -1,0 +1,256 @@
+"""The learning-rate range test, a command at the end of a run, and a resume with another batch size."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.forked import fork
+from tests.helpers.gate import wait_until
+from tests.helpers.ranks import run_command, tiny_overrides
+from tests.helpers.tiny import lines, tiny_config
+from trainer import Trainer, UserError, load_config
+from trainer.config import check_config, compare_configs
+from trainer.lifecycle import lifecycle
+from trainer.lifecycle.summary import closing
+from trainer.metrics.stop_criterion import RangeTest, find_horizon, suggested_lr
+
+RANGE = ["schedule.name=range", "train.steps=12", "schedule.lr_range=[1e-4, 1e3]", "optim.max_grad_norm=null"]
+
+
+@pytest.mark.slow
+def test_a_range_test_is_a_short_run_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config("llama_small", ["schedule.name=range", "log.every=10"])
+    assert (config.run.dir, config.train.steps, config.eval.every) == ("runs/llama_small-lr", 100, 0)
+    assert (config.log.sample_tokens, load_config("llama_small").log.sample_tokens > 0) == (0, True)
+    for attempt in range(2):  # the second one begins anew
+        overrides = [item for item in tiny_overrides(*RANGE, "log.every=10") if not item.startswith("eval.every")]
+        trainer = Trainer(load_config("llama_small", overrides))
+        assert trainer.fit() == 0
+        trainer.close()
+        folder = tmp_path / "runs" / "llama_small-lr"
+        assert (folder / "previous_001").exists() == (attempt == 1)
+    said = capsys.readouterr().out
+    train = [line for line in lines(folder) if line["kind"] == "train"]
+    expected = [1e-4 * (1e3 / 1e-4) ** (number / 11) for number in range(12)]
+    assert [line["lr"] for line in train] == pytest.approx(expected[: len(train)])
+    found = json.loads((folder / "lr_range.json").read_text())
+    assert [(point["lr"], point["loss"]) for point in found["points"]] == [(x["lr"], x["loss"]) for x in train]
+    lowest = min(train, key=lambda line: line["loss"])
+    assert 1e-4 < found["suggested_lr"] <= lowest["lr"] * 10
+    assert f"suggested: optim.lr={found['suggested_lr']:.1e}" in said
+    assert "moved the earlier run to " in said
+    assert "trainer.report" in said
+    assert "trainer.export" not in said, "of weights that have diverged there is nothing to do"
+
+
+def test_a_range_test_never_has_the_folder_of_the_run_it_is_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def places(recipe: str, *overrides: str) -> tuple[str, str, str | None]:
+        config = load_config(recipe, overrides)
+        return config.run.name, config.run.dir, config.checkpoint.dir
+
+    def written(folder: str, *overrides: str) -> None:
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.yaml").write_text(
+            load_config("llama_small", overrides).with_absolute_paths().to_yaml()
+        )
+        (tmp_path / folder / "status.json").write_text("{}")
+
+    test = "schedule.name=range"
+    (tmp_path / "mine.yaml").write_text("recipe: llama_small\nschedule: {name: range}\n")
+    assert places("mine.yaml") == ("mine-lr", "runs/mine-lr", None)
+    assert places("llama_small", test, "run.dir=out/") == ("llama_small-lr", "out-lr", None)
+    named = ["run.name=mine", "checkpoint.dir=kept"]
+    written("runs/mine", *named)
+    assert places("llama_small", test, *named) == ("mine-lr", "runs/mine-lr", "kept-lr")
+    assert places("runs/mine", test) == ("mine-lr", "runs/mine-lr", str(tmp_path / "kept-lr"))
+    written("runs/mine-lr", test, *named)
+    assert places("llama_small", test, *named) == ("mine-lr", "runs/mine-lr", "kept-lr")
+    assert places("runs/mine-lr") == ("mine-lr", "runs/mine-lr", str(tmp_path / "kept-lr"))
+    assert places("runs/mine-lr", test, "checkpoint.dir=kept")[1:] == ("runs/mine-lr", "kept-lr")
+    written("runs/high-lr", "run.name=high-lr")
+    assert places("llama_small", test, "run.name=high")[1] == "runs/high-lr-lr", "a run that is only named so"
+
+
+def test_a_range_test_and_a_training_run_do_not_resume_each_other() -> None:
+    trained = load_config("llama_small")
+    test = load_config("llama_small", ["schedule.name=range", "checkpoint.allow_changes=[schedule.name]"])
+    for config, stored, says in (
+        (trained, test, "is from a learning-rate range test.*\n  to fix: use another run.name"),
+        (test, trained, "is from a training run.*\n  to fix: leave out checkpoint.resume"),
+    ):
+        with pytest.raises(UserError, match=says):
+            compare_configs(config, stored.to_yaml())
+    assert compare_configs(test, test.to_yaml())[0] == []
+
+
+def test_the_rate_at_which_the_loss_falls_fastest_is_suggested() -> None:
+    """Of a curve with its steepest fall at 1e-3, noise or not, that begins to rise at 1e-1."""
+    generator = torch.Generator().manual_seed(0)
+    rates = [10 ** (-7 + 7 * number / 99) for number in range(100)]
+    noise = (0.02 * torch.randn(100, generator=generator)).tolist()
+    curve = [
+        8 - 3 / (1 + math.exp(-4 * (math.log10(lr) + 3))) + 5 * max(0.0, math.log10(lr) + 1) + own
+        for lr, own in zip(rates, noise, strict=True)
+    ]
+    points = list(zip(rates, curve, strict=True))
+    found = suggested_lr(points)
+    assert found is not None
+    assert 4e-4 < found < 2.5e-3
+    assert suggested_lr([*points, (2.0, math.nan)]) == found
+    assert suggested_lr([(lr, 1.0 + number) for number, lr in enumerate(rates)]) is None
+    assert suggested_lr(points[:2]) is None
+
+
+def test_a_range_test_ends_where_the_loss_diverges() -> None:
+    for last in (math.nan, 9.0):
+        test = RangeTest(load_config("llama_small", ["schedule.name=range"]))
+        for step, loss in enumerate((3.0, 2.0, 7.0), start=1):
+            test.trained({"lr": 0.1 * step, "loss": loss})
+            assert not test.is_reached(step)
+        test.trained({"lr": 0.4, "loss": last})
+        assert test.is_reached(4)
+        assert test.reason(4) == "the loss diverged at lr 4.00e-01"
+        again = RangeTest(load_config("llama_small", ["schedule.name=range"]))
+        again.load_state_dict(json.loads(json.dumps(test.state_dict())))
+        assert again.is_reached(4)
+
+
+def test_what_a_run_ends_with_can_be_pasted_into_a_shell() -> None:
+    for chosen, commands in (([], 3), (["schedule.name=range"], 1)):
+        config = load_config("llama_small", [*chosen, "run.dir=my runs/a"])
+        metrics: Any = SimpleNamespace(latest={"train": SimpleNamespace(step=100, loss=2.0)})
+        said = closing(config, metrics, find_horizon(config), None, 9.0)
+        said = [line for line in said if "python -m" in line]
+        assert [config.run.dir in shlex.split(line) for line in said] == [True] * commands
+
+
+class Diverging(Trainer):
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().loss(batch) * (math.nan if self.state.step == 4 else 1.0)
+
+
+@pytest.mark.slow
+def test_a_range_test_that_diverges_has_finished(tmp_path: Path) -> None:
+    trainer = Diverging(tiny_config(tmp_path / "run", *RANGE))
+    assert trainer.fit() == 0
+    trainer.close()
+    folder = tmp_path / "run-lr"
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("finished", 5)
+    assert status["reason"].startswith("the loss diverged at lr")
+    assert json.loads((folder / "lr_range.json").read_text())["points"][-1]["loss"] is None
+
+
+# ---------------------------------------------------------------------------------------------------------------
+
+NOTE = 'echo "$RUN_DIR $STATE $EXIT_CODE $STEP" >> "$RUN_DIR/../told"'
+
+
+@pytest.mark.slow
+def test_a_command_is_told_of_the_end_once(tmp_path: Path) -> None:
+    """By rank 0, after the end record, however the run ends."""
+    run = tmp_path / "run"
+    check = 'tail -n 1 "$RUN_DIR/metrics.jsonl" | grep -q \'"kind": "end"\' && '
+    told = ["recipe=llama_small", *tiny_overrides("train.steps=2", f"run.on_end={check}{NOTE}")]
+    assert run_command(run, *told, "nproc=2").exit_code == 0
+    assert run_command(run, *told, "nproc=2").exit_code == 0  # there was nothing to do
+    assert (tmp_path / "told").read_text().splitlines() == [f"{run} finished 0 2"]
+
+
+class Failing(Trainer):
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if self.state.step == 1:
+            raise ZeroDivisionError
+        return super().loss(batch)
+
+
+@pytest.mark.slow
+def test_it_is_told_of_a_failure_and_its_own_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing = Failing(tiny_config(tmp_path / "run", f"run.on_end={NOTE}", "train.steps=3"))
+    with pytest.raises(ZeroDivisionError):
+        failing.fit()
+    failing.close()
+    assert (tmp_path / "told").read_text().splitlines() == [f"{tmp_path / 'run'} failed 1 1"]
+    trainer = Trainer(tiny_config(tmp_path / "other", "run.on_end=exit 3", "train.steps=1"))
+    assert trainer.fit() == 0
+    trainer.close()
+    assert json.loads((tmp_path / "other" / "status.json").read_text())["state"] == "finished"
+    assert "run.on_end failed with exit code 3" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_command_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifecycle, "LIMIT_S", 0.1)
+    assert "took more than" in lifecycle.run_end_command("sleep 100 & wait", {})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("timeout") is None, reason="needs coreutils")
+def test_a_command_that_hangs_is_ended_though_its_run_was_killed(tmp_path: Path) -> None:
+    """Or has left at a second Ctrl-C."""
+    pid, partial = tmp_path / "pid", tmp_path / "partial"
+    run = fork(_tell, [f"sleep 1000 & echo $! > {partial} && mv {partial} {pid}; wait"], tmp_path)
+    wait_until(pid.exists, "the command")
+    run.kill()
+    state = Path("/proc") / pid.read_text().strip() / "stat"
+    wait_until(lambda: not state.exists() or ") Z" in state.read_text(), "the command has been ended")
+
+
+def _tell(command: str) -> int:
+    lifecycle.LIMIT_S, lifecycle._GRACE_S = 1000.0, -999.0  # only what limits it from outside does
+    lifecycle.run_end_command(command, {})
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------------------------
+
+
+class Noting(Trainer):
+    """Notes the rows of each step, in order."""
+
+    def train_step(self, micro_batches: Any) -> Any:
+        self.rows = [*getattr(self, "rows", []), *(row for batch in micro_batches for row in batch["tokens"].tolist())]
+        return super().train_step(micro_batches)
+
+
+@pytest.mark.slow
+def test_another_batch_size_goes_on_with_the_next_sample(tmp_path: Path) -> None:
+    """None is read twice, and none is missed."""
+
+    def rows_of(folder: Path, *overrides: str) -> list[list[int]]:
+        trainer = Noting(tiny_config(folder, "schedule.name=constant", *overrides))
+        assert trainer.fit() == 0
+        trainer.close()
+        return [list(row) for row in trainer.rows]
+
+    whole = rows_of(tmp_path / "whole", "train.steps=7")
+    first = rows_of(tmp_path / "run", "train.steps=3")
+    with pytest.raises(UserError, match=r"train.global_batch_size: 4 in the checkpoint, 8 now"):
+        rows_of(tmp_path / "run", "train.steps=5", "train.global_batch_size=8")
+    allowed = "checkpoint.allow_changes=[train.global_batch_size]"
+    then = rows_of(tmp_path / "run", "train.steps=5", "train.global_batch_size=8", allowed)
+    assert first + then == whole
+
+
+@pytest.mark.parametrize("ends", [(1, 1), (1, 0.5), (0, 1)])
+def test_a_range_that_does_not_rise(ends: tuple[float, float]) -> None:
+    with pytest.raises(UserError, match=r"schedule.lr_range"):
+        check_config(load_config("llama_small", [f"schedule.lr_range={list(ends)}"]), 1, 1)

@@ -1,0 +1,327 @@
+"""Muon and NorMuon: their mathematics, who owns which matrix, and that no mesh changes what they do."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.plan_truth import StorageMeter
+from tests.helpers.ranks import run_ranks
+from trainer import Trainer, load_config
+from trainer.optim.muon import (
+    COEFFICIENTS,
+    POLAR,
+    Matrix,
+    Muon,
+    assign_owners,
+    cut_into_buckets,
+    orthogonalize,
+    split_into_matrices,
+    update_scale,
+)
+from trainer.plan.machine import find_machine
+from trainer.plan.plan import make_plan
+
+SHAPES = [(64, 64), (128, 64), (64, 192), (64, 64), (30, 20), (20, 30)]
+
+
+def parameters(shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(*shape, generator=generator)) for shape in shapes]
+
+
+def take_steps(optimizers: Sequence[torch.optim.Optimizer], groups: Sequence[Sequence[nn.Parameter]]) -> None:
+    """Do ten steps, each with the same random gradients for every group of parameters."""
+    for number in range(10):
+        for optimizer, members in zip(optimizers, groups, strict=True):
+            generator = torch.Generator().manual_seed(100 + number)
+            for parameter in members:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.step()
+
+
+def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).detach().abs().max() / b.detach().abs().max())
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Mathematics
+
+
+@pytest.mark.parametrize("scale", ["match_rms_adamw", "jordan"])
+def test_on_one_rank_it_is_torchs_muon(scale: str) -> None:
+    ours, torchs = parameters(), parameters()
+    adjust = {"match_rms_adamw": "match_rms_adamw", "jordan": "original"}[scale]
+    take_steps(
+        [Muon(ours, lr=0.02, scale=scale), torch.optim.Muon(torchs, lr=0.02, adjust_lr_fn=adjust)], [ours, torchs]
+    )
+    assert max(map(relative_difference, ours, torchs)) < 1e-6
+
+
+@pytest.mark.parametrize("name", list(COEFFICIENTS))
+@pytest.mark.parametrize("shape", [(3, 40, 100), (2, 100, 40), (1, 64, 64)])
+def test_singular_values_become_about_one(name: str, shape: tuple[int, int, int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    u, s, v = torch.linalg.svd(torch.randn(shape, generator=generator), full_matrices=False)
+    spread = torch.linspace(0.02, 1, s.shape[1]).expand_as(s)
+    found = torch.linalg.svdvals(orthogonalize(u @ torch.diag_embed(spread) @ v, COEFFICIENTS[name]))
+    low, high = {"jordan": (0.65, 1.25), "polar": (0.85, 1.15)}[name]
+    assert low < found.min()
+    assert found.max() < high
+
+
+def test_polar_polynomials_are_each_the_best_for_what_the_one_before_leaves() -> None:
+    """The error of the best odd quintic is as large above 1 as below it, on the interval that it is made for."""
+    low, high = 1e-3, 1.0
+    for a, b, c in POLAR:
+        x = torch.linspace(low, high, 400_001, dtype=torch.float64)
+        y = a * x + b * x**3 + c * x**5
+        low, high = float(y.min()), float(y.max())
+        assert (low + high) / 2 == pytest.approx(1, abs=1e-8)
+    assert (low, high) == pytest.approx((0.8764, 1.1236), abs=1e-4)
+
+
+def test_a_batch_is_computed_matrix_by_matrix() -> None:
+    batch = torch.randn(7, 48, 80, generator=torch.Generator().manual_seed(0))
+    alone = torch.cat([orthogonalize(matrix[None], COEFFICIENTS["jordan"]) for matrix in batch])
+    assert relative_difference(orthogonalize(batch, COEFFICIENTS["jordan"]), alone) < 1e-6
+
+
+def test_blocks_of_a_fused_matrix_and_experts_are_like_parameters_of_their_own() -> None:
+    fused, stacked = parameters([(96, 32), (5, 24, 16)])
+    parts = [nn.Parameter(part.detach().clone()) for part in [*fused.split([64, 16, 16]), *stacked.unbind()]]
+    one = Muon([fused, stacked], lr=0.02, blocks={id(fused): (64, 16, 16)})
+    many = Muon(parts, lr=0.02)
+    for number in range(3):
+        generator = torch.Generator().manual_seed(number)
+        fused.grad, stacked.grad = (torch.randn(p.shape, generator=generator) for p in (fused, stacked))
+        for part, gradient in zip(parts, [*fused.grad.split([64, 16, 16]), *stacked.grad.unbind()], strict=True):
+            part.grad = gradient
+        one.step()
+        many.step()
+    torch.testing.assert_close(fused, torch.cat(parts[:3]), rtol=0, atol=0)
+    torch.testing.assert_close(stacked, torch.stack(parts[3:]), rtol=0, atol=0)
+
+
+def test_normuon_gives_every_row_the_same_share_and_the_matrix_the_same_norm() -> None:
+    (weight,) = parameters([(40, 60)])
+    before = weight.detach().clone()
+    optimizer = Muon([weight], lr=0.1, weight_decay=0.0, variant="normuon", dtype=torch.float32)
+    weight.grad = torch.randn(40, 60, generator=torch.Generator().manual_seed(0)) * torch.logspace(-2, 0, 40)[:, None]
+    optimizer.step()
+    change = (weight.detach() - before) / 0.1
+    rows = change.norm(dim=1)
+    assert rows.max() / rows.min() < 1.001
+    expected = update_scale("match_rms_adamw", 40, 60) * math.sqrt(40)
+    assert float(change.norm()) == pytest.approx(expected, rel=1e-4)
+
+
+def test_cautious_decay_shrinks_only_what_the_update_shrinks() -> None:
+    plain, cautious, free = (parameters([(24, 24)])[0] for _ in range(3))
+    options: list[dict[str, Any]] = [{}, {"cautious": True}, {"weight_decay": 0.0}]
+    for weight, more in zip((plain, cautious, free), options, strict=True):
+        weight.grad = torch.randn(24, 24, generator=torch.Generator().manual_seed(0))
+        Muon([weight], **{"lr": 0.1, "weight_decay": 0.5, **more}).step()
+    start = parameters([(24, 24)])[0].detach()
+    update = start - free.detach()
+    expected = torch.where(update * start > 0, plain, free)
+    torch.testing.assert_close(cautious.detach(), expected.detach())
+
+
+@pytest.mark.parametrize("variant", ["muon", "normuon"])
+@pytest.mark.parametrize("device", ["cpu", "meta-like"])
+def test_a_step_that_is_not_finite_changes_nothing(variant: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the host does not look at the flag; here the same path is taken by not looking at it either."""
+    weights = parameters()
+    optimizer = Muon(weights, lr=0.02, variant=variant)
+    take_steps([optimizer], [weights])
+    before = [w.detach().clone() for w in weights]
+    state = [{k: v.clone() for k, v in optimizer.state[w].items()} for w in weights]
+    for weight in weights:
+        weight.grad = torch.full_like(weight, math.nan)
+    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    if device != "cpu":
+        optimizer.found_inf = NeverLookedAt(torch.ones(()))  # type: ignore[attr-defined]
+    optimizer.step()
+    for weight, old, values in zip(weights, before, state, strict=True):
+        assert torch.equal(weight, old)
+        assert all(torch.equal(optimizer.state[weight][name], value) for name, value in values.items())
+
+
+class NeverLookedAt(torch.Tensor):
+    """A scalar on the CPU that says that it is on a GPU, and whose value the host must not read."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, value: torch.Tensor) -> NeverLookedAt:
+        return torch.Tensor._make_subclass(cls, value)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda")
+
+    def __bool__(self) -> bool:
+        raise AssertionError("a host sync")
+
+
+def test_gradients_are_divided_by_their_scale() -> None:
+    ours, scaled = parameters(), parameters()
+    one, other = Muon(ours, lr=0.02), Muon(scaled, lr=0.02)
+    for a, b in zip(ours, scaled, strict=True):
+        a.grad = torch.randn(a.shape, generator=torch.Generator().manual_seed(0))
+        b.grad = a.grad * 8
+    other.grad_scale = torch.tensor(8.0)  # type: ignore[attr-defined]
+    one.step()
+    other.step()
+    assert max(map(relative_difference, ours, scaled)) == 0.0
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Owners
+
+
+def llama_matrices(dim: int, ffn: int, layers: int, kv: int) -> list[Matrix]:
+    shapes = [(dim, dim), (kv, dim), (kv, dim), (dim, dim), (ffn, dim), (ffn, dim), (dim, ffn)] * layers
+    return [matrix for number, shape in enumerate(shapes) for matrix in split_into_matrices(number, shape)]
+
+
+def busiest_over_mean(matrices: Sequence[Matrix], owners: Sequence[int], ranks: int) -> float:
+    load = Counter[int]()
+    for matrix, owner in zip(matrices, owners, strict=True):
+        load[owner] += matrix.flops
+    return max(load.values()) * ranks / sum(load.values())
+
+
+@pytest.mark.parametrize(("replicate", "shard"), [(1, 8), (8, 8), (1, 64), (2, 4)])
+def test_the_work_is_balanced(replicate: int, shard: int) -> None:
+    matrices = llama_matrices(4096, 14336, 32, 1024)
+    owners = assign_owners(matrices, lambda matrix, s: matrix.rows // shard, replicate, shard)
+    assert busiest_over_mean(matrices, owners, replicate * shard) < 1.1
+
+
+def test_experts_stay_where_they_are() -> None:
+    experts = split_into_matrices(0, (64, 128, 256))
+    owners = assign_owners(experts, lambda matrix, s: 128 * (matrix.start // 128 // 8 == s), 1, 8)
+    assert owners == [expert // 8 for expert in range(64)]
+
+
+def test_buckets_hold_what_fits_and_matrices_of_one_shape_together() -> None:
+    matrices = llama_matrices(64, 128, 3, 32)
+    buckets = cut_into_buckets(matrices, 3 * 64 * 128)
+    assert sorted(i for bucket in buckets for i in bucket) == list(range(len(matrices)))
+    for bucket in buckets:
+        assert sum(matrices[i].numel for i in bucket) <= 3 * 64 * 128
+    shapes = [(matrices[i].rows, matrices[i].columns) for bucket in buckets for i in bucket]
+    assert len({a for a, b in itertools.pairwise(shapes) if a != b}) < len(set(shapes))
+    assert [len(bucket) for bucket in cut_into_buckets(matrices, 1)] == [1] * len(matrices), "too large alone, too"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# On meshes
+
+DENSE = ["model.vocab_size=257", "model.dim=56", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_dim=90"]
+EXPERTS = ["model.vocab_size=257", "model.dim=32", "model.num_heads=4", "model.num_kv_heads=2"]
+MODELS = {"dense": ("llama_small", DENSE), "experts": ("qwen3_moe_small", EXPERTS)}
+STEPS = 20
+MESHES = {
+    "2": ["mesh.shard=2"],
+    "3": ["mesh.shard=3"],
+    "4": ["mesh.shard=4"],
+    "2x2": ["mesh.shard=2", "mesh.replicate=2"],
+    "replicas": ["mesh.shard=1", "mesh.replicate=2"],
+    "context": ["mesh.shard=2", "mesh.context=2"],
+}
+RANKS = {"2": 2, "3": 3, "4": 4, "2x2": 4, "replicas": 2, "context": 2}
+FP32 = ["optim.muon.dtype=float32"]
+SETTINGS = {
+    "muon": FP32,
+    "normuon": [*FP32, "optim.muon.variant=normuon"],
+    "small buckets": [*FP32, "optim.muon.bucket_mib=0.02", "optim.muon.cautious=true"],
+    "bfloat16": ["optim.muon.dtype=bfloat16"],
+}
+"""Settings, of which bfloat16 alone turns the last bit of a gradient into the first digits of an update."""
+
+
+def settings_of(folder: Path, model: str, kind: str, *more: str) -> tuple[str, list[str]]:
+    name, own = MODELS[model]
+    common = ["data.source=stdlib", "data.seq_len=48", f"train.steps={STEPS}", "train.global_batch_size=12"]
+    common += ["train.micro_batch_size=1", "schedule.warmup_steps=2", "optim.name=muon", "optim.lr=0.01"]
+    common += ["run.threads=1", "eval.every=0", "checkpoint.every=0", "log.sample_tokens=0", "model.num_layers=2"]
+    return name, [*common, *own, *SETTINGS[kind], f"run.dir={folder}", *more]
+
+
+def losses_of(folder: Path, model: str, kind: str, *more: str) -> list[float]:
+    trainer = Trainer(load_config(*settings_of(folder, model, kind, *more)))
+    losses = [record.loss for record in trainer.steps()]
+    trainer.close()
+    return losses
+
+
+EVERY = [
+    (model, kind, mesh)
+    for model in MODELS
+    for kind in SETTINGS
+    for mesh in MESHES
+    if not (model == "experts" and mesh == "context")
+]
+HERE = [("dense", "normuon", "3"), ("experts", "muon", "2x2"), ("dense", "small buckets", "replicas")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "kind", "mesh"),
+    [*HERE, *(pytest.param(*case, marks=pytest.mark.campaign) for case in EVERY if case not in HERE)],
+)
+def test_no_mesh_changes_the_losses(model: str, kind: str, mesh: str, tmp_path: Path) -> None:
+    alone = losses_of(tmp_path / "alone", model, kind)
+    together = run_ranks(RANKS[mesh], losses_of, tmp_path / "together", model, kind, *MESHES[mesh])[0]
+    difference = max(abs(a - b) / b for a, b in zip(together, alone, strict=True))
+    print(f"{model} {kind} {mesh}: {difference:.1e}")
+    assert len(alone) == STEPS
+    assert difference < (2e-4 if kind == "bfloat16" else 1e-6)
+
+
+def update_peak(folder: Path, *more: str) -> tuple[int, int]:
+    """Return the bytes that an update allocates at its peak, as measured and as planned."""
+    trainer = Trainer(load_config(*settings_of(folder, "dense", "muon", "train.steps=2", *more)))
+    list(trainer.steps())
+    muon = trainer.optimizer.parts[0]
+    for group in muon.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    meter = StorageMeter()
+    with meter.running():
+        for group in muon.param_groups:
+            for parameter in group["params"]:
+                for tensor in (parameter, parameter.grad, muon.state[parameter]["momentum_buffer"]):
+                    meter.note(tensor)
+        before = meter.live
+        muon.step()
+    planned = make_plan(trainer.config, trainer.shape, find_machine("cpu")).layout.muon
+    assert planned is not None
+    trainer.close()
+    return meter.peak - before, planned.peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["mesh.shard=2", "optim.muon.bucket_mib=0.05"],
+        pytest.param(["mesh.shard=2", "optim.muon.dtype=bfloat16"], marks=pytest.mark.campaign),
+        pytest.param(["mesh.shard=1", "mesh.replicate=2"], marks=pytest.mark.campaign),
+    ],
+)
+def test_an_update_needs_the_memory_that_was_planned(more: list[str], tmp_path: Path) -> None:
+    measured, planned = run_ranks(2, update_peak, tmp_path, *more)[0]
+    print(f"planned {planned}, measured {measured}: {planned / measured:.3f}")
+    assert 0.9 < planned / measured < 1.3

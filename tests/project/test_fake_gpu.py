@@ -1,0 +1,160 @@
+"""The trainer on GPUs that are none: what the host does for them, and the kernels that are compiled."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.fake_gpu import SOURCES, Stand, find_stand
+from tests.fake_gpu import __main__ as installing
+from tests.helpers.gate import wait_until
+from tests.helpers.ranks import merged, tiny_overrides
+
+pytestmark = pytest.mark.campaign
+OWN = ["run.device=cuda", "data.source=synthetic", "train.steps=6", "eval.every=0"]
+BF16 = ["fsdp.param_dtype=bfloat16", "train.weights_dtype=bfloat16", "optim.state_dtype=bfloat16"]
+
+
+@pytest.fixture(scope="module")
+def stand() -> Stand:
+    found = find_stand()
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+def arguments(folder: Path, *overrides: str) -> list[str]:
+    given = tiny_overrides(*merged(OWN, overrides))
+    return ["-m", "trainer.run", "recipe=llama_small", *given, f"run.dir={folder / 'run'}"]
+
+
+def records(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+MESHES = {"1": ["nproc=1"], "2": ["nproc=2"], "4": ["nproc=4"], "2x2": ["nproc=4", "mesh.replicate=2"]}
+OPTIONS: dict[str, list[str]] = {
+    "plain": ["train.compile=false"],
+    "accumulated, evaluated": ["train.global_batch_size=16", "eval.every=3", "eval.steps=1", "train.compile=false"],
+    "bf16, compiled": BF16,
+    "bf16 throughout": [*BF16, "fsdp.reduce_dtype=bfloat16", "train.global_batch_size=16"],
+    "compiled, recomputed in part": ["train.activation_checkpoint=selective", "fsdp.param_dtype=bfloat16"],
+    "float8": ["train.float8=tensorwise", "fsdp.param_dtype=bfloat16", "model.dim=64", "model.num_heads=4"],
+    "in order": ["run.deterministic=true", "train.compile=false"],
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_it_trains_saves_and_goes_on(stand: Stand, mesh: str, option: str, tmp_path: Path) -> None:
+    own = [*MESHES[mesh], *OPTIONS[option], "checkpoint.every=2", "checkpoint.mode=async"]
+    for steps in (4, 6):
+        ran = stand.run(*arguments(tmp_path, *own, f"train.steps={steps}"), FAKE_GPUS=mesh.replace("2x2", "4"))
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+    kinds = [record["kind"] for record in records(tmp_path)]
+    assert kinds.count("train") == 6
+    (_, again) = [record for record in records(tmp_path) if record["kind"] == "start"]
+    assert again["resumed_step"] == 4
+    assert again["device"] == "NVIDIA H200"
+
+
+COMPILED = [*BF16, "model.vocab_size=32768", "data.seq_len=4096", "train.global_batch_size=2"]
+
+
+def test_kernels_compile_once_and_are_lean(stand: Stand, tmp_path: Path) -> None:
+    """No graph is compiled after the second step, no wait of the host is left, and each kernel is made for the GPU."""
+    cache = tmp_path / "triton"
+    overrides = [*tiny_overrides(*merged(OWN, COMPILED)), f"run.dir={tmp_path / 'run'}"]
+    variables = {"TRITON_CACHE_DIR": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    ran = stand.run(str(SOURCES / "kernels.py"), str(cache), *overrides, **variables)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    found = json.loads(ran.stdout.splitlines()[-1])
+    print(found["torch"], found["graphs"], *sorted(found["kernels"].items()), sep="\n")
+    assert found["graphs"][1] == found["graphs"][-1]
+    updates = [count for name, count in found["kernels"].items() if "bitwise_xor" in name or "mix" in name]
+    assert updates
+    assert min(updates) <= 95  # of the block sizes that are tried, the largest; the smaller ones begin more often
+    loss = [name for name in found["kernels"] if "logsumexp" in name or "arange_copy_copy" in name]
+    assert len({name.split()[0] for name in loss}) <= 3
+
+
+def test_lines_make_the_host_wait_for_nothing(stand: Stand, tmp_path: Path) -> None:
+    """Only for the event of a step whose successor is queued, which torch does not complain of."""
+    own = [*merged(OWN, ["train.compile=false", "log.every=1"]), f"run.dir={tmp_path / 'run'}"]
+    ran = stand.run(str(SOURCES / "lines.py"), *tiny_overrides(*own))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    lines = [record for record in records(tmp_path) if record["kind"] == "train"]
+    assert len(lines) == 6
+    assert all({"own", "rows"} <= record.keys() for record in lines)
+
+
+def test_a_signal_stops_it_with_75(stand: Stand, tmp_path: Path) -> None:
+    command = stand.command(arguments(tmp_path, "train.steps=100000", "train.compile=false"))
+    process = subprocess.Popen(command, env=stand.environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: (tmp_path / "run/metrics.jsonl").exists() and len(records(tmp_path)) > 3, "it trains", 240)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(240) == 75
+    finally:
+        process.kill()
+
+
+def test_a_gpu_that_hangs_is_named(stand: Stand, tmp_path: Path) -> None:
+    own = ["nproc=2", "train.compile=false", "run.step_timeout_s=4", "train.steps=100"]
+    ran = stand.run(*arguments(tmp_path, *own), FAKE_GPUS="2", FAKE_GPU_HANGS_AFTER="6")
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert "made no progress in device of step" in ran.stderr
+    assert "the device in " in ran.stderr
+    assert (tmp_path / "run" / "collectives_rank_0").stat().st_size > 0
+    assert (tmp_path / "run" / "collectives_rank_1").stat().st_size > 0
+
+
+def test_memory_that_cannot_be_locked_is_copied_all_the_same(stand: Stand, tmp_path: Path) -> None:
+    own = ["checkpoint.every=2", "checkpoint.mode=async", "train.compile=false"]
+    ran = stand.run(*arguments(tmp_path, *own), FAKE_GPU_REFUSES_LOCKING="1")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stderr.count("cannot be page-locked") == 1
+
+
+WRAPPER = """import os, runpy, sys
+os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"] if sys.argv[1] == "each" else "0"
+sys.argv = sys.argv[1:]
+runpy.run_module("trainer.run", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "gpus", "ends"),
+    [("nproc", "1", 2), ("torchrun", "1", 1), ("torchrun each", "2", 0), ("torchrun same", "2", 1)],
+)
+def test_one_gpu_and_two_ranks(stand: Stand, launcher: str, gpus: str, ends: int, tmp_path: Path) -> None:
+    """Right, where each rank sees a GPU of its own; else one message.  torchrun makes any failure a 1."""
+    rest = arguments(tmp_path, "train.compile=false")[2:]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    wrapper = tmp_path / "wrapper.py"
+    wrapper.write_text(WRAPPER)
+    commands = {
+        "nproc": ["-m", "trainer.run", *rest, "nproc=2"],
+        "torchrun": [*torchrun, "-m", "trainer.run", *rest],
+        "torchrun each": [*torchrun, str(wrapper), "each", *rest],
+        "torchrun same": [*torchrun, str(wrapper), "same", *rest],
+    }
+    ran = stand.run(*commands[launcher], FAKE_GPUS=gpus)
+    assert ran.returncode == ends, ran.stdout + ran.stderr
+    assert ran.stderr.count("this node has 1 GPU, one for each rank") == (ends != 0)
+
+
+def test_a_build_without_cuda_is_not_taken_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where pip finds torch 2.13.0+cpu too: nothing would be tested, and all of it skipped."""
+    ran: list[list[str]] = []
+    monkeypatch.setattr(installing, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(installing, "is_cuda_build", lambda python: False)
+    monkeypatch.setattr(installing.venv, "create", lambda folder, with_pip: None)
+    monkeypatch.setattr(installing.subprocess, "run", lambda command, check: ran.append(command))
+    with pytest.raises(SystemExit, match="pip finds is no CUDA build"):
+        installing.make_environment("2.13.0")
+    assert "torch===2.13.0" in ran[0]

@@ -1,0 +1,241 @@
+"""Every command and every piece of Python of the README, and of docs/ page after page, each in one folder.
+
+Commands run as they are typed.  What they need and no page makes (a book, chats, a Hugging Face folder) lies there
+beforehand, and is tiny; models are made small by settings that stand behind those of the page.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent, indent
+from typing import Any
+
+import pytest
+import yaml
+
+from tests import first_hour
+from tests.helpers.chats import CHATML, WORDS, said
+from tests.helpers.forked import REPOSITORY, popen
+
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(3600)]
+
+_ON_EIGHT = "torchrun --nproc-per-node 8 -m trainer.run recipe=llama3_8b 'data.path=shards/*.bin'"
+
+ELSEWHERE = {
+    "python3 -m venv": "a fresh clone and environment: .ci/run",
+    "pip install": "an environment of its own: .ci/run",
+    "hf download": "the folders lie here",
+    "srun": "tests/launch/test_slurm.py",
+    "RUN_DIR=/shared/runs/mine sbatch": "tests/launch/test_slurm.py",
+    f"{_ON_EIGHT} data.seq_len=": "tests/sequence/test_context.py",
+    "vllm serve": "loaded by transformers instead: tests/weights/test_huggingface.py",
+    "python -m trainer.evaluate runs/sft --lm-eval": "tests/commands/test_evaluate.py, where lm_eval is installed",
+    "python -m trainer.run recipe=llama_small data.path=https://": "tests/data/test_remote.py",
+}
+"""Commands that need what a test cannot have, by how they begin, and what tests them."""
+
+SMALL = ["run.device=cpu", "run.threads=1", "data.seq_len=32", "eval.steps=2"]
+NATIVE = ["model.dim=32", "model.num_layers=2", "model.ffn_dim=64"]
+SHORT = ["train.steps=12", "schedule.warmup_steps=2", "train.global_batch_size=8"]
+OF_A_CLUSTER = [*SMALL, *SHORT, *NATIVE, "model.num_heads=4", "model.num_kv_heads=2", "data.seq_len=64"]
+
+
+def docs() -> list[Path]:
+    """Return the pages in the order of the site."""
+
+    def names(tree: Any) -> Iterator[str]:
+        for each in tree if isinstance(tree, list) else tree.values() if isinstance(tree, dict) else [tree]:
+            yield from [each] if isinstance(each, str) else names(each)
+
+    text = re.sub(r"\{[^{}\n]*\}", "{}", (REPOSITORY / "mkdocs.yml").read_text().partition("\nnav:")[2])
+    found = list(names(yaml.safe_load(text)))
+    assert sorted(found) == sorted(page.name for page in (REPOSITORY / "docs").glob("*.md"))
+    return [REPOSITORY / "docs" / name for name in found]
+
+
+README, DOCS = REPOSITORY / "README.md", docs()[1:]
+"""The first page of the site begins as the second one does."""
+
+
+def commands_of(page: Path) -> Iterator[tuple[str, str]]:
+    """Yield ("python", CODE) and ("command", LINE) as they come."""
+    text = page.read_text().replace("\\\n", " ")
+    for match in re.finditer(r"```(\w*)\n([\s\S]*?)```|^ {4}(?! )(\S[^\n]*)", text, re.MULTILINE):
+        if match[1] == "python":
+            yield "python", match[2]
+        elif match[3] and re.match(r"(python|torchrun|srun|pip|hf|vllm|RUN_DIR)", match[3]):
+            yield "command", match[3].rpartition("install -c constraints.txt -e . && ")[2]
+
+
+def write_inputs(folder: Path) -> None:
+    """Write what the pages name and do not make."""
+    import zstandard
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    texts = [path.read_text() for path in sorted((REPOSITORY / "trainer").rglob("*.py"))[:60]]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = byte_level, decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    learn = trainers.BpeTrainer(vocab_size=512, special_tokens=special, initial_alphabet=byte_level.alphabet())
+    tokenizer.train_from_iterator(texts, learn)
+    for name, kind in {
+        **dict.fromkeys(("Qwen3-0.6B", "Qwen3-8B", "models/Qwen3-8B"), "qwen3"),
+        **dict.fromkeys(("Llama-3.1-8B", "Llama-3.2-1B", "Llama-3.1-8B-sft"), "llama"),
+    }.items():
+        write_model(folder / name, kind, tokenizer)
+    (folder / "gpt2").mkdir()
+    tokenizer.save(str(folder / "gpt2" / "tokenizer.json"))
+
+    (folder / "book.txt").write_text("\n".join(texts))
+    (folder / "corpus").mkdir()
+    (folder / "text" / "web").mkdir(parents=True)
+    for number, text in enumerate(texts):
+        (folder / "corpus" / f"{number}.md").write_text(text)
+    records = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (folder / "text" / "web" / "a.jsonl.zst").write_bytes(zstandard.compress(records.encode()))
+    for name, own in (("web", records.splitlines(True)[::2]), ("code", records.splitlines(True)[1::2])):
+        (folder / f"{name}.jsonl").write_text("".join(own))
+    for name in ("shards/early", "held_out/some", "other/more"):
+        options = ["--out", name, "--tokenizer", "Llama-3.1-8B/tokenizer.json"]
+        subprocess.run([sys.executable, "-m", "trainer.prepare", "web.jsonl", *options], cwd=folder, check=True)
+    chats = [said(*(" ".join(WORDS[(number + turn) % 30 :][:5]) for turn in range(4))) for number in range(60)]
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    pairs = [{"prompt": chat[:1], "chosen": chat[1:2], "rejected": chat[3:4]} for chat in chats]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+
+
+def write_model(folder: Path, kind: str, tokenizer: Any) -> None:
+    from tests.helpers.hf_models import model_of
+
+    end = tokenizer.token_to_id("<|im_end|>")
+    model = model_of(
+        kind, vocab_size=512, eos_token_id=end, bos_token_id=0, pad_token_id=0, max_position_embeddings=256
+    )
+    model.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text(CHATML)
+
+
+def smaller(words: list[str], folder: Path) -> list[str]:
+    """Return the settings that make the run of a command small, whatever it is."""
+    recipe = next((word[7:] for word in words if word.startswith("recipe=")), "")
+    given = {word.partition("=")[0] for word in words}
+    if {"--help", "--print-config"} & given or words[2] != "trainer.run":
+        return []
+    if recipe.startswith("llama3"):
+        return OF_A_CLUSTER if "train.init_from" not in given else [*SMALL, *SHORT]
+    if recipe in ("sft", "dpo"):
+        return ["run.device=cpu", "run.threads=1", "data.seq_len=128", "train.steps=6"]
+    if "model.vocab_size" in given:  # a real tokenizer's: each step takes its time
+        return [*SMALL, *NATIVE, *SHORT]
+    ranks = next((int(word[6:]) for word in words if re.fullmatch(r"nproc=\d", word)), 1)
+    at_once = [f"train.micro_batch_size={8 // ranks}"]
+    at_once += ["train.steps=100"] if ranks > 2 else []  # with more ranks than cores each step takes its time
+    if recipe == "llama_small" and not {"train.init_from", "model.name"} & given:
+        return [*SMALL, *NATIVE, *at_once]
+    return [*SMALL, *at_once]
+
+
+def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command of a page as it is typed, but smaller."""
+    words = shlex.split(line, comments=True)
+    if words[0] == "torchrun":
+        words = ["torchrun", "--nproc-per-node", "2", *words[3:]]
+        launcher, words = [sys.executable, "-m", "torch.distributed.run", *words[1:3]], ["python", *words[3:]]
+    else:
+        launcher = [sys.executable]
+    if {"--serve", "--watch"} & set(words):
+        return look_at_it(words, folder)
+    command = [*launcher, *words[1:], *smaller(words, folder)]
+    environment = {**os.environ, "COLUMNS": "100", "PYTHONPATH": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, env=environment)
+
+
+def look_at_it(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Start what goes on until Ctrl-C, wait for its first line, and press Ctrl-C."""
+    output = folder / "until_ctrl_c.txt"
+    with output.open("w") as file:
+        options: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT, "cwd": folder}
+        process = popen([sys.executable, "-u", *words[1:]], **options)
+        for _ in range(600):
+            if output.read_text() or process.poll() is not None:
+                break
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        code = process.wait(60)
+    return subprocess.CompletedProcess(words, code, output.read_text(), "")
+
+
+def run_python(code: str, folder: Path) -> None:
+    """Run what a page shows: as a file that it names, as a script, or at least read it."""
+    named = re.match(r"# (\w+\.py)\n", code)
+    if named:
+        (folder / named[1]).write_text(code)
+        return
+    if "sys.exit(trainer.main(MyTrainer))" in code:
+        (folder / "mine.py").write_text(code)
+        words = ["mine.py", "recipe=llama_small", "nproc=2", "train.steps=100", "run.name=script", *SMALL, *NATIVE]
+    elif any(part in code for part in ("def forward(self", "self.model", "MyConfig, MyModel")):
+        is_module = code.startswith(("def", "from", "import", "class"))
+        compile(code if is_module else "def body(self):\n" + indent(dedent(code), "    "), "page", "exec")
+        return
+    else:
+        code = code.replace('"run.name=mine"]', '"run.name=loop", ' + ", ".join(map(repr, [*SMALL, *NATIVE])) + "]")
+        (folder / "shown.py").write_text(code)
+        words = ["shown.py"]
+    done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, (code, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("pages", [[README], DOCS], ids=["README", "docs"])
+def test_every_command_of_every_page_in_order(pages: list[Path], tmp_path: Path) -> None:
+    for library in ("transformers", "tokenizers", "zstandard"):
+        pytest.importorskip(library)
+    write_inputs(tmp_path)
+    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    wrong, number = [], 0
+    for page in pages:
+        for kind, text in commands_of(page):
+            if kind == "python":
+                run_python(text, tmp_path)
+                continue
+            if text.startswith(tuple(ELSEWHERE)):
+                continue
+            number += 1
+            started = time.monotonic()
+            done = run(text, tmp_path)
+            print(f"{time.monotonic() - started:5.1f} s  {done.returncode}  {page.name}: {text}", flush=True)
+            said_so = done.stdout + done.stderr
+            found_some = "trainer.data check" in text and done.returncode == 1 and "leak: " in said_so
+            if not (done.returncode == 0 or found_some) or "nothing to do" in said_so or "Traceback" in said_so:
+                wrong.append(f"{page.name}: {text}\n{said_so[-1500:]}")
+    assert not wrong, "\n\n".join(wrong)
+    assert number > (10 if pages == [README] else 60)
+
+
+def test_the_first_hour_of_a_newcomer(tmp_path: Path) -> None:
+    """In a fresh clone, each step one command, and nothing deleted or edited by hand."""
+    clone = tmp_path / "clone"
+    for taken in first_hour.walk(clone, first_hour.SMALL):
+        print(f"{taken.seconds:5.1f} s  {taken.step.aim}", flush=True)
+        assert not taken.complaint, (taken.complaint, taken.step.command, taken.screen)
+        if taken.step.ctrl_c_after:
+            assert taken.seen_s is not None
+            assert "run the same command to resume from there" in taken.screen
+        if taken.step.aim.startswith("resume"):
+            assert "(resumed at step " in taken.screen
+    assert all((clone / name).is_file() for name in first_hour.LEFT)
+    changed = subprocess.run(["git", "status", "--porcelain"], cwd=clone, capture_output=True, text=True, check=True)
+    assert changed.stdout == "", "what runs leave is ignored by git"

@@ -1,0 +1,133 @@
+"""The tests about the tests: the table of promises, the defects, the budget and the parts of the campaign."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from tests.budget import SEVERAL, SHARE_S, STALL_S, Budget, tier_of
+from tests.campaign import PARTS, REST
+from tests.defects import DEFECTS, find_code
+from tests.helpers.forked import REPOSITORY
+from tests.promises import TABLE, TESTS, read_promises
+
+
+class Collected:
+    """The tests that pytest finds, collecting in this process: `test_file.py::test_name`, without parameters."""
+
+    def __init__(self) -> None:
+        self.everyday: set[str] = set()
+        self.campaign: set[str] = set()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        for item in session.items:
+            file = item.path.name
+            tier = self.campaign if tier_of(item) == "campaign" else self.everyday
+            tier |= {file, f"{file}::{item.name.partition('[')[0]}"}
+
+
+@functools.cache
+def collected() -> Collected:
+    found = Collected()
+    assert pytest.main(["--collect-only", "-qq", "-s", "-p", "no:cacheprovider", str(TESTS)], plugins=[found]) == 0
+    assert len(found.everyday) > len(found.campaign) > 20
+    return found
+
+
+@pytest.mark.slow
+def test_each_promise_is_held_by_tests_of_the_tier_that_the_table_says() -> None:
+    found = collected()
+    for promise in read_promises().values():
+        assert set(promise.tests) <= found.everyday, f"{promise.name}: {set(promise.tests) - found.everyday}"
+        assert set(promise.campaign) <= found.campaign, f"{promise.name}: {set(promise.campaign) - found.campaign}"
+        assert promise.tests or (promise.campaign and promise.reason), f"{promise.name} has no test"
+
+
+@pytest.mark.slow
+def test_every_file_is_in_one_part_of_the_campaign() -> None:
+    files = {name for name in collected().campaign if "::" not in name}
+    named = [name for part in PARTS if part is not REST for name in part.files]
+    assert len(named) == len(set(named))
+    assert set(named) <= files
+    assert set(REST.files) == files - set(named)
+
+
+def test_no_two_test_files_have_the_same_name() -> None:
+    names = [path.name for path in TESTS.rglob("test_*.py")]
+    assert len(names) == len(set(names))
+
+
+def test_no_row_of_the_table_is_passed_over() -> None:
+    rows = [line for line in TABLE.read_text().splitlines() if line.startswith("| `") and "make test" not in line]
+    assert len(rows) == len(read_promises())
+    for row in rows:
+        for cell in row.split(" | ")[2:]:
+            assert cell.count("`test_") == len(re.findall(r"`test_\w+\.py(?:::test_\w+)?`", cell)), row
+
+
+def test_defects_can_be_planted() -> None:
+    """Each names one place of one function, leaves code that Python reads, and breaks a promise of the table."""
+    promises = read_promises()
+    assert len(DEFECTS) >= 30
+    assert len({defect.name for defect in DEFECTS}) == len(DEFECTS)
+    for defect in DEFECTS:
+        assert defect.promise in promises, defect.name
+        path, text = defect.planted(REPOSITORY)
+        assert ast.dump(ast.parse(text)) != ast.dump(ast.parse(path.read_text())), defect.name
+
+
+def test_code_is_found_however_it_is_laid_out() -> None:
+    text = "def f():\n    return g(\n        a,\n        b,\n    )\n"
+    ((begin, end),) = find_code(text, "g(a, b)")
+    assert text[begin:end] == "g(\n        a,\n        b,\n    )"
+    assert find_code(text, "g(a)") == []
+    assert len(find_code("a + a", "a")) == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The budget of time
+
+
+def budget(reference_s: Iterator[float] | float, **recorded: float) -> Budget:
+    values = reference_s if isinstance(reference_s, Iterator) else iter([reference_s] * 9)
+    return Budget({"reference_s": 0.1, "tests": recorded}, measure=lambda: next(values))
+
+
+def test_a_test_may_take_several_times_what_is_on_record() -> None:
+    most_s = 10.0 * SEVERAL + STALL_S
+    assert budget(0.1, known=10.0).overrun("known", "test", most_s - 0.1) == ""
+    said = budget(0.1, known=10.0).overrun("known", "test", most_s + 0.1)
+    assert said.startswith(f"known took {most_s + 0.1:.1f} s: 10.0 s are on record")
+
+
+@pytest.mark.parametrize("tier", SHARE_S)
+def test_a_new_test_may_take_its_tiers_share(tier: str) -> None:
+    assert budget(0.1).overrun("new", tier, SHARE_S[tier]) == ""
+    assert "a new one of its tier" in budget(0.1).overrun("new", tier, SHARE_S[tier] + STALL_S + 0.1)
+
+
+def test_a_slow_machine_gives_more_and_a_fast_one_not_less() -> None:
+    seconds = 2 * SHARE_S["fast"] + STALL_S
+    assert budget(0.1).overrun("new", "fast", seconds)
+    assert budget(0.21).overrun("new", "fast", seconds) == ""
+    assert budget(0.01).overrun("new", "fast", SHARE_S["fast"]) == ""
+    busy_once = budget(iter([0.21, 0.1]))
+    assert busy_once.overrun("new", "fast", seconds) == ""
+    assert busy_once.overrun("newer", "fast", seconds) == "", "it was busy, so it may have been"
+
+
+def test_tiers_by_markers() -> None:
+    def item(*markers: str) -> SimpleNamespace:
+        return SimpleNamespace(get_closest_marker=lambda name: name if name in markers else None)
+
+    assert [tier_of(item(*markers)) for markers in ((), ("slow",), ("campaign",), ("slow", "campaign"))] == [
+        "fast",
+        "test",
+        "campaign",
+        "campaign",
+    ]

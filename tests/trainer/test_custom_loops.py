@@ -1,0 +1,678 @@
+"""The Python interface: what a subclass may override, loops of one's own, own state, own recipes."""
+
+from __future__ import annotations
+
+import faulthandler
+import itertools
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.helpers.ranks import run_ranks, tiny_overrides
+from tests.helpers.tiny import full
+from trainer import Recipe, RunConfig, Source, Trainer, TrainLoader, UserError, load_config, register, run
+from trainer.config import MeshShape
+from trainer.metrics.record import Record
+from trainer.recipe import find_recipe
+
+pytestmark = pytest.mark.slow
+"""Each of them trains."""
+
+Batch = dict[str, torch.Tensor]
+
+
+def tiny_config(folder: Path, *overrides: str) -> RunConfig:
+    own = ["model.num_kv_heads=2", "model.dim=16", "model.vocab_size=32", "data.source=synthetic", "run.threads=1"]
+    own += ["data.seq_len=16", "train.global_batch_size=4", "train.micro_batch_size=2", "eval.steps=1", "train.steps=4"]
+    given = {override.partition("=")[0] for override in overrides}
+    own = [item for item in own if item.partition("=")[0] not in given]
+    return load_config("llama_small", tiny_overrides(*own, *overrides, f"run.dir={folder}"))
+
+
+def fit(trainer: Trainer) -> list[dict[str, Any]]:
+    """Train to the end and return the lines of metrics.jsonl."""
+    assert trainer.fit() == 0
+    trainer.close()
+    return lines(trainer.config.run_dir)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def of(kind: str, found: list[dict[str, Any]], field: str) -> list[Any]:
+    return [line[field] for line in found if line["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What a Trainer without changes does."""
+    return fit(Trainer(tiny_config(tmp_path_factory.mktemp("plain"))))
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left_open() -> Iterator[None]:
+    """Keep a test that fails before it closes its Trainer from failing the next."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Overriding
+
+
+class OwnMesh(Trainer):
+    def build_mesh(self) -> Any:
+        self.own = self.world.mesh_of(MeshShape(1, self.world.size))
+        return self.own
+
+
+def test_build_mesh(tmp_path: Path, plain: list[dict[str, Any]]) -> None:
+    trainer = OwnMesh(tiny_config(tmp_path, "fsdp.cpu_offload=true"))  # else one rank shards nothing
+    assert trainer.mesh is trainer.own
+    assert {p.device_mesh for p in trainer.model.parameters()} == {trainer.own}  # type: ignore[attr-defined]
+    assert of("train", fit(trainer), "loss") == of("train", plain, "loss")
+
+
+class FrozenEmbedding(Trainer):
+    def build_model(self, config: RunConfig | None = None) -> nn.Module:
+        model = super().build_model(config)
+        model.tok_embeddings.requires_grad_(False)  # type: ignore[union-attr]
+        return model
+
+
+def test_build_model(tmp_path: Path) -> None:
+    trainer = FrozenEmbedding(tiny_config(tmp_path))
+
+    def weights() -> dict[str, torch.Tensor]:
+        return {name: full(p).detach().clone() for name, p in trainer.model.named_parameters()}
+
+    before = weights()
+    fit(trainer)
+    unchanged = [name for name, tensor in weights().items() if torch.equal(tensor, before[name])]
+    assert unchanged == ["tok_embeddings.weight"]
+
+
+class WithTeacher(Trainer):
+    """Builds a second model, and learns from it alone."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.teacher = self.build_model(load_config(str(config.run_dir.parent / "teacher.yaml")))
+        self.teacher.requires_grad_(False)
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        wanted = self.teacher(batch["tokens"]).softmax(-1)
+        return -(self.model(batch["tokens"]).log_softmax(-1) * wanted).sum()
+
+
+def test_a_second_model(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "run", "train.steps=6", "optim.lr=0.02")
+    (tmp_path / "teacher.yaml").write_text(tiny_config(tmp_path, "run.seed=9", "model.num_layers=1").to_yaml())
+    trainer = WithTeacher(config)
+    assert len(trainer.units) == 2 + config.model.num_layers, "its own units, not the teacher's"
+    losses = of("train", fit(trainer), "loss")
+    assert losses[-1] < losses[0]
+
+
+class OwnOptimizer(Trainer):
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.model.parameters(), lr=99.0)
+
+
+def test_build_optimizer(tmp_path: Path) -> None:
+    trainer = OwnOptimizer(tiny_config(tmp_path))
+    found = fit(trainer)
+    assert isinstance(trainer.optimizer.parts[0], torch.optim.SGD)
+    assert trainer.optimizer.lr == of("train", found, "lr")[-1], "at the configured learning rate"
+
+
+def test_the_seed_of_the_data_decides_their_order(tmp_path: Path) -> None:
+    found = []
+    for number, seeds in enumerate([[], ["data.seed=7"], ["run.seed=7"]]):
+        trainer = Trainer(tiny_config(tmp_path / str(number), *seeds))
+        found.append(trainer.loader.next_samples().tolist())  # type: ignore[attr-defined]
+        trainer.close()
+    assert found[1] != found[0] == found[2]
+
+
+class Counting:
+    """Batches whose tokens say which batch it is; resumable."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            self.number += 1
+            tokens = torch.full((2, 16), self.number % 32)
+            yield {"tokens": tokens, "targets": tokens}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
+class OwnLoader(Trainer):
+    def build_loader(self) -> Counting:
+        self.seen: list[int] = []
+        return Counting()
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        self.seen.append(int(batch["tokens"][0, 0]))
+        return super().loss(batch)
+
+
+def test_build_loader(tmp_path: Path) -> None:
+    first = OwnLoader(tiny_config(tmp_path, "train.steps=3"))
+    fit(first)
+    second = OwnLoader(tiny_config(tmp_path, "train.steps=5"))
+    fit(second)
+    assert first.seen == [1, 2, 3, 4, 5, 6], "two micro-batches a step"
+    assert second.seen == [7, 8, 9, 10], "it goes on where it was"
+
+
+class PlainLoader(Trainer):
+    def build_loader(self) -> Iterator[Batch]:
+        return itertools.cycle([next(iter(Counting()))])
+
+
+def test_a_loader_without_state(tmp_path: Path) -> None:
+    assert of("train", fit(PlainLoader(tiny_config(tmp_path))), "step") == [1, 2, 3, 4]
+
+
+class DoubleLoss(Trainer):
+    def loss(self, batch: Batch) -> torch.Tensor:
+        return 2 * super().loss(batch)
+
+
+def test_loss(tmp_path: Path, plain: list[dict[str, Any]]) -> None:
+    found = fit(DoubleLoss(tiny_config(tmp_path)))
+    assert of("train", found, "loss")[0] == 2 * of("train", plain, "loss")[0]
+    assert of("train", found, "grad_norm")[0] == pytest.approx(2 * of("train", plain, "grad_norm")[0])
+
+
+class Rows(Trainer):
+    """Counts sequences instead of targets, and logs: a sum, a mean, and what one rank alone knows, now and then."""
+
+    def count(self, batch: Batch) -> float:
+        return len(batch["tokens"])
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        self.log("rows", len(batch["tokens"]))
+        self.log("mean_rank", torch.tensor(self.world.rank * len(batch["tokens"])), over=len(batch["tokens"]))
+        self.log("of_nothing", 1.0, over=torch.zeros(()))
+        if self.world.rank == self.world.size - 1 and self.state.step == 2 and self.model.training:
+            self.log("rare", torch.ones(1))
+        return super().loss(batch)
+
+
+def train_rows(folder: str) -> None:
+    overrides = ["log.every=2", "eval.every=3", "train.global_batch_size=8", "train.micro_batch_size=2", "eval.steps=1"]
+    fit(Rows(tiny_config(Path(folder), *overrides, "train.steps=5")))
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_what_is_counted_and_logged(ranks: int, tmp_path: Path, plain: list[dict[str, Any]]) -> None:
+    """Summed over steps, micro-batches and ranks, those of an evaluation apart; one rank may know a name alone."""
+    if ranks == 1:
+        train_rows(str(tmp_path))
+    else:
+        run_ranks(ranks, train_rows, str(tmp_path))
+    train = [line for line in lines(tmp_path) if line["kind"] == "train"]
+    held_out = [line for line in lines(tmp_path) if line["kind"] == "eval"]
+    assert [(line["step"], line["rows"]) for line in train] == [(1, 8), (2, 8), (4, 16), (5, 8)]
+    assert [(line["step"], line["rows"]) for line in held_out] == [(3, 8), (5, 8)]
+    assert [line.get("rare") for line in train] == [None, None, 4 / ranks, None]
+    assert all(line["mean_rank"] == (ranks - 1) / 2 and line["of_nothing"] is None for line in train + held_out)
+    assert "rare" not in held_out[0]
+    assert train[0]["loss"] == pytest.approx(16 * of("train", plain, "loss")[0], rel=0.1), "16 targets a sequence"
+    assert [line["tokens"] for line in train] == [8 * 16 * line["step"] for line in train], "targets all the same"
+
+
+def test_a_field_that_there_is_cannot_be_logged(tmp_path: Path) -> None:
+    trainer = Trainer(tiny_config(tmp_path))
+    with pytest.raises(UserError, match="'grad_norm' is a field"):
+        trainer.log("grad_norm", 1.0)
+    trainer.close()
+
+
+class Weighted(Source):
+    """Two tokens a sample, and a weight for each."""
+
+    seq_len, vocab_size = 16, 32
+
+    def __len__(self) -> int:
+        return 64
+
+    def batch(self, indices: Any) -> dict[str, Any]:
+        tokens = np.repeat(indices[:, None] % 32, 16, 1)
+        return {"tokens": tokens, "targets": tokens, "weights": np.asarray(indices, dtype=np.float32)}
+
+
+class OwnEntries(Trainer):
+    def build_loader(self) -> TrainLoader:
+        return TrainLoader.from_config(Weighted(), self.config, self.world.rank, self.world.size, self.world.device)
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        assert torch.equal(batch["weights"] % 32, batch["tokens"][:, 0].float())
+        return super().loss(batch)
+
+
+def test_a_source_may_have_further_entries(tmp_path: Path) -> None:
+    assert of("train", fit(OwnEntries(tiny_config(tmp_path))), "step") == [1, 2, 3, 4]
+
+
+class OwnStep(Trainer):
+    num_steps = 0
+
+    def train_step(self, micro_batches: Sequence[Batch]) -> Any:
+        assert len(micro_batches) == self.num_micro_batches == 2
+        update = super().train_step(micro_batches)
+        self.num_steps += 1
+        return update
+
+
+def test_train_step(tmp_path: Path, plain: list[dict[str, Any]]) -> None:
+    trainer = OwnStep(tiny_config(tmp_path))
+    assert of("train", fit(trainer), "loss") == of("train", plain, "loss")
+    assert trainer.num_steps == 4
+
+
+class OwnEvaluation(Trainer):
+    def evaluate(self) -> Record:
+        return self.metrics.write(Record(kind="eval", step=self.state.step, loss=0.125, accuracy=0.5))
+
+
+def test_evaluate(tmp_path: Path) -> None:
+    found = fit(OwnEvaluation(tiny_config(tmp_path, "eval.every=2", "train.steps=5")))
+    assert of("eval", found, "step") == [2, 4, 5], "every second, and at the end"
+    assert of("eval", found, "accuracy") == [0.5] * 3
+
+
+def test_evaluate_returns_what_it_logs(tmp_path: Path) -> None:
+    trainer = Trainer(tiny_config(tmp_path, "eval.every=100"))
+    record = trainer.evaluate()
+    assert record is not None
+    assert (record.kind, record.step, type(record.loss)) == ("eval", 0, float)
+    again = trainer.evaluate()
+    trainer.close()
+    assert again is not None
+    assert again.loss == record.loss, "evaluation changes nothing"
+
+
+def test_evaluation_changes_nothing_of_the_training(tmp_path: Path) -> None:
+    """With dropout: neither its random numbers nor the mode that the model is in."""
+    own = ["data.source=synthetic", "data.seq_len=16", "train.steps=4", "train.global_batch_size=4", "log.every=1"]
+    own += ["train.micro_batch_size=2", "model.vocab_size=32", "model.dim=16", "model.num_layers=2"]
+    own += ["model.num_heads=4", "model.dropout=0.5", "run.threads=1", "log.sample_tokens=0", "eval.steps=1"]
+    losses = []
+    for every in (0, 1):
+        config = load_config("gpt2", [*own, f"eval.every={every}", f"run.dir={tmp_path / str(every)}"])
+        losses.append(of("train", fit(Trainer(config)), "loss"))
+    assert losses[0] == losses[1]
+
+
+def test_what_fills_the_last_batch_of_an_evaluation_does_not_count(tmp_path: Path) -> None:
+    """256 samples are held out: in micro-batches of 3 two are missing at the end."""
+    losses = []
+    for micro in (1, 3):
+        sizes = ["train.global_batch_size=6", f"train.micro_batch_size={micro}", "eval.steps=0", "eval.every=1"]
+        trainer = Trainer(tiny_config(tmp_path / str(micro), *sizes))
+        record = trainer.evaluate()
+        trainer.close()
+        assert record is not None
+        losses.append(record.loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+class OnStep(Trainer):
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.records: list[Record] = []
+
+    def on_step(self, record: Record) -> None:
+        self.records.append(record)
+
+
+def test_on_step(tmp_path: Path, plain: list[dict[str, Any]]) -> None:
+    trainer = OnStep(tiny_config(tmp_path, "log.every=100"))
+    fit(trainer)
+    assert [record.loss for record in trainer.records] == of("train", plain, "loss")
+
+
+class OwnFit(Trainer):
+    def fit(self) -> int:
+        for record in self.steps():
+            if record.loss < 0:
+                return 1
+        self.save_checkpoint()
+        return 0
+
+
+def test_own_fit(tmp_path: Path, plain: list[dict[str, Any]]) -> None:
+    assert of("train", fit(OwnFit(tiny_config(tmp_path))), "loss") == of("train", plain, "loss")
+    assert (tmp_path / "checkpoints" / "step_00000004").is_dir()
+
+
+class NoEvaluation(Trainer):
+    def evaluate(self) -> Record:
+        raise AssertionError("eval.every=0 means no evaluation at all")
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        assert torch.is_grad_enabled()
+        return super().loss(batch)
+
+
+def test_without_evaluation_there_is_none_at_the_end_either(tmp_path: Path) -> None:
+    trainer = NoEvaluation(tiny_config(tmp_path, "eval.every=0"))
+    assert trainer.eval_loader is None
+    assert of("eval", fit(trainer), "step") == []
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# A loop of one's own
+
+
+def test_a_loop_resumes_and_logs(tmp_path: Path, plain: list[dict[str, Any]]) -> None:
+    losses = []
+    first = Trainer(tiny_config(tmp_path))
+    for record in first.steps():
+        losses.append(record.loss)
+        if record.step == 2:
+            saved = first.save_checkpoint()
+            break
+    first.close()
+    assert saved == tmp_path / "checkpoints" / "step_00000002"
+    second = Trainer(tiny_config(tmp_path))
+    losses += [record.loss for record in second.steps()]
+    second.close()
+    assert losses == of("train", plain, "loss")
+    found = lines(tmp_path)
+    assert of("train", found, "step") == [1, 2, 3, 4]
+    assert of("train", found, "loss") == losses
+    assert of("start", found, "resumed_step") == [None, 2]
+    assert of("checkpoint", found, "step") == [2]
+
+
+def test_a_loop_that_is_through_says_so(tmp_path: Path) -> None:
+    """One `end` an attempt, and a status that is not for ever `running`, once the Trainer is closed."""
+    trainer = Trainer(tiny_config(tmp_path))
+    list(trainer.steps())
+    trainer.close()
+    assert len(of("end", lines(tmp_path), "step")) == 1
+    assert json.loads((tmp_path / "status.json").read_text())["state"] != "running"
+
+
+def test_closing_after_a_loop_closes_what_takes_the_records(tmp_path: Path) -> None:
+    """Weights & Biases sends from a thread, and a terminal's status bar is to be cleared."""
+    closed = []
+
+    class LastSink:
+        def write(self, record: Record) -> None: ...
+        def close(self) -> None:
+            closed.append(True)
+
+    trainer = Trainer(tiny_config(tmp_path))
+    for record in trainer.steps():
+        if record.step == 1:
+            trainer.metrics._sinks.append(LastSink())
+    trainer.close()
+    assert closed == [True]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of 4 steps with a checkpoint at each."""
+    folder = tmp_path_factory.mktemp("source")
+    fit(Trainer(tiny_config(folder, "checkpoint.every=1", "checkpoint.keep_last=0")))
+    return folder
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_load_a_given_checkpoint(kind: Any, source: Path, tmp_path: Path, plain: list[dict[str, Any]]) -> None:
+    trainer = Trainer(tiny_config(tmp_path))
+    assert trainer.load_checkpoint(kind(source / "checkpoints" / "step_00000002")) == 2
+    assert trainer.state.step == 2
+    found = fit(trainer)
+    assert of("start", found, "resumed_step") == [2]
+    assert of("train", found, "step") == [3, 4]
+    assert of("train", found, "loss") == of("train", plain, "loss")[2:]
+
+
+def test_load_the_newest_checkpoint(source: Path, tmp_path: Path) -> None:
+    trainer = Trainer(tiny_config(source))
+    assert trainer.load_checkpoint() == 4
+    trainer.close()
+    fresh = Trainer(tiny_config(tmp_path))
+    assert fresh.load_checkpoint() is None
+    fresh.close()
+
+
+def test_an_explicitly_loaded_checkpoint_is_where_steps_goes_on(source: Path) -> None:
+    """Also where the run's own folder has a newer one."""
+    trainer = Trainer(tiny_config(source, "train.steps=6"))
+    trainer.load_checkpoint(source / "checkpoints" / "step_00000002")
+    record = next(iter(trainer.steps()))
+    trainer.close()
+    assert record.step == 3
+
+
+class OwnState:
+    """A moving average, and a count: what a subclass may want to have resumed."""
+
+    def __init__(self) -> None:
+        self.average, self.count = torch.zeros(3), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average, self.count = state["average"], state["count"]
+
+
+class Stateful(Trainer):
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.shared, self.own = OwnState(), OwnState()
+        self.state.add("average", self.shared)
+        self.state.add("of_this_rank", self.own, per_rank=True)
+
+    def on_step(self, record: Record) -> None:
+        self.shared.average += record.step
+        self.shared.count += 1
+        self.own.average += record.step * (1 + self.world.rank)
+        self.own.count += 1 + self.world.rank
+
+
+def resume_own_state(folder: Path) -> dict[str, Any]:
+    """Train in four parts, one Trainer after the other; return what each held at its end."""
+    found = []
+    for steps in (1, 2, 3, 4):
+        trainer = Stateful(tiny_config(folder, f"train.steps={steps}", "train.micro_batch_size=1"))
+        fit(trainer)
+        found.append(
+            [trainer.shared.average[0].item(), trainer.shared.count, trainer.own.average[2].item(), trainer.own.count]
+        )
+    return {"found": found, "is_open": dist.is_initialized()}
+
+
+def resume_on_ranks(folder: Path) -> dict[str, Any]:
+    faulthandler.dump_traceback_later(45, exit=True)  # waiting for an address has no timeout of its own
+    found = resume_own_state(folder)
+    faulthandler.cancel_dump_traceback_later()
+    return found
+
+
+@pytest.mark.campaign
+def test_own_state_is_resumed(tmp_path: Path) -> None:
+    expected = [[1, 1, 1, 1], [3, 2, 3, 2], [6, 3, 6, 3], [10, 4, 10, 4]]
+    assert resume_own_state(tmp_path) == {"found": expected, "is_open": False}
+
+
+def test_own_state_is_resumed_on_every_rank_and_trainers_follow_each_other(tmp_path: Path) -> None:
+    """Each Trainer opens and closes the process group: what the one before left in the store must not mislead it.
+
+    Where it did, 3 of 5 second Trainers waited for ever for a rank at an address of the first.
+    """
+    first, second = run_ranks(2, resume_on_ranks, tmp_path)
+    assert first == {"found": [[1, 1, 1, 1], [3, 2, 3, 2], [6, 3, 6, 3], [10, 4, 10, 4]], "is_open": False}
+    assert second == {"found": [[1, 1, 2, 2], [3, 2, 6, 4], [6, 3, 12, 6], [10, 4, 20, 8]], "is_open": False}
+
+
+def test_a_name_is_given_once(tmp_path: Path) -> None:
+    trainer = Trainer(tiny_config(tmp_path))
+    for name in ("model", "random", "loader"):
+        with pytest.raises(ValueError, match=name):
+            trainer.state.add(name, OwnState())
+    trainer.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Processes
+
+
+def test_two_trainers_one_after_the_other(tmp_path: Path, plain: list[dict[str, Any]]) -> None:
+    for number in range(2):
+        assert of("train", fit(Trainer(tiny_config(tmp_path / str(number)))), "loss") == of("train", plain, "loss")
+        assert not dist.is_initialized()
+
+
+def test_a_joined_process_group_is_left_open(tmp_path: Path, plain: list[dict[str, Any]]) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for number in range(2):
+            trainer = Trainer(tiny_config(tmp_path / str(number)))
+            assert trainer.world.env.launcher == "joined"
+            assert of("train", fit(trainer), "loss") == of("train", plain, "loss")
+            assert dist.is_initialized()
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        assert one.item() == 1.0
+    finally:
+        dist.destroy_process_group()
+
+
+class StopsItself(Trainer):
+    def on_step(self, record: Record) -> None:
+        if record.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Fails(Trainer):
+    def on_step(self, record: Record) -> None:
+        if record.step == 2:
+            raise ZeroDivisionError("of my own")
+
+
+def status(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "status.json").read_text())
+
+
+def test_what_fit_returns(tmp_path: Path) -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    stopped = StopsItself(tiny_config(tmp_path))
+    assert stopped.fit() == 75
+    stopped.close()
+    assert (status(tmp_path)["state"], status(tmp_path)["exit_code"], status(tmp_path)["step"]) == ("stopped", 75, 3)
+    assert (tmp_path / "checkpoints" / "step_00000003").is_dir(), "the step in hand was the last"
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    for expected in ("finished", "nothing to do"):
+        before = (tmp_path / "metrics.jsonl").read_bytes()
+        trainer = Trainer(tiny_config(tmp_path))
+        assert trainer.fit() == 0
+        trainer.close()
+        assert ((tmp_path / "metrics.jsonl").read_bytes() == before) == (expected == "nothing to do")
+    assert of("end", lines(tmp_path), "reason") == ["stopped", "finished"]
+
+
+def test_what_fit_raises(tmp_path: Path) -> None:
+    trainer = Fails(tiny_config(tmp_path))
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit()
+    trainer.close()
+    assert (status(tmp_path)["state"], status(tmp_path)["exit_code"], status(tmp_path)["step"]) == ("failed", 1, 2)
+    assert "ZeroDivisionError: of my own" in status(tmp_path)["reason"]
+    assert of("end", lines(tmp_path), "reason") == ["failed"]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# A recipe from outside
+
+
+@dataclass
+class BigramConfig:
+    """The shape of a bigram model."""
+
+    vocab_size: int = 32
+    width: int = 8
+
+
+class Bigram(nn.Module):
+    def __init__(self, config: BigramConfig) -> None:
+        super().__init__()
+        self.table = nn.Embedding(config.vocab_size, config.width)
+        self.out = nn.Linear(config.width, config.vocab_size)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.out(self.table(tokens))
+
+
+class BigramTrainer(DoubleLoss):
+    """Has a loss of its own, so that one sees that it was used."""
+
+
+register(Recipe("bigram", BigramConfig, Bigram, ["table", "out"], trainer=BigramTrainer))
+register(
+    Recipe("bigram_by_name", BigramConfig, Bigram, ["table"], trainer="tests.trainer.test_custom_loops:BigramTrainer")
+)
+
+
+@pytest.mark.parametrize("name", ["bigram", "bigram_by_name"])
+def test_a_recipe_from_outside_with_its_own_trainer(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert find_recipe(f"tests.trainer.test_custom_loops:{name}").trainer_class(Trainer) is BigramTrainer
+    file = tmp_path / "bigram.yaml"
+    file.write_text(f"# A bigram model.\nmodel: {{name: 'tests.trainer.test_custom_loops:{name}', width: 4}}\n")
+    overrides = ["data.source=synthetic", "data.seq_len=16", "train.steps=2", "run.threads=1", "eval.every=0"]
+    overrides += ["optim.lr=0.0", f"run.dir={tmp_path / 'run'}"]
+    assert run.main([f"recipe={file}", *overrides]) == 0, capsys.readouterr().err
+    found = lines(tmp_path / "run")
+    assert of("start", found, "parameters") == [32 * 4 + 4 * 32 + 32]
+    assert of("train", found, "loss")[0] > 1.5 * torch.tensor(32.0).log().item(), "twice the cross-entropy"
+    assert "tests.trainer.test_custom_loops" in sys.modules
+    assert not dist.is_initialized()
+
+
+def test_another_distribution_announces_its_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an entry point, whose module registers them."""
+
+    class EntryPoint:
+        def load(self) -> None:
+            register(Recipe("announced", BigramConfig, Bigram, ["table"]))
+
+    def entry_points(group: str) -> list[EntryPoint]:
+        return [EntryPoint()] if group == "meshtrainer.recipes" else []
+
+    monkeypatch.setattr("trainer.recipe._registry", {})
+    monkeypatch.setattr("trainer.recipe.entry_points", entry_points)
+    assert load_config("llama_small", ["model.name=announced", "model.width=3"]).recipe.build is Bigram

@@ -1,0 +1,178 @@
+"""Model folders that are broken, or made to do harm, are refused in one message, within bounds of time and memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.broken_folders import CASES, CHAT, weights, write_good
+from trainer import UserError, load_config, load_weights
+from trainer.files import link_outside
+from trainer.report.live import Pages
+from trainer.weights.exporting import read_model_files
+from trainer.weights.sources import SafetensorsFolder
+
+pytest.importorskip("tokenizers")
+
+LIMIT_S, LIMIT_GIB = 10.0, 2.0
+NOT_FINITE = ("weights: NaN", "weights: one infinity")
+AT_ONCE = [name for name in CASES if name.startswith(("config: ", "link: "))]
+"""What is found in config.json and in the names of files, before torch is needed."""
+LEFT = ("config: NaN", "config: model_type unknown", "config: code of its own", "weights: pickle", *NOT_FINITE)
+"""What only reading more than configuration files and headers shows."""
+TRAINED = ("tokenizer: catastrophic regex",)
+"""Not refused: the tokenizers library gives up on such a match, and the run trains."""
+HEADERS = [
+    "weights: empty",
+    "weights: garbage",
+    "weights: truncated",
+    "weights: header too long",
+    "weights: header shorter than said",
+    "weights: offsets overlap",
+    "weights: offsets beyond the end",
+    "weights: a shape of 2**62",
+    "weights: integers",
+]
+TOKENIZERS = [name for name in CASES if name.startswith("tokenizer")]
+
+
+def broken(tmp_path: Path, name: str) -> Path:
+    folder = write_good(tmp_path / "model")
+    CASES[name](folder)
+    return folder
+
+
+@pytest.mark.parametrize("model", ["auto", "hf"])
+@pytest.mark.parametrize("name", [name for name in AT_ONCE if name not in LEFT] + HEADERS)
+def test_a_broken_folder_is_refused_at_once(name: str, model: str, tmp_path: Path) -> None:
+    """By arithmetic and by what files say of themselves: neither is anything built, nor are weights read."""
+    folder = broken(tmp_path, name)
+    with pytest.raises(UserError) as refused:
+        load_config("sft", [f"model.name={model}", f"model.path={folder}", "data.path=chats.jsonl"])
+    said = str(refused.value)
+    assert said.startswith((f"model.path={folder}", f"train.init_from={folder}")), said
+    assert len(said) < 1000
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_weights_that_are_not_finite_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"not all finite: NaN or infinity in .*(norm|layers)"):
+        load_weights(broken(tmp_path, name))
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_one_weight_of_integers_is_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Part of a quantized folder: converted to floating point, the codes would be trained as if they were weights."""
+    folder = write_good(tmp_path / "model")
+    weights(lambda tensors: tensors.update({UP: tensors[UP].to(dtype)}))(folder)
+    with pytest.raises(UserError, match=r"layers.1.feed_forward.w3.weight: u?int8 there, as in a quantized folder"):
+        load_weights(folder)
+
+
+def test_matrices_of_zeros_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A download that was interrupted leaves them, where its room had been allocated before."""
+    folder = write_good(tmp_path / "model")
+    weights(lambda tensors: tensors[UP].zero_())(folder)
+    load_weights(folder)
+    assert f"matrices in {folder} are all zero, as after an interrupted download: layers.1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("index: ")])
+def test_an_index_stays_in_its_folder(name: str, tmp_path: Path) -> None:
+    folder = broken(tmp_path, name)
+    with pytest.raises(UserError, match=r"model.safetensors.index.json"):
+        SafetensorsFolder(folder, setting="model.path")
+
+
+@pytest.mark.parametrize("name", ["merges.txt", "tokenizer_config.json", "generation_config.json"])
+def test_small_files_that_are_links_out_of_a_folder_are_not_copied(name: str, tmp_path: Path) -> None:
+    folder = write_good(tmp_path / "model")
+    (tmp_path / "private").write_text("{}")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(tmp_path / "private")
+    with pytest.raises(UserError, match=rf"{name} is a link to .*private, outside of the folder"):
+        read_model_files(folder)
+    (folder / name).unlink()
+    (folder / "own").write_text("{}")
+    (folder / name).symlink_to("own")
+    assert read_model_files(folder)[name] == b"{}"
+    (folder / name).unlink()
+    (tmp_path / name).write_text("{}")
+    (folder / name).symlink_to(tmp_path / name)  # as `cp -s` and `ln -s` make a copy of a model's folder
+    assert read_model_files(folder)[name] == b"{}"
+
+
+def test_the_links_of_a_hubs_cache_are_followed(tmp_path: Path) -> None:
+    """models--a--b/snapshots/<revision>/file -> ../../blobs/<hash>, reached by a link as well."""
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    blobs = tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir(parents=True)
+    write_good(snapshot)
+    for number, path in enumerate(sorted(snapshot.iterdir())):
+        path.rename(blobs / str(number))
+        path.symlink_to(f"../../blobs/{number}")
+    (tmp_path / "link").symlink_to(snapshot)
+    for folder in (snapshot, tmp_path / "link"):
+        assert "tokenizer.json" in read_model_files(folder)
+        assert load_config("sft", [f"model.path={folder}", "data.path=x.jsonl"]).model.num_layers == 2
+    assert link_outside(snapshot, "../../../elsewhere") is not None
+
+
+def test_a_report_serves_no_file_outside_of_the_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "profile").mkdir(parents=True)
+    (tmp_path / "private.json").write_text("private")
+    (run / "profile" / "own.json").write_text("own")
+    (run / "profile" / "link.json").symlink_to(tmp_path / "private.json")
+    pages = Pages([run])
+    assert pages.file("/profile/own.json") == run / "profile" / "own.json"
+    assert pages.file("/profile/link.json") is None
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "profile").symlink_to(run / "profile")
+    assert Pages([other]).file("/profile/own.json") is None
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("model", ["auto", "hf"])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in TRAINED])
+def test_a_broken_folder_costs_little(name: str, model: str, tmp_path: Path) -> None:
+    """The whole command, in a process of its own: one message, exit code 2, in bounded time and memory."""
+    if model == "hf":
+        pytest.importorskip("transformers")
+    folder = broken(tmp_path, name)
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps(CHAT)}\n" * 16)
+    settings = [
+        *("recipe=sft", f"model.path={folder}", f"model.name={model}", f"data.path={tmp_path / 'chats.jsonl'}"),
+        *("data.seq_len=64", "train.epochs=1", "train.global_batch_size=2", "train.micro_batch_size=1"),
+        *(f"run.dir={tmp_path / 'run'}", "run.threads=1", f"data.cache_dir={tmp_path / 'cache'}"),
+    ]
+    began = time.monotonic()
+    with open(tmp_path / "said", "w+") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "trainer.run", *settings], cwd=tmp_path, stdout=said, stderr=said
+        )
+        timer = threading.Timer(120, process.kill)
+        timer.start()
+        _, status, used = os.wait4(process.pid, 0)
+        timer.cancel()
+        said.seek(0)
+        text = said.read()
+    assert os.waitstatus_to_exitcode(status) == 2, text
+    assert len(re.findall(r"^error:", text, re.MULTILINE)) == 1, text
+    assert "Traceback" not in text
+    assert used.ru_utime + used.ru_stime < LIMIT_S, time.monotonic() - began
+    assert used.ru_maxrss / 2**20 < LIMIT_GIB
+    assert not (tmp_path / "ran").exists()

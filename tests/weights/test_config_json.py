@@ -1,0 +1,408 @@
+"""Variants of config.json, through every door: computed as transformers computes them, or refused by their key."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.weights.test_huggingface import GPT2, LLAMA, QWEN3, QWEN3_MOE, Memory, build, load_there
+from tests.weights.test_pretrained import config_of, trained
+from trainer import Trainer, UserError, load_weights
+from trainer.config.pretrained import fields_of
+from trainer.export import command_line as main
+from trainer.recipe import all_recipes
+from trainer.weights.exporting import export
+
+ABSENT = object()
+"""Takes an entry out of config.json."""
+
+BASE: dict[str, dict[str, Any]] = {
+    "llama": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        **{"vocab_size": 263, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
+        **{"rms_norm_eps": 1e-5, "rope_theta": 20000.0, "tie_word_embeddings": False, "hidden_act": "silu"},
+        **{"initializer_range": 0.03, "torch_dtype": "float32", "bos_token_id": 1, "eos_token_id": [2, 3]},
+    },
+    "gpt2": {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        **{"vocab_size": 263, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64},
+        **{"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "layer_norm_epsilon": 1e-5},
+        **{"activation_function": "gelu_new", "initializer_range": 0.02, "eos_token_id": 50256},
+        "task_specific_params": {"text-generation": {"do_sample": True}},
+    },
+    "qwen3": {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        **{"vocab_size": 263, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
+        **{"rms_norm_eps": 1e-6, "rope_theta": 20000.0, "tie_word_embeddings": False, "hidden_act": "silu"},
+        **{"attention_bias": False, "use_sliding_window": False, "sliding_window": None, "max_window_layers": 2},
+        **{"initializer_range": 0.03, "torch_dtype": "float32", "bos_token_id": 1, "eos_token_id": [2, 3]},
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        **{"vocab_size": 263, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
+        **{"rms_norm_eps": 1e-6, "rope_theta": 20000.0, "tie_word_embeddings": False, "hidden_act": "silu"},
+        **{"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True},
+        **{"decoder_sparse_step": 1, "mlp_only_layers": [], "output_router_logits": False},
+        **{"router_aux_loss_coef": 0.001, "use_sliding_window": False, "sliding_window": None},
+        **{"initializer_range": 0.03, "torch_dtype": "float32", "bos_token_id": 1, "eos_token_id": [2, 3]},
+    },
+}
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+OF_16 = {"original_max_position_embeddings": 16}
+STRETCHED = {"rope_factor": 8.0, "rope_original_len": 16}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Changes of a config.json, and the fields that they make; or the pattern of what they are refused with."""
+
+    kind: str
+    changes: dict[str, Any]
+    fields: dict[str, Any] = field(default_factory=dict)
+    refused: str = ""
+    weights: dict[str, Any] = field(default_factory=dict)
+    """Fields of the model whose weights lie in the folder, where they are not those of the base."""
+    by_weights: bool = False
+    """True if it is the weights that it does not fit."""
+
+    @property
+    def content(self) -> dict[str, Any]:
+        content = BASE[self.kind] | self.changes
+        return {key: value for key, value in content.items() if value is not ABSENT}
+
+
+def llama(fields: dict[str, Any] | None = None, /, *, weights: dict[str, Any] | None = None, **changes: Any) -> Variant:
+    return Variant("llama", changes, fields or {}, weights=weights or {})
+
+
+def gpt2(fields: dict[str, Any] | None = None, /, **changes: Any) -> Variant:
+    return Variant("gpt2", changes, fields or {})
+
+
+def qwen3(fields: dict[str, Any] | None = None, /, *, weights: dict[str, Any] | None = None, **changes: Any) -> Variant:
+    return Variant("qwen3", changes, fields or {}, weights=weights or {})
+
+
+def moe(fields: dict[str, Any] | None = None, /, *, weights: dict[str, Any] | None = None, **changes: Any) -> Variant:
+    return Variant("qwen3_moe", changes, fields or {}, weights=weights or {})
+
+
+def not_qwen3(refused: str, /, **changes: Any) -> Variant:
+    return Variant("qwen3", changes, refused=refused)
+
+
+def not_moe(refused: str, /, **changes: Any) -> Variant:
+    return Variant("qwen3_moe", changes, refused=refused)
+
+
+def not_llama(refused: str, /, **changes: Any) -> Variant:
+    return Variant("llama", changes, refused=refused)
+
+
+def not_gpt2(refused: str, /, **changes: Any) -> Variant:
+    return Variant("gpt2", changes, refused=refused)
+
+
+THETA5 = {"rope_type": "default", "rope_theta": 50000.0}
+TINY_QUANTISED = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+VARIANTS = {
+    "plain": llama(),
+    "theta as 5 spells it": llama({"rope_theta": 5e4}, rope_theta=ABSENT, rope_parameters=THETA5),
+    "theta as 4 spells it": llama({"rope_theta": 5e5}, rope_theta=500000.0, rope_scaling=None),
+    "theta as a whole number": llama({"rope_theta": 7e4}, rope_theta=70000),
+    "two thetas": llama({"rope_theta": 5e4}, rope_theta=70000.0, rope_parameters=THETA5),
+    "theta beside empty parameters": llama({"rope_theta": 7e4}, rope_theta=70000.0, rope_parameters={}),
+    "no theta": llama({"rope_theta": 1e4}, rope_theta=ABSENT),
+    "no theta in parameters": llama({"rope_theta": 2e4}, rope_parameters={"rope_type": "default"}),
+    "llama3 as 5 spells it": llama(
+        STRETCHED | {"rope_theta": 5e4},
+        rope_theta=ABSENT,
+        rope_parameters=THETA5 | LLAMA3 | OF_16 | {"rope_type": "llama3"},
+    ),
+    "llama3 as 4 spells it": llama(STRETCHED, rope_scaling=LLAMA3 | OF_16 | {"rope_type": "llama3"}),
+    "llama3 as the first spelt it": llama(STRETCHED, rope_scaling=LLAMA3 | OF_16 | {"type": "llama3"}),
+    "llama3 with both types": llama(
+        STRETCHED, rope_scaling=LLAMA3 | OF_16 | {"type": "default", "rope_type": "llama3"}
+    ),
+    "llama3 of no length": llama(
+        {"rope_factor": 8.0, "rope_original_len": 512}, rope_scaling=LLAMA3 | {"rope_type": "llama3"}
+    ),
+    "llama3 of a length elsewhere": llama(
+        STRETCHED, rope_scaling=LLAMA3 | {"rope_type": "llama3", "original_max_position_embeddings": 64}, **OF_16
+    ),
+    "llama3 by a factor of one": llama(
+        {"rope_original_len": 16}, rope_scaling=LLAMA3 | OF_16 | {"rope_type": "llama3", "factor": 1.0}
+    ),
+    "llama3 in whole numbers": llama(
+        STRETCHED,
+        rope_scaling={"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, **OF_16},
+    ),
+    "llama3 beside other parameters": llama(
+        STRETCHED, rope_scaling=LLAMA3 | OF_16 | {"rope_type": "llama3"}, rope_parameters=THETA5
+    ),
+    "empty scaling": llama(rope_scaling={}),
+    "default scaling": llama(rope_scaling={"type": "default"}),
+    "whole heads are turned": llama(partial_rotary_factor=1.0),
+    "head_dim null": llama(head_dim=None),
+    "head_dim": llama(head_dim=12),
+    "no key heads": llama({"num_kv_heads": 4}, weights={"num_kv_heads": 4}, num_key_value_heads=ABSENT),
+    "key heads null": llama({"num_kv_heads": 4}, weights={"num_kv_heads": 4}, num_key_value_heads=None),
+    "one key head": llama({"num_kv_heads": 1}, weights={"num_kv_heads": 1}, num_key_value_heads=1),
+    "other heads, same shapes": llama(
+        {"num_heads": 8, "num_kv_heads": 4}, num_attention_heads=8, num_key_value_heads=4
+    ),
+    "tied": llama({"tie_embeddings": True}, weights={"tie_embeddings": True}, tie_word_embeddings=True),
+    "tied or not, unsaid": llama(tie_word_embeddings=ABSENT),
+    "bfloat16": llama(torch_dtype="bfloat16"),
+    "bfloat16 as 5 spells it": llama(torch_dtype=ABSENT, dtype="bfloat16"),
+    "no eps": llama({"norm_eps": 1e-6}, rms_norm_eps=ABSENT),
+    "large eps": llama({"norm_eps": 0.3}, rms_norm_eps=0.3),
+    "no length": llama({"max_seq_len": 2048}, max_position_embeddings=ABSENT),
+    "no initializer": llama({"init_std": 0.02}, initializer_range=ABSENT),
+    "no activation": llama(hidden_act=ABSENT),
+    "a window": llama(sliding_window=4),
+    "pretraining_tp": llama(pretraining_tp=2),
+    "no dropout, as a whole number": llama(attention_dropout=0),
+    "unknown entries": llama(embedding_multiplier=3.0, logits_scaling=2.0, use_cache=False, é={"a": [None]}),
+    "no architecture": llama(architectures=ABSENT),
+    "a headless architecture": llama(architectures=["LlamaModel"]),
+    "gpt2": gpt2(),
+    "gpt2, large eps": gpt2({"norm_eps": 0.2}, layer_norm_epsilon=0.2),
+    "gpt2, defaults": gpt2(resid_pdrop=ABSENT, embd_pdrop=ABSENT, attn_pdrop=ABSENT, layer_norm_epsilon=ABSENT),
+    "gpt2, other names": gpt2(
+        {"num_heads": 6},
+        **{"n_embd": ABSENT, "n_layer": ABSENT, "n_head": ABSENT, "n_positions": ABSENT},
+        **{"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "max_position_embeddings": 64},
+    ),
+    "gpt2, three dropouts": gpt2(
+        {"dropout": 0.3, "embedding_dropout": 0.0, "attention_dropout": 0.2},
+        **{"resid_pdrop": 0.3, "embd_pdrop": 0.0, "attn_pdrop": 0.2},
+    ),
+    "gpt2, dropout off": gpt2({"dropout": 0.0}, resid_pdrop=0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "gpt2, width of the feed-forward": gpt2(n_inner=192),
+    "gpt2, upcast": gpt2(reorder_and_upcast_attn=True),
+    "gpt2, n_ctx": gpt2(n_ctx=32),
+    "qwen3, plain": qwen3(),
+    "qwen3, theta as 5 spells it": qwen3({"rope_theta": 5e4}, rope_theta=ABSENT, rope_parameters=THETA5),
+    "qwen3, no theta": qwen3({"rope_theta": 1e4}, rope_theta=ABSENT),
+    "qwen3, a window that is off": qwen3(sliding_window=8, max_window_layers=1),
+    "qwen3, kinds of layers": qwen3(layer_types=["full_attention"] * 2),
+    "qwen3, key heads null": qwen3({"num_kv_heads": 4}, weights={"num_kv_heads": 4}, num_key_value_heads=None),
+    "qwen3, other heads, same shapes": qwen3(
+        {"num_heads": 8, "num_kv_heads": 4, "head_dim": 8},
+        weights={"num_heads": 8, "num_kv_heads": 4, "head_dim": 8},
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8},
+    ),
+    "qwen3, tied": qwen3({"tie_embeddings": True}, weights={"tie_embeddings": True}, tie_word_embeddings=True),
+    "qwen3, no head_dim": qwen3({"head_dim": 128}, weights={"head_dim": 128}, head_dim=ABSENT),
+    "qwen3, no eps, no initializer": qwen3({"init_std": 0.02}, rms_norm_eps=ABSENT, initializer_range=ABSENT),
+    "qwen3, large eps": qwen3({"norm_eps": 0.3}, rms_norm_eps=0.3),
+    "moe": moe(),
+    "moe, not normalised": moe({"normalize_chosen": False}, norm_topk_prob=False),
+    "moe, unsaid": moe({"normalize_chosen": False}, norm_topk_prob=ABSENT, decoder_sparse_step=ABSENT),
+    "moe, one expert": moe({"num_chosen": 1}, num_experts_per_tok=1),
+    "moe, other name": moe(num_experts=ABSENT, num_local_experts=6),
+    "moe, balanced": moe({"balance": 0.02}, output_router_logits=True, router_aux_loss_coef=0.02),
+    "moe, no list of layers": moe(mlp_only_layers=None),
+    "moe, no head_dim": moe({"head_dim": 12}, weights={"head_dim": 12}, head_dim=ABSENT),
+    "qwen3, biased": not_qwen3("attention_bias=True", attention_bias=True),
+    "qwen3, a window": not_qwen3("use_sliding_window=True", use_sliding_window=True, sliding_window=8),
+    "qwen3, layers with a window": not_qwen3(
+        "layer_types", layer_types=["full_attention", "sliding_attention"], sliding_window=8
+    ),
+    "qwen3, yarn": not_qwen3("rope_type=yarn", rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+    "qwen3, odd heads": not_qwen3("model.head_dim=15", head_dim=15),
+    "qwen3, head_dim null": not_qwen3("model.head_dim=None", head_dim=None),
+    "moe, layers without experts": not_moe("mlp_only_layers=", mlp_only_layers=[0]),
+    "moe, every second layer": not_moe("decoder_sparse_step=2", decoder_sparse_step=2),
+    "moe, two numbers": not_moe("num_local_experts=8", num_local_experts=8),
+    "moe, too many chosen": not_moe("model.num_chosen=7", num_experts_per_tok=7),
+    "moe, fewer experts": replace(
+        not_moe(r"moe.experts.w1: \(6, 24, 48\) there, \(5, 24, 48\) here", num_experts=5), by_weights=True
+    ),
+    "mistral": not_llama("model_type=mistral", model_type="mistral"),
+    "qwen2": not_llama("model_type=qwen2", model_type="qwen2"),
+    "phi3": not_llama("model_type=phi3", model_type="phi3"),
+    "attention_bias": not_llama("attention_bias=True", attention_bias=True),
+    "mlp_bias": not_llama("mlp_bias=True", mlp_bias=True),
+    "attention_dropout": not_llama("attention_dropout=0.1", attention_dropout=0.1),
+    "gelu": not_llama("hidden_act='gelu'", hidden_act="gelu"),
+    "rope linear": not_llama("rope_type=linear", rope_scaling={"type": "linear", "factor": 2.0}),
+    "rope dynamic": not_llama("rope_type=dynamic", rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
+    "rope yarn": not_llama("rope_type=yarn", rope_scaling={"rope_type": "yarn", "factor": 2.0}),
+    "rope longrope": not_llama("rope_type=longrope", rope_parameters=THETA5 | {"rope_type": "longrope"}),
+    "partial rotary": not_llama("partial_rotary_factor", partial_rotary_factor=0.5),
+    "partial rotary in parameters": not_llama(
+        "partial_rotary_factor", rope_parameters=THETA5 | {"partial_rotary_factor": 0.5}
+    ),
+    "rope by layer": not_llama("rope_parameters=", rope_parameters={"full_attention": THETA5}),
+    "rope as text": not_llama("rope_scaling=", rope_scaling="llama3"),
+    "llama3 without a factor": not_llama("has no 'low_freq_factor'", rope_scaling={"type": "llama3", "factor": 8.0}),
+    "llama3 the wrong way round": not_llama(
+        "model.rope_low_freq=4.0", rope_scaling={"type": "llama3", **LLAMA3, "low_freq_factor": 4.0}
+    ),
+    "theta null": not_llama("model.rope_theta=None", rope_theta=None),
+    "theta as text": not_llama("model.rope_theta='1e4'", rope_theta="1e4"),
+    "theta infinite": not_llama("model.rope_theta=inf", rope_theta=float("inf")),
+    "head_dim of another width": not_llama("head_dim=16", head_dim=16),
+    "heads that do not divide": not_llama("model.num_heads=5", num_attention_heads=5, num_key_value_heads=5),
+    "key heads that do not divide": not_llama("model.num_kv_heads=3", num_key_value_heads=3),
+    "half a layer": not_llama("model.num_layers=1.5", num_hidden_layers=1.5),
+    "a layer that is true": not_llama("model.num_layers=True", num_hidden_layers=True),
+    "eps null": not_llama("model.norm_eps=None", rms_norm_eps=None),
+    "eps zero": not_llama("model.norm_eps=0", rms_norm_eps=0),
+    "no width": not_llama("has no 'hidden_size'", hidden_size=ABSENT),
+    "quantised": not_llama("quantization_config", quantization_config=TINY_QUANTISED),
+    "code of its own": not_llama("auto_map", auto_map={"AutoModelForCausalLM": "modeling_x.X"}),
+    "a smaller vocabulary": replace(not_llama("263, 48", vocab_size=200), by_weights=True),
+    "a larger vocabulary": replace(not_llama("263, 48", vocab_size=300), by_weights=True),
+    "fewer layers": replace(not_llama("missing here: .*layers.1", num_hidden_layers=1), by_weights=True),
+    "untied without a head": replace(
+        not_llama("missing there: head.output.weight"), weights={"tie_embeddings": True}, by_weights=True
+    ),
+    "tied with another head": replace(
+        not_llama("one tensor here, but two there", tie_word_embeddings=True), by_weights=True
+    ),
+    "gpt2, gelu": not_gpt2("activation_function='gelu'", activation_function="gelu"),
+    "gpt2, narrow": not_gpt2("n_inner=100", n_inner=100),
+    "gpt2, unscaled": not_gpt2("scale_attn_weights=False", scale_attn_weights=False),
+    "gpt2, scaled by layer": not_gpt2("scale_attn_by_inverse_layer_idx", scale_attn_by_inverse_layer_idx=True),
+    "gpt2, untied": not_gpt2("tie_word_embeddings=False", tie_word_embeddings=False),
+    "gpt2, cross attention": not_gpt2("add_cross_attention=True", add_cross_attention=True),
+    "gpt2, two widths": not_gpt2("hidden_size=96", hidden_size=96),
+    "gpt2, dropout null": not_gpt2("attn_pdrop=null", attn_pdrop=None),
+    "gpt2, all dropped": not_gpt2("model.dropout=1.0", resid_pdrop=1.0),
+    "gpt2, width as text": not_gpt2("model.dim='48'", n_embd="48"),
+}
+RECIPES = {"llama": LLAMA, "gpt2": GPT2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE}
+FILES = {"llama": "llama_small", "gpt2": "gpt2", "qwen3": "qwen3_small", "qwen3_moe": "qwen3_moe_small"}
+"""The recipe file of each."""
+
+
+def test_the_table_is_whole() -> None:
+    assert len(VARIANTS) >= 102
+    assert sum(not variant.refused for variant in VARIANTS.values()) > 59
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_the_fields_are_those_of_the_table(variant: Variant) -> None:
+    """Those of the base, but for what the variant says; or it is refused."""
+    recipe = RECIPES[variant.kind]
+    if variant.refused and not variant.by_weights and "model_type" not in variant.refused:
+        with pytest.raises(UserError, match=variant.refused):
+            fields_of(variant.content, recipe)
+    elif not variant.refused:
+        base = fields_of(BASE[variant.kind], recipe)
+        found = fields_of(variant.content, recipe)
+        assert recipe.config(**found) == recipe.config(**(base | variant.fields))
+
+
+def folder_of(variant: Variant, path: Path) -> Path:
+    """Write the folder that the variant is of, with weights unlike any that a model starts with."""
+    recipe = RECIPES[variant.kind]
+    config = recipe.config(**(fields_of(BASE[variant.kind], recipe) | variant.weights))
+    export(Memory(build(recipe, config).state_dict()), recipe, config, path)
+    (path / "config.json").write_text(json.dumps(variant.content, ensure_ascii=False), encoding="utf-8")
+    return path
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module) -> torch.Tensor:
+    tokens = torch.randint(0, 263, (2, 40), generator=torch.Generator().manual_seed(1))
+    found = model.eval()(tokens)
+    return getattr(found, "logits", found)
+
+
+def assert_loaded_by_transformers_or_refused(folder: Path) -> None:
+    """What no native recipe builds, the library builds; or it is one message."""
+    try:
+        model = load_weights(folder)
+    except UserError:
+        return
+    assert torch.equal(logits_of(model), logits_of(load_there(folder, dtype=torch.float32)))
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_a_variant_is_computed_as_transformers_does_or_refused(variant: Variant, tmp_path: Path) -> None:
+    """By `load_weights`, by `train.init_from`, and by transformers from the export of what was trained."""
+    pytest.importorskip("transformers")
+    folder = folder_of(variant, tmp_path / "folder")
+    recipe = FILES[variant.kind]
+    if variant.refused:
+        if "model_type" in variant.refused:
+            assert_loaded_by_transformers_or_refused(folder)
+        else:
+            with pytest.raises(UserError, match=f"(?s){variant.refused}"):
+                load_weights(folder)
+        with pytest.raises(UserError, match=f"(?s){variant.refused}"):
+            Trainer(config_of(folder, f"run.dir={tmp_path / 'run'}", recipe=recipe)).load_checkpoint()
+        return
+    expected = logits_of(load_there(folder, dtype=torch.float32))
+    assert expected.std() > 0.1, "logits that say something"
+    assert (logits_of(load_weights(folder)) - expected).abs().max() < 1e-5 * expected.abs().max()
+    told = fields_of(variant.content, RECIPES[variant.kind])
+    as_told = [f"model.balance={told['balance']}"] if "balance" in told else []  # of training alone
+    run_folder = trained(folder, tmp_path / "run", "optim.lr=0", *as_told, recipe=recipe)
+    assert torch.equal(logits_of(load_weights(run_folder)), logits_of(load_weights(folder)))
+    assert main([str(run_folder), str(tmp_path / "out")]) == 0
+    assert torch.equal(logits_of(load_there(tmp_path / "out", dtype=torch.float32)), expected)
+    assert torch.equal(logits_of(load_weights(tmp_path / "out")), logits_of(load_weights(folder)))
+    content = json.loads((tmp_path / "out" / "config.json").read_text())
+    dtype = {key: "float32" for key in ("dtype", "torch_dtype") if key in content}
+    named = {"architectures": [RECIPES[variant.kind].hf.architecture], **dtype, "exported_by": "meshtrainer"}
+    assert content == variant.content | named
+
+
+@pytest.mark.slow
+def test_balancing_experts_has_no_model_hand_out_what_its_routers_say(tmp_path: Path) -> None:
+    """Neither one that was trained from nothing, nor one whose folder says no."""
+    folder = folder_of(moe(), tmp_path / "folder")
+    run_folder = trained(folder, tmp_path / "run", "model.balance=0.02", recipe=FILES["qwen3_moe"])
+    assert main([str(run_folder), str(tmp_path / "out")]) == 0
+    content = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (content["output_router_logits"], content["router_aux_loss_coef"]) == (False, 0.02)
+    hf = RECIPES["qwen3_moe"].hf
+    assert hf is not None
+    own = hf.config(RECIPES["qwen3_moe"].config(balance=0.02))
+    assert (own.get("output_router_logits"), own["router_aux_loss_coef"]) == (None, 0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rates", [(0.3, 0.0, 0.0), (0.0, 0.3, 0.0), (0.0, 0.0, 0.3), (0.1, 0.2, 0.3)])
+def test_each_dropout_of_gpt2_is_where_transformers_has_it(rates: tuple[float, float, float], tmp_path: Path) -> None:
+    """With the same random numbers, drawn in the same order, the same logits come out in training."""
+    pytest.importorskip("transformers")
+    names = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+    folder = folder_of(gpt2(**dict(zip(names, rates, strict=True))), tmp_path)
+    tokens = torch.randint(0, 263, (2, 40), generator=torch.Generator().manual_seed(1))
+    found = []
+    for model in (load_weights(folder), load_there(folder, dtype=torch.float32)):
+        torch.manual_seed(5)
+        with torch.no_grad():
+            logits = model.train()(tokens)
+        found.append(getattr(logits, "logits", logits))
+    assert torch.allclose(*found, atol=1e-5)
+    assert not torch.allclose(found[0], logits_of(load_weights(folder)), atol=1e-2), "something was dropped"
+
+
+def test_no_recipe_is_for_what_the_table_says_has_none() -> None:
+    known = {recipe.hf.model_type for recipe in all_recipes() if recipe.hf}
+    named = [re.sub("model_type=", "", v.refused) for v in VARIANTS.values() if "model_type" in v.refused]
+    assert len(named) == 3
+    assert not set(named) & known
