@@ -33,6 +33,7 @@ from trainer.model.network import build_network, flops_of
 from trainer.model.parameters import tied_names
 from trainer.model.shard import apply_sharding
 from trainer.model.units import ShardUnit
+from trainer.model.widths import find_growth
 from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer
 from trainer.plan.forecast import Forecast, resolve_auto
 from trainer.sequence import slice_sequences
@@ -119,7 +120,8 @@ class Trainer:
 
         Every step sets its learning rate from the schedule, times a parameter group's `lr_scale` if it has one.
         """
-        return build_optimizer(self.model, self.config.optim, self.config.run.seed, self.recipe.blocks)
+        growth = find_growth(self.config, self.model)
+        return build_optimizer(self.model, self.config.optim, self.config.run.seed, self.recipe.blocks, growth)
 
     def build_loader(self) -> Iterable[Batch]:
         """Return the training data: an infinite iterable of this rank's micro-batches.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.helpers.ranks import run_command, run_tiny, tiny_overrides
 from tests.optim.test_optim import plain_model
 from trainer import UserError
 from trainer.config import OptimSection
@@ -158,3 +160,86 @@ def test_groups_train_as_if_the_rates_were_set_by_hand(name: Any) -> None:
         change, full = mine.detach() - before[key], theirs.detach() - before[key]
         factor = 0.1 if ".w1." in key else 0.0 if ".w2." in key else 1.0
         torch.testing.assert_close(change, factor * full, rtol=1e-3, atol=1e-7)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# As commands
+
+CANNOT_BE_MEANT = {
+    "matches nothing": ("[{match: layer.*, lr: 2.0}]", ["optim.groups[0].match=layer.*", "matches no trainable"]),
+    "is spelled wrong": (
+        '[{match: "*", lr: 1.0}, {match: tok_embedding.weight, lr: 2.0}]',
+        ["optim.groups[1].match=tok_embedding.weight", "did you mean", "tok_embeddings.weight"],
+    ),
+    "is not a list": ("{match: layers.*}", ["optim.groups"]),
+    "has an unknown key": ("[{match: layers.*, lrs: 2.0}]", ["has no key 'lrs'", "write lr for lrs"]),
+    "matches what is frozen": (
+        "[{match: tok_embeddings.weight, lr: 2.0}]",
+        ["matches no trainable parameter"],
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(CANNOT_BE_MEANT))
+def test_a_command_with_such_a_group_ends_with_2_and_leaves_nothing(kind: str, tmp_path: Path) -> None:
+    groups, expected = CANNOT_BE_MEANT[kind]
+    frozen = ["train.freeze=[tok_embeddings]"] if "frozen" in kind else []
+    given = [f"optim.groups={groups}", "train.steps=1", "nproc=2", *frozen]
+    ran = run_command(tmp_path / "run", "recipe=llama_small", *tiny_overrides(*given))
+    assert ran.exit_code == 2, ran.stdout + ran.stderr
+    assert all(text in ran.stderr for text in expected), ran.stderr
+    assert ran.stderr.count("error:") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_groups_are_said_in_the_start_block_and_fixed_on_a_resume(tmp_path: Path) -> None:
+    groups = 'optim.groups=[{match: "layers.*", lr: 0.5}, {match: "*.w1.weight", lr: 2.0, weight_decay: 0.3}]'
+    common = ["optim.lr=0.01", "schedule.name=constant"]
+    ran = run_tiny(tmp_path, groups, *common, "train.steps=3")
+    assert "adamw, decay 0.3, lr x 2: 4,096 in 2 tensors, layers.*.feed_forward.w1" in ran.stdout
+    assert "adamw, decay 0.1, lr x 0.5:" in ran.stdout
+    assert "matched by several groups, of which the last one counts: 2 parameters" in ran.stdout
+    changed = groups.replace("2.0", "4.0")
+    refused = run_tiny(tmp_path, changed, *common, "train.steps=6", ends=2)
+    assert "optim.groups" in refused.stderr
+    assert "checkpoint.allow_changes=[optim.groups]" in refused.stderr
+    assert run_tiny(tmp_path, groups, *common, "train.steps=3").train("step") == [1, 2, 3]
+    allowed = run_tiny(tmp_path, changed, *common, "train.steps=6", "checkpoint.allow_changes=[optim.groups]")
+    assert "adamw, decay 0.3, lr x 4: 4,096 in 2 tensors" in allowed.stdout
+    assert allowed.train("step") == list(range(1, 7))
+
+
+@pytest.mark.slow
+def test_a_resume_with_other_groups_keeps_every_moment(tmp_path: Path) -> None:
+    """Rates that end up the same, though parameters are grouped otherwise: the losses are those of a straight run."""
+    same = (
+        'optim.groups=[{match: "layers.*", lr: 1.0}, {match: "*.w1.weight", lr: 2.0}, {match: "*.w1.weight", lr: 1.0}]'
+    )
+    common = ["optim.lr=0.01", "schedule.name=constant", "nproc=2"]
+    straight = run_tiny(tmp_path / "straight", *common, "train.steps=8")
+    run_tiny(tmp_path / "halves", *common, 'optim.groups=[{match: "*.w1.weight", lr: 1.0}]', "train.steps=4")
+    allowed = "checkpoint.allow_changes=[optim.groups]"
+    resumed = run_tiny(tmp_path / "halves", *common, same, allowed, "train.steps=8")
+    assert resumed.train("loss") == straight.train("loss")
+
+
+@pytest.mark.slow
+def test_a_parameter_may_change_its_optimizer_on_a_resume_if_that_is_allowed(tmp_path: Path) -> None:
+    groups = 'optim.groups=[{match: "*.w1.weight", optimizer: muon}]'
+    run_tiny(tmp_path, "train.steps=2")
+    refused = run_tiny(tmp_path, groups, "train.steps=4", "checkpoint.allow_changes=[optim.groups]", ends=2)
+    assert "AdamW in the checkpoint, Muon now, for layers.0.feed_forward.w1.weight" in refused.stderr
+    ran = run_tiny(tmp_path, groups, "train.steps=4", "checkpoint.allow_changes=[optim.groups, state.optimizer]")
+    assert ran.train("step") == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_groups_of_adapters(tmp_path: Path) -> None:
+    """The second factor at a rate of its own, as LoRA+ has it; the frozen base is in no group."""
+    given = ["lora.rank=2", "lora.targets=[wq]", "train.steps=2"]
+    ran = run_tiny(tmp_path, *given, 'optim.groups=[{match: "*.lora_B.*", lr: 16}]')
+    assert "lr x 16: 128 in 2 tensors, layers.*.attention.wq.lora_B.default" in ran.stdout
+    refused = run_tiny(tmp_path / "base", *given, "optim.groups=[{match: '*.wk.weight', lr: 2}]", ends=2)
+    assert "matches no trainable parameter" in refused.stderr

@@ -239,8 +239,9 @@ MESHES = {
     "2x2": ["mesh.shard=2", "mesh.replicate=2"],
     "replicas": ["mesh.shard=1", "mesh.replicate=2"],
     "context": ["mesh.shard=2", "mesh.context=2"],
+    "offload": ["mesh.shard=2", "fsdp.cpu_offload=true"],
 }
-RANKS = {"2": 2, "3": 3, "4": 4, "2x2": 4, "replicas": 2, "context": 2}
+RANKS = {"2": 2, "3": 3, "4": 4, "2x2": 4, "replicas": 2, "context": 2, "offload": 2}
 FP32 = ["optim.muon.dtype=float32"]
 SETTINGS = {
     "muon": FP32,
@@ -273,7 +274,12 @@ EVERY = [
     for mesh in MESHES
     if not (model == "experts" and mesh == "context")
 ]
-HERE = [("dense", "normuon", "3"), ("experts", "muon", "2x2"), ("dense", "small buckets", "replicas")]
+HERE = [
+    ("dense", "normuon", "3"),
+    ("experts", "muon", "2x2"),
+    ("dense", "small buckets", "replicas"),
+    ("dense", "muon", "offload"),
+]
 
 
 @pytest.mark.slow

@@ -82,10 +82,24 @@ def test_kernels_compile_once_and_are_lean(stand: Stand, tmp_path: Path) -> None
     assert len({name.split()[0] for name in loss}) <= 3
 
 
-def test_lines_make_the_host_wait_for_nothing(stand: Stand, tmp_path: Path) -> None:
+OPTIMIZERS: dict[str, list[str]] = {
+    "adamw": [],
+    "muon": ["optim.name=muon"],
+    "normuon": ["optim.name=muon", "optim.muon.variant=normuon"],
+    "small buckets": ["optim.name=muon", "optim.muon.bucket_mib=0.01", "optim.muon.cautious=true"],
+}
+
+
+@pytest.mark.parametrize("mesh", ["1", "2", "2x2"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_lines_make_the_host_wait_for_nothing(stand: Stand, optimizer: str, mesh: str, tmp_path: Path) -> None:
     """Only for the event of a step whose successor is queued, which torch does not complain of."""
-    own = [*merged(OWN, ["train.compile=false", "log.every=1"]), f"run.dir={tmp_path / 'run'}"]
-    ran = stand.run(str(SOURCES / "lines.py"), *tiny_overrides(*own))
+    ranks = {"1": 1, "2": 2, "2x2": 4}[mesh]
+    common = ["train.compile=false", "log.every=1", "train.global_batch_size=4", "train.micro_batch_size=1"]
+    replicate = ["mesh.replicate=2"] if mesh == "2x2" else []
+    own = [*merged(OWN, [*common, *replicate, *OPTIMIZERS[optimizer]]), f"run.dir={tmp_path / 'run'}"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    ran = stand.run(*torchrun, str(SOURCES / "lines.py"), *tiny_overrides(*own), FAKE_GPUS=str(ranks))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     lines = [record for record in records(tmp_path) if record["kind"] == "train"]
     assert len(lines) == 6

@@ -18,6 +18,7 @@ _FIXED_ON_RESUME = (
     "optim.state_dtype",
     "optim.muon.variant",
     "optim.groups",
+    "optim.base_model",
     "train.global_batch_size",
     "train.weights_dtype",
     "train.freeze",

@@ -660,6 +660,16 @@ def scaled_lr(config: RunConfig, given: Given) -> RunConfig:
     return replace(config, optim=replace(optim, lr=float(f"{scaled:.2e}"), lr_by_width=False))
 
 
+def base_model(config: RunConfig, given: Given) -> RunConfig:
+    """Explain `optim.base_model` for `--why`: how much wider this model is.  Decides nothing."""
+    base = config.optim.base_model or {}
+    grown = {name: getattr(config.model, name, 0) / value for name, value in base.items() if value}
+    if grown and "optim.base_model" in given.origins:
+        shown = ", ".join(f"{factor:.4g} x {name}" for name, factor in grown.items())
+        given.origins["optim.base_model"] += f"; this model has {shown}"
+    return config
+
+
 _SMALL = 512
 """Models narrower than this, typically with a few million parameters, count as small."""
 
@@ -832,6 +842,7 @@ PASSES = (
     Pass("chat packing", chat_packing, "config", "conversations do not attend to each other", for_stored=True),
     Pass("chat length", chat_length, "config", "the model's longest sequence", for_stored=True),
     Pass("scaled lr", scaled_lr, "config", "suits the width of the model", for_stored=True),
+    Pass("base model", base_model, "config", "explains how much wider this model is"),
     Pass("small model steps", small_model_steps, "config", "only for small models", for_stored=True),
     Pass("compute dtype", compute_dtype, "config", "suits run.device", for_stored=True),
     Pass("adapter base dtype", adapter_base_dtype, "config", "as the weights are stored", for_stored=True),

@@ -35,7 +35,7 @@ from trainer.config.mesh import (
 )
 from trainer.config.pretrained import check_no_gguf
 from trainer.config.schema import AUTO, MODEL, DataSection, LoraSection, RunConfig
-from trainer.errors import choice_error, nearest, setting_error
+from trainer.errors import UserError, choice_error, nearest, setting_error
 
 
 def check_config(config: RunConfig, world_size: int, local_world_size: int) -> MeshShape:
@@ -113,6 +113,7 @@ def _check_forms(config: RunConfig) -> None:
     if config.run.deadline is not None and (deadline := find_deadline(config)) is not None and deadline <= time.time():
         tomorrow = (datetime.now() + timedelta(days=1)).strftime("%Y-%m-%dT18:00")
         raise setting_error("run.deadline", config.run.deadline, "has already passed", example=tomorrow)
+    _check_base_model(config)
     _check_init_from(config)
     _check_name(config)
     legal = [*declared_keys(type(config.model)), *(section.name for section in dataclasses.fields(RunConfig))]
@@ -150,6 +151,48 @@ def _check_wrap(config: RunConfig) -> None:
     elif wrap != "block" and ":" not in wrap:
         rule = "must be block, size:<parameters>, or package.module:function"
         raise setting_error("fsdp.wrap", wrap, rule, meant=nearest(wrap, ["block"]))
+
+
+def _check_base_model(config: RunConfig) -> None:
+    """Check that the fields of `optim.base_model` are those of a legal model whose heads have the same size."""
+    key, base = "optim.base_model", config.optim.base_model
+    if base is None:
+        return
+    widths = {
+        field.name: getattr(config.model, field.name)
+        for field in dataclasses.fields(config.model)
+        if type(getattr(config.model, field.name)) is int
+    }
+    for name, value in base.items():
+        if name not in widths:
+            best = nearest(name, widths)
+            meant = None if best is None else {str(best) if other == name else other: base[other] for other in base}
+            rule = f"model {config.model.name!r} has no such width: {name}"
+            fix = "" if best else f"it has {', '.join(widths)}"
+            raise setting_error(key, dict(base), rule, meant=meant, fix=fix)
+        if value < 1:
+            raise setting_error(f"{key}.{name}", value, "must be at least 1", 1)
+    model = dataclasses.replace(config.model, **base)
+    try:
+        if config.recipe.check is not None:
+            config.recipe.check(model)
+    except UserError as error:
+        raise setting_error(key, dict(base), f"is not a legal model: {str(error).splitlines()[0]}") from error
+    size, base_size = _head_size(config.model), _head_size(model)
+    if size != base_size:
+        rule = f"its heads have a size of {base_size:g}, those of this model {size:g}, and attention scales with it"
+        same = {"num_heads": int(base["dim"] / size)} if "dim" in base and base["dim"] % size == 0 else {}
+        raise setting_error(
+            key, dict(base), rule, fix="give the base model heads of that size", example={**base, **same}
+        )
+
+
+def _head_size(model: Any) -> float:
+    """Return the size of an attention head; 0 if the model declares none."""
+    if hasattr(model, "head_dim"):
+        return float(model.head_dim)
+    heads, dim = getattr(model, "num_heads", None), getattr(model, "dim", None)
+    return dim / heads if heads and dim else 0.0
 
 
 def _check_init_from(config: RunConfig) -> None:

@@ -457,6 +457,11 @@ class OptimSection:
         'settings by parameter name: [{match: "*embed*", lr: 0.3}, ...]; lr and lr_decay (by layer) multiply the '
         "learning rate, weight_decay and optimizer replace theirs; the last match wins",
     )
+    base_model: dict[str, int] | None = declare(
+        None,
+        "widths of the smaller model for which lr and the initial weights were chosen: {dim: 256, num_heads: 4, ...}; "
+        "both are then scaled to this model's (muP); null: they are not",
+    )
 
 
 @dataclass(frozen=True)

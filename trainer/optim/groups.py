@@ -19,6 +19,8 @@ from torch import nn
 
 from trainer.config import OptimSection
 from trainer.errors import nearest, setting_error
+from trainer.model.widths import Growth
+from trainer.optim.muon import relative_update
 
 OPTIMIZERS = ("adamw", "sgd", "muon")
 
@@ -36,8 +38,11 @@ class Assignment:
     """Indices of the entries of `optim.groups` that match."""
 
 
-def assign(model: nn.Module, config: OptimSection) -> list[Assignment]:
+def assign(model: nn.Module, config: OptimSection, growth: Mapping[str, Growth] | None = None) -> list[Assignment]:
     """Return the assignments of all trainable parameters, in the model's order.
+
+    growth: of parameters since `optim.base_model`, by name (see `find_growth`).  It scales the rate of a parameter, and
+    leaves the share that each step decays, the product of rate and decay, as it is in the base model.
 
     Raises UserError for an entry of `optim.groups` that is malformed, matches no parameter, or gives Muon a parameter
     that is not a matrix.
@@ -53,8 +58,21 @@ def assign(model: nn.Module, config: OptimSection) -> list[Assignment]:
         if optimizer == "muon" and id(parameter) not in muon:
             optimizer = "adamw"
         found.append(Assignment(name, parameter, optimizer, config.weight_decay if decays else 0.0))
-    found = _with_groups(found, config)
-    return [_with_muon_rate(each, config) for each in found]
+    found = [_with_muon_rate(each, config) for each in _with_groups(found, config)]
+    return [_with_growth(each, growth[each.name], config) for each in found] if growth else found
+
+
+def _with_growth(found: Assignment, growth: Growth, config: OptimSection) -> Assignment:
+    """Scale the rate and the decay of a parameter for its width.
+
+    That their product stays: Wang and Aitchison 2024, arXiv:2405.13698.
+    """
+    if found.optimizer == "muon":
+        base, here = (growth.base_outputs, growth.base_inputs), (growth.outputs, growth.inputs)
+        scale = relative_update(config.muon.scale, *base) / relative_update(config.muon.scale, *here)
+    else:
+        scale = growth.lr_scale(found.optimizer)
+    return dataclasses.replace(found, lr_scale=found.lr_scale * scale, weight_decay=found.weight_decay / scale)
 
 
 def _with_muon_rate(found: Assignment, config: OptimSection) -> Assignment:

@@ -84,6 +84,11 @@ def update_scale(scale: str, rows: int, columns: int) -> float:
     return math.sqrt(rows / columns) if scale == "spectral" else math.sqrt(max(1.0, rows / columns))
 
 
+def relative_update(scale: str, rows: int, columns: int) -> float:
+    """Return the size of updates relative to those of the scale `spectral`, for which one rate suits all widths."""
+    return update_scale(scale, rows, columns) / update_scale("spectral", rows, columns)
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Owners
 
@@ -591,9 +596,13 @@ class _Step:
             norms[i] = divided[i].square().sum()
         if self._mesh.shard_group is not None:
             dist.all_reduce(norms, group=self._mesh.shard_group)
-        targets = torch.tensor([math.sqrt(min(m.rows, m.columns)) for m in bucket.matrices], device=norms.device)
-        factors = targets / norms.sqrt().clamp(min=_EPS)
-        return {i: update * factors[i].to(update.device) for i, update in divided.items()}
+        inverse = norms.sqrt().clamp(min=_EPS).reciprocal()
+        scaled = {}
+        for i, update in divided.items():
+            matrix = bucket.matrices[i]
+            # The root is a number, since copying one from the host would make it wait for the device.
+            scaled[i] = update * (math.sqrt(min(matrix.rows, matrix.columns)) * inverse[i]).to(update.device)
+        return scaled
 
 
 class _Message:

@@ -18,6 +18,7 @@ from torch import nn
 from trainer.config import OptimSection, RunConfig, ScheduleSection
 from trainer.errors import setting_error
 from trainer.model.parameters import local
+from trainer.model.widths import Growth
 from trainer.optim.adamw import FusedAdamW, RoundingAdamW
 from trainer.optim.blockwise import block_length
 from trainer.optim.groups import Assignment, assign, block_rows, notes_on
@@ -161,14 +162,19 @@ def step_on_device(part: torch.optim.Optimizer, is_finite: torch.Tensor | None, 
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimSection, seed: int = 0, blocks: Mapping[str, int | Sequence[int]] | None = None
+    model: nn.Module,
+    config: OptimSection,
+    seed: int = 0,
+    blocks: Mapping[str, int | Sequence[int]] | None = None,
+    growth: Mapping[str, Growth] | None = None,
 ) -> Optimizer:
     """Build the configured optimizer for the trainable parameters of `model` (DTensors or plain tensors).
 
-    seed: for stochastic rounding.  blocks: see `Recipe.blocks`.  Raises UserError if there is nothing to train, or if
-    `optim.groups` does not fit the model.
+    seed: for stochastic rounding.  blocks: see `Recipe.blocks`.  growth: see `assign`.
+
+    Raises UserError if there is nothing to train, or if `optim.groups` does not fit the model.
     """
-    found = assign(model, config)
+    found = assign(model, config, growth)
     if not found:
         raise setting_error("model.name", type(model).__name__, "the model has no trainable parameter")
     if config.name == "muon" and not any(each.optimizer == "muon" for each in found):

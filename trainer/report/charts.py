@@ -260,15 +260,15 @@ def _panel(
     axes.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
     if scale == "linear":
         axes.yaxis.set_major_locator(ticker.MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _short(value)))
-    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _short(value)))
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: short_number(value)))
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: short_number(value)))
     axes.grid(axis="y")
     axes.set_axisbelow(True)
     corner = {"transform": axes.transAxes, "ha": "right", "va": "top", "fontsize": 8.0, "color": COLOURS["muted"]}
     axes.text(-0.015, -0.035, "step", **corner)
 
 
-def _short(value: float) -> str:
+def short_number(value: float) -> str:
     """Format a number as an axis label."""
     if value and abs(value) < 1e-3:
         return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-")
@@ -284,7 +284,7 @@ def _seconds(value: float) -> str:
 
 
 @contextmanager
-def _chart_style() -> Iterator[None]:
+def chart_style() -> Iterator[None]:
     """Apply the style shared by all charts.  Math parsing is off because a run name may contain `$`."""
     import matplotlib
 
@@ -329,7 +329,7 @@ def draw_png(runs: Sequence[RecordedRun], title: str, facts: str) -> bytes:
     }
     panels |= PANELS
     num_rows = -(-len(panels) // 2)
-    with _chart_style():
+    with chart_style():
         figure = Figure(figsize=(11.5, 1.2 + 3 * num_rows), dpi=130, facecolor="white", layout="constrained")
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
         top, middle, bottom = figure.subfigures(3, 1, height_ratios=(0.62, 3 * num_rows, 1.0))

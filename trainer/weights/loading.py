@@ -31,6 +31,7 @@ from trainer.errors import UserError, print_stderr
 from trainer.model.lora import is_base_weight, plain_name, transposed_layers
 from trainer.model.materialize import materialize
 from trainer.model.network import build_network
+from trainer.model.widths import scale_initial_weights
 from trainer.recipe import Recipe, all_recipes
 from trainer.weights.adapters import (
     BASE,
@@ -62,6 +63,7 @@ def init_weights(model: nn.Module, config: RunConfig, device: torch.device, load
     materialize(
         model, config.run.seed, device, recipe.init, config.fsdp.cpu_offload, is_base_weight if are_read else None
     )
+    scale_initial_weights(model, config)
     if source is not None and not load_later:
         _fill_base(model, source, f"model.name={config.model.name}")
 

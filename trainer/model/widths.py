@@ -1,0 +1,119 @@
+"""Maximal update parametrization (muP): initial weights and learning rates that suit a model of any width.
+
+`optim.base_model` names the smaller model for which the learning rate and the initial weights were chosen.  Each
+parameter is compared with the same one there.  What has grown decides how its initial values and its rate are scaled,
+so that features at all widths start at the same size and change by as much in a step, and the best rate stays the same.
+
+Source: Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, table 3, which needs no factors in the forward pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from trainer.config import RunConfig
+from trainer.errors import setting_error
+from trainer.model.lora import LoraFactor
+from trainer.model.network import build_network
+from trainer.model.parameters import local, tied_names
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A parameter's matrix here and in the base model, as (outputs, inputs); a vector has one input."""
+
+    outputs: int
+    inputs: int
+    base_outputs: int
+    base_inputs: int
+
+    @property
+    def of_inputs(self) -> float:
+        return self.inputs / self.base_inputs
+
+    @property
+    def of_outputs(self) -> float:
+        return self.outputs / self.base_outputs
+
+    def lr_scale(self, optimizer: str) -> float:
+        """Return the factor of the learning rate for `adamw` or `sgd`.
+
+        A step of AdamW has the same size at any width, and the products of its inputs add up: the rate falls with
+        their number.  A gradient for SGD is itself smaller where there are more outputs.
+        """
+        if optimizer == "adamw":
+            return 1 / self.of_inputs
+        return self.of_outputs / self.of_inputs
+
+    def init_scale(self, suits_width: bool) -> float:
+        """Return the factor of the initial values.
+
+        suits_width: the values are drawn with a variance of 1 / inputs already, as those of torch's own layers.
+        """
+        hidden = 1.0 if suits_width else 1 / math.sqrt(self.of_inputs)
+        return hidden if self.of_outputs != 1 else hidden / math.sqrt(self.of_inputs)
+
+
+def find_growth(config: RunConfig, model: nn.Module) -> dict[str, Growth]:
+    """Return how each parameter of `model` has grown since `optim.base_model`, by name; empty if that is not set.
+
+    Raises UserError if the base model has other parameters, or if a trained parameter is both an embedding table and
+    an output projection, which need different factors.
+    """
+    if config.optim.base_model is None:
+        return {}
+    base_fields = dataclasses.replace(config.model, **config.optim.base_model)
+    base = build_network(dataclasses.replace(config, model=base_fields))
+    shapes = {name: tuple(parameter.shape) for name, parameter in base.named_parameters()}
+    named = dict(model.named_parameters())
+    if different := sorted(shapes.keys() ^ named.keys()):
+        rule = f"has other parameters than this model: {different[0]} and {len(different) - 1} more"
+        raise setting_error("optim.base_model", config.optim.base_model, rule, fix="name only fields that are widths")
+    homes = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}
+    found = {n: _growth_of(homes[id(p)], tuple(p.shape), shapes[n]) for n, p in named.items()}
+    for first, *_ in tied_names(model):
+        if named[first].requires_grad and tuple(named[first].shape) != shapes[first]:
+            rule = (
+                f"{first} is an embedding table and an output projection at once, whose initial values and rates differ"
+            )
+            fix = "set model.tie_embeddings=false" if hasattr(config.model, "tie_embeddings") else ""
+            raise setting_error("optim.base_model", config.optim.base_model, rule, fix=fix)
+    return found
+
+
+def _growth_of(module: nn.Module, shape: tuple[int, ...], base: tuple[int, ...]) -> Growth:
+    """Compare two shapes: (..., outputs, inputs), or for tables (inputs, outputs) and for vectors (outputs,)."""
+    if len(shape) < 2:
+        return Growth(math.prod(shape), 1, math.prod(base), 1)
+    outputs, inputs = -2, -1
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or hasattr(module, "nf"):  # also transformers' Conv1D
+        outputs, inputs = -1, -2
+    elif isinstance(module, nn.modules.conv._ConvNd):
+        outputs, inputs = 0, 1
+    return Growth(shape[outputs], shape[inputs], base[outputs], base[inputs])
+
+
+@torch.no_grad()
+def scale_initial_weights(model: nn.Module, config: RunConfig) -> None:
+    """Scale freshly drawn weights of `model` as muP requires, in place; adapters start as they do at any width.
+
+    No-op without `optim.base_model`.  Element by element, so that all meshes get the same values.  No collectives.
+    """
+    growth = find_growth(config, model)
+    modules = model.named_modules() if growth else ()
+    for module_name, module in modules:
+        if isinstance(module, LoraFactor):
+            continue
+        suits_width = config.recipe.init is None and getattr(type(module), "reset_parameters", None) in _BY_INPUTS
+        for name, parameter in module.named_parameters(prefix=module_name, recurse=False):
+            if parameter.ndim >= 2 and (scale := growth[name].init_scale(suits_width)) != 1:
+                local(parameter).mul_(scale)
+
+
+_BY_INPUTS = (nn.Linear.reset_parameters, nn.modules.conv._ConvNd.reset_parameters)
+"""Initial values whose variance is proportional to 1 / inputs."""

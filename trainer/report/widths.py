@@ -1,0 +1,92 @@
+"""The page of a coordinate check: activations of a model by its width."""
+
+from __future__ import annotations
+
+import base64
+import io
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+
+from trainer.report.charts import COLOURS, SERIES, chart_style, short_number
+from trainer.report.page import STYLE
+
+
+@dataclass(frozen=True)
+class WidthCurves:
+    """The mean sizes of activations behind each layer, at several widths of a model."""
+
+    name: str
+    field: str
+    """The setting of the model that is its width."""
+    widths: Sequence[int]
+    before: Mapping[str, Sequence[float]]
+    after: Mapping[str, Sequence[float]]
+    """By layer; one number for each width, before and after the steps."""
+
+    @property
+    def layers(self) -> list[str]:
+        return list(self.after)
+
+    def exponent(self, layer: str) -> float:
+        """Return the power of the width with which the activations behind a layer grow, after the steps."""
+        return float(np.polyfit(np.log(self.widths), np.log(self.after[layer]), 1)[0])
+
+
+def write_widths_page(title: str, curves: Sequence[WidthCurves], steps: int) -> str:
+    """Return a self-contained page with a picture and a table for each parametrization."""
+    picture = base64.b64encode(draw_widths(curves, steps)).decode()
+    heads = "".join(f"<th>{escape(curve.name)}</th>" for curve in curves)
+    rows = "".join(
+        f"<tr><td>{escape(layer)}</td>"
+        + "".join(f"<td>{curve.exponent(layer):+.2f}</td>" for curve in curves)
+        + "</tr>"
+        for layer in curves[0].layers
+    )
+    text = (
+        f"Mean size of the activations behind each layer, at initialization and after {steps} steps. "
+        "A layer whose line rises after the steps changes more in a wider model, which then needs a smaller rate."
+    )
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body><main>\n"
+        f'<header><h1>{escape(title)}</h1><p class="muted">{escape(text)}</p></header>\n'
+        f'<section class="card"><img style="width: 100%" alt="{escape(title)}" src="data:image/png;base64,{picture}">'
+        f'</section>\n<section class="card"><h2>Power of the width with which activations grow</h2>'
+        f"<table><thead><tr><th>behind</th>{heads}</tr></thead><tbody>{rows}</tbody></table></section>\n"
+        f"<footer>Written {time.strftime('%Y-%m-%d %H:%M:%S')} by meshtrainer.</footer></main></body></html>\n"
+    )
+
+
+def draw_widths(curves: Sequence[WidthCurves], steps: int) -> bytes:
+    """Return a PNG with a row for each parametrization: at initialization, and after the steps."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+
+    with chart_style():
+        figure = Figure(figsize=(11.5, 3.3 * len(curves)), dpi=130, facecolor="white", layout="constrained")
+        grid = figure.subplots(len(curves), 2, sharex=True, sharey=True, squeeze=False)
+        for row, curve in zip(grid, curves, strict=True):
+            for axes, when, sizes in zip(
+                row, ("at initialization", f"after {steps} steps"), (curve.before, curve.after), strict=True
+            ):
+                for number, (layer, values) in enumerate(sizes.items()):
+                    colour = COLOURS[SERIES[number % len(SERIES)]]
+                    axes.plot(curve.widths, values, "o-", color=colour, markersize=3, linewidth=1.3, label=layer)
+                axes.set_title(f"{curve.name}, {when}", loc="left", fontweight="bold", pad=7)
+                axes.set_xscale("log")
+                axes.set_yscale("log")
+                axes.set_xticks(curve.widths, [str(width) for width in curve.widths])
+                axes.xaxis.set_minor_locator(NullLocator())
+                axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+                axes.yaxis.set_minor_formatter(NullFormatter())
+                axes.grid(axis="y")
+                axes.set_xlabel(f"model.{curve.field}")
+        grid[0][1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8.0)
+        file = io.BytesIO()
+        figure.savefig(file, format="png")
+    return file.getvalue()

@@ -1,0 +1,181 @@
+"""Check that a model trains the same way at every width: the coordinate check of muP.
+
+    python -m trainer.widths recipe=llama_small \\
+        optim.base_model='{dim: 48, num_heads: 2, num_kv_heads: 2, ffn_dim: 128}'
+
+Trains the model at each width for a few steps, with optim.base_model and without it, and writes a page that shows the
+mean size of the activations behind each layer, before and after.  Layers whose activations grow with width need another
+learning rate at each width.  Exit code 1 if some do with optim.base_model.
+
+Source: Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, appendix D.1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.config import RunConfig, load_config
+from trainer.errors import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    CommandParser,
+    UserError,
+    print_stderr,
+    print_stdout,
+    run_command,
+    setting_error,
+)
+from trainer.files import writing_to
+from trainer.tables import table_lines
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainer.report.widths import WidthCurves
+    from trainer.trainer import Trainer
+
+MAX_EXPONENT = 0.3
+"""Largest power of the width with which activations may grow.  Without muP, the first widths show 0.5 and more."""
+
+
+def command_line(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    parser = CommandParser(prog="python -m trainer.widths", description=__doc__)
+    parser.add_argument(
+        "settings", nargs="+", metavar="section.key=value", help="settings as of a run, with recipe=NAME"
+    )
+    parser.add_argument(
+        "--factors", default="1,2,4,8", help="widths as multiples of those in optim.base_model (default: 1,2,4,8)"
+    )
+    parser.add_argument("--steps", type=int, default=10, help="optimizer steps (default: 10)")
+    parser.add_argument("--out", default="widths.html", help="path of the page (default: widths.html)")
+    chosen = parser.parse_intermixed_args(argv)
+    return run_command(lambda: _answer(chosen))
+
+
+def _answer(chosen: argparse.Namespace) -> int:
+    recipe, settings = _split(chosen.settings)
+    factors, page = _factors(chosen.factors), Path(chosen.out)
+    if page.suffix not in (".html", ".htm"):
+        raise setting_error("--out", page, "must end in .html", page.with_suffix(".html"))
+    if chosen.steps < 1:
+        raise setting_error("--steps", chosen.steps, "must be at least 1", 1)
+    with tempfile.TemporaryDirectory() as folder:
+        fixed = [f"run.dir={folder}/run", "checkpoint.resume=none", "train.init_from=null", "schedule.name=constant"]
+        fixed += ["schedule.warmup_steps=0", "schedule.warmup_ratio=0", f"train.steps={chosen.steps}", "eval.every=0"]
+        config = load_config(recipe, [*settings, *fixed])
+        base = config.optim.base_model
+        if base is None:
+            example = {"dim": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_dim": 128}
+            raise setting_error("optim.base_model", None, "names the widths to multiply", example=example)
+        curves = _measure(config, base, factors)
+    from trainer.report.widths import write_widths_page
+
+    html = write_widths_page(f"{config.model.name}: activations by width", curves, chosen.steps)
+    try:
+        with writing_to("--out", page, len(html.encode())):
+            page.write_text(html)
+    except OSError as error:
+        raise setting_error(
+            "--out", page, f"cannot be written ({error.strerror})", fix="give a writable path"
+        ) from error
+    rows = [[layer, *(f"width^{curve.exponent(layer):+.2f}" for curve in curves)] for layer in curves[0].layers]
+    for line in table_lines((f"after {chosen.steps} steps", *(curve.name for curve in curves)), rows):
+        print_stdout(line)
+    print_stdout(str(page))
+    layer = max(curves[0].layers, key=curves[0].exponent)
+    if not curves[0].exponent(layer) <= MAX_EXPONENT:  # also if it is not a number
+        grown = f"width^{curves[0].exponent(layer):+.2f}"
+        print_stderr(
+            f"activations behind {layer} grow as {grown} with optim.base_model: its rate will not fit other widths"
+        )
+        return EXIT_FAILED
+    return EXIT_FINISHED
+
+
+def _split(settings: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the recipe and the other settings."""
+    recipes = [setting.removeprefix("recipe=") for setting in settings if setting.startswith("recipe=")]
+    if not recipes:
+        raise UserError("recipe: none is given\n  for example: recipe=llama_small")
+    return recipes[-1], [setting for setting in settings if not setting.startswith("recipe=")]
+
+
+def _factors(text: str) -> list[int]:
+    try:
+        found = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        found = []
+    if len(found) < 2 or found[0] < 1:
+        raise setting_error("--factors", text, "must be two or more whole numbers of at least 1", example="1,2,4")
+    return found
+
+
+def _measure(config: RunConfig, base: dict[str, int], factors: Sequence[int]) -> list[WidthCurves]:
+    """Return the activations by width, with `optim.base_model` and without."""
+    from trainer.report.widths import WidthCurves
+
+    name = "dim" if "dim" in base else next(iter(base))
+    curves = []
+    for title, base_model in (("with optim.base_model", base), ("without", None)):
+        sizes = []
+        for factor in factors:
+            model = replace(config.model, **{field: factor * width for field, width in base.items()})
+            sizes.append(_train(replace(config, model=model, optim=replace(config.optim, base_model=base_model))))
+        layers = list(sizes[0][0])
+        before, after = ({layer: [pair[i][layer] for pair in sizes] for layer in layers} for i in (0, 1))
+        curves.append(WidthCurves(title, name, [factor * base[name] for factor in factors], before, after))
+    return curves
+
+
+def _train(config: RunConfig) -> tuple[dict[str, float], dict[str, float]]:
+    """Train one model; return the mean size of the activations behind each unit, before and after the steps."""
+    from trainer.trainer import Trainer
+
+    trainer = Trainer(config)
+    try:
+        batches = iter(trainer.loader)
+        first = list(itertools.islice(batches, trainer.num_micro_batches))
+        before = _activations(trainer, first[0]["tokens"])
+        for number in range(config.train.steps):
+            later = list(itertools.islice(batches, trainer.num_micro_batches)) if number else first
+            trainer.train_step(later)
+        return before, _activations(trainer, first[0]["tokens"])
+    finally:
+        trainer.close()
+
+
+def _activations(trainer: Trainer, tokens: torch.Tensor) -> dict[str, float]:
+    from torch.utils.hooks import RemovableHandle
+
+    from trainer.model.gradients import evaluation_mode
+
+    found: dict[str, float] = {}
+
+    def note(name: str) -> Any:
+        def hook(module: object, arguments: object, output: Any) -> None:
+            tensor = output[0] if isinstance(output, tuple) else output
+            found[name] = float(tensor.float().abs().mean())
+
+        return hook
+
+    hooks: list[RemovableHandle] = []
+    for unit in trainer.units:
+        for name, module in zip(unit.names, unit.modules, strict=True):
+            hooks.append(module.register_forward_hook(note(name)))
+    with evaluation_mode(trainer.model):
+        trainer.model(tokens.to(trainer.world.device))
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(command_line())
