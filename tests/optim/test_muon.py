@@ -6,12 +6,16 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers.plan_truth import StorageMeter
 from tests.helpers.ranks import run_ranks
@@ -296,38 +300,107 @@ def test_no_mesh_changes_the_losses(model: str, kind: str, mesh: str, tmp_path: 
     assert difference < (2e-4 if kind == "bfloat16" else 1e-6)
 
 
-def update_peak(folder: Path, *more: str) -> tuple[int, int]:
-    """Return the bytes that an update allocates at its peak, as measured and as planned."""
-    trainer = Trainer(load_config(*settings_of(folder, "dense", "muon", "train.steps=2", *more)))
+@dataclass(frozen=True)
+class Measured:
+    """What an update takes on one rank, and what was planned for rank 0."""
+
+    peak: int
+    """Bytes that it allocates at its peak."""
+    received: dict[str, int]
+    """Bytes that arrive, by kind of collective."""
+    collectives: Counter[tuple[str, int, int]]
+    """Kind, ranks, and bytes of each."""
+    flops: int
+    planned_peak: int
+    planned_collectives: Counter[tuple[str, int, int]]
+    numel: int
+    """Elements of all matrices."""
+
+
+def measured_update(folder: Path, *more: str) -> Measured:
+    """Take some updates of a dense model, and look at the last ones."""
+    trainer = Trainer(load_config(*settings_of(folder, "dense", "muon", "train.steps=1", "train.global_batch_size=4", *more)))
     list(trainer.steps())
     muon = trainer.optimizer.parts[0]
-    for group in muon.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.ones_like(parameter)
-    meter = StorageMeter()
-    with meter.running():
-        for group in muon.param_groups:
-            for parameter in group["params"]:
-                for tensor in (parameter, parameter.grad, muon.state[parameter]["momentum_buffer"]):
-                    meter.note(tensor)
-        before = meter.live
+    parameters = [p for group in muon.param_groups for p in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    peaks = [_peak_of(muon, parameters) for _ in range(8)]
+    found: Counter[tuple[str, int, int]] = Counter()
+    exchange, reduce = dist.all_to_all_single, dist.all_reduce
+
+    def noted_exchange(output: torch.Tensor, *given: Any, group: Any, **options: Any) -> Any:
+        found["all_to_all", dist.get_world_size(group), output.nbytes] += 1
+        return exchange(output, *given, group=group, **options)
+
+    def noted_reduce(tensor: torch.Tensor, group: Any) -> Any:
+        found["all_reduce", dist.get_world_size(group), tensor.nbytes] += 1
+        return reduce(tensor, group=group)
+
+    counter = FlopCounterMode(display=False)
+    with mock.patch.multiple(dist, all_to_all_single=noted_exchange, all_reduce=noted_reduce), counter:
         muon.step()
     planned = make_plan(trainer.config, trainer.shape, find_machine("cpu")).layout.muon
     assert planned is not None
     trainer.close()
-    return meter.peak - before, planned.peak_bytes
+    expected: Counter[tuple[str, int, int]] = Counter()
+    for each, number in planned.collectives.items():
+        expected[each.operation, each.num_ranks, each.num_bytes] += number
+    return Measured(
+        peak=min(peaks),  # a message may be kept for a moment by the thread that has sent it
+        received={kind: sum(n * size for (k, _, size), n in found.items() if k == kind) for kind, *_ in found},
+        collectives=found,
+        flops=counter.get_total_flops(),
+        planned_peak=planned.peak_bytes,
+        planned_collectives=expected,
+        numel=sum(parameter.numel() for parameter in parameters),
+    )
+
+
+def _peak_of(muon: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> int:
+    meter = StorageMeter()
+    with meter.running():
+        for parameter in parameters:
+            for tensor in (parameter, parameter.grad, *muon.state[parameter].values()):
+                meter.note(tensor)
+        before = meter.peak = meter.live
+        muon.step()
+    return meter.peak - before
+
+
+SMALL_BUCKETS = "optim.muon.bucket_mib=0.05"
+UPDATES = {
+    "2": (1, 2, ["mesh.shard=2", SMALL_BUCKETS]),
+    "2x2": (2, 2, ["mesh.shard=2", "mesh.replicate=2", SMALL_BUCKETS]),
+    "2, normuon": (1, 2, ["mesh.shard=2", "optim.muon.variant=normuon"]),
+    "2, bfloat16": (1, 2, ["mesh.shard=2", "optim.muon.dtype=bfloat16"]),
+    "replicas": (2, 1, ["mesh.shard=1", "mesh.replicate=2", SMALL_BUCKETS]),
+    "4": (1, 4, ["mesh.shard=4", SMALL_BUCKETS]),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "more",
-    [
-        ["mesh.shard=2", "optim.muon.bucket_mib=0.05"],
-        pytest.param(["mesh.shard=2", "optim.muon.dtype=bfloat16"], marks=pytest.mark.campaign),
-        pytest.param(["mesh.shard=1", "mesh.replicate=2"], marks=pytest.mark.campaign),
-    ],
+    "kind",
+    ["2", "2x2", *(pytest.param(kind, marks=pytest.mark.campaign) for kind in UPDATES if kind not in ("2", "2x2"))],
 )
-def test_an_update_needs_the_memory_that_was_planned(more: list[str], tmp_path: Path) -> None:
-    measured, planned = run_ranks(2, update_peak, tmp_path, *more)[0]
-    print(f"planned {planned}, measured {measured}: {planned / measured:.3f}")
-    assert 0.9 < planned / measured < 1.3
+def test_an_update_takes_what_was_planned_and_no_more_than_its_share(kind: str, tmp_path: Path) -> None:
+    replicate, shard, more = UPDATES[kind]
+    layers = "model.num_layers=6"
+    ranks = run_ranks(replicate * shard, measured_update, tmp_path, layers, *more)
+    first = ranks[0]
+    itemsize = 2 if kind.endswith("bfloat16") else 4
+    share = first.numel * (1 / (replicate * shard) * (shard > 1) + 1 / shard) * itemsize
+    received = [rank.received["all_to_all"] / share for rank in ranks]
+    flops = [rank.flops for rank in ranks]
+    print(f"{kind}: peak {first.peak}, planned {first.planned_peak / first.peak:.3f} of it; received / share {received};")
+    print(f"  busiest / mean {max(flops) * len(flops) / sum(flops):.3f}, collectives {first.collectives}")
+    assert abs(first.planned_peak / first.peak - 1) < 0.05
+    assert first.collectives == first.planned_collectives
+    assert max(received) <= 1.05
+    if SMALL_BUCKETS in more:
+        update = first.numel / shard * itemsize
+        assert max(rank.peak for rank in ranks) <= 3 * 0.05 * 2**20 + update
+    assert max(flops) * len(flops) <= 1.1 * sum(flops)
+    alone = sum(m.flops for m in llama_matrices(56, 90, 6, 28))
+    assert sum(flops) == alone

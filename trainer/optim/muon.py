@@ -13,9 +13,10 @@ arXiv:2502.16982 (the scale `match_rms_adamw`); Chen et al. 2025, "Cautious Weig
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,14 +57,18 @@ _ROW_BETA, _ROW_EPS = 0.95, 1e-8
 def orthogonalize(batch: torch.Tensor, coefficients: Sequence[tuple[float, float, float]]) -> torch.Tensor:
     """Return matrices of the same shape (B, R, N) with singular values near 1, by Newton-Schulz iterations.
 
-    Computed in the dtype of `batch`.  Matrices of zeros stay zero.
+    Computed in the dtype of `batch`.  Matrices of zeros stay zero.  Needs the memory of two batches, and of two Gram
+    matrices for each matrix, if the caller keeps no reference to `batch`.
     """
-    x = batch.mT if batch.shape[1] > batch.shape[2] else batch
+    is_tall = batch.shape[1] > batch.shape[2]
+    x = batch.mT if is_tall else batch
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=_EPS)
+    del batch
     for a, b, c in coefficients:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if batch.shape[1] > batch.shape[2] else x
+        del gram  # before the next one is made
+    return x.mT if is_tall else x
 
 
 def orthogonalization_flops(rows: int, columns: int, num_iterations: int = len(JORDAN)) -> int:
@@ -228,8 +233,8 @@ class Ownership:
             owned=sum(matrix.numel for matrix in own),
             sent_to_holders=self.replicate * sum(matrix.numel for matrix in own),
             held=sum(held.values()),
-            batch=max((count * rows * columns for (rows, columns), count in largest.items()), default=0),
-            grams=max((count * min(shape) ** 2 for shape, count in largest.items()), default=0),
+            iterating=max((n * (r * c + min(r, c) ** 2) for (r, c), n in largest.items()), default=0),
+            piece=max(held.values(), default=0),
             num_matrices=len(bucket),
             flops=max(flops.values()),
         )
@@ -245,10 +250,10 @@ class BucketCosts:
     sent_to_holders: int
     held: int
     """Received as a holder."""
-    batch: int
-    """Of the largest batch of equal matrices that the rank owns."""
-    grams: int
-    """Of one Gram matrix of each in that batch."""
+    iterating: int
+    """Of the costliest batch of equal matrices that the rank owns, and of one Gram matrix for each of them."""
+    piece: int
+    """Of the largest part of a matrix that the rank holds."""
     num_matrices: int
     flops: int
     """FLOPs of the busiest rank."""
@@ -352,6 +357,21 @@ class _Bucket:
         everyone = range(mesh.size)
         self.to_holders = [self.from_holders[rank % mesh.shard] for rank in everyone]
         self.from_owners = [pieces(owned_by(rank), mesh.s) for rank in everyone]
+
+    def placed(self, pieces: Sequence[Sequence[_Piece]]) -> Iterator[tuple[_Piece, slice]]:
+        """Yield the pieces of a message, and where their elements are in it."""
+        start = 0
+        for piece in itertools.chain.from_iterable(pieces):
+            stop = start + piece.rows * self.matrices[piece.matrix].columns
+            yield piece, slice(start, stop)
+            start = stop
+
+    def mine_by_shape(self) -> dict[tuple[int, int], list[int]]:
+        """Return the matrices that this rank owns by their shape, each of which is computed as one batch."""
+        found: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for i in self.mine:
+            found[self.matrices[i].rows, self.matrices[i].columns].append(i)
+        return found
 
     def sizes(self, pieces: Sequence[Sequence[_Piece]]) -> list[int]:
         """Return the elements of each peer's part of a message."""
@@ -501,11 +521,15 @@ class _Step:
 
     def _gather(self, bucket: _Bucket) -> _Message:
         """Update the momentum of the local rows, and send them to their owners in this replica."""
-        directions = [self._direction(bucket.matrices[piece.matrix], piece) for piece in bucket.local]
-        by_matrix = {piece.matrix: rows for piece, rows in zip(bucket.local, directions, strict=True)}
-        sent = [by_matrix[piece.matrix] for part in bucket.to_owners for piece in part]
         sizes = bucket.sizes(bucket.to_owners), bucket.sizes(bucket.from_holders)
-        return _Message(self._pack(sent), *sizes, self._mesh.shard_group, range(self._mesh.shard))
+        sent = self._new_message(sizes[0])
+        places = {piece.matrix: place for piece, place in bucket.placed(bucket.to_owners)}
+        for piece in bucket.local:
+            direction = self._direction(bucket.matrices[piece.matrix], piece)
+            if piece.matrix in places:
+                sent[places[piece.matrix]].view_as(direction).copy_(direction)
+            del direction  # before the next one is made
+        return _Message(sent, *sizes, self._mesh.shard_group, range(self._mesh.shard))
 
     def _direction(self, matrix: Matrix, piece: _Piece) -> torch.Tensor:
         """Update the momentum of rows of a matrix and return Nesterov's direction: (rows, columns)."""
@@ -523,44 +547,40 @@ class _Step:
         start = matrix.start + piece.start - self._layout.first_row(matrix.parameter, self._mesh.s)
         return slice(start, start + piece.rows)
 
-    def _pack(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        flat = [part.reshape(-1).to(self._mesh.device, self._optimizer._dtype) for part in parts]
-        return torch.cat(flat) if flat else torch.empty(0, device=self._mesh.device, dtype=self._optimizer._dtype)
+    def _new_message(self, sizes: Sequence[int]) -> torch.Tensor:
+        return torch.empty(sum(sizes), device=self._mesh.device, dtype=self._optimizer._dtype)
 
     def _scatter(self, bucket: _Bucket, message: _Message) -> _Message:
         """Orthogonalize the matrices that this rank owns, and send their rows to all that hold them."""
-        received = message.wait()
-        parts: dict[int, list[torch.Tensor]] = defaultdict(list)
-        start = 0
-        for part in bucket.from_holders:  # the holders are in the order of their rows
-            for piece in part:
-                matrix = bucket.matrices[piece.matrix]
-                stop = start + piece.rows * matrix.columns
-                parts[piece.matrix].append(received[start:stop].view(piece.rows, matrix.columns))
-                start = stop
-        by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for i in bucket.mine:
-            by_shape[bucket.matrices[i].rows, bucket.matrices[i].columns].append(i)
-        done: dict[int, torch.Tensor] = {}
-        for (rows, columns), indices in by_shape.items():
-            batch = torch.cat([piece for i in indices for piece in parts.pop(i)]).view(-1, rows, columns)
-            done.update(zip(indices, orthogonalize(batch, self._optimizer._coefficients).unbind(), strict=True))
-        sent = [done[p.matrix][p.start : p.start + p.rows] for part in bucket.to_holders for p in part]
         sizes = bucket.sizes(bucket.to_holders), bucket.sizes(bucket.from_owners)
-        return _Message(self._pack(sent), *sizes, self._mesh.group, self._mesh.position)
+        sent = self._new_message(sizes[0])
+        self._orthogonalize(bucket, message.wait(), sent)
+        del message  # and its memory, before that of the next one is needed
+        return _Message(sent, *sizes, self._mesh.group, self._mesh.position)
+
+    def _orthogonalize(self, bucket: _Bucket, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """Orthogonalize the matrices whose rows are in `received`, shape by shape, into the message `sent`."""
+        parts: dict[int, list[torch.Tensor]] = defaultdict(list)
+        for piece, place in bucket.placed(bucket.from_holders):  # the holders are in the order of their rows
+            parts[piece.matrix].append(received[place].view(piece.rows, -1))
+        places: dict[int, list[tuple[_Piece, slice]]] = defaultdict(list)
+        for piece, place in bucket.placed(bucket.to_holders):
+            places[piece.matrix].append((piece, place))
+        for shape, indices in bucket.mine_by_shape().items():
+            rows = [rows for i in indices for rows in parts.pop(i)]
+            done = orthogonalize(torch.cat(rows).view(-1, *shape), self._optimizer._coefficients)
+            for i, matrix in zip(indices, done.unbind(), strict=True):
+                for piece, place in places[i]:
+                    sent[place].view(piece.rows, -1).copy_(matrix[piece.start : piece.start + piece.rows])
+            del done, matrix  # before the next batch is made
 
     def _update_rows(self, bucket: _Bucket, received: torch.Tensor) -> None:
         """Update the local rows of the weights."""
-        start = 0
         updates: dict[int, torch.Tensor] = {}
         pieces: dict[int, _Piece] = {}
-        for part in bucket.from_owners:
-            for piece in part:
-                matrix = bucket.matrices[piece.matrix]
-                stop = start + piece.rows * matrix.columns
-                updates[piece.matrix] = received[start:stop].view(piece.rows, matrix.columns)
-                pieces[piece.matrix] = piece
-                start = stop
+        for piece, place in bucket.placed(bucket.from_owners):
+            updates[piece.matrix] = received[place].view(piece.rows, -1)
+            pieces[piece.matrix] = piece
         if self._optimizer._normalizes_rows:
             updates = self._normalized(bucket, updates, pieces)
         for i, update in updates.items():
@@ -597,12 +617,11 @@ class _Step:
         if self._mesh.shard_group is not None:
             dist.all_reduce(norms, group=self._mesh.shard_group)
         inverse = norms.sqrt().clamp(min=_EPS).reciprocal()
-        scaled = {}
         for i, update in divided.items():
             matrix = bucket.matrices[i]
             # The root is a number, since copying one from the host would make it wait for the device.
-            scaled[i] = update * (math.sqrt(min(matrix.rows, matrix.columns)) * inverse[i]).to(update.device)
-        return scaled
+            update.mul_((math.sqrt(min(matrix.rows, matrix.columns)) * inverse[i]).to(update.device))
+        return divided
 
 
 class _Message:
@@ -638,6 +657,8 @@ class _Message:
         """Return the received elements, in the order of the peers.  On a GPU the host does not wait."""
         if self._work is not None:
             self._work.wait()
+            del self._sent
+            self._work = None
         if self._parts is None:
             return self._received
         split = self._received.split(self._sizes)

@@ -41,15 +41,18 @@ class MuonUpdate:
         size, buckets, none = self._itemsize, self._buckets, BucketCosts(0, 0, 0, 0, 0, 0, 0, 0)
         peak = 0
         for turn in range(len(buckets) + 2):
-            here, computed, applied = (
+            new, computed, applied = (
                 buckets[n] if 0 <= n < len(buckets) else none for n in (turn, turn - 1, turn - 2)
             )
-            gathered = self._gathered(computed)
-            scattered = self._scattered(applied)
-            peak = max(peak, gathered + scattered + here.held * self._moment_size + here.sent_to_owners * size)
-            done = computed.owned * size + self._scattered(computed)
-            iterating = (3 * computed.batch + 2 * computed.grams) * size
-            peak = max(peak, self._gathered(here) + gathered + scattered + max(done, iterating))
+            flying = self._gathered(computed) + self._scattered(applied)
+            direction = new.sent_to_owners * size + new.piece * self._moment_size
+            peak = max(peak, flying + max(direction, self._gathered(new)))
+            flying = self._gathered(new) + self._scattered(applied)
+            rows = (computed.owned if self._shard > 1 else computed.sent_to_owners) * size
+            iterating = rows + (computed.sent_to_holders + 2 * computed.iterating) * size
+            peak = max(peak, flying + max(iterating, self._scattered(computed)))
+            update = applied.held * size + (4 * (applied.held + applied.piece) if self._has_rows else 0)
+            peak = max(peak, self._gathered(new) + self._scattered(computed) + update)
         return peak
 
     def _gathered(self, bucket: BucketCosts) -> int:
@@ -58,6 +61,7 @@ class MuonUpdate:
         return (bucket.sent_to_owners + received) * self._itemsize
 
     def _scattered(self, bucket: BucketCosts) -> int:
+        """Return the bytes of a bucket's message to the holders, on both sides."""
         received = bucket.held if self._shard * self._replicate > 1 else 0
         return (bucket.sent_to_holders + received) * self._itemsize
 
