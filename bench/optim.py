@@ -4,9 +4,10 @@
     python -m bench.optim --task dense --only adamw,muon,normuon
     python -m bench.optim --steps 600 --seeds 5        # longer, surer
 
-All train the same model on the same samples of the standard library's text, in the same order, at a constant rate after
-a warmup.  No sample is seen twice, so the training loss is that of new text.  The rate of each is tuned first, on a seed
-of its own: Muon's own rate, with AdamW's best for the parameters that AdamW keeps.  Then each trains with every seed.
+All train the same model on the same samples of the standard library's text, in the same order, at a constant rate
+after a warmup.  No sample is seen twice, so the training loss is that of new text.  The rate of each is tuned first, on
+a seed of its own: Muon's own rate, with AdamW's best for the parameters that AdamW keeps.  Then each trains with every
+seed.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def tune(task: str, settings: Sequence[str], key: str, rates: Sequence[float], s
     return best
 
 
-def main(arguments: argparse.Namespace) -> int:
+def compare(arguments: argparse.Namespace) -> int:
     steps, rates = arguments.steps, [float(rate) for rate in arguments.rates.split(",")]
     if steps <= WINDOW:
         raise setting_error("--steps", steps, f"must be above {WINDOW}, over which losses are averaged", WINDOW + 1)
@@ -169,7 +170,7 @@ def show_board(task: str, scores: Sequence[Score], steps: int) -> None:
     show(title, ["optimizer", "rate", "steps, by seed", "of adamw's", "loss at the end", "CPU ms a step"], rows)
 
 
-def parse() -> argparse.Namespace:
+def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.optim", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -177,10 +178,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="NAME,...", help=f"of {', '.join(OPTIMIZERS)}")
     parser.add_argument("--steps", type=int, default=300, help="steps of each run (default: 300)")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of each optimizer (default: 3)")
-    parser.add_argument("--rates", default=",".join(map(str, RATES)), help="rates that are tried")
-    return parser.parse_args()
+    parser.add_argument(
+        "--rates", default=",".join(map(str, RATES)), help="rates that are tried first (default: %(default)s)"
+    )
+    arguments = parser.parse_args()
+    return run_command(lambda: compare(arguments))
 
 
 if __name__ == "__main__":
-    given = parse()
-    sys.exit(run_command(lambda: main(given)))
+    sys.exit(main())

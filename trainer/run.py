@@ -374,6 +374,7 @@ COMMANDS = {
     "generate": "trainer.generate",
     "export": "trainer.export",
     "report": "trainer.report.__main__",
+    "widths": "trainer.widths",
 }
 """The subcommands of `meshtrainer`, each with the module whose `command_line` it runs."""
 

@@ -65,6 +65,8 @@ def _answer(chosen: argparse.Namespace) -> int:
     factors, page = _factors(chosen.factors), Path(chosen.out)
     if page.suffix not in (".html", ".htm"):
         raise setting_error("--out", page, "must end in .html", page.with_suffix(".html"))
+    if not page.absolute().parent.is_dir():
+        raise setting_error("--out", page, f"there is no folder {page.parent}", fix="give a path in one that exists")
     if chosen.steps < 1:
         raise setting_error("--steps", chosen.steps, "must be at least 1", 1)
     with tempfile.TemporaryDirectory() as folder:

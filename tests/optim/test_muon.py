@@ -319,7 +319,9 @@ class Measured:
 
 def measured_update(folder: Path, *more: str) -> Measured:
     """Take some updates of a dense model, and look at the last ones."""
-    trainer = Trainer(load_config(*settings_of(folder, "dense", "muon", "train.steps=1", "train.global_batch_size=4", *more)))
+    trainer = Trainer(
+        load_config(*settings_of(folder, "dense", "muon", "train.steps=1", "train.global_batch_size=4", *more))
+    )
     list(trainer.steps())
     muon = trainer.optimizer.parts[0]
     parameters = [p for group in muon.param_groups for p in group["params"]]
@@ -393,7 +395,9 @@ def test_an_update_takes_what_was_planned_and_no_more_than_its_share(kind: str, 
     share = first.numel * (1 / (replicate * shard) * (shard > 1) + 1 / shard) * itemsize
     received = [rank.received["all_to_all"] / share for rank in ranks]
     flops = [rank.flops for rank in ranks]
-    print(f"{kind}: peak {first.peak}, planned {first.planned_peak / first.peak:.3f} of it; received / share {received};")
+    print(
+        f"{kind}: peak {first.peak}, planned {first.planned_peak / first.peak:.3f} of it; received / share {received};"
+    )
     print(f"  busiest / mean {max(flops) * len(flops) / sum(flops):.3f}, collectives {first.collectives}")
     assert abs(first.planned_peak / first.peak - 1) < 0.05
     assert first.collectives == first.planned_collectives

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import bench.gpu
+import bench.optim
 import bench.scale
 import bench.step
 from bench.stopwatch import COLLECTING, IMPORT
@@ -158,7 +159,7 @@ def test_gpu_row_says_what_has_failed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpu", "scale", "step"])
+@pytest.mark.parametrize("name", ["gpu", "optim", "scale", "step"])
 def test_help_of_benches_imports_no_torch(name: str) -> None:
     code = f"import sys, bench.{name}; sys.argv[1:] = ['--help']; bench.{name}.main()"
     watched = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {code}"
@@ -211,6 +212,38 @@ def test_data() -> None:
     assert all(run["tokens_per_cpu_s"] > 0 for run in runs if run["kind"] == "loader")
     assert all(0 <= run["data_s"] < run["step_s"] for run in runs if run["kind"] == "run")
     assert "| tokens | 64 | 2 |" in printed
+
+
+def test_optim(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two rates are tried, then lower ones for as long as they are better; the table has the fewest steps first."""
+    losses = {0.001: 2.5, 0.002: 2.2, 0.004: 2.4, 0.008: 2.7}
+    tried: list[float] = []
+
+    def train(task: str, settings: list[str], steps: int, seed: int) -> tuple[list[float], float]:
+        rate = float(settings[-1].partition("=")[2])
+        tried.append(rate)
+        last = losses[rate] - 0.3 * ("optim.name=muon" in settings) + 0.01 * seed
+        return [3.0 + (last - 3.0) * step / steps for step in range(bench.optim.WINDOW, steps + 1)], 0.01
+
+    monkeypatch.setattr(bench.optim, "train", train)
+    arguments = Namespace(task="dense", only="muon", steps=100, seeds=2, rates="0.004,0.008")
+    assert bench.optim.compare(arguments) == 0
+    assert tried == [0.004, 0.008, 0.002, 0.001, 0.002, 0.002] * 2
+    printed = capsys.readouterr().out
+    rows = [line.split("|")[1:-1] for line in printed.splitlines() if line.startswith(("| muon", "| adamw"))]
+    assert [row[0].strip() for row in rows] == ["muon", "adamw"]
+    target = 2.21
+    first = next(step for step in range(20, 101) if 3.0 + (1.9 - 3.0) * step / 100 <= target)
+    assert rows[0][2].split()[0] == str(first)
+    assert rows[1][2].split() == ["99", "100"]
+
+
+@pytest.mark.campaign
+def test_optim_really_trains() -> None:
+    runs, printed = run_bench("optim", "--task", "dense", "--only", "muon", "--steps", "30", "--seeds", "1")
+    assert {run["optimizer"] for run in runs if "optimizer" in run} == {"adamw", "muon"}
+    assert all(1 < run["loss"] < 5.5 for run in runs if "loss" in run)
+    assert "| muon |" in printed
 
 
 @pytest.mark.campaign

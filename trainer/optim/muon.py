@@ -236,6 +236,7 @@ class Ownership:
             iterating=max((n * (r * c + min(r, c) ** 2) for (r, c), n in largest.items()), default=0),
             piece=max(held.values(), default=0),
             num_matrices=len(bucket),
+            num_shapes=len(largest),
             flops=max(flops.values()),
         )
 
@@ -255,6 +256,8 @@ class BucketCosts:
     piece: int
     """Of the largest part of a matrix that the rank holds."""
     num_matrices: int
+    num_shapes: int
+    """Of the matrices that the rank owns."""
     flops: int
     """FLOPs of the busiest rank."""
 

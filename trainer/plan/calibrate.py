@@ -21,6 +21,7 @@ from trainer.distributed.environment import find_environment
 from trainer.distributed.exchange import all_gather_single
 from trainer.distributed.world import REPLICATE, SHARD, World
 from trainer.errors import setting_error
+from trainer.optim.muon import JORDAN, orthogonalization_flops, orthogonalize
 from trainer.plan.machine import write_calibration
 
 _BUDGET_S = 0.6
@@ -45,6 +46,7 @@ def calibrate(config: RunConfig, device: str | None = None) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "matmul": {dtype.itemsize: _matmul(config, found, dtype) for dtype in dtypes},
         "attention": {dtype.itemsize: _attention(config, found, dtype) for dtype in dtypes},
+        "orthogonalize": {dtype.itemsize: _orthogonalize(config, found, dtype) for dtype in dtypes},
         "memory": _memory(found),
         "optimizer": _optimizer(found),
         "kernel_s": _kernel(found),
@@ -94,6 +96,15 @@ def _matmul(config: RunConfig, device: torch.device, dtype: torch.dtype) -> floa
     a = torch.randn(rows, width, device=device, dtype=dtype)
     b = torch.randn(width, 4 * width, device=device, dtype=dtype)
     return 2.0 * rows * width * 4 * width / _seconds(lambda: a @ b, device)
+
+
+def _orthogonalize(config: RunConfig, device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of Muon's iterations for matrices like those of the model, of two shapes."""
+    width, flops = _width(config, device), 0
+    batches = [torch.randn(2, rows, width, device=device).to(dtype) for rows in (width, 3 * width)]
+    for batch in batches:
+        flops += batch.shape[0] * orthogonalization_flops(*batch.shape[1:])
+    return flops / _seconds(lambda: [orthogonalize(batch, JORDAN) for batch in batches], device)
 
 
 def _attention(config: RunConfig, device: torch.device, dtype: torch.dtype) -> float:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
 from trainer.optim.optimizer import AVERAGE_SIZE
@@ -221,6 +221,8 @@ class Rates:
     ranks_per_node: int
     taken_by_collectives: float = 0.0
     """Share of the device that is unavailable to kernels while a collective runs."""
+    orthogonalize: dict[int, float] = field(default_factory=dict)
+    """FLOP/s of Muon's iterations, by element size; where they were not measured, those of matrix products."""
 
     def kernel(self, work: Work) -> float:
         """Return the time of one kernel in seconds, by the roofline model (Williams et al. 2009)."""

@@ -212,8 +212,8 @@ def read_calibration(name: str) -> dict[str, Any] | None:
 def _measured(machine: Machine, values: dict[str, Any]) -> Machine:
     known = set(asdict(machine.rates))
     rates = {key: value for key, value in values.items() if key in known and value is not None}
-    for key in ("matmul", "attention"):
-        rates[key] = {int(size): rate for size, rate in values[key].items()}
+    for key in ("matmul", "attention", "orthogonalize"):
+        rates[key] = {int(size): rate for size, rate in values.get(key, {}).items()}
     if 1 in machine.rates.matmul and 1 not in rates["matmul"]:
         in_float8 = machine.rates.matmul[1] / machine.rates.matmul[2]  # from the data sheet: float8 is not measured
         rates["matmul"][1] = in_float8 * rates["matmul"][2]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from trainer.config.schema import MuonSection
 from trainer.optim.muon import JORDAN, BucketCosts, Ownership, split_into_matrices
-from trainer.plan.kernels import Work
 from trainer.plan.trace import ParameterFacts
 
 if TYPE_CHECKING:
@@ -38,12 +37,10 @@ class MuonUpdate:
     @property
     def peak_bytes(self) -> int:
         """Bytes of temporaries at the peak; see `trainer.optim.muon._Step.run` for the order."""
-        size, buckets, none = self._itemsize, self._buckets, BucketCosts(0, 0, 0, 0, 0, 0, 0, 0)
+        size, buckets, none = self._itemsize, self._buckets, BucketCosts(0, 0, 0, 0, 0, 0, 0, 0, 0)
         peak = 0
         for turn in range(len(buckets) + 2):
-            new, computed, applied = (
-                buckets[n] if 0 <= n < len(buckets) else none for n in (turn, turn - 1, turn - 2)
-            )
+            new, computed, applied = (buckets[n] if 0 <= n < len(buckets) else none for n in (turn, turn - 1, turn - 2))
             flying = self._gathered(computed) + self._scattered(applied)
             direction = new.sent_to_owners * size + new.piece * self._moment_size
             peak = max(peak, flying + max(direction, self._gathered(new)))
@@ -86,10 +83,12 @@ class MuonUpdate:
 
         Messages overlap with the iterations of other buckets, except for the first and the last one.
         """
+        flops_per_s = rates.orthogonalize.get(self._itemsize) or rates.matmul.get(self._itemsize, rates.matmul[2])
         seconds = 0.0
         for bucket in self._buckets:
-            work = Work("matmul", bucket.flops, 6 * len(JORDAN) * bucket.owned * self._itemsize, self._itemsize)
-            seconds += rates.kernel(work)
+            copied = bucket.held + bucket.sent_to_owners + 2 * bucket.owned + bucket.sent_to_holders
+            seconds += bucket.flops / flops_per_s + 2 * copied * self._itemsize / rates.memory
+            seconds += (2 * bucket.num_matrices + 2 * len(JORDAN) * bucket.num_shapes) * rates.kernel_s
         if self._buckets and self._replicate * self._shard > 1:
             first, last = self._buckets[0], self._buckets[-1]
             if self._shard > 1:
