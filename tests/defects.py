@@ -431,11 +431,11 @@ DEFECTS: list[Defect] = [
         "hidden",
     ),
     Defect(
-        "whole-matrices-to-every-holder",
+        "buckets-of-four-times-their-size",
         "muon",
-        "_Bucket.__init__",
-        "self.to_owners = [pieces(owned_by(first + s), mesh.s) for s in range(mesh.shard)]",
-        "self.to_owners = [pieces(owned_by(s), mesh.s) for s in range(mesh.shard)]",
+        "trainer.optim.muon:Ownership.__init__",
+        "bucket_numel * shard / (1 + 1 / replicate)",
+        "bucket_numel * shard * (1 + 1 / replicate)",
     ),
     Defect(
         "floor-never-reached",

@@ -214,6 +214,7 @@ def test_data() -> None:
     assert "| tokens | 64 | 2 |" in printed
 
 
+@pytest.mark.slow
 def test_optim(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Two rates are tried, then lower ones for as long as they are better; the table has the fewest steps first."""
     losses = {0.001: 2.5, 0.002: 2.2, 0.004: 2.4, 0.008: 2.7}
