@@ -81,6 +81,7 @@ def _check_reshard(config: RunConfig, shape: MeshShape) -> None:
 def _check_forms(config: RunConfig) -> None:
     """Check the form of individual keys, and rules that do not depend on the number of ranks."""
     _check_activation_checkpoint(config)
+    _check_offload_activations(config)
     for key, dtype in (
         ("train.weights_dtype", config.train.weights_dtype),
         ("optim.state_dtype", config.optim.state_dtype),
@@ -138,6 +139,16 @@ def _check_activation_checkpoint(config: RunConfig) -> None:
         raise choice_error(key, checkpointing, words, "a whole number, budget:<share>, or one of")
     if isinstance(checkpointing, (int, bool)) and (isinstance(checkpointing, bool) or checkpointing < 1):
         raise setting_error(key, checkpointing, "n (for every n-th block) must be at least 1", "none")
+
+
+def _check_offload_activations(config: RunConfig) -> None:
+    setting = config.train.offload_activations
+    if isinstance(setting, str) and setting not in ("none", AUTO):
+        raise choice_error("train.offload_activations", setting, ["none", AUTO], "a share from 0 to 1, or one of")
+    share = offloaded_share(setting)
+    if not 0 <= share <= 1:
+        rule = "must be a share of the blocks, from 0 to 1"
+        raise setting_error("train.offload_activations", setting, rule, 1.0 if share > 1 else "none")
 
 
 def _check_wrap(config: RunConfig) -> None:
@@ -247,6 +258,11 @@ def _check_evaluation(config: RunConfig) -> None:
     known = ["loss", *(f"loss_{name}" for name in sources)]
     if config.eval.metric not in known:
         raise choice_error("eval.metric", config.eval.metric, known)
+
+
+def offloaded_share(setting: float | str) -> float:
+    """Return the share of blocks that `train.offload_activations` offloads: 0.0 for `none` and for an open `auto`."""
+    return 0.0 if isinstance(setting, str) else float(setting)
 
 
 def budget_of(checkpointing: int | str) -> float | None:

@@ -519,6 +519,12 @@ class TrainSection:
         aliases={"true": "full", "false": "none"},
         form="none, full, selective, auto, budget:<share>, or a whole number",
     )
+    offload_activations: float | int | str = declare(
+        "none",
+        "share of the blocks, spread evenly, whose activations wait in host memory for the backward pass; none, or "
+        "auto: let the planner choose between this and recomputation",
+        form="none, auto, or a share of the blocks from 0 to 1",
+    )
     compile: bool | str = declare(
         AUTO,
         "torch.compile each block; auto: on a GPU with a working compiler, not on a CPU",
