@@ -33,14 +33,14 @@ MIN_BYTES = 4096
 """Smaller storages stay on the device: a copy costs more than they take."""
 
 
-def offloaded_blocks(num_blocks: int, share: float) -> list[bool]:
+def offloaded_blocks(num_blocks: int, share: float, with_last: bool = False) -> list[bool]:
     """Return which of `num_blocks` blocks are offloaded for `train.offload_activations=share`.
 
-    They are spread evenly, so that the blocks between two of them hide the copies.  The last block is never offloaded,
-    since its backward pass comes right after its forward pass.
+    They are spread evenly, so that the blocks between two of them hide the copies.  The last block is never offloaded
+    (unless `with_last`), since its backward pass comes right after its forward pass.
     """
     chosen = [int((n + 1) * share + 1e-9) > int(n * share + 1e-9) for n in range(num_blocks)]
-    return [is_chosen and n < num_blocks - 1 for n, is_chosen in enumerate(chosen)]
+    return [is_chosen and (with_last or n < num_blocks - 1) for n, is_chosen in enumerate(chosen)]
 
 
 @dataclass(eq=False)
@@ -48,13 +48,18 @@ class _Storage:
     """One storage that autograd saved in a block, shared by all saved tensors that are views of it."""
 
     on_device: torch.Tensor | None
-    """Its bytes, (N,) uint8; None while only the host has them."""
-    saved: torch.Tensor
-    """A tensor that was saved, to notice if it is written to in place before it has been copied."""
+    """All of it, (N,), in the dtype of the tensor that was saved first; None while only the host has it."""
     version: int
+    """How often it had been written to in place when it was saved."""
     on_host: torch.Tensor | None = None
     num_unread: int = 0
     """Saved tensors of this storage that the backward pass has not asked for yet."""
+
+    @property
+    def num_bytes(self) -> int:
+        found = self.on_device if self.on_host is None else self.on_host
+        assert found is not None
+        return found.nbytes
 
 
 @dataclass(eq=False)
@@ -78,8 +83,10 @@ class _View:
         self.storage.num_unread -= 1
         if self.storage.num_unread <= 0:
             self.storage.on_device = None  # the caller has the last reference, and frees the memory when it is done
-        found = torch.empty(0, dtype=self.dtype, device=data.device)
-        return found.set_(data.untyped_storage(), self.offset, self.shape, self.stride)
+        if data.dtype != self.dtype:
+            data = data.view(torch.uint8)
+            data = data[: data.numel() // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
+        return data.as_strided(self.shape, self.stride, self.offset)
 
 
 @dataclass(eq=False)
@@ -95,7 +102,7 @@ class _Call:
     previous: weakref.ref[_Call] | None = None
     """The call before this one in the forward pass, whose backward pass comes next."""
     event: Any = None
-    """Recorded when the copy in flight is done."""
+    """Of the copies that nobody has waited for yet."""
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -107,9 +114,8 @@ class _Call:
             return tensor
         known = self.storages.get(address)
         if known is None:
-            data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            data.set_(storage, 0, (storage.nbytes(),), (1,))
-            known = self.storages[address] = _Storage(data, tensor.detach(), tensor._version)
+            flat = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
+            known = self.storages[address] = _Storage(flat, tensor._version)
         known.num_unread += 1
         return _View(self, known, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -117,32 +123,29 @@ class _Call:
         """Start copying the saved storages to the host."""
         offload = self.offload
         for storage in self.storages.values():
-            if storage.saved._version != storage.version:
+            data = storage.on_device
+            assert data is not None
+            if data._version != storage.version:
                 raise RuntimeError(
                     "train.offload_activations: a tensor that the backward pass needs has been modified by an inplace "
-                    f"operation: shape {tuple(storage.saved.shape)}, version {storage.saved._version} instead of "
+                    f"operation: {data.numel()} numbers of {data.dtype}, version {data._version} instead of "
                     f"{storage.version}"
                 )
-            assert storage.on_device is not None
-            storage.on_host = offload.allocate_on_host(storage.on_device.numel())
+            storage.on_host = offload.allocate_on_host(data)
         with offload.copying():
             for storage in self.storages.values():
                 assert storage.on_host is not None and storage.on_device is not None
                 storage.on_host.copy_(storage.on_device, non_blocking=True)
         self.event = offload.record()
-        offload.note_copied(self.num_bytes)
+        offload.note_copied([*self.storages.values()])
 
     def drop_from_device(self) -> None:
         """Free the device's memory once the copies are done."""
-        self.offload.wait_for(self.event)
+        if self.event is not None:
+            self.offload.wait_for(self.event)
         for storage in self.storages.values():
             storage.on_device = None
-            storage.saved = storage.saved.new_empty(0)
         self.event = None
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(storage.on_host.numel() for storage in self.storages.values() if storage.on_host is not None)
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -154,19 +157,23 @@ class _Call:
         for storage in away:
             assert storage.on_host is not None
             # Allocated on the stream that frees it, so that the allocator needs to know nothing of the other stream.
-            storage.on_device = torch.empty(storage.on_host.numel(), dtype=torch.uint8, device=self.offload.device)
+            storage.on_device = torch.empty_like(storage.on_host, device=self.offload.device)
         with self.offload.copying():
             for storage in away:
                 assert storage.on_host is not None and storage.on_device is not None
                 storage.on_device.copy_(storage.on_host, non_blocking=True)
         self.event = self.offload.record()
-        self.offload.note_fetched(sum(s.on_device.numel() for s in away if s.on_device is not None))
+        self.offload.note_fetched(away)
 
     def wait(self) -> None:
         """Make the device wait for the copy back, which is started if nobody has."""
         self.prefetch()
-        self.offload.wait_for(self.event)
-        self.event = None
+        if self.event is not None:
+            self.offload.wait_for_fetch(self.event)
+            self.event = None
+
+
+_DONE = object()
 
 
 class ActivationOffload:
@@ -192,9 +199,15 @@ class ActivationOffload:
     def is_any_offloaded(self) -> bool:
         return any(self._is_offloaded)
 
-    def attach(self) -> None:
-        """Watch the blocks.  Call this after checkpointing and compilation: the hooks must be outside both."""
+    def attach(self, blocks: Sequence[nn.Module] | None = None) -> None:
+        """Watch the blocks, by default all.
+
+        Call this after checkpointing and compilation: the hooks must be outside both.
+        """
+        watched = {id(block) for block in (self._blocks if blocks is None else blocks)}
         for block, is_offloaded in zip(self._blocks, self._is_offloaded, strict=True):
+            if id(block) not in watched:
+                continue
             if block._compiled_call_impl is not None:
                 block._compiled_call_impl = self._watched(block, block._compiled_call_impl, is_offloaded)
             else:
@@ -211,7 +224,8 @@ class ActivationOffload:
                     output = forward(*args, **kwargs)
             else:
                 output = forward(*args, **kwargs)
-            self._end_forward(call, output)
+            self.end_forward(call)
+            self.prefetch_before(block, call, output)
             return output
 
         return watched
@@ -241,20 +255,24 @@ class ActivationOffload:
         finally:
             self._call = before
 
-    def _end_forward(self, call: _Call, output: Any) -> None:
+    def end_forward(self, call: _Call) -> None:
+        """Free what the block before has copied to the host, and start copying what this one has saved."""
         if self._copying is not None:
             self._copying.drop_from_device()
             self._copying = None
         if call.storages:
             call.copy_to_host()
             self._copying = call
+        self._last = weakref.ref(call)
+
+    def prefetch_before(self, block: nn.Module, call: _Call, output: Any) -> None:
+        """When the backward pass of the block begins, start fetching what the one before it needs."""
         previous = call.previous() if call.previous is not None else None
         if previous is not None and previous.storages:
             for tensor in tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     tensor.register_hook(_prefetches(previous))
                     break
-        self._last = weakref.ref(call)
 
     # -- the device ----------------------------------------------------------------------------------------------
 
@@ -262,22 +280,22 @@ class ActivationOffload:
         """Return whether a saved tensor may be moved: a plain tensor on the device, not a parameter."""
         return type(tensor) is torch.Tensor and tensor.device.type == self.device.type
 
-    def allocate_on_host(self, num_bytes: int) -> torch.Tensor:
-        """Return host memory for `num_bytes`, pinned if the device is a GPU; torch keeps it for reuse when freed."""
-        made = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
-        self.host_bytes += num_bytes
+    def allocate_on_host(self, data: torch.Tensor) -> torch.Tensor:
+        """Return host memory for `data`, pinned if that is on a GPU; torch keeps it for reuse when freed."""
+        made = torch.empty_like(data, device="cpu", pin_memory=self._stream is not None)
+        self.host_bytes += data.nbytes
         self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
-        weakref.finalize(made, self._note_freed, num_bytes)
+        weakref.finalize(made, self._note_freed, data.nbytes)
         return made
 
     def _note_freed(self, num_bytes: int) -> None:
         self.host_bytes -= num_bytes
 
-    def note_copied(self, num_bytes: int) -> None:
-        self.num_copied += num_bytes
+    def note_copied(self, storages: Sequence[_Storage]) -> None:
+        self.num_copied += sum(storage.num_bytes for storage in storages)
 
-    def note_fetched(self, num_bytes: int) -> None:
-        self.num_fetched += num_bytes
+    def note_fetched(self, storages: Sequence[_Storage]) -> None:
+        self.num_fetched += sum(storage.num_bytes for storage in storages)
 
     @contextmanager
     def copying(self) -> Iterator[None]:
@@ -290,13 +308,17 @@ class ActivationOffload:
             yield
 
     def record(self) -> Any:
-        """Return an event for the copies so far; None on a CPU, where they are done."""
-        return None if self._stream is None else self._stream.record_event()
+        """Return an event for the copies so far; on a CPU, where they are done, something to hold its place."""
+        return _DONE if self._stream is None else self._stream.record_event()
 
     def wait_for(self, event: Any) -> None:
         """Make the device's current stream wait for an event; the host does not."""
-        if event is not None:
+        if event is not _DONE:
             torch.cuda.current_stream(self.device).wait_event(event)
+
+    def wait_for_fetch(self, event: Any) -> None:
+        """Make the device wait for what a block's backward pass has asked for."""
+        self.wait_for(event)
 
     # -- with selective checkpointing ----------------------------------------------------------------------------
 

@@ -229,7 +229,9 @@ def apply_activation_checkpointing(
     make = create_selective_checkpoint_contexts if offload is None else offload.storing_contexts
     contexts: list[dict[str, Any]] = [{}] * len(blocks)
     if setting == "selective":
-        contexts = [{"context_fn": save_all_costly if offload is None else partial(save_all_costly, make)}] * len(blocks)
+        contexts = [{"context_fn": save_all_costly if offload is None else partial(save_all_costly, make)}] * len(
+            blocks
+        )
     elif kept:
         contexts = [{"context_fn": save_only(places, make)} if places else {} for places in kept]
     for block, context in list(zip(blocks, contexts, strict=True))[every - 1 :: every]:
