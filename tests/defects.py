@@ -1000,6 +1000,20 @@ DEFECTS: list[Defect] = [
         "if self._can_hold_unknown_ids and rows.max(initial=0) >= self.vocab_size:",
         "if self._can_hold_unknown_ids and rows.max(initial=0) > 10**6:",
     ),
+    Defect(
+        "offload-keeps-memory",
+        "offload",
+        "_Call.drop_from_device",
+        "storage.on_device = None",
+        "storage.on_device = storage.on_device",
+    ),
+    Defect(
+        "offloaded-views-lose-their-offset",
+        "offload",
+        "_View.tensor",
+        "data.as_strided(self.shape, self.stride, self.offset)",
+        "data.as_strided(self.shape, self.stride, 0)",
+    ),
 ]
 
 

@@ -91,10 +91,9 @@ class _View:
 
 @dataclass(eq=False)
 class _Call:
-    """One forward pass of a block and, unless it is kept on the device, the storages saved in it."""
+    """One forward pass of a block and, if the block is offloaded, the storages saved in it."""
 
     offload: ActivationOffload
-    is_offloaded: bool
     storages: dict[int, _Storage] = field(default_factory=dict)
     """By the storage's address on the device."""
     stays: set[int] = field(default_factory=set)
@@ -117,7 +116,7 @@ class _Call:
             flat = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
             known = self.storages[address] = _Storage(flat, tensor._version)
         known.num_unread += 1
-        return _View(self, known, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _View(self, known, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def copy_to_host(self) -> None:
         """Start copying the saved storages to the host."""
@@ -134,7 +133,8 @@ class _Call:
             storage.on_host = offload.allocate_on_host(data)
         with offload.copying():
             for storage in self.storages.values():
-                assert storage.on_host is not None and storage.on_device is not None
+                assert storage.on_host is not None
+                assert storage.on_device is not None
                 storage.on_host.copy_(storage.on_device, non_blocking=True)
         self.event = offload.record()
         offload.note_copied([*self.storages.values()])
@@ -160,7 +160,8 @@ class _Call:
             storage.on_device = torch.empty_like(storage.on_host, device=self.offload.device)
         with self.offload.copying():
             for storage in away:
-                assert storage.on_host is not None and storage.on_device is not None
+                assert storage.on_host is not None
+                assert storage.on_device is not None
                 storage.on_device.copy_(storage.on_host, non_blocking=True)
         self.event = self.offload.record()
         self.offload.note_fetched(away)
@@ -217,7 +218,7 @@ class ActivationOffload:
         def watched(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            call = _Call(self, is_offloaded, previous=self._last)
+            call = _Call(self, previous=self._last)
             if is_offloaded:
                 call.stays = self._staying(args[1:], kwargs)
                 with self._in_call(call), torch.autograd.graph.saved_tensors_hooks(self._packer(block, call), _unpack):

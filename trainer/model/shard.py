@@ -219,9 +219,9 @@ def apply_activation_checkpointing(
     `full` saves only a block's input; `selective` also saves the outputs of matrix products and attention, and
     recomputes the cheap operators; `budget:<share>` saves the operators that `saved_by_budget` chose for each block.
     The block's `forward` is wrapped, not the block: names do not change, and FSDP's hooks stay outside, so that
-    recomputation finds the parameters gathered.  With `offload`, what blocks save in part goes to host memory; compiled
-    blocks do not need it, since what they save is visible from outside.  Source: Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022,
-    arXiv:2205.05198 (selective).
+    recomputation finds the parameters gathered.  With `offload`, the operators' outputs go to host memory; compiled
+    blocks do not need it, since what they save is visible from outside.  Source: Chen et al. 2016, arXiv:1604.06174;
+    Korthikanti et al. 2022, arXiv:2205.05198 (selective).
     """
     if setting == "none":
         return

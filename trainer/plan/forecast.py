@@ -77,6 +77,7 @@ def choose_auto(config: RunConfig, given: Given) -> RunConfig:
         config.train,
         activation_checkpoint=settings["train.activation_checkpoint"],
         micro_batch_size=settings["train.micro_batch_size"],
+        offload_activations=settings["train.offload_activations"],
     )
     return replace(config, fsdp=fsdp, train=train, mesh=replace(config.mesh, context=settings["mesh.context"]))
 

@@ -66,6 +66,11 @@ class Probe:
                 length = open_source(data, self.config.vocab_size, "train").attended
         return length or data.seq_len
 
+    @property
+    def num_units(self) -> int:
+        """Number of units that FSDP gathers one by one, without the root."""
+        return len(find_units(self._model, self.config.recipe, self.config.fsdp.wrap))
+
     def trace(self, micro_batch_size: int, checkpointing: int | str, offload: float = 0.0) -> Trace:
         """Return the trace of a micro-batch, with units according to `fsdp.wrap`.
 
@@ -111,7 +116,7 @@ def _trace(
         use_gpu_kernels(model)
     compute_dtype = getattr(torch, config.fsdp.param_dtype)
     fuses = device_type == "cuda" and compiles_when_planned(config.train.compile, device_type)
-    offload = _PlannedOffload(model, blocks, offload_share)
+    offload = _PlannedOffload(model, blocks, offload_share, counts_host=device_type == "cpu")
     checkpointed = _checkpoint(blocks, checkpointing, kept, fuses, offload if offload_share else None)
     train = replace(config.train, activation_checkpoint="selective" if fuses else checkpointing)
     slices = find_slices(replace(config, train=train), rank=0)
@@ -169,10 +174,14 @@ def _checkpoint(
 
 
 class _PlannedOffload(ActivationOffload):
-    """Activation offloading on fake tensors: the code of a run, which marks its copies in a recorder."""
+    """Activation offloading on fake tensors: the code of a run, which marks its copies in a recorder.
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], share: float) -> None:
+    `counts_host`: whether what is on the host takes memory of the device, because the device is a CPU.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], share: float, counts_host: bool) -> None:
         super().__init__(model, blocks, share, torch.device("cpu"))
+        self._counts_host = counts_host
         chosen = offloaded_blocks(len(blocks), share, with_last=True)
         self.nominal = {id(block) for block, is_chosen in zip(blocks, chosen, strict=True) if is_chosen}
         """Blocks that count as offloaded when looking for identical ones: also the last, so that it is no exception."""
@@ -197,6 +206,8 @@ class _PlannedOffload(ActivationOffload):
         return not isinstance(tensor, nn.Parameter)
 
     def allocate_on_host(self, data: torch.Tensor) -> torch.Tensor:
+        if self._counts_host:
+            return super().allocate_on_host(data)
         with self.copying():
             return super().allocate_on_host(data)
 

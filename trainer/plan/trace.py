@@ -266,7 +266,7 @@ class MemoryMeter(TorchDispatchMode):
             sizes = dict(one.log)
             dropped = {serial for serial in unread if serial in one.alive}
             work, never_made = fuse(one.operators, one.alive - dropped)
-            never_made = {*never_made, *never_fetched}
+            never_made |= never_fetched
             log = [(serial, size) for serial, size in one.log if not (serial in forgotten and size < 0)]
             log += [(serial, -sizes[serial]) for serial in dropped - never_made]
             found.append(_segment_of(log, work, never_made))
