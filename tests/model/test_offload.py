@@ -83,9 +83,22 @@ def test_memory_is_free_when_the_next_block_ends() -> None:
     assert offload.host_bytes == 0
 
 
-def test_gradients_are_the_same_and_come_twice() -> None:
+class Gated(Block):
+    """Saves two views of one storage, and their bits in another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(64, 128, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value, gate = self.wide(x).chunk(2, dim=-1)
+        return x + value * torch.sigmoid(gate) * super().forward(x).view(torch.complex64).abs().repeat(1, 2)
+
+
+@pytest.mark.parametrize("kind", [Block, Gated])
+def test_gradients_are_the_same_and_come_twice(kind: type[nn.Module]) -> None:
     """A second backward pass reads what it needs from the host again."""
-    plain, offloaded = stack(0.0)[0], stack(1.0)[0]
+    plain, offloaded = stack(0.0, kind)[0], stack(1.0, kind)[0]
     for blocks in (plain, offloaded):
         loss = run(blocks)
         loss.backward(retain_graph=True)
