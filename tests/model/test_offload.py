@@ -92,7 +92,8 @@ class Gated(Block):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         value, gate = self.wide(x).chunk(2, dim=-1)
-        return x + value * torch.sigmoid(gate) * super().forward(x).view(torch.complex64).abs().repeat(1, 2)
+        pairs = torch.view_as_complex(super().forward(x).unflatten(-1, (-1, 2)))
+        return x + value * torch.sigmoid(gate) * pairs.abs().repeat(1, 2)
 
 
 @pytest.mark.parametrize("kind", [Block, Gated])
