@@ -35,24 +35,6 @@ _NUM_SAMPLED_WINDOWS = 64
 """Number of windows from which the mean attention length is estimated."""
 
 
-def open_shards(shards: Sequence[Shard], data: DataSection, content: str = "") -> TokenSource:
-    """Return the source over `shards` that `data.documents` and `data.fit` select.
-
-    content: the shards' `sample_content`, or "" if it is not known yet.  Raises ShardError, UserError.
-    """
-    source: TokenSource
-    if data.arrangement == "apart":
-        source = PackedSource(shards, data, content, packs=False)
-    elif data.fit == "best":
-        source = PackedSource(shards, data, content, packs=True)
-    elif data.arrangement == "masked":
-        source = MaskedSource(shards, data.seq_len)
-    else:
-        source = TokenSource(shards, data.seq_len)
-    source.known_content = content
-    return source
-
-
 def _document_entries(is_start: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
     """Return the batch entries `documents` and `positions`, both (B, T).
 

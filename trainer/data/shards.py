@@ -493,6 +493,20 @@ def find_dtype(vocab_size: int) -> str:
     return "uint8" if vocab_size <= 2**8 else "uint16" if vocab_size <= 2**16 else "uint32"
 
 
+@dataclass(frozen=True)
+class ShardSet:
+    """The files that a path or URL names, and its shards: shards to train on, and held-out shards.
+
+    train_content, held_out_content: digests from `sample_content`, or "" if unknown.
+    """
+
+    files: list[str]
+    train: list[Shard]
+    train_content: str = ""
+    held_out: list[Shard] = dataclasses.field(default_factory=list)
+    held_out_content: str = ""
+
+
 # -- manifests --------------------------------------------------------------------------------------------------------
 
 MANIFEST = "manifest.json"

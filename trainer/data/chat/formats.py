@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trainer.data.json_files import json_advice
+from trainer.data.ingest.inputs import json_advice
 from trainer.errors import nearest, setting_error
 from trainer.files import find_folder
 
