@@ -498,8 +498,8 @@ DEFECTS: list[Defect] = [
         "padding-is-a-target",
         "windows",
         "TokenSource._windows",
-        "tokens[row, end:], targets[row, end:] = self._padding, IGNORE",
-        "tokens[row, end:], targets[row, end:] = self._padding, self._padding",
+        "tokens[row, filled:], targets[row, filled:] = self._padding, IGNORE",
+        "tokens[row, filled:], targets[row, filled:] = self._padding, self._padding",
     ),
     Defect(
         "held-out-by-size",
@@ -755,7 +755,7 @@ DEFECTS: list[Defect] = [
         "parts-from-behind-a-gap",
         "chats-continue",
         "PartialResults.read",
-        "self._remove_from(self._num_parts)  # these parts follow a damaged one",
+        "self._remove_from(self._num_parts)  # these parts follow a corrupt one",
         "pass",
     ),
     Defect(

@@ -663,7 +663,7 @@ def test_shards_from_afar_on_a_full_disk_are_one_message(tmp_path: Path, monkeyp
         with pytest.raises(UserError) as caught:
             from_afar(tmp_path, monkeypatch).use()
         left = [path.name for path in disk.rglob("*.bin*")]
-    assert "No space left on device to keep it; free some space, or give another disk as data.cache_dir" in str(
+    assert "No space left on device for the cache; free some space, set data.cache_dir to another disk" in str(
         caught.value
     )
     assert left == []

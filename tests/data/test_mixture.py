@@ -309,7 +309,7 @@ def test_a_mixture_goes_on_on_any_mesh_with_the_same_losses(
         (
             [phases_of(second=3)],
             r"phase 2 begins with step 2 \(code 512, web 512 of 1024\) in the checkpoint, begins with step 3"
-            r".*; `from: 2` names the step it began with, whatever train.steps is",
+            r".*; `from: 2` keeps its first step, whatever train.steps is",
         ),
         (
             ["data.phases=[]"],

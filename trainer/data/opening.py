@@ -405,7 +405,7 @@ def _tokenize_text(
     def load(path: Path) -> ShardSet:
         """Return the shards in a folder.  Raises ShardError if any is corrupt."""
         manifest = Manifest.read(path / MANIFEST)
-        train, held_out = manifest.shards(path), manifest.shards(path, held_out=True)
+        train, held_out = manifest.shards(path), manifest.shards(path, is_held_out=True)
         verify_at_start([*train, *held_out])
         for shard in (*train, *held_out):
             shard.is_rebuilt = True  # from now on, corruption is only detected when the shard is read

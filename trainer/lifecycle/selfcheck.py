@@ -374,7 +374,7 @@ def _compare_data(reports: Sequence[_Report], loader: object) -> Iterator[str]:
         yield f"rank {rank}: reads {_order(reports[rank].order)}; rank 0 reads {_order(reports[0].order)}"
     if mismatched or reports[0].order is None or not isinstance(loader, TrainLoader):
         return
-    expected, first = loader.next_samples(of_all_ranks=True), 0
+    expected, first = loader.next_samples(all_ranks=True), 0
     num_sharing = 1 if loader.slices is None else loader.slices.count
     owner: dict[int, int] = {}
     for rank, report in enumerate(reports):

@@ -45,7 +45,7 @@ from trainer.data.ingest.readers import (
     read_tokens,
     split_row_groups,
 )
-from trainer.data.shards import MANIFEST, SUFFIXES, Manifest, Shard, ShardError, ShardWriter, row_of, rows_of
+from trainer.data.shards import MANIFEST, SUFFIXES, Manifest, Shard, ShardError, ShardWriter, rows_of
 from trainer.data.source import sample_content
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.environment import LAUNCHER, find_environment, follow_parent
@@ -774,13 +774,10 @@ def publish(manifest: Manifest, work: Path, stem: Path) -> None:
 def read_published(stem: Path) -> Manifest:
     """Return a manifest of the shards that were published under a stem.  Raises ShardError."""
     paths = [path for path in find_published(stem) if path.suffix == ".bin"]
-    is_held_out = [path.name.startswith(f"{stem.name}-eval-") for path in paths]
-    shards = [Shard(path) for path in paths]
-    return Manifest(
-        *shards[0].info.kind,
-        train=[row_of(shard, stem.parent) for shard, out in zip(shards, is_held_out, strict=True) if not out],
-        held_out=[row_of(shard, stem.parent) for shard, out in zip(shards, is_held_out, strict=True) if out],
-    )
+    held_out = [Shard(path) for path in paths if path.name.startswith(f"{stem.name}-eval-")]
+    train = [Shard(path) for path in paths if not path.name.startswith(f"{stem.name}-eval-")]
+    kind = (train or held_out)[0].info.kind
+    return Manifest(*kind, train=rows_of(train, stem.parent), held_out=rows_of(held_out, stem.parent))
 
 
 def paths_of(manifest: Manifest, stem: Path) -> tuple[list[Path], list[Path]]:

@@ -266,7 +266,7 @@ class ShardPrefetcher:
         self._changed = threading.Condition()
         self._is_closed = False
         self._look_ahead()
-        self._cache.add_forecast(self)
+        self._cache.prefetchers.add(self)
 
     def steps_until_needed(self, name: str) -> float:
         """Return the number of steps until a file is needed, or infinity if that is not known."""
