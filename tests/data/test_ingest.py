@@ -221,9 +221,7 @@ def test_a_file_that_is_cut_short_is_more_than_a_document(tmp_path: Path) -> Non
     content = gzip.compress(b"".join(b'{"text": "line %d"}\n' % number for number in range(5000)))
     (tmp_path / "half.jsonl.gz").write_bytes(content[: len(content) // 2])
     for limit in ("0.5", "error"):
-        with pytest.raises(
-            UserError, match=r"half\.jsonl\.gz: cannot be read to its end (.|\n)*data\.bad=skip skips"
-        ):
+        with pytest.raises(UserError, match=r"half\.jsonl\.gz: cannot be read to its end (.|\n)*data\.bad=skip skips"):
             texts_in(tmp_path, tmp_path, bad=limit)
     assert texts_in(tmp_path, tmp_path, bad="skip") == ["a line"] * 50
     with pytest.raises(UserError, match=r"no readable text in it: .*half\.jsonl\.gz: cannot be read to its end"):
