@@ -27,7 +27,7 @@ Hashes = NDArray[np.uint64]
 
 _GRAM, _STRIDE = 32, 16
 _CHUNK = 1 << 16
-"""Tokens hashed at a time, few enough to stay in the CPU's caches."""
+"""Number of tokens that are hashed at once, few enough to stay in the CPU's caches."""
 _MAX_LISTED = 10
 """Number of findings of each kind that are listed; all are counted."""
 
@@ -197,8 +197,8 @@ def _report_duplicates(shards: list[Shard], report: Report) -> int:
     pairs = ((read(int(order[position])), read(int(order[position + 1]))) for position in repeated)
     duplicates = [(first, second) for (first, first_text), (second, second_text) in pairs if first_text == second_text]
     for first, second in duplicates[:_MAX_LISTED]:
-        report(f"twice: {second} is {first}")
-    more = f", of which {_MAX_LISTED} are listed" if len(duplicates) > _MAX_LISTED else ""
+        report(f"duplicate: {second} is identical to {first}")
+    more = f"; {_MAX_LISTED} are listed" if len(duplicates) > _MAX_LISTED else ""
     report(f"{_plural(len(all_hashes), 'document')}: {len(duplicates):,} duplicates{more}")
     return len(duplicates)
 
@@ -286,6 +286,6 @@ def _report_leaks(train: Source, held_out: Source, data: DataSection, report: Re
             else " ".join(map(str, gram.tolist()))
         )
         report(f"leak: held-out sample {sample} shares text with training sample {train_sample}: {text}")
-    more = f", of which {_MAX_LISTED} are listed" if len(leaks) > _MAX_LISTED else ""
+    more = f"; {_MAX_LISTED} are listed" if len(leaks) > _MAX_LISTED else ""
     report(f"{_plural(len(held_out), 'held-out sample')}: {len(leaks):,} share text with the training data{more}")
     return len(leaks)

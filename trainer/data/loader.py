@@ -132,7 +132,7 @@ class TrainLoader:
 
     @property
     def order(self) -> tuple[int, int, int, str]:
-        """What determines the order from here on: position, number of samples, seed, and a digest of the data.
+        """The values that determine the order from here on: position, number of samples, seed, digest of the data.
 
         Must be the same on all ranks.
         """
@@ -140,7 +140,7 @@ class TrainLoader:
 
     @property
     def epochs(self) -> dict[str, float]:
-        """How many times finished steps have read each source: `epoch_<source>`, or `epoch` for a single source."""
+        """Passes over each source in finished steps, by `epoch_<source>`, or by `epoch` for a single source."""
         return {f"epoch_{name}" if name else "epoch": n for name, n in epochs(self._order, self._samples).items()}
 
     def usage_by_phase(self, steps: int) -> list[SourceUsage]:

@@ -196,8 +196,8 @@ def _open_mixture(
     if any(source.rows_per_sample > 1 for source in sources.values()):
         raise setting_error("data.path", data.path, "preference pairs must be a single source")
     tokenizers = {name: (source.tokenizer, source.vocab_size) for name, source in sources.items()}
+    first = next(iter(tokenizers), "")
     for name, tokenizer in tokenizers.items():
-        first = next(iter(tokenizers))
         if tokenizer != tokenizers[first]:
             differing = ", ".join(f"{n} by {tokenizers[n][0]} ({tokenizers[n][1]} ids)" for n in (first, name))
             raise setting_error("data.path", data.path, f"sources must use the same tokenizer: {differing}")
@@ -283,7 +283,8 @@ def _find_shard_files(setting: str, key: str) -> tuple[Path | None, list[str]]:
     if not is_folder and pattern.endswith(".json") and os.path.isfile(shard):
         raise setting_error(key, setting, "is the metadata of a token shard; give its .bin file", meant=shard)
     if not is_folder and (advice := json_advice(pattern)) is not None:
-        raise setting_error(key, setting, advice[0], fix=advice[1])
+        rule, fix = advice
+        raise setting_error(key, setting, rule, fix=fix)
     if manifest.endswith(".json") and os.path.isfile(manifest):
         return Path(manifest), []
     bins = _find_bins(pattern)

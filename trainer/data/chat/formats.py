@@ -99,7 +99,8 @@ def find_files(key: str, setting: str) -> list[Path]:
     if paths:
         return paths
     if (advice := next(filter(None, map(json_advice, sorted(names))), None)) is not None:
-        raise setting_error(key, setting, advice[0], fix=advice[1])
+        rule, fix = advice
+        raise setting_error(key, setting, rule, fix=fix)
     if names:
         raise setting_error(key, setting, f"data.source=chat reads files that end in {', '.join(SUFFIXES)}")
     neighbors = [name for name in glob.glob(os.path.join(os.path.dirname(pattern), "*")) if name.endswith(SUFFIXES)]

@@ -261,7 +261,7 @@ def _probe_texts(tokenizer: FileTokenizer) -> list[bytes]:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Splitting long documents into pieces whose ids, concatenated, are those of the full document
+# Splitting long documents into pieces with the same ids: concatenated, they are those of the complete document
 #
 # Tokens do not cross the boundaries of the pre-tokenizer.  Candidates for a boundary are the position after a newline
 # between two non-space characters, and the position before a space between two letters.  Whether a tokenizer always

@@ -299,7 +299,7 @@ _LONGEST_ESCAPE = 12
 
 
 class BadLine(Exception):
-    """A line whose text cannot be read; the message says why."""
+    """The text of a line cannot be read; the message says why."""
 
 
 def read_text_value(file: BinaryIO, key: str) -> Iterator[bytes]:

@@ -155,7 +155,7 @@ _VERSION_KEYS = (
 )
 """Metadata keys with values that change with a file's content, most reliable first.
 
-A file system provides some of them, of which only the first is compared: listings and single files report times in
+A file system provides some of them.  Only the first of these is compared: listings and single files report times in
 different formats.
 """
 
