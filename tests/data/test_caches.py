@@ -63,7 +63,7 @@ def samples_of(data: DataSection) -> list[Any]:
         source = open_source(data, None, split)  # type: ignore[call-overload]
         if source is not None:
             batch = {name: entry.tolist() for name, entry in as_mapping(source.batch(np.arange(len(source)))).items()}
-            found += [batch, source.fingerprint.to_state(), source.bytes_per_token, source.sentence]
+            found += [batch, source.fingerprint.to_state(), source.bytes_per_token, source.summary]
     return found
 
 

@@ -482,12 +482,12 @@ def test_a_run_that_drops_some_of_the_data_warns(tmp_path: Path) -> None:
     longer = [{"messages": [ANSWERED[0], {"role": "assistant", "content": "Yes " * number}]} for number in (40, 400)]
     data = data_of(tmp_path, [{"messages": ANSWERED}] * 160 + longer[:1] * 4 + longer[1:])
     source = open_source(data, None, "train")
-    first, warning = source.sentence.splitlines()
+    first, warning = source.summary.splitlines()
     assert first.startswith("165 conversations, 16.7% of the tokens are targets, 5 dropped as too long (")
     assert warning.startswith("warning: 5 of 165 conversations (")
     assert warning.endswith("are not trained on; data.seq_len=128 keeps 95% of them, and data.seq_len=832 all")
     few = dataclasses.replace(data_of(tmp_path, [{"messages": ANSWERED}] * 999 + longer[:1]))
-    assert "warning" not in open_source(few, None, "train").sentence
+    assert "warning" not in open_source(few, None, "train").summary
 
 
 def test_pairs_and_held_out_chats_are_dropped_as_chats_are(tmp_path: Path) -> None:
@@ -510,7 +510,7 @@ def test_peculiarities_of_chats_are_said(tmp_path: Path) -> None:
         model = write_tokenizer(folder / "own", template)
         return open_source(
             data_of(folder, list(records), tokenizer=str(model), **settings), None, "train"
-        ).sentence.splitlines()[1:]
+        ).summary.splitlines()[1:]
 
     chat, plain = {"messages": ANSWERED}, {"prompt": "Hi", "completion": " Yes"}
     assert lines_of(CHATML, chat) == []

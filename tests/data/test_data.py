@@ -90,7 +90,7 @@ def test_a_run_says_which_documents_of_a_text_are_left_out(tmp_path: Path) -> No
             source="tokens", path=str(path), bad=bad, seq_len=8, cache_dir=str(tmp_path / "cache"), holdout=0.2
         )
         return [
-            source.sentence for source in (open_source(data, None, "train"), open_source(data, None, "eval")) if source
+            source.summary for source in (open_source(data, None, "train"), open_source(data, None, "eval")) if source
         ]
 
     text = [json.dumps({"text": f"a text of some length, number {number}"}) for number in range(20)]

@@ -388,9 +388,9 @@ class MixedSource(Source):
         }
 
     @property
-    def sentence(self) -> str:
-        """The sentences of the sources, one per line."""
-        return "\n".join(f"{name}: {source.sentence}" for name, source in self.sources.items() if source.sentence)
+    def summary(self) -> str:
+        """The summaries of the sources, each on a line with its name."""
+        return "\n".join(f"{name}: {source.summary}" for name, source in self.sources.items() if source.summary)
 
     @property
     def attended(self) -> float | None:  # type: ignore[override]

@@ -113,7 +113,7 @@ class Source(ABC):
         return {}
 
     @property
-    def sentence(self) -> str:
+    def summary(self) -> str:
         """A description of how the samples were made for the user to read, or ""."""
         return ""
 
@@ -153,11 +153,11 @@ class SourceSubset(Source):
         return self.base.follow(indices, map(self._to_base_indices, steps), rank_slice)
 
     @property
-    def sentence(self) -> str:
-        """The underlying source's sentence, with the share of its samples in this subset."""
+    def summary(self) -> str:
+        """The underlying source's summary, with the share of its samples in this subset."""
         kind = "held out" if self._start else "trained on, the others held out"
         share = f"{len(self):,} of the {len(self.base):,} samples are {kind}"
-        first_line, newline, other_lines = self.base.sentence.partition("\n")
+        first_line, newline, other_lines = self.base.summary.partition("\n")
         return f"{first_line}; {share}{newline}{other_lines}" if first_line else share
 
     @property
@@ -233,7 +233,7 @@ class TokenSource(Source):
             self.bytes_per_token = num_bytes / self.num_targets
 
     @property
-    def sentence(self) -> str:
+    def summary(self) -> str:
         """The number of tokens, the share of targets, and warnings about skipped documents."""
         num_tokens = self._shard_starts[-1]
         share = self.num_targets / max(1, num_tokens)

@@ -107,10 +107,10 @@ class _Conversations(Source):
         return self.report.shares
 
     @property
-    def sentence(self) -> str:
+    def summary(self) -> str:
         """Statistics of the conversations, and notes on the chat template."""
         notes = [] if self.report.plain == self.report.chats else self._encoder.notes()
-        return "\n".join([self.report.sentence(self._encoder.has_template), *notes])
+        return "\n".join([self.report.summary(self._encoder.has_template), *notes])
 
     def first_prompt(self) -> list[int] | None:
         """Return a conversation's tokens up to its first target, as a prompt for the model.

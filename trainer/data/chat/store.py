@@ -500,7 +500,7 @@ class ChatReport:
                 break
         return f"data.seq_len={longest} keeps them all"
 
-    def sentence(self, has_template: bool = False) -> str:
+    def summary(self, has_template: bool = False) -> str:
         """Summarize the conversations: one line of counts, and one line for each warning or note.
 
         has_template: whether there is a chat template, which plain-text records do not use.
