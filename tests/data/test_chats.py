@@ -394,7 +394,7 @@ def test_formats(kind: str, tmp_path: Path) -> None:
             {"prompt": "Hi", "chosen": said("Bye", "No"), "rejected": "No"},
             "chosen begins with a user message, but does not",
         ),
-        ({"chosen": said("Hi", "Yes"), "rejected": said("Bye", "No")}, "must have the same messages"),
+        ({"chosen": said("Hi", "Yes"), "rejected": said("Bye", "No")}, "chosen and rejected must have the same"),
     ],
 )
 def test_pairs_that_are_none(record: dict[str, Any], says: str, tmp_path: Path) -> None:

@@ -776,8 +776,15 @@ def read_published(stem: Path) -> Manifest:
     paths = [path for path in find_published(stem) if path.suffix == ".bin"]
     held_out = [Shard(path) for path in paths if path.name.startswith(f"{stem.name}-eval-")]
     train = [Shard(path) for path in paths if not path.name.startswith(f"{stem.name}-eval-")]
-    kind = (train or held_out)[0].info.kind
-    return Manifest(*kind, train=rows_of(train, stem.parent), held_out=rows_of(held_out, stem.parent))
+    info = (train or held_out)[0].info
+    return Manifest(
+        dtype=info.dtype,
+        vocab_size=info.vocab_size,
+        tokenizer=info.tokenizer,
+        end_id=info.end_id,
+        train=rows_of(train, stem.parent),
+        held_out=rows_of(held_out, stem.parent),
+    )
 
 
 def paths_of(manifest: Manifest, stem: Path) -> tuple[list[Path], list[Path]]:
