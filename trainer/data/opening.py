@@ -601,7 +601,9 @@ def check_tokenizer(source: Source, config: RunConfig) -> None:
         with contextlib.suppress(UserError):  # raised if the tokenizer has no BOS token
             if source.tokenizer == find_tokenizer(weights_tokenizer, bos=bos).name:
                 return
-    rule = f"the shards were made with {source.tokenizer}, but the weights were trained with {weights_tokenizer}"
+    rule = (
+        f"the shards were made with tokenizer {source.tokenizer}, but the weights were trained with {weights_tokenizer}"
+    )
     fix = "prepare the text again, with --tokenizer and that file; to use these on purpose: "
     raise setting_error("data.path", config.data.path, rule, fix=f"{fix}checkpoint.allow_changes=[data.tokenizer]")
 
