@@ -88,7 +88,9 @@ class AdaptedLinear(nn.Module):
         if not self.is_enabled:
             return self.base_layer(x)  # type: ignore[no-any-return]
         down, up = self.factors
-        if self._is_one_product(x, down, up):
+        is_frozen = _is_plain_linear(self.base_layer) and not self.weight.requires_grad
+        # The fused product does not convert dtypes or support DTensors.
+        if is_frozen and all(t.dtype == x.dtype and not isinstance(t, DTensor) for t in (self.weight, down, up)):
             bias, flat = self.base_layer.bias, x.flatten(0, -2)
             dropped = None if isinstance(self.lora_dropout[ADAPTER], nn.Identity) else self.lora_dropout[ADAPTER](flat)
             weight = self.weight if isinstance(self.base_layer, nn.Linear) else self.weight.t()
@@ -99,12 +101,6 @@ class AdaptedLinear(nn.Module):
         # A single addmm instead of a product, a scaling and a sum over (..., out).
         output = torch.addmm(base_output.flatten(0, -2).to(up.dtype), low.flatten(0, -2), up.t(), alpha=self.scaling)
         return output.view(base_output.shape).to(base_output.dtype)
-
-    def _is_one_product(self, x: torch.Tensor, *factors: torch.Tensor) -> bool:
-        """Return whether the fused product applies: no dtype conversion, no DTensor, and a plain frozen base layer."""
-        is_plain = _is_plain_linear(self.base_layer) and not self.weight.requires_grad
-        tensors = (self.weight, *factors)
-        return is_plain and all(t.dtype == x.dtype and not isinstance(t, DTensor) for t in tensors)
 
 
 class _AdaptedProduct(torch.autograd.Function):

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from trainer.config import Slices
 from trainer.distributed.exchange import exchange_parts, gather_parts
@@ -238,11 +238,7 @@ def _attend_to_all(
 
 def _save_attention_outputs() -> Any:
     """Return the contexts of `torch.utils.checkpoint` that save only the outputs of attention kernels."""
-    return create_selective_checkpoint_contexts(_policy)
-
-
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+    return create_selective_checkpoint_contexts([*OPERATORS])
 
 
 def _attend_by_heads(
