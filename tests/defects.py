@@ -955,8 +955,8 @@ DEFECTS: list[Defect] = [
         "documents-see-those-before",
         "documents-apart",
         "Documents._make_mask",
-        "own_BQ[:, None, :, None] == self.numbers_BT[:, None, None, :]",
-        "own_BQ[:, None, :, None] >= self.numbers_BT[:, None, None, :]",
+        "queries_BQ[:, None, :, None] == self.numbers_BT[:, None, None, :]",
+        "queries_BQ[:, None, :, None] >= self.numbers_BT[:, None, None, :]",
     ),
     Defect(
         "slices-counted-from-0",
