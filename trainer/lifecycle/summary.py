@@ -79,7 +79,7 @@ def start_facts(trainer: Trainer) -> Mapping[str, str]:
         "run": f"{config.run.name} in {config.run.dir}{resumed}",
         "model": f"{', '.join(description)}, {readable_count(num_parameters)} parameters{trained}, "
         + (f"{num_units} FSDP units and the root" if is_sharded else "not sharded"),
-        "weights": _weights_facts(config, trainer.begun_from, trainer.resume, trainer.state.parts),
+        "weights": _weights_facts(config, trainer.initial_weights_source, trainer.resume, trainer.state.parts),
         "tokenizer": _tokenizer_facts(config, loader),
         "template": _template_facts(config),
         "mesh": " x ".join(f"{name} {size}" for name, size in axes) + f"{shared} on {device_name(world.device)}{talks}",
@@ -99,24 +99,28 @@ def _optimizer_facts(trainer: Trainer) -> list[str]:
     return [*describe(trainer.optimizer.parts, names), *trainer.optimizer.notes]
 
 
-def _weights_facts(config: RunConfig, begun_from: str, resume: Resume, parts: Mapping[str, object]) -> str:
+def _weights_facts(config: RunConfig, initial_weights_source: str, resume: Resume, parts: Mapping[str, object]) -> str:
     """Describe where the trained weights come from, and any frozen base or reference weights.
 
-    begun_from: the source of the initial weights, as `load_initial_weights` returned it.
+    initial_weights_source: the source of the initial weights, as `load_initial_weights` returned it.
     parts: the parts of the run's state.
     """
     if resume.step is not None:
-        begun_from = f"checkpoint {resume.path} (step {resume.step})"
+        initial_weights_source = f"checkpoint {resume.path} (step {resume.step})"
     if config.lora.rank:
         base, rank = parts.get(BASE), config.lora.rank
-        under = base.path if isinstance(base, BaseWeights) and base.path else begun_from
-        adapters = f"from {begun_from}" if resume.step is not None else f"drawn at random (run.seed={config.run.seed})"
+        under = base.path if isinstance(base, BaseWeights) and base.path else initial_weights_source
+        adapters = (
+            f"from {initial_weights_source}"
+            if resume.step is not None
+            else f"drawn at random (run.seed={config.run.seed})"
+        )
         return f"{under}, frozen; adapters of rank {rank} {adapters}"
     if config.has_reference_model:
         reference = parts.get(REFERENCE)
         path = reference.path if isinstance(reference, BaseWeights) and reference.path else "the same weights"
-        return f"{begun_from}; reference model: {path}"
-    return begun_from
+        return f"{initial_weights_source}; reference model: {path}"
+    return initial_weights_source
 
 
 def _tokenizer_facts(config: RunConfig, loader: object) -> str:
@@ -187,7 +191,7 @@ def start_notes(trainer: Trainer, advice: Sequence[str], is_evaluated: bool) -> 
         _, _, optimizer_bytes = training_bytes(trainer.model, config.optim, config.train.ema > 0)
         num_shards = trainer.world.size // mesh_sizes(trainer.mesh, config)[REPLICATE]
         num_bytes, steps_left = weights + optimizer_bytes * num_shards, config.train.steps - trainer.state.step
-        notes.append(disk_space_warning(trainer.room_in, config.checkpoint, num_bytes, steps_left))
+        notes.append(disk_space_warning(trainer.storage_to_check, config.checkpoint, num_bytes, steps_left))
     return [note for note in notes if note]
 
 
