@@ -339,7 +339,7 @@ class Trainer:
         return self.resume.step
 
     def finish(self) -> int:
-        """Evaluate unless that is done for this step, save the final checkpoint, end the run.  Returns the exit code."""
+        """Evaluate unless this step was evaluated, save the final checkpoint, end the run.  Returns the exit code."""
         self.lifecycle.stop_in_order()
         if not self.lifecycle.is_running:
             self.skips.check_end(self.state.step)
