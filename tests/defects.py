@@ -39,7 +39,7 @@ class Defect:
     where: str
     """The function, method, class or module constant, such as `Trainer.train_step`, wherever its file is.
 
-    If several modules define the name, its module comes first: `trainer.run:_read`.
+    If several modules define the name, its module comes first: `trainer.run:_load`.
     """
     old: str
     """A part of its code that occurs there once.  Spaces, line breaks and trailing commas do not matter."""
@@ -206,8 +206,8 @@ DEFECTS: list[Defect] = [
     Defect(
         "printed-unchecked",
         "print-config",
-        "trainer.run:_read",
-        "        _check_as_printed(config, arguments.nproc, env)",
+        "trainer.run:_load",
+        "        _check_to_print(config, arguments.nproc, env)",
         "        pass",
     ),
     Defect(
@@ -347,7 +347,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "evaluates-what-was-drawn",
         "evaluate",
-        "trainer.evaluate:_fill",
+        "trainer.evaluate:_load_checkpoint",
         "    fill(trainer.model, stored, stored.description, only=only)",
         "    pass",
     ),
@@ -355,7 +355,7 @@ DEFECTS: list[Defect] = [
         "evaluated-as-its-own-reference",
         "tuned-models",
         "trainer.evaluate:_first_weights",
-        "    if beside is None:",
+        "    if external is None:",
         "    if beside is None or True:",
         by_campaign=True,
     ),
@@ -377,8 +377,8 @@ DEFECTS: list[Defect] = [
         "chunks-added-in-bf16",
         "loss",
         "_Gradients.add",
-        "self.weight_VD = part_VD.float() if self.weight_VD is None",
-        "self.weight_VD = part_VD if self.weight_VD is None",
+        "self.weight_VD = grad_VD.float() if self.weight_VD is None",
+        "self.weight_VD = grad_VD if self.weight_VD is None",
     ),
     # -- the optimizer -------------------------------------------------------------------------------------------
     Defect(

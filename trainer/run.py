@@ -68,7 +68,7 @@ from trainer.errors import (
 from trainer.lifecycle.launch import dry_run_config, spawn
 from trainer.metrics.record import uptime
 from trainer.recipe import add_working_folder_to_path
-from trainer.stopping import StopRequested, interruptible, stopped, unwrapping
+from trainer.stopping import StopRequested, interruptible, stop_message, unwrapping
 from trainer.tables import fit_to_width
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ def report_stop(request: StopRequested, env: Environment) -> int:
     """Print on rank 0 that a signal ended this run before its first step.  Returns the exit code."""
     ignore_termination()
     if not env.rank:
-        print_stderr(stopped(request.name, request.kept or "run the same command again"))
+        print_stderr(stop_message(request.name, request.note or "run the same command again"))
     return EXIT_STOPPED
 
 

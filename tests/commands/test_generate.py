@@ -116,7 +116,9 @@ def written_here(path: Path, num_tokens: int) -> list[int]:
     with ExitStack() as stack:
         writer = open_generator(str(path), CPU, stack)
         return list(
-            generate_tokens(writer.read(), PROMPT, num_tokens, GREEDY, torch.Generator(), writer.ends(ByteTokenizer()))
+            generate_tokens(
+                writer.build_decoder(), PROMPT, num_tokens, GREEDY, torch.Generator(), writer.end_ids(ByteTokenizer())
+            )
         )
 
 

@@ -189,7 +189,7 @@ def test_tokenized_chats_are_continued(damage: str, tmp_path: Path, monkeypatch:
     monkeypatch.setattr("trainer.data.chat.store._PART_S", 0.0)
     with pytest.raises(StopRequested) as raised:
         open_chats(data, None, "train")
-    assert "20 conversations are tokenized" in raised.value.kept
+    assert "20 conversations are tokenized" in raised.value.note
     parts = sorted((tmp_path / "cache").glob("*.part-*"))
     assert len(parts) == 20
     if damage != "none":

@@ -20,7 +20,7 @@ from typing import Any
 
 from trainer.distributed.dead_ranks import is_lost_connection
 from trainer.errors import EXIT_FAILED, EXIT_STOPPED, PeerFailed
-from trainer.stopping import PromptStop, StopRequested, prompt_stop_signal, request_behind
+from trainer.stopping import PromptStop, StopRequested, prompt_stop_signal, underlying_request
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 """Sent by a launcher, Ctrl-C, Slurm, a closed terminal and Ctrl-\\ (which also prints the stacks of all threads)."""
@@ -226,7 +226,7 @@ def causing_stop_request(error: BaseException) -> StopRequested | None:
     Before the first step, the request's exception may have been replaced by another one, or another rank may have left
     before this one.
     """
-    request = request_behind(error)
+    request = underlying_request(error)
     if isinstance(request, StopRequested):
         return request
     name = prompt_stop_signal()
