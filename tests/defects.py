@@ -356,7 +356,7 @@ DEFECTS: list[Defect] = [
         "tuned-models",
         "trainer.evaluate:_first_weights",
         "    if external is None:",
-        "    if beside is None or True:",
+        "    if external is None or True:",
         by_campaign=True,
     ),
     Defect(
@@ -718,7 +718,7 @@ DEFECTS: list[Defect] = [
         "no-meeting",
         "meeting",
         "World._open_group",
-        "agree_to_start(store, rank, size, meeting_s.total_seconds(), problem)",
+        "agree_to_start(store, rank, size, rendezvous_timeout.total_seconds(), problem)",
         "pass",
     ),
     Defect(
@@ -740,8 +740,8 @@ DEFECTS: list[Defect] = [
         "nohup-overruled",
         "closed-terminal",
         "caught_signals",
-        "if number not in _MAY_BE_IGNORED or",
-        "if number in _MAY_BE_IGNORED or",
+        "if number not in _KEPT_IF_IGNORED or",
+        "if number in _KEPT_IF_IGNORED or",
         by_campaign=True,
     ),
     Defect(
@@ -905,8 +905,8 @@ DEFECTS: list[Defect] = [
         "killed-by-whom",
         "killed-rank",
         "describe_killed",
-        "if end.exitcode < 0 and end.timestamp <= first + 1}",
-        "if end.exitcode > 0 and end.timestamp <= first + 1}",
+        "if end.exitcode < 0 and end.timestamp <= first_death + 1}",
+        "if end.exitcode > 0 and end.timestamp <= first_death + 1}",
     ),
     Defect(
         "notice-once",

@@ -359,7 +359,7 @@ def _evaluate(argv: Sequence[str], displayed_path: str | None, stack: ExitStack)
     try:
         env = find_environment()
         stop_request.announce_early(env.rank == 0)
-        if env.launcher in ("nproc", "torchrun") and env.has_a_parent:
+        if env.launcher in ("nproc", "torchrun") and env.has_launcher_parent:
             follow_parent(True)
         arguments_left, allow_import = split_allow_import(argv)
         path, settings = _split_path(arguments_left)

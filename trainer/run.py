@@ -45,7 +45,7 @@ from trainer.distributed.environment import (
     find_environment,
     follow_parent,
     limit_spinning,
-    note_start,
+    record_start_time,
     use_expandable_segments,
     without_garbage_collection,
 )
@@ -102,7 +102,7 @@ def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
         env = find_environment()
         stop_request.announce_early(env.rank == 0)
         check_rendezvous(env)
-        if env.launcher in ("nproc", "torchrun") and env.has_a_parent:
+        if env.launcher in ("nproc", "torchrun") and env.has_launcher_parent:
             follow_parent(True)
         arguments = parse(sys.argv[1:] if argv is None else argv)
         config = _load(arguments, env)
@@ -118,7 +118,7 @@ def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
     finally:
         if not is_ready:
             stop_request.stop_catching_signals()
-    note_start(start_time)
+    record_start_time(start_time)
     is_dry_run = arguments.asks_for("--dry-run")
     action = partial(_dry_run, config) if is_dry_run else lambda trainer: trainer.fit()
     with dry_run_config(config, env) if is_dry_run else contextlib.nullcontext(config) as config:

@@ -240,7 +240,7 @@ class Trainer:
                     self.state.advance(update.num_targets)
                     lr = self.schedule.lr(self.state.step)
                     record = self.accounts.record(update, lr, lambda: self.flops_per_token, self.stopping)
-                self.lifecycle.stop_in_order()
+                self.lifecycle.disable_prompt_stop()
                 self.saver.collect()
                 yield record
 
@@ -340,7 +340,7 @@ class Trainer:
 
     def finish(self) -> int:
         """Evaluate unless this step was evaluated, save the final checkpoint, end the run.  Returns the exit code."""
-        self.lifecycle.stop_in_order()
+        self.lifecycle.disable_prompt_stop()
         if not self.lifecycle.is_running:
             self.skips.check_end(self.state.step)
             return self.lifecycle.end_without_work(self.resume.step, self.checkpoints.clean)

@@ -119,8 +119,8 @@ def test_from_the_first_step_on_a_signal_only_asks() -> None:
     before = signal.getsignal(signal.SIGTERM)
     request.install()
     try:
-        request.stop_promptly()
-        request.stop_in_order()
+        request.enable_prompt_stop()
+        request.disable_prompt_stop()
         signal.raise_signal(signal.SIGTERM)
         stop_if_asked()
         assert request.reason() == "SIGTERM"

@@ -53,8 +53,8 @@ def spawn(nproc: int, command: Sequence[str], config: RunConfig) -> int:
     def interrupt(number: int, frame: object) -> NoReturn:
         raise SignalException(f"asked to stop by {signal.Signals(number).name}", signal.Signals(number))
 
-    request = stop_request.find_stop_request()
-    request.stop_in_order()  # this process waits while the ranks save, however long that takes
+    request = stop_request.take_stop_request()
+    request.disable_prompt_stop()  # this process waits while the ranks save, however long that takes
     try:
         for number in stop_request.caught_signals():  # until the launcher installs its own handlers
             signal.signal(number, interrupt)

@@ -27,17 +27,17 @@ from typing import TYPE_CHECKING, Any, Literal
 from trainer.config import find_deadline
 from trainer.data.loader import EvalLoader, TrainLoader, WaitAbandoned
 from trainer.distributed.channel import StepSync
-from trainer.distributed.environment import take_start
+from trainer.distributed.environment import take_start_time
 from trainer.distributed.stop_request import (
-    GIVING_UP,
     NOTICE,
     STOPPING,
+    STOPPING_EVALUATION,
     acknowledge_stop,
     causing_stop_request,
-    find_stop_request,
     identity,
     show_cursor,
     take_stale_notice,
+    take_stop_request,
 )
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from trainer.lifecycle.summary import closing
@@ -84,7 +84,7 @@ class Lifecycle:
         self._has_run_end_command = False
         self.stopping = False
         """True on all ranks once any rank was asked to stop: the current step is the last."""
-        self.stop = find_stop_request()
+        self.stop = take_stop_request()
         if run.world.is_main:
             self.stop.on_first_signal, self.stop.on_second_interrupt = acknowledge_stop, self._quit
         self._stale_notice = take_stale_notice(run.config.run_dir)
@@ -135,7 +135,7 @@ class Lifecycle:
         self._metrics.start(facts)
         for note in notes:
             self._metrics.say(note)
-        clock, command = self._metrics.clock, take_start()
+        clock, command = self._metrics.clock, take_start_time()
         # The start of the command, or of this Trainer if that is unknown, in seconds since the epoch.
         started = clock.now() - (time.monotonic() - self._started) if command is None else clock.at(command)
         nodes = self._world.env.num_nodes
@@ -233,9 +233,9 @@ class Lifecycle:
             self._folder.write_status("stopped", EXIT_STOPPED, self._state.step, "asked to stop")
         self._folder.release()
 
-    def stop_in_order(self) -> None:
+    def disable_prompt_stop(self) -> None:
         """From now on, finish the step and save when asked to stop, since there is something to save."""
-        self.stop.stop_in_order()
+        self.stop.disable_prompt_stop()
 
     def _end(self, state: str, exit_code: int, reason: str) -> None:
         self._enter("end")
@@ -287,7 +287,7 @@ class Lifecycle:
         """Catch requests to stop inside the block, without writing to the run, however the block ends."""
         self._enter("end")
         if self._world.is_main:
-            self.stop.on_first_signal = partial(acknowledge_stop, GIVING_UP)
+            self.stop.on_first_signal = partial(acknowledge_stop, STOPPING_EVALUATION)
         self.stop.is_acknowledged = True  # the usual message, which promises a save, would be wrong here
         self.stop.install()
         try:
