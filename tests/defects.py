@@ -534,7 +534,7 @@ DEFECTS: list[Defect] = [
         "stored-settings-win",
         "resume-changes",
         "OptimizerState.load_state_dict",
-        'if k not in ("lr", "initial_lr") and v != built.get(k)',
+        'if k not in ("lr", "initial_lr") and v != initial.get(k)',
         'if k not in ("lr", "initial_lr")',
     ),
     Defect(
@@ -569,8 +569,8 @@ DEFECTS: list[Defect] = [
         "begins-anew-without-a-word",
         "checkpoints-gone",
         "EarlierAttempts.check",
-        "if found is None:",
-        "if found is None and past.source_file == STATUS:",
+        "if restored is None:",
+        "if restored is None and progress.source_file == STATUS:",
     ),
     Defect(
         "superseded-lines-erased",
@@ -676,8 +676,8 @@ DEFECTS: list[Defect] = [
         "owner-taken-for-dead",
         "owner",
         "FolderLock._is_dead",
-        'or _start_of(owner["pid"]) != owner["started"]',
-        'or _start_of(owner["pid"]) == owner["started"]',
+        'or _process_start_time(owner["pid"]) != owner["started"]',
+        'or _process_start_time(owner["pid"]) == owner["started"]',
     ),
     Defect(
         "status-in-place",
@@ -690,7 +690,7 @@ DEFECTS: list[Defect] = [
         "lost-folder-not-followed",
         "lost-folders",
         "Relocation.check",
-        "self._checkpoints.move_to(place)",
+        "self._checkpoints.move_to(storage)",
         "pass",
     ),
     Defect(
@@ -990,7 +990,7 @@ DEFECTS: list[Defect] = [
         "slices-unchecked",
         "context-refused",
         "trainer.lifecycle.selfcheck:check_context",
-        "if not abs(one - other) <= tolerance * abs(one):",
+        "if not abs(full_loss - slice_loss) <= tolerance * abs(full_loss):",
         "if abs(one) > 1e30:",
     ),
     Defect(

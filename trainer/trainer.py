@@ -228,7 +228,9 @@ class Trainer:
                 return
             random_state = self.state.random.state_dict()
             batches = iter(self.loader)
-            self.state.random.load_state_dict(random_state)  # a loader of your own may draw random numbers there
+            self.state.random.load_state_dict(
+                random_state
+            )  # creating the iterator of a custom loader may draw random numbers
             self.accounts.restart()
             while not self.horizon.is_reached(self.state.step) and not self.stopping:
                 self.resume.confirm(self.state.step)
@@ -328,8 +330,8 @@ class Trainer:
         if loaded_step is not None:
             self.schedule.zero_after_end = self.state.zero_after_end
             self.accounts.discard()
-            self.saver.loaded(self.state, self.resume.is_own)
-            self.horizon.loaded(self.resume.is_own)
+            self.saver.loaded(self.state, self.resume.is_same_run)
+            self.horizon.loaded(self.resume.is_same_run)
             if any(line.startswith(("data.tokenizer:", "data.chat_template:")) for line in self.resume.changed):
                 store_tokenizer(self.origin, self.config, self.world)
             self.lifecycle.restore()
