@@ -626,8 +626,8 @@ DEFECTS: list[Defect] = [
         "shape-of-the-recipe-kept",
         "source-says-what-it-is",
         "model_of_weights",
-        "is_set = key in given.untyped.assignments or (name in free and key in given.untyped.values)",
-        "is_set = key in given.untyped.assignments or key in given.untyped.values",
+        "is_set = key in resolution.untyped.assignments or (name in free and key in resolution.untyped.values)",
+        "is_set = key in resolution.untyped.assignments or key in resolution.untyped.values",
     ),
     Defect(
         "other-scaling-passed",
@@ -870,8 +870,8 @@ DEFECTS: list[Defect] = [
         "stored-may-import",
         "stored-is-data",
         "config_from_yaml",
-        "return _build(Given(Path(origin), values=values, allow_import=allow_import, is_stored=True))",
-        "return _build(Given(Path(origin), values=values, allow_import=(), is_stored=True))",
+        "return _build(Resolution(Path(origin), values=values, allow_import=allow_import, is_stored=True))",
+        "return _build(Resolution(Path(origin), values=values, allow_import=(), is_stored=True))",
     ),
     Defect(
         "escaped-resolver",

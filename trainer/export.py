@@ -21,7 +21,7 @@ import torch
 
 from trainer.checkpoint.reader import open_checkpoint
 from trainer.config import RunConfig, config_from_yaml
-from trainer.config.initial_weights import allows_another
+from trainer.config.initial_weights import allows_other_tokenizer
 from trainer.data.ingest.inputs import kind_of
 from trainer.data.prompts import chat_end_ids
 from trainer.data.tokenizer import find_tokenizer
@@ -134,7 +134,7 @@ def _reads_bytes(config: RunConfig) -> bool:
     places = [*path.values()] if isinstance(path, Mapping) else [path]
     kinds = [kind_of(str(place)) for place in places if place]
     is_text = any(kind is not None and kind[0] != "tokens" for kind in kinds)
-    return config.data.source != "tokens" or is_text or allows_another(config)
+    return config.data.source != "tokens" or is_text or allows_other_tokenizer(config)
 
 
 def _export_file(

@@ -14,6 +14,8 @@ import pkgutil
 import re
 import sys
 import traceback
+import types
+import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -223,16 +225,18 @@ def declare(default: Any, meaning: str, **limits: Any) -> Any:
     return field(default=default, metadata={"meaning": meaning, **limits})
 
 
-def check_number(key: str, value: Any, number: float, limits: Mapping[str, Any], example: object = None) -> None:
+def check_number(
+    key: str, value: Any, number: float, limits: Mapping[str, Any], example: Callable[[], object] = lambda: None
+) -> None:
     """Raise UserError unless `number` is finite and within the limits of `declare`.
 
     value: the value of the key, which is `number` or contains it.
-    example: a value to suggest if there is no nearest legal value.
+    example: returns a value to suggest if there is no nearest legal value.
     """
     if isinstance(number, int) and not -(2**63) <= number < 2**63:
         raise setting_error(key, "(a number of more than 63 bits)", "must be a number that fits in 64 bits")
     if not math.isfinite(number):
-        raise setting_error(key, value, "must be finite", example=example)
+        raise setting_error(key, value, "must be finite", example=example())
     for limit, is_violated in (
         ("at_least", lambda bound: number < bound),
         ("at_most", lambda bound: number > bound),
@@ -244,8 +248,13 @@ def check_number(key: str, value: Any, number: float, limits: Mapping[str, Any],
             rule = f"must be {limit.replace('_', ' ')} {limits[limit]}"
             null = re.search(r"null: ([^;]+)", str(limits.get("meaning", "")))
             fix = f"{key}=null means {null[1]}" if null and nearest_legal is None else ""
-            shown = example if nearest_legal is None and not fix else None
-            raise setting_error(key, value, rule, nearest_legal, example=shown, fix=fix)
+            suggestion = example() if nearest_legal is None and not fix else None
+            raise setting_error(key, value, rule, nearest_legal, example=suggestion, fix=fix)
+
+
+def union_members(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union type, or the type itself."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
 _registry: dict[str, Recipe] = {}

@@ -119,7 +119,7 @@ def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
         if not is_ready:
             stop_request.stop_catching_signals()
     record_start_time(start_time)
-    is_dry_run = arguments.asks_for("--dry-run")
+    is_dry_run = arguments.has_option("--dry-run")
     action = partial(_dry_run, config) if is_dry_run else lambda trainer: trainer.fit()
     with dry_run_config(config, env) if is_dry_run else contextlib.nullcontext(config) as config:
         if is_spawning:
@@ -141,10 +141,10 @@ def unusable_path_error(error: OSError, argv: Sequence[str]) -> UserError:
 def _load(arguments: Arguments, env: Environment) -> RunConfig | None:
     """Return the configuration to train, or None if the command only prints something, as `--help` does."""
     recipe, overrides = arguments.recipe, arguments.overrides
-    if arguments.asks_for("--version"):
+    if arguments.has_option("--version"):
         print_stdout(f"meshtrainer {__version__}")
         return None
-    if arguments.asks_for("--help"):
+    if arguments.has_option("--help"):
         text = full_help(
             arguments.sections,
             load_config(recipe, overrides, arguments.allow_import, needs_weights=False) if recipe else None,
@@ -155,20 +155,20 @@ def _load(arguments: Arguments, env: Environment) -> RunConfig | None:
         if overrides or arguments.options:
             raise no_recipe(USAGE.partition("\n")[0], overrides)
         raise UserError(f"{USAGE}\n{recipe_list()}")
-    config, given = load_with_origins(recipe, overrides, arguments.allow_import)
-    if arguments.asks_for("--print-config"):
+    config, resolution = load_with_origins(recipe, overrides, arguments.allow_import)
+    if arguments.has_option("--print-config"):
         _check_to_print(config, arguments.nproc, env)
         from trainer.data.opening import is_untokenized, resolve_from_data
 
         if config.data.path and not is_untokenized(config.data):  # the number of steps can be read off the token shards
-            config = resolve_from_data(config, given)
-        text = explained_yaml(config, given.origins) if arguments.asks_for("--why") else config.to_yaml()
+            config = resolve_from_data(config, resolution)
+        text = explained_yaml(config, resolution.origins) if arguments.has_option("--why") else config.to_yaml()
         print_stdout(text, end="")
         return None
-    config = run_passes("start", config, given)
+    config = run_passes("start", config, resolution)
     if env.launcher != "nproc":  # with nproc, the parent process has done this
         stop_request.note_stale_notice(config.run_dir)
-        for note in given.notes if env.rank == 0 else ():
+        for note in resolution.notes if env.rank == 0 else ():
             print_stderr(note)
     return config
 

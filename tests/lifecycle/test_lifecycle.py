@@ -113,7 +113,7 @@ class Run:
             saver=saver,
             forecast=forecast,
         )
-        self.life = Lifecycle(parts, None, None, started=0.0)
+        self.life = Lifecycle(parts, None, None, start_time=0.0)
 
     def say(self, text: str) -> None:
         self.said.append(text)

@@ -232,7 +232,7 @@ def test_limits(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def after(seconds: float) -> str:
         clock[0] += seconds
-        return dog._overdue()
+        return dog._describe_expired_limit()
 
     dog.begin_step(1)
     assert after(299) == ""
@@ -267,7 +267,7 @@ def test_every_update_but_the_first_has_the_shorter_limit(dog: Watchdog, monkeyp
     for step in (1, 2, 3):
         dog.begin_step(step)
         clock[0] += 51
-        found.append(dog._overdue())
+        found.append(dog._describe_expired_limit())
         dog.end_step(1)
     assert found == ["", *["no progress within run.step_timeout_s, 50 s"] * 2]
 
@@ -278,7 +278,7 @@ def test_who_is_saving_within_the_limit_is_waited_for(dog: Watchdog, capsys: pyt
     with dog.during("save"):
         dog._report("another rank waits for this one")
         assert dog._round == 1
-        assert not dog._is_asked(), "next time there is a question of its own"
+        assert not dog._is_report_requested(), "next time there is a question of its own"
     assert capsys.readouterr().err == ""
 
 

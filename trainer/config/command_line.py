@@ -37,7 +37,7 @@ class Arguments:
     sections: list[str] = field(default_factory=list)
     """Sections for which `--help` is requested; empty for all."""
 
-    def asks_for(self, option: str) -> bool:
+    def has_option(self, option: str) -> bool:
         """Return whether an option such as `--help` was given."""
         return option in self.options
 

@@ -31,11 +31,11 @@ def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
         return  # this kind of model initialises its weights randomly
     fresh, objective = given.get("model.fresh"), config.train.objective
     settings = {"data.source": config.data.source, "train.objective": objective, "lora.rank": config.lora.rank}
-    if not (is_true(fresh) or (fresh is None and config.model.fresh and not asks_for_fine_tuning(settings))):
+    if not (is_true(fresh) or (fresh is None and config.model.fresh and not is_fine_tuning(settings))):
         check_weights(config.model_path, "model.path")
 
 
-def asks_for_fine_tuning(values: Mapping[str, Any]) -> bool:
+def is_fine_tuning(values: Mapping[str, Any]) -> bool:
     """Return whether a configuration uses chats, preferences or adapters, which need trained weights."""
     rank = values.get("lora.rank")
     return (
@@ -110,7 +110,7 @@ def find_weights_folder(config: RunConfig) -> str | None:
     return config.model_path if is_read else None
 
 
-def allows_another(config: RunConfig) -> bool:
+def allows_other_tokenizer(config: RunConfig) -> bool:
     """Return whether `checkpoint.allow_changes` permits a tokenizer other than that of the weights."""
     return not {"data", _KEY}.isdisjoint(config.checkpoint.allow_changes)
 
@@ -146,7 +146,7 @@ def check_readable_tokenizer(config: RunConfig) -> None:
         rule = f"the weights of {config.train.init_from} were trained with {of_run}, which is missing"
         raise setting_error(_KEY, config.data.tokenizer, rule, fix=f"give its new place, {_KEY}=FILE")
     folder = find_weights_folder(config)
-    if folder is not None and not allows_another(config):
+    if folder is not None and not allows_other_tokenizer(config):
         check_tokenizer_of_folder(folder)
 
 

@@ -10,6 +10,7 @@ import os
 import re
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -23,13 +24,12 @@ from trainer.config.messages import (
     suggest_value,
     type_name,
     unexpected_argument,
-    union_members,
     unknown_key,
 )
 from trainer.config.pretrained import DeclaredModel
 from trainer.config.schema import SUBSECTIONS, RunConfig
 from trainer.errors import UserError, choice_error, is_masked, masked, masked_command, nearest, setting_error, typed
-from trainer.recipe import check_import, check_number, load_recipes
+from trainer.recipe import check_import, check_number, load_recipes, union_members
 
 # ---------------------------------------------------------------------------------------------------------------
 # Recipe files
@@ -43,14 +43,14 @@ def find_recipe_file(recipe: str) -> Path:
         path = Path(recipe)
         if not path.is_file():
             best = nearest(path.stem, recipe_files())
-            fix = "" if best else f"give its path from {os.getcwd()}, or start from {_HOW_TO_WRITE_ONE}"
+            fix = "" if best else f"give its path from {os.getcwd()}, or start from {_TEMPLATE}"
             raise setting_error("recipe", recipe, "no such file", meant=best, fix=fix)
         return path
     files = recipe_files()
     if recipe in files:
         return files[recipe]
     if Path(recipe).suffix in (".json", ".toml"):
-        raise setting_error("recipe", recipe, "recipe files are YAML", fix=f"start from {_HOW_TO_WRITE_ONE}")
+        raise setting_error("recipe", recipe, "recipe files are YAML", fix=f"start from {_TEMPLATE}")
     if Path(recipe).is_dir() and not (Path(recipe) / CONFIG).is_file():
         rule = f"is a folder, but not a run folder: it has no {CONFIG}"
         inside = next(iter(sorted(Path(recipe).glob("*.y*ml"))), None)
@@ -63,7 +63,7 @@ def find_recipe_file(recipe: str) -> Path:
     raise choice_error("recipe", recipe, sorted(files), "a path ending in .yaml, a run folder, or one of")
 
 
-_HOW_TO_WRITE_ONE = "the output of python -m trainer.run recipe=llama_small --print-config"
+_TEMPLATE = "the output of python -m trainer.run recipe=llama_small --print-config"
 
 
 def recipe_files() -> dict[str, Path]:
@@ -89,7 +89,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
             fix = "indent with spaces"
             raise setting_error("recipe", path, f"is not valid YAML{line}: it contains a tab", fix=fix) from error
         rule = f"is not valid YAML{line}: {getattr(error, 'problem', error)}"
-        fix = f"correct{line.replace(',', '')} or start from {_HOW_TO_WRITE_ONE}"
+        fix = f"correct{line.replace(',', '')} or start from {_TEMPLATE}"
         raise setting_error("recipe", path, rule, fix=fix) from error
     except UnicodeDecodeError as error:
         raise setting_error("recipe", path, "is not UTF-8 text", fix="save it as UTF-8 in your editor") from error
@@ -98,11 +98,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise setting_error("recipe", path, rule, fix="give a readable file") from error
     if not isinstance(tree, dict):
         rule = "must contain sections such as `train:` with keys below them"
-        raise setting_error("recipe", path, rule, fix=f"start from {_HOW_TO_WRITE_ONE}")
+        raise setting_error("recipe", path, rule, fix=f"start from {_TEMPLATE}")
     return {str(key): value for key, value in tree.items()}
 
 
-def leaves(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
+def flat_keys(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the keys of a recipe file's sections, as section.key, with their values.  Raises UserError if it has none.
 
     path: the file, for messages.
@@ -397,4 +397,4 @@ def check_limits(config: RunConfig) -> None:
         value = operator.attrgetter(key)(config)
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, (int, float)) and not isinstance(number, bool):
-                check_number(key, value, number, item.metadata, example_value(item))
+                check_number(key, value, number, item.metadata, partial(example_value, item))

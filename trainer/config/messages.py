@@ -12,12 +12,12 @@ import itertools
 import math
 import re
 import shlex
-import types
 import typing
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal
 
 from trainer.errors import UserError, nearest, setting_error, typed
+from trainer.recipe import union_members
 
 # ---------------------------------------------------------------------------------------------------------------
 # Unknown keys, options and arguments
@@ -259,11 +259,6 @@ def _is_key(word: str) -> bool:
 # Values of the wrong type
 #
 # The unit of a number follows from the suffix of its key: `_s` is in seconds, `_h` in hours, `_gib` in GiB.
-
-
-def union_members(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union type, or the type itself."""
-    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
 def type_name(hint: Any) -> str:

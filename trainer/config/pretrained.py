@@ -12,7 +12,6 @@ import dataclasses
 import math
 import shlex
 import struct
-import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any
 
 from trainer.errors import UserError, setting_error
 from trainer.files import link_outside, parse_json, read_json
-from trainer.recipe import HuggingFace, Recipe, all_recipes, check_number, find_recipe
+from trainer.recipe import HuggingFace, Recipe, all_recipes, check_number, find_recipe, union_members
 
 CONFIG = "config.json"
 
@@ -140,7 +139,7 @@ def model_config_of(folder: str | Path, recipes: Sequence[Recipe], setting: str 
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-LARGEST_INDEX = 256 << 20
+MAX_INDEX_BYTES = 256 << 20
 """Largest accepted size of an index file in bytes; it has a line per tensor."""
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -184,7 +183,7 @@ def check_weights(folder: str | Path, setting: str) -> None:
     with contextlib.suppress(
         ValueError, LookupError, TypeError, AttributeError, OSError
     ):  # reading the index reports such errors
-        names = sorted(set(read_json(path / INDEX, LARGEST_INDEX)["weight_map"].values()))
+        names = sorted(set(read_json(path / INDEX, MAX_INDEX_BYTES)["weight_map"].values()))
         if absent := [name for name in names if not (path / name).is_file()]:
             rule = f"{INDEX} names {', '.join(absent)}, which is missing; download it again"
             raise setting_error(setting, folder, rule)
@@ -470,7 +469,7 @@ def check_readable(content: Mapping[str, Any]) -> None:
 
 def _typed(key: str, value: Any, hint: Any) -> Any:
     """Convert a value of config.json to the field's type.  Raises UserError if its type does not match."""
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    options = union_members(hint)
     if not set(options) <= {int, float, bool, str, type(None)}:
         return value  # not a scalar type: the recipe checks it
     if isinstance(value, int) and not isinstance(value, bool) and float in options and int not in options:

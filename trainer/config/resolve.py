@@ -2,7 +2,7 @@
 
 Defaults < recipe files < command line.  What follows from other settings, from files, from the data or from the device
 is then filled in by `PASSES`, one after another.  A pass is a function from the configuration, as far as it is known,
-and what the user gave.  `Given.origins` records where the value of each key came from, for `--print-config --why`.
+and what the user gave.  `Resolution.origins` records where the value of each key came from, for `--print-config --why`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.changes import compare_configs
 from trainer.config.initial_weights import (
-    allows_another,
-    asks_for_fine_tuning,
+    allows_other_tokenizer,
     check_initial_weights,
     check_readable_tokenizer,
     check_same_tokenizer,
     find_weights_tokenizer,
+    is_fine_tuning,
     is_true,
     resumes,
 )
@@ -40,10 +40,10 @@ from trainer.config.load import (
     declared_keys,
     empty_tree,
     find_recipe_file,
+    flat_keys,
     is_checkpoint,
     is_run,
     is_written_by_run,
-    leaves,
     no_model,
     parse_override,
     read_run_config,
@@ -94,7 +94,7 @@ class Keys:
 
 
 @dataclass
-class Given:
+class Resolution:
     """What the user gave, which the passes decide by, and what they report."""
 
     path: Path = Path(CONFIG)
@@ -160,19 +160,19 @@ def load_config(
 
 def load_with_origins(
     recipe: str, overrides: Sequence[str] = (), allow_import: Collection[str] = (), needs_weights: bool = True
-) -> tuple[RunConfig, Given]:
+) -> tuple[RunConfig, Resolution]:
     """Load a configuration as `load_config` does; return it with what the user gave and where each value comes from."""
     path = find_recipe_file(recipe)
-    given = Given(path, split_overrides(overrides), allow_import=allow_import, needs_weights=needs_weights)
-    tree = run_passes("files", read_yaml(path), given)
+    resolution = Resolution(path, split_overrides(overrides), allow_import=allow_import, needs_weights=needs_weights)
+    tree = run_passes("files", read_yaml(path), resolution)
     if is_written_by_run(path):
-        check_imports(tree, given.assignments, allow_import)
-    remember_secrets([tree, *given.assignments.values()])
-    for key, value in leaves(tree, path):
-        if key not in given.assignments:
+        check_imports(tree, resolution.assignments, allow_import)
+    remember_secrets([tree, *resolution.assignments.values()])
+    for key, value in flat_keys(tree, path):
+        if key not in resolution.assignments:
             refuse_masked(key, value, path)
-        given.values[key] = value
-    return _build(given), given
+        resolution.values[key] = value
+    return _build(resolution), resolution
 
 
 def config_from_yaml(text: str, origin: str = CONFIG, allow_import: Collection[str] = ()) -> RunConfig:
@@ -181,29 +181,29 @@ def config_from_yaml(text: str, origin: str = CONFIG, allow_import: Collection[s
     The text is untrusted: of the modules that it names, only those in `allow_import` and their submodules are imported.
     Raises UserError as `load_config` does.
     """
-    values = dict(leaves(read_stored(text, origin), Path(origin)))
-    return _build(Given(Path(origin), values=values, allow_import=allow_import, is_stored=True))
+    values = dict(flat_keys(read_stored(text, origin), Path(origin)))
+    return _build(Resolution(Path(origin), values=values, allow_import=allow_import, is_stored=True))
 
 
-def _build(given: Given) -> RunConfig:
+def _build(resolution: Resolution) -> RunConfig:
     """Return the configuration of the values of files and of the command line: give them types, then run the passes."""
-    keys = run_passes("keys", Keys(dict(given.values), dict(given.assignments)), given)
-    given.untyped, values, assignments = keys, keys.values, keys.assignments
+    keys = run_passes("keys", Keys(dict(resolution.values), dict(resolution.assignments)), resolution)
+    resolution.untyped, values, assignments = keys, keys.values, keys.assignments
     name = assignments.get("model.name", values.get("model.name"))
     if name is None:
-        raise no_model(values, given.path)
-    model = find_recipe(str(name), given.allow_import if given.is_stored else None).config
+        raise no_model(values, resolution.path)
+    model = find_recipe(str(name), resolution.allow_import if resolution.is_stored else None).config
     tree, legal = copy.deepcopy(empty_tree(model)), declared_keys(model)
     for key, value in values.items():
-        assign(tree, legal, key, value, f" (in {given.path})")
+        assign(tree, legal, key, value, f" (in {resolution.path})")
     for key, text in assignments.items():
         if key in legal:
             assign(tree, legal, key, parse_override(key, text, legal[key].type), "", text)
         else:
             assign(tree, legal, key, text, "")
-        given.origins[key] = "command line"
+        resolution.origins[key] = "command line"
     try:
-        config = OmegaConf.to_object(run_passes("tree", tree, given))
+        config = OmegaConf.to_object(run_passes("tree", tree, resolution))
     except OmegaConfBaseException as error:
         key = str(error.full_key)
         rule = f"cannot be resolved ({str(error).splitlines()[0]})"
@@ -212,31 +212,31 @@ def _build(given: Given) -> RunConfig:
     assert isinstance(config, RunConfig)
     remember_secrets(dataclasses.asdict(config))
     check_limits(config)
-    if given.declared is not None:
-        given.declared.check(config.model, config.checkpoint.allow_changes)
-    return run_passes("config", config, given)
+    if resolution.declared is not None:
+        resolution.declared.check(config.model, config.checkpoint.allow_changes)
+    return run_passes("config", config, resolution)
 
 
-def run_passes(stage: Stage, config: ConfigType, given: Given) -> ConfigType:
+def run_passes(stage: Stage, config: ConfigType, resolution: Resolution) -> ConfigType:
     """Run the passes of one stage in their order, and return the configuration.
 
     A key whose value a pass changes gets that pass as its origin, unless the pass itself records a more precise one.
     """
     before = dict(_flat(config))
     for each in PASSES:
-        if each.stage != stage or (given.is_stored and not each.for_stored):
+        if each.stage != stage or (resolution.is_stored and not each.for_stored):
             continue
-        recorded = dict(given.origins)
+        recorded = dict(resolution.origins)
         decide = resolve(each.decide, each.name) if isinstance(each.decide, str) else each.decide
-        config = decide(config, given)
+        config = decide(config, resolution)
         after = dict(_flat(config))
         for key in before.keys() | after.keys():
             if key not in after:
-                given.origins.pop(key, None)
-            elif (key not in before or before[key] != after[key]) and given.origins.get(key) == recorded.get(key):
+                resolution.origins.pop(key, None)
+            elif (key not in before or before[key] != after[key]) and resolution.origins.get(key) == recorded.get(key):
                 replaced = recorded.get(key, "")  # from the user; not by an earlier pass
                 was = f" (was: {replaced})" if replaced and ": " not in replaced else ""
-                given.origins[key] = f"{each.name}: {each.reason}{was}"
+                resolution.origins[key] = f"{each.name}: {each.reason}{was}"
         before = after
     return config
 
@@ -273,7 +273,7 @@ _NOT_INHERITED = {"run": ("name", "dir"), "checkpoint": ("dir", "resume")}
 """Keys of a run's stored configuration that only apply to that run, by section."""
 
 
-def inherit(tree: Mapping[str, Any], given: Given) -> dict[str, Any]:
+def inherit(tree: Mapping[str, Any], resolution: Resolution) -> dict[str, Any]:
     """Merge the sections of the recipe file over those of its parents.
 
     First of all, since every other pass needs the values that files set, whichever file sets them.  A parent is written
@@ -283,9 +283,9 @@ def inherit(tree: Mapping[str, Any], given: Given) -> dict[str, Any]:
 
     Raises UserError for a parent that does not exist, and for circular inheritance.
     """
-    found, seen = dict(tree), [given.path.resolve()]
-    file = shown_path(given.path)
-    given.origins.update((key, file) for key, _ in _flat(found))
+    found, seen = dict(tree), [resolution.path.resolve()]
+    file = shown_path(resolution.path)
+    resolution.origins.update((key, file) for key, _ in _flat(found))
     while (parent := found.pop(PARENT, None)) is not None:
         rule = f"must be a recipe, a path ending in .yaml, or a run folder (in {seen[-1]})"
         if not isinstance(parent, str):
@@ -297,14 +297,14 @@ def inherit(tree: Mapping[str, Any], given: Given) -> dict[str, Any]:
             raise setting_error(PARENT, parent, rule, fix="start one of them from another recipe, such as llama_small")
         inherited = read_yaml(above)
         if is_written_by_run(above):
-            check_imports(inherited, given.assignments, given.allow_import)
+            check_imports(inherited, resolution.assignments, resolution.allow_import)
         if above.name == CONFIG and is_run(above.parent):
             for section, names in _NOT_INHERITED.items():
                 if isinstance(inherited.get(section), Mapping):
                     inherited[section] = {k: value for k, value in inherited[section].items() if k not in names}
         found, file = _merge(inherited, found), shown_path(above)
         for key, _ in _flat(found):
-            given.origins.setdefault(key, file)
+            resolution.origins.setdefault(key, file)
         seen.append(above)
     return found
 
@@ -330,7 +330,7 @@ def shown_path(path: Path) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
-def run_paths(tree: Mapping[str, Any], given: Given) -> dict[str, Any]:
+def run_paths(tree: Mapping[str, Any], resolution: Resolution) -> dict[str, Any]:
     """Resolve the folders in a configuration that a run wrote to where they are now.
 
     A run folder that was moved continues at its new path; a copy of a run folder continues as a separate run.  Before
@@ -339,7 +339,7 @@ def run_paths(tree: Mapping[str, Any], given: Given) -> dict[str, Any]:
 
     Raises UserError if training would use a folder or checkpoints of another run that the command line does not name.
     """
-    path, assignments = given.path, given.assignments
+    path, assignments = resolution.path, resolution.assignments
     run, keep = dict(section_of(tree, "run")), dict(section_of(tree, "checkpoint"))
     stored_dir, folder = run.get("dir"), path.parent
     is_of_checkpoint = is_checkpoint(folder)
@@ -410,7 +410,7 @@ def _is_same(one: Path, other: Path) -> bool:
 # Keys, before they have types
 
 
-def steps_or_epochs(keys: Keys, given: Given) -> Keys:
+def steps_or_epochs(keys: Keys, resolution: Resolution) -> Keys:
     """Drop the file's `train.steps` or `train.epochs` if the command line sets the other.
 
     Here, where it is known who sets which: once merged, both would be set.  Raises UserError if the command line, or
@@ -433,7 +433,7 @@ _GENERIC_KEYS = ("model.path", "model.fresh")
 """Keys of the generic recipe `hf` that native recipes do not need."""
 
 
-def auto_model(keys: Keys, given: Given) -> Keys:
+def auto_model(keys: Keys, resolution: Resolution) -> Keys:
     """Replace `model.name=auto` by the name of the recipe that builds the model in a folder.
 
     Before types, because only the recipe tells which model keys there are.  A native recipe is used if it builds the
@@ -464,7 +464,7 @@ def auto_model(keys: Keys, given: Given) -> Keys:
     own = {key: value for key, value in kept.items() if key not in _GENERIC_KEYS}
     declared = {f"model.{field.name}": getattr(config, field.name) for field in dataclasses.fields(config)}
     own |= declared | {"model.name": recipe.name}
-    given.origins.update(dict.fromkeys(declared.keys() - {"model.name"}, shown_path(Path(folder) / "config.json")))
+    resolution.origins.update(dict.fromkeys(declared.keys() - {"model.name"}, shown_path(Path(folder) / "config.json")))
     rest = {key: text for key, text in rest.items() if key not in _GENERIC_KEYS}
     fresh = asked.get("model.fresh")
     if start is not None:
@@ -473,10 +473,10 @@ def auto_model(keys: Keys, given: Given) -> Keys:
             raise setting_error("model.fresh", True, rule, fix="leave out one of the two")
     elif not is_true(fresh):
         # A folder with only config.json can define a model to train from scratch, but not one to fine-tune.
-        is_meant = fresh is None and has_config_only(folder) and not asks_for_fine_tuning(asked)
+        is_meant = fresh is None and has_config_only(folder) and not is_fine_tuning(asked)
         if not is_meant:
             own["train.init_from"] = folder
-            given.origins["train.init_from"] = "auto model: the weights in its folder"
+            resolution.origins["train.init_from"] = "auto model: the weights in its folder"
             rest.pop("train.init_from", None)
     if rest.get("data.tokenizer", own.get("data.tokenizer")) == MODEL:
         own["data.tokenizer"] = folder  # without initial weights, no other key names the model's folder
@@ -484,7 +484,7 @@ def auto_model(keys: Keys, given: Given) -> Keys:
     return Keys(own, rest)
 
 
-def another_model(keys: Keys, given: Given) -> Keys:
+def another_model(keys: Keys, resolution: Resolution) -> Keys:
     """Drop the model fields of the files if the command line names another model than they do.
 
     They are that model's own, and the other may not have them.  After `auto_model`, which may name the model.
@@ -495,8 +495,8 @@ def another_model(keys: Keys, given: Given) -> Keys:
     return Keys({key: value for key, value in keys.values.items() if not key.startswith("model.")}, keys.assignments)
 
 
-def model_of_weights(tree: Any, given: Given) -> Any:
-    """Copy the model fields that the source of the initial weights declares; keep it in `given.declared`.
+def model_of_weights(tree: Any, resolution: Resolution) -> Any:
+    """Copy the model fields that the source of the initial weights declares; keep it in `resolution.declared`.
 
     The command line wins, and so do free fields that are set.  Before references such as ${model.dim} are resolved,
     so that they refer to these values.
@@ -506,23 +506,23 @@ def model_of_weights(tree: Any, given: Given) -> Any:
         return tree
     location = locate(source)
     if location.kind == "huggingface":
-        given.declared = declared_by_folder(source, recipe, "train.init_from")
+        resolution.declared = declared_by_folder(source, recipe, "train.init_from")
     else:
         stored = location.folder / CONFIG  # of a run or of a checkpoint
         try:
             if stored.is_file():
-                given.declared = declared_by_yaml(stored.read_text(), recipe.name, str(stored))
+                resolution.declared = declared_by_yaml(stored.read_text(), recipe.name, str(stored))
         except OSError as error:
             rule = f"{stored.name} cannot be read ({error.strerror})"
             raise setting_error("train.init_from", source, rule) from error
-    if given.declared is not None:
+    if resolution.declared is not None:
         legal, free = declared_keys(recipe.config), free_fields(recipe.config, tree.checkpoint.allow_changes)
-        for name, value in given.declared.fields.items():
-            key, where = f"model.{name}", given.declared.where
-            is_set = key in given.untyped.assignments or (name in free and key in given.untyped.values)
+        for name, value in resolution.declared.fields.items():
+            key, where = f"model.{name}", resolution.declared.where
+            is_set = key in resolution.untyped.assignments or (name in free and key in resolution.untyped.values)
             if key in legal and not is_set:
                 assign(tree, legal, key, value, f" (in {where})")
-                given.origins[key] = shown_path(Path(where))
+                resolution.origins[key] = shown_path(Path(where))
     return tree
 
 
@@ -531,7 +531,7 @@ def model_of_weights(tree: Any, given: Given) -> Any:
 # the data and the dtypes cannot change when it is resumed.
 
 
-def recipe_fields(config: RunConfig, given: Given) -> RunConfig:
+def recipe_fields(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Let the recipe fill in the model fields that follow from others (`Recipe.resolve`), the first typed pass.
 
     Others depend on them, such as the width of the model.
@@ -540,13 +540,13 @@ def recipe_fields(config: RunConfig, given: Given) -> RunConfig:
     return replace(config, model=model)
 
 
-def run_name(config: RunConfig, given: Given) -> RunConfig:
+def run_name(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Fill in the default name and folder of the run, on which all other folders depend.
 
     A name on the command line starts another run, so the folder in the recipe file is ignored then.
     """
-    name = config.run.name or given.path.stem
-    is_another = bool(given.assignments.get("run.name")) and not given.assignments.get("run.dir")
+    name = config.run.name or resolution.path.stem
+    is_another = bool(resolution.assignments.get("run.name")) and not resolution.assignments.get("run.dir")
     folder = "" if is_another else config.run.dir
     return replace(config, run=replace(config.run, name=name, dir=folder or default_folder(name)))
 
@@ -556,13 +556,13 @@ def default_folder(name: str) -> str:
     return f"runs/{name}"
 
 
-def data_source(config: RunConfig, given: Given) -> RunConfig:
+def data_source(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Imply `data.source=tokens` if a path is given, but no source next to it (on the command line or in the file).
 
     Before all passes that look at the source.
     """
     data = config.data
-    has_source = "data.source" in (given.assignments if "data.path" in given.assignments else given.keys)
+    has_source = "data.source" in (resolution.assignments if "data.path" in resolution.assignments else resolution.keys)
     if not data.path or has_source or data.source not in ("stdlib", "synthetic"):
         return config
     return replace(config, data=replace(data, source="tokens"))
@@ -571,39 +571,39 @@ def data_source(config: RunConfig, given: Given) -> RunConfig:
 _RANGE_STEPS = 100
 
 
-def range_test(config: RunConfig, given: Given) -> RunConfig:
+def range_test(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Make a learning-rate range test that the command line asks for a short run that always starts over.
 
     Before `holdout`, which depends on whether there are evaluations.
     """
-    if config.schedule.name != "range" or "schedule.name" not in given.assignments:
+    if config.schedule.name != "range" or "schedule.name" not in resolution.assignments:
         return config
-    if given.assignments.keys().isdisjoint(("train.steps", "train.epochs")):
+    if resolution.assignments.keys().isdisjoint(("train.steps", "train.epochs")):
         config = replace(config, train=replace(config.train, steps=_RANGE_STEPS, epochs=None))
     log, checkpoint = config.log, config.checkpoint
-    if "eval.every" not in given.assignments:
+    if "eval.every" not in resolution.assignments:
         config = replace(config, eval=replace(config.eval, every=0, patience=0))
         checkpoint = replace(checkpoint, keep_best=0)
         log = replace(log, prompts=())
-    if "log.sample_tokens" not in given.assignments:
+    if "log.sample_tokens" not in resolution.assignments:
         log = replace(log, sample_tokens=0)  # the model has diverged by then
-    if "checkpoint.resume" not in given.assignments:
+    if "checkpoint.resume" not in resolution.assignments:
         checkpoint = replace(checkpoint, resume="none")
     return replace(config, log=log, checkpoint=checkpoint)
 
 
-def holdout(config: RunConfig, given: Given) -> RunConfig:
+def holdout(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Hold out 1 % of the data for evaluation if `data.holdout` is unset and there is nothing else to evaluate on."""
     data = config.data
     if data.holdout is not None:
         return config
     evaluates = data.source in ("tokens", "chat") and config.eval.every > 0 and data.eval_path is None
     if not evaluates:
-        given.origins["data.holdout"] = "holdout: no evaluation needs it"
+        resolution.origins["data.holdout"] = "holdout: no evaluation needs it"
     return replace(config, data=replace(data, holdout=0.01 if evaluates else 0.0))
 
 
-def tokenizer_file(config: RunConfig, given: Given) -> RunConfig:
+def tokenizer_file(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Replace `data.tokenizer=model`, or a folder, by the path of the tokenizer.json in it.
 
     Stored as a path, so that a resume finds the same file from any working directory.
@@ -616,31 +616,31 @@ def tokenizer_file(config: RunConfig, given: Given) -> RunConfig:
     return replace(config, data=replace(config.data, tokenizer=named))
 
 
-def chat_packing(config: RunConfig, given: Given) -> RunConfig:
+def chat_packing(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Arrange conversations so that none attends to another, and none is cut.  After `data_source`."""
     data = config.data
     if data.source == "chat" and data.arrangement != "apart":
         data = replace(data, documents="masked", fit="best")
-    elif data.source == "chat" and "data.fit" not in given.assignments:
+    elif data.source == "chat" and "data.fit" not in resolution.assignments:
         data = replace(data, fit="cut")  # reset the value of a run whose conversations were packed
     return replace(config, data=data)
 
 
-def chat_length(config: RunConfig, given: Given) -> RunConfig:
+def chat_length(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Limit the sequence length of a recipe for chats to what the model supports.
 
     A length on the command line is taken as it is, and turns off `data.trim_rows`, which would shorten it.
     """
     data, longest = config.data, getattr(config.model, "max_seq_len", None)
-    if "data.seq_len" not in given.assignments:
+    if "data.seq_len" not in resolution.assignments:
         if data.source == "chat" and longest is not None:
             data = replace(data, seq_len=min(data.seq_len, longest))
-    elif "data.trim_rows" not in given.assignments:
+    elif "data.trim_rows" not in resolution.assignments:
         data = replace(data, trim_rows=False)
     return replace(config, data=data)
 
 
-def scaled_lr(config: RunConfig, given: Given) -> RunConfig:
+def scaled_lr(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Scale the learning rate of a recipe that fine-tunes models of any width (`optim.lr_by_width`).
 
     After `recipe_fields`, which knows the width.  The exponent was fitted to Llama models; for Qwen models the source
@@ -651,12 +651,14 @@ def scaled_lr(config: RunConfig, given: Given) -> RunConfig:
     optim, width = config.optim, getattr(config.model, "dim", None)
     if not optim.lr_by_width:
         return config
-    if "optim.lr" in given.assignments and "optim.lr_by_width" not in given.assignments:
+    if "optim.lr" in resolution.assignments and "optim.lr_by_width" not in resolution.assignments:
         return replace(config, optim=replace(optim, lr_by_width=False))
     if not width:
         rule = f"model.name={config.model.name} does not declare its width"
         raise setting_error("optim.lr_by_width", True, rule, fix="give optim.lr")
     scaled = optim.lr * (2000 / width) ** 0.78 * (10 if config.lora.rank else 1)
+    formula = f"{optim.lr:g} x (2000 / {width}) ** 0.78" + (" x 10 for adapters" if config.lora.rank else "")
+    resolution.origins["optim.lr"] = f"scaled lr: {formula} ({resolution.origins.get('optim.lr', 'default')})"
     return replace(config, optim=replace(optim, lr=float(f"{scaled:.2e}"), lr_by_width=False))
 
 
@@ -664,26 +666,26 @@ _SMALL = 512
 """Models narrower than this, typically with a few million parameters, count as small."""
 
 
-def small_model_steps(config: RunConfig, given: Given) -> RunConfig:
+def small_model_steps(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Reset `train.small_model_steps` for all but small models, and if the user has set the number of epochs."""
     train, width = config.train, getattr(config.model, "dim", None)
-    by_recipe = "train.epochs" not in given.assignments or "train.small_model_steps" in given.assignments
+    by_recipe = "train.epochs" not in resolution.assignments or "train.small_model_steps" in resolution.assignments
     if train.epochs is not None and by_recipe and width is not None and width < _SMALL:
         return config
     return replace(config, train=replace(train, small_model_steps=0))
 
 
-def compute_dtype(config: RunConfig, given: Given) -> RunConfig:
+def compute_dtype(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Resolve `fsdp.param_dtype=auto` by the device: bfloat16 on a GPU, float32 on a CPU, which is slow in bfloat16."""
     if config.fsdp.param_dtype != AUTO:
         return config
     on_gpu = likely_device(config.run.device) == "cuda"
     if config.run.device == AUTO:
-        given.origins["fsdp.param_dtype"] = f"environment: {'a' if on_gpu else 'no'} GPU is visible here"
+        resolution.origins["fsdp.param_dtype"] = f"environment: {'a' if on_gpu else 'no'} GPU is visible here"
     return replace(config, fsdp=replace(config.fsdp, param_dtype="bfloat16" if on_gpu else "float32"))
 
 
-def adapter_base_dtype(config: RunConfig, given: Given) -> RunConfig:
+def adapter_base_dtype(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Resolve the dtype of the weights below adapters: those stored in bfloat16 lose nothing by staying in it."""
     lora, source = config.lora, config.train.init_from or config.model_path
     if not lora.rank or lora.base_dtype is not None:
@@ -692,29 +694,29 @@ def adapter_base_dtype(config: RunConfig, given: Given) -> RunConfig:
     return replace(config, lora=replace(lora, base_dtype="bfloat16" if is_bfloat16 else config.train.weights_dtype))
 
 
-def readable_weights(config: RunConfig, given: Given) -> RunConfig:
+def readable_weights(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Refuse initial weights that cannot be read; decides nothing.
 
     Here, because the next pass looks for the tokenizer of these weights, and would blame a missing one.
     """
-    if given.needs_weights:
-        check_initial_weights(config, given.keys)
+    if resolution.needs_weights:
+        check_initial_weights(config, resolution.keys)
     return config
 
 
-def tokenizer_of_weights(config: RunConfig, given: Given) -> RunConfig:
+def tokenizer_of_weights(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Use the tokenizer of the initial weights, unless `data.tokenizer` is given.  A run that resumes keeps its own.
 
     After `tokenizer_file`, so that both are paths.  Raises UserError if the given tokenizer differs from that of the
     weights, or if that cannot be read: token ids would then stand for different text than when the weights were
     trained.  `checkpoint.allow_changes=[data.tokenizer]` permits both.
     """
-    key, data, is_given = "data.tokenizer", config.data, "data.tokenizer" in given.keys
+    key, data, is_given = "data.tokenizer", config.data, "data.tokenizer" in resolution.keys
     if data.source == "synthetic":
         return config
     own = find_weights_tokenizer(config)
     if is_given and data.tokenizer != MODEL:
-        if own is not None and not allows_another(config) and not resumes(config):
+        if own is not None and not allows_other_tokenizer(config) and not resumes(config):
             check_same_tokenizer(data.tokenizer, own)
         return config
     if own is None:
@@ -724,11 +726,11 @@ def tokenizer_of_weights(config: RunConfig, given: Given) -> RunConfig:
     before = section_of(read_run_config(config.run_dir), "data").get("tokenizer") if resumes(config) else None
     if before == "bytes" and not is_given:
         own = "bytes"
-        given.origins[key] = shown_path(config.run_dir / CONFIG)
+        resolution.origins[key] = shown_path(config.run_dir / CONFIG)
     return replace(config, data=replace(data, tokenizer=own))
 
 
-def range_test_folder(config: RunConfig, given: Given) -> RunConfig:
+def range_test_folder(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Give a range test a separate folder, and a separate place for its checkpoints.
 
     The folder is that of the run it is for, with `-lr` appended, so that the run's own files are untouched.  Last of
@@ -751,7 +753,7 @@ def range_test_folder(config: RunConfig, given: Given) -> RunConfig:
 # When a run starts
 
 
-def free_name(config: RunConfig, given: Given) -> RunConfig:
+def free_name(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Choose a folder in which the run can start; a note tells the user if it is not the default one.
 
     The default folder is used unless it holds a finished run that differs in a setting that a resume would refuse; then
@@ -759,9 +761,9 @@ def free_name(config: RunConfig, given: Given) -> RunConfig:
     recipe file sets the run's name or folder, or the command line sets its checkpoint.  All ranks, and all restarts,
     get the same result.  Only for a run that starts: a printed configuration is independent of what has been run here.
     """
-    usual = given.path.stem
+    usual = resolution.path.stem
     is_unnamed = config.run.name == usual and config.run.dir == default_folder(usual)
-    if not is_unnamed or given.assignments.keys() & {"run.name", "run.dir", "checkpoint.resume", "checkpoint.dir"}:
+    if not is_unnamed or resolution.assignments.keys() & {"run.name", "run.dir", "checkpoint.resume", "checkpoint.dir"}:
         return config
     first = _in_the_way(config)
     if not first:
@@ -773,7 +775,7 @@ def free_name(config: RunConfig, given: Given) -> RunConfig:
             break
     more = f" and {len(first) - 2} more" if len(first) > 2 else ""
     what = f"{config.run.dir} is finished, with another configuration ({'; '.join(first[:2])}{more})"
-    given.notes.append(f"{what}, so this run uses {named.run.dir}")
+    resolution.notes.append(f"{what}, so this run uses {named.run.dir}")
     return named
 
 
@@ -790,13 +792,13 @@ def _in_the_way(config: RunConfig) -> list[str]:
     return [line.replace(" in the checkpoint,", " there,") for line in refused]
 
 
-def context_method(config: RunConfig, given: Given) -> RunConfig:
+def context_method(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Resolve `mesh.context_method=auto`, by the number of ranks on a node.
 
     Before `auto`, whose plans need it, and after it, since it may choose `mesh.context`.
     """
-    assert given.world is not None
-    return resolve_context_method(config, given.world.env.local_world_size)
+    assert resolution.world is not None
+    return resolve_context_method(config, resolution.world.env.local_world_size)
 
 
 # ---------------------------------------------------------------------------------------------------------------
