@@ -188,6 +188,14 @@ DEFECTS: list[Defect] = [
         "is_in_doubt = snapshot.num_skipped > 0 or state.num_skipped > 0",
         "is_in_doubt = snapshot.num_skipped > 0",
     ),
+    # -- old names -----------------------------------------------------------------------------------------------
+    Defect(
+        "old-property-unread",
+        "old-names",
+        "Renamed.__get__",
+        "return getattr(owner if instance is None else instance, self._new_name)",
+        "return getattr(owner, self._new_name)",
+    ),
     # -- the step ------------------------------------------------------------------------------------------------
     Defect(
         "a-view-handed-on",
