@@ -208,7 +208,7 @@ DEFECTS: list[Defect] = [
         "aliases-forgotten",
         "mistakes-advice",
         "trainer.config.load:assign",
-        'raise choice_error(key, value, choices, aliases=legal[key].metadata.get("aliases")) from error',
+        'raise choice_error(key, value, choices, aliases=known_keys[key].metadata.get("aliases")) from error',
         "raise choice_error(key, value, choices) from error",
     ),
     Defect(
