@@ -460,7 +460,7 @@ def damage_and_load(source: Path, folder: Path, count: int, seed: int, of_rank: 
                 "step_00000002",
                 BEFORE,
             ]:
-                problems.append("it was not set aside")
+                problems.append("it was not quarantined")
             wrong += [f"{done}: {problem}" for problem in problems]
             shutil.rmtree(run)
         elif step != 4:
