@@ -408,7 +408,7 @@ class Stalling(SyntheticSource):
 @pytest.mark.parametrize("is_late", [True, False], ids=["this rank's data are late", "another rank's are"])
 def test_a_step_whose_data_do_not_come_is_left(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """However soon the next micro-batch is asked for: a rank that read it itself could not leave."""
-    monkeypatch.setattr(lifecycle, "PATIENCE_S", -1.0)
+    monkeypatch.setattr(lifecycle, "DATA_TIMEOUT_S", -1.0)
     monkeypatch.setattr("trainer.data.loader._IDLE_CALLER_S", math.inf)
     come, asked, said = threading.Event(), threading.Event(), []
     source = Stalling(come)

@@ -366,5 +366,5 @@ def test_a_recipe_that_mixes_tokens_elsewhere_is_refused(recipe: str, tmp_path: 
     ran = run_command(tmp_path / "run", "recipe=llama_small", *model, *settings)
     assert ran.exit_code == 2, ran.stderr
     assert "mixes or counts tokens outside trainer.sequence" in ran.stderr
-    assert re.search(r"tokens is [\d.]+ in the whole and [\d.]+ in slices", ran.stderr)
+    assert re.search(r"tokens is [\d.]+ on full sequences and [\d.]+ on slices", ran.stderr)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
