@@ -252,5 +252,5 @@ def test_auto_offloads_instead_of_recomputing_where_that_is_faster() -> None:
 )
 def test_what_it_may_be(value: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
-        check_config(load_config("llama_small", [f"train.offload_activations={value}"]), MeshShape(1, 1))
+        check_config(load_config("llama_small", [f"train.offload_activations={value}"]), 1, 1)
     assert message in str(caught.value)
