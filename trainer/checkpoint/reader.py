@@ -24,7 +24,15 @@ import safetensors.torch
 import torch
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.layout import Chunk, Layout, ReadRequest, StoredTensor, Tensors, layout_from_json
+from trainer.checkpoint.layout import (
+    Chunk,
+    Layout,
+    ReadRequest,
+    StoredTensor,
+    Tensors,
+    layout_from_json,
+    plan_reads,
+)
 from trainer.checkpoint.manifest import (
     PREFIX,
     Manifest,
@@ -634,11 +642,9 @@ def read_tensors(
 
     No collective.  Raises Damaged or OSError; some targets may then have been overwritten.
     """
-    from trainer.checkpoint.dcp import load
-
     reader = ChunkReader(storage, blocks, check)
     try:
-        load(targets, layout, reader)
+        reader.read_parts(plan_reads(targets, layout))
     finally:
         reader.close()
 
@@ -734,7 +740,7 @@ def read_rows(
     reader = ChunkReader(storage, blocks)
     try:
         offsets = (start, *(0 for _ in stored.shape[1:])) if stored.shape else ()
-        for chunk in stored.chunks.meeting(offsets, tuple(out.shape)):
+        for chunk in stored.chunks.overlapping(offsets, tuple(out.shape)):
             first = chunk.offsets[0] if chunk.offsets else 0
             height = chunk.sizes[0] if chunk.sizes else 1
             low, high = max(start, first), min(stop, first + height)

@@ -39,8 +39,10 @@ from trainer.checkpoint.layout import (
     WriteResult,
     WrittenChunks,
     choose_writers,
+    held_boxes,
     layout_of,
     layout_to_json,
+    pickled_metadata,
 )
 from trainer.checkpoint.manifest import INDEX, PREFIX, Manifest, RunInfo, blocks_name, name_of, rank_file
 from trainer.checkpoint.reader import CheckpointReader
@@ -371,8 +373,6 @@ class Checkpoints:
 
     def _write_common(self, folder: Storage, snapshot: Snapshot, reports: Sequence[RankReport]) -> Manifest:
         """Write the files that are common to all ranks, the manifest last."""
-        from trainer.checkpoint.dcp import pickled_metadata
-
         if not self._layout_files:
             placed = list(self._chunks_by_rank.values())
             layout = layout_of(self._plans.planned, placed)
@@ -683,8 +683,6 @@ class SavePlans:
         """
 
         def find_own() -> list[Box]:
-            from trainer.checkpoint.dcp import held_boxes
-
             # Rank 0 writes what is the same on all ranks.
             return held_boxes({k: t for k, t in tensors.items() if isinstance(t, DTensor) or self._channel.is_main})
 
