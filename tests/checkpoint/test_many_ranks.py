@@ -29,7 +29,6 @@ from trainer.checkpoint.layout import (
     Layout,
     ReadRequest,
     WrittenChunks,
-    at,
     choose_writers,
     from_runs,
     held_boxes,
@@ -38,6 +37,7 @@ from trainer.checkpoint.layout import (
     layout_to_json,
     plan_reads,
     to_runs,
+    value_at,
 )
 from trainer.checkpoint.manifest import Manifest, read_manifest
 from trainer.checkpoint.storage import COMMIT, LocalStorage, crc32
@@ -102,7 +102,7 @@ def test_a_column_comes_back_from_its_runs(seed: int) -> None:
         first, step = draw.randrange(100), draw.choice([0, 1, -3, 2**40])
         column += [first + step * n for n in range(draw.randrange(1, 5))]
     runs = to_runs(np.array(column, dtype=np.int64))
-    assert from_runs(runs).tolist() == column == [at(runs, row) for row in range(len(column))]
+    assert from_runs(runs).tolist() == column == [value_at(runs, row) for row in range(len(column))]
     assert to_runs(np.arange(5, 5 + 7 * 512, 7)) == [5, 7, 512]
     assert len(to_runs(np.array([16] * 511 + [12]))) == 6
 

@@ -39,13 +39,13 @@ Ints = tuple[int, ...]
 def to_runs(column: Rows) -> list[int]:
     """Compress a column into runs; `from_runs` is the inverse."""
     steps = np.diff(column)
-    turns = [*(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]  # where the step changes
+    changes = [*(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]  # where the step changes
     runs: list[int] = []
-    start = turn = 0
+    start = change = 0
     while start < len(column):
-        while turn < len(turns) - 1 and turns[turn] <= start:
-            turn += 1
-        stop = min(len(column), max(start, turns[turn]) + 1)
+        while change < len(changes) - 1 and changes[change] <= start:
+            change += 1
+        stop = min(len(column), max(start, changes[change]) + 1)
         runs += (int(column[start]), int(steps[start]) if stop - start > 1 else 0, stop - start)
         start = stop
     return runs
@@ -53,11 +53,11 @@ def to_runs(column: Rows) -> list[int]:
 
 def from_runs(runs: Runs) -> Rows:
     """Expand runs into the column that `to_runs` compressed."""
-    parts = [first + step * np.arange(n) for first, step, n in zip(runs[::3], runs[1::3], runs[2::3], strict=True)]
-    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+    values = [first + step * np.arange(n) for first, step, n in zip(runs[::3], runs[1::3], runs[2::3], strict=True)]
+    return np.concatenate(values) if values else np.empty(0, dtype=np.int64)
 
 
-def at(runs: Runs, row: int) -> int:
+def value_at(runs: Runs, row: int) -> int:
     """Return the value of a compressed column in one row.  Raises IndexError."""
     for first, step, count in zip(runs[::3], runs[1::3], runs[2::3], strict=True):
         if row < count:
@@ -91,28 +91,25 @@ class Boxes:
         return cls(keys, rows_of(offsets, width, 0), rows_of(sizes, width, 1))
 
     @classmethod
-    def joined(cls, many: Sequence[Boxes]) -> Boxes:
-        """Concatenate several tables."""
-        width = max((boxes.sizes.shape[1] for boxes in many), default=0)
-        keys = [key for boxes in many for key in boxes.keys]
-        offsets, sizes = (
-            np.concatenate(
-                [
-                    np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=missing)
-                    for rows in columns or [np.empty((0, width), np.int64)]
-                ]
-            )
-            for columns, missing in (([b.offsets for b in many], 0), ([b.sizes for b in many], 1))
-        )
-        return cls(keys, offsets, sizes)
+    def concatenate(cls, tables: Sequence[Boxes]) -> Boxes:
+        """Return one table with the rows of several."""
+        width = max((table.sizes.shape[1] for table in tables), default=0)
+
+        def padded(all_rows: Sequence[Rows], missing: int) -> Rows:
+            columns = [np.pad(r, ((0, 0), (0, width - r.shape[1])), constant_values=missing) for r in all_rows]
+            return np.concatenate(columns) if columns else np.empty((0, width), np.int64)
+
+        keys = [key for table in tables for key in table.keys]
+        return cls(keys, padded([table.offsets for table in tables], 0), padded([table.sizes for table in tables], 1))
 
     def __len__(self) -> int:
         return len(self.keys)
 
-    def numbers(self, known: Mapping[str, int]) -> Rows:
-        """Return the tensor number of each box, from `known`.  Raises ValueError for a key that is missing there."""
+    def tensor_numbers(self, keys: Iterable[str]) -> Rows:
+        """Return the index of each box's key in `keys`.  Raises ValueError for a box of another tensor."""
+        numbers = {key: number for number, key in enumerate(keys)}
         try:
-            return np.fromiter(map(known.__getitem__, self.keys), dtype=np.int64, count=len(self.keys))
+            return np.fromiter(map(numbers.__getitem__, self.keys), dtype=np.int64, count=len(self.keys))
         except KeyError as error:
             raise ValueError(f"{error.args[0]}: not all ranks hold this tensor") from None
 
@@ -121,7 +118,7 @@ class Boxes:
 # Chunks and tensors
 
 Tensors = Mapping[str, torch.Tensor]
-"""Tensors by key: DTensors, of which each rank holds a shard, or plain tensors that are the same on all ranks."""
+"""Tensors by key: DTensors, or plain tensors that are the same on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -160,9 +157,9 @@ class Chunks:
     def overlapping(self, offsets: Ints, sizes: Ints) -> list[Chunk]:
         """Return the chunks that overlap a box."""
         spans = tuple(map(tuple, self.columns[1 : 1 + 2 * self._num_dims]))
-        found = _overlapping_rows(spans, offsets, sizes) if spans else range(len(self))
+        rows = _overlapping_rows(spans, offsets, sizes) if spans else range(len(self))
         return list(
-            self._chunks_of(np.array([[at(runs, row) for runs in self.columns] for row in found], dtype=np.int64))
+            self._chunks_of(np.array([[value_at(runs, row) for runs in self.columns] for row in rows], dtype=np.int64))
         )
 
     def _chunks_of(self, rows: Rows) -> Iterator[Chunk]:
@@ -180,8 +177,8 @@ def _overlapping_rows(spans: tuple[Runs, ...], offsets: Ints, sizes: Ints) -> tu
     columns = np.stack([from_runs(runs) for runs in spans])
     starts, extents = np.split(columns, 2)
     first, last = np.transpose([offsets]), np.transpose([np.add(offsets, sizes)])
-    meets = np.maximum(starts, first) < np.minimum(starts + extents, last)
-    return tuple(np.flatnonzero(meets.all(axis=0)).tolist())
+    overlaps = np.maximum(starts, first) < np.minimum(starts + extents, last)
+    return tuple(np.flatnonzero(overlaps.all(axis=0)).tolist())
 
 
 @dataclass
@@ -272,28 +269,29 @@ class PlannedTensor:
     sizes: Rows
 
     def num_missing(self, offsets: Rows, sizes: Rows) -> int:
-        """Return how many planned chunks are missing from the given ones."""
+        """Return how many of the planned chunks are not among the given ones."""
         if np.array_equal(offsets, self.offsets) and np.array_equal(sizes, self.sizes):
             return 0
-        wanted, found = (
+        planned, written = (
             {tuple(row) for row in np.column_stack(columns).tolist()}
             for columns in ((self.offsets, self.sizes), (offsets, sizes))
         )
-        return len(wanted - found)
+        return len(planned - written)
 
 
 @dataclass(frozen=True)
 class WrittenChunks:
-    """The chunks in one rank's file, as columns: boxes, and the position of each (start, length, data start)."""
+    """The chunks in one rank's data file, as columns."""
 
     file: str
     boxes: Boxes
     places: Rows
+    """Start, length and data start of each chunk in the file."""
 
 
 @dataclass
 class WriteResult:
-    """What one rank wrote: its chunks, with the key of each tensor, and the checksums of its file."""
+    """The data file that one rank wrote: its chunks, with the key of each tensor, and its checksums."""
 
     file: str
     blocks: Blocks
@@ -304,35 +302,35 @@ class WriteResult:
         return sum(length for length, _ in self.blocks)
 
     @property
-    def placed(self) -> WrittenChunks:
+    def written_chunks(self) -> WrittenChunks:
         """The part that rank 0 needs for the layout.  The checksums are stored in a separate file."""
         boxes = Boxes.of((key, chunk.offsets, chunk.sizes) for key, chunk in self.chunks)
         places = rows_of([(chunk.start, chunk.length, chunk.data_start) for _, chunk in self.chunks], 3, 0)
         return WrittenChunks(self.file, boxes, places)
 
 
-def layout_of(planned: Mapping[str, PlannedTensor], placed: Sequence[WrittenChunks]) -> Layout:
+def layout_of(planned: Mapping[str, PlannedTensor], written: Sequence[WrittenChunks]) -> Layout:
     """Return the layout of all ranks' files.  Raises ValueError if a planned chunk was not written."""
-    files = [part.file for part in placed]
-    boxes = Boxes.joined([part.boxes for part in placed])
-    numbers = boxes.numbers({key: number for number, key in enumerate(planned)})
-    of_files = np.repeat(np.arange(len(placed)), [len(part.boxes) for part in placed])
-    order = np.lexsort((of_files, numbers))
-    bounds = np.searchsorted(numbers[order], np.arange(len(planned) + 1)).tolist()
-    places = np.concatenate([part.places for part in placed])
+    files = [chunks.file for chunks in written]
+    boxes = Boxes.concatenate([chunks.boxes for chunks in written])
+    tensor_numbers = boxes.tensor_numbers(planned)
+    file_numbers = np.repeat(np.arange(len(written)), [len(chunks.boxes) for chunks in written])
+    order = np.lexsort((file_numbers, tensor_numbers))
+    bounds = np.searchsorted(tensor_numbers[order], np.arange(len(planned) + 1)).tolist()
+    places = np.concatenate([chunks.places for chunks in written])
     layout: Layout = {}
     for (key, tensor), start, stop in zip(planned.items(), bounds, bounds[1:], strict=False):
-        own, width = order[start:stop], len(tensor.shape)
-        offsets, sizes = boxes.offsets[own, :width], boxes.sizes[own, :width]
+        rows, num_dims = order[start:stop], len(tensor.shape)
+        offsets, sizes = boxes.offsets[rows, :num_dims], boxes.sizes[rows, :num_dims]
         if missing := tensor.num_missing(offsets, sizes):
             raise ValueError(f"{key}: {missing} of its {len(tensor.offsets)} chunks have not been written")
-        table = np.column_stack((of_files[own], offsets, sizes, places[own]))
+        table = np.column_stack((file_numbers[rows], offsets, sizes, places[rows]))
         layout[key] = StoredTensor(tensor.dtype, tensor.shape, Chunks.of(files, table))
     return layout
 
 
 def layout_to_json(layout: Layout, files: Sequence[str]) -> str:
-    """Serialize a layout for `layout_from_json`, one short row per tensor.  files: in the order of the file numbers."""
+    """Serialize a layout for `layout_from_json`.  files: in the order of the file numbers."""
     tensors = {key: [str(t.dtype).removeprefix("torch."), t.shape, t.chunks.columns] for key, t in layout.items()}
     return json.dumps({"files": files, "tensors": tensors}, separators=(",", ":"))
 
@@ -401,9 +399,9 @@ def choose_writers(held: Sequence[Boxes], tensors: Tensors) -> tuple[list[Rows],
 
     held: the boxes that each rank holds.  Raises ValueError unless the boxes cover every tensor without overlap.
     """
-    boxes = Boxes.joined(held)
-    numbers = boxes.numbers({key: number for number, key in enumerate(tensors)})
-    ranks = np.repeat(np.arange(len(held)), [len(own) for own in held])
+    boxes = Boxes.concatenate(held)
+    numbers = boxes.tensor_numbers(tensors)
+    ranks = np.repeat(np.arange(len(held)), [len(table) for table in held])
     rows = np.column_stack((numbers, boxes.offsets, boxes.sizes))
     order = np.lexsort((ranks, *reversed(rows.T)))
     is_first = np.ones(len(order), dtype=bool)
@@ -413,12 +411,12 @@ def choose_writers(held: Sequence[Boxes], tensors: Tensors) -> tuple[list[Rows],
     writes = np.zeros(len(order), dtype=bool)
     starts = np.flatnonzero(is_first)
     num_bytes = boxes.sizes[order[starts]].prod(axis=1) * itemsizes[numbers[order[starts]]]
-    writes[order[starts + _chosen(ranks[order], starts, num_bytes, len(held))]] = True
-    ends = np.cumsum([len(own) for own in held])[:-1]
-    return np.split(writes, ends), _planned(rows[order[starts]], tensors)
+    writes[order[starts + _balanced_choice(ranks[order], starts, num_bytes, len(held))]] = True
+    ends = np.cumsum([len(table) for table in held])[:-1]
+    return np.split(writes, ends), _planned_tensors(rows[order[starts]], tensors)
 
 
-def _chosen(ranks: Rows, starts: Rows, num_bytes: Rows, num_ranks: int) -> Rows:
+def _balanced_choice(ranks: Rows, starts: Rows, num_bytes: Rows, num_ranks: int) -> Rows:
     """Return the index of each box's writer among its holders: the holder with the fewest bytes so far.
 
     ranks: the holders of all boxes, concatenated; those of box i begin at starts[i].
@@ -436,7 +434,7 @@ def _chosen(ranks: Rows, starts: Rows, num_bytes: Rows, num_ranks: int) -> Rows:
     return chosen
 
 
-def _planned(rows: Rows, tensors: Tensors) -> dict[str, PlannedTensor]:
+def _planned_tensors(rows: Rows, tensors: Tensors) -> dict[str, PlannedTensor]:
     """Return the planned chunks of each tensor.  rows: tensor number, offsets and sizes of each box, sorted.
 
     Raises ValueError unless the boxes cover every tensor.
@@ -445,12 +443,12 @@ def _planned(rows: Rows, tensors: Tensors) -> dict[str, PlannedTensor]:
     bounds = np.searchsorted(rows[:, 0], np.arange(len(tensors) + 1)).tolist()
     planned = {}
     for (key, tensor), start, stop in zip(tensors.items(), bounds, bounds[1:], strict=False):
-        own, shape = rows[start:stop], tuple(tensor.shape)
-        offsets, sizes = own[:, 1 : 1 + len(shape)], own[:, 1 + width : 1 + width + len(shape)]
-        # The boxes must cover the tensor.  DCP checks this only for several ranks, and never on load.
-        filled, numel = int(sizes.prod(axis=1).sum()), int(np.prod(shape, dtype=np.int64))
-        if filled != numel:
-            raise ValueError(f"{key}: the ranks hold {filled} of its {numel} elements")
+        boxes, shape = rows[start:stop], tuple(tensor.shape)
+        offsets, sizes = boxes[:, 1 : 1 + len(shape)], boxes[:, 1 + width : 1 + width + len(shape)]
+        # DCP checks that the boxes cover the tensor only for several ranks, and never on load.
+        num_held, numel = int(sizes.prod(axis=1).sum()), int(np.prod(shape, dtype=np.int64))
+        if num_held != numel:
+            raise ValueError(f"{key}: the ranks hold {num_held} of its {numel} elements")
         if (offsets + sizes > shape).any() or _overlap(offsets, sizes):
             raise ValueError(f"{key}: the ranks hold parts of it that overlap or lie outside of it")
         planned[key] = PlannedTensor(tensor.dtype, shape, offsets, sizes)
@@ -464,5 +462,5 @@ def _overlap(offsets: Rows, sizes: Rows) -> bool:
     if not (offsets[:, 1:] != 0).any():  # sharded along dim 0 only: compare neighbors
         return bool((offsets[1:, 0] < offsets[:-1, 0] + sizes[:-1, 0]).any())
     stops = offsets + sizes
-    meets = (offsets[:, None] < stops[None]).all(axis=2) & (offsets[None] < stops[:, None]).all(axis=2)
-    return bool(np.triu(meets, k=1).any())
+    overlaps = (offsets[:, None] < stops[None]).all(axis=2) & (offsets[None] < stops[:, None]).all(axis=2)
+    return bool(np.triu(overlaps, k=1).any())
