@@ -24,7 +24,7 @@ from trainer.config import MeshShape
 from trainer.model.recompute import OperatorId
 from trainer.plan.kernels import Operator, Work, fuse
 from trainer.plan.machine import find_machine
-from trainer.plan.plan import Plan, make_plan, planned
+from trainer.plan.plan import Plan, make_plan, without_data
 
 H100 = "{like: h100, power_w: 500, memory_gib: 96, memory_tb_s: 2.4}"
 LLAMA3_8B = ["dim=4096", "num_layers=32", "num_heads=32", "num_kv_heads=8", "ffn_dim=14336", "vocab_size=128256"]
@@ -89,7 +89,7 @@ def plan_of(row: Row, device: str) -> Plan:
         f"train.compile={str(row.compiled).lower()}",
         f"train.float8={row.float8}",
     ]
-    config = planned(load_config("llama3_8b", overrides))
+    config = without_data(load_config("llama3_8b", overrides))
     found = trainer.plan.probe.saved_by_budget
 
     def kept(model: object, blocks: Sequence[object], *others: object) -> list[frozenset[OperatorId]]:

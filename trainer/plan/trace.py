@@ -1,4 +1,4 @@
-"""A `Trace`, which is one micro-batch as FSDP's marks in order with the memory and kernels between them; records it."""
+"""Records a `Trace`: one micro-batch as FSDP's marks, in order, with the memory and kernels between them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Mark = Literal[
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """A parameter; tied parameters appear once.  `element_size` is in bytes, in the dtype it is stored in."""
+    """A parameter; tied parameters appear once.  `element_size` is in bytes, in the stored dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class ParameterFacts:
     moment_size: float
     """Bytes per element of those tensors."""
     muon_blocks: tuple[int, ...] | None = None
-    """Rows of each block that Muon orthogonalizes, empty for undivided matrices; None if another optimizer has it."""
+    """Rows of each block that Muon orthogonalizes, empty for undivided matrices; None for other optimizers."""
 
     @property
     def numel(self) -> int:
@@ -70,7 +70,7 @@ class Segment:
     peak: int = 0
     """Peak of activations, temporaries and gradients together."""
     peak_accumulating: int = 0
-    """The same peak if each parameter already has a gradient that new ones are added to."""
+    """The same peak if each parameter already has a gradient, to which new ones are added."""
     net: int = 0
     """Bytes at the end, without the gradients of parameters."""
     gradients: int = 0
@@ -148,7 +148,7 @@ class MemoryMeter(TorchDispatchMode):
         """`fuses`: whether blocks are compiled.  `float8`: the value of `train.float8` for their layers."""
         super().__init__()
         self.in_block = self.is_backward = False
-        """Whether the current operators are inside a block, and whether they are part of the backward pass."""
+        """Whether the current operators are inside a block, and whether they belong to the backward pass."""
         self._fuses, self._casts = fuses, Float8Casts(float8, fuses)
         self._known: dict[int, weakref.ref[Any]] = {}
         self._serials: dict[int, int] = {}
@@ -158,7 +158,7 @@ class MemoryMeter(TorchDispatchMode):
         self._operators: list[Operator] = []
         self._raw_segments: list[_RawSegment] = []
         self._made_forward: set[int] = set()
-        """Serial numbers of the storages that blocks have allocated in their forward pass."""
+        """Serial numbers of the storages that blocks have allocated in their forward passes."""
         self._not_counted = {
             storage_id(tensor.untyped_storage())
             for tensor in (*model.parameters(), *model.buffers(), *inputs)
@@ -211,14 +211,14 @@ class MemoryMeter(TorchDispatchMode):
 
     def _touched(self, tree: Any) -> dict[int, int]:
         """Return the number of bytes of each storage that the tensors in `tree` cover."""
-        found: dict[int, int] = {}
+        num_bytes: dict[int, int] = {}
         for tensor in pytree.tree_leaves(tree):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 serial = self._serial(storage)
-                covered = found.get(serial, 0) + tensor.numel() * tensor.element_size()
-                found[serial] = min(storage.nbytes(), covered)
-        return found
+                covered = num_bytes.get(serial, 0) + tensor.numel() * tensor.element_size()
+                num_bytes[serial] = min(storage.nbytes(), covered)
+        return num_bytes
 
     def _note_gradient(self, parameter: torch.Tensor) -> None:
         if id(parameter) not in self._with_gradient and parameter.grad is not None:
@@ -242,29 +242,29 @@ class MemoryMeter(TorchDispatchMode):
     def segments(self) -> list[Segment]:
         """Return the segments so far, in order."""
         if not self._fuses:
-            return [_segment_of(one.log, Counter(o.work for o in one.operators)) for one in self._raw_segments]
-        found, forgotten = list[Segment](), set[int]()
-        for one, unread in zip(self._raw_segments, self._unread(), strict=True):
-            sizes = dict(one.log)
-            dropped = {serial for serial in unread if serial in one.alive}
-            work, never_made = fuse(one.operators, one.alive - dropped)
-            log = [(serial, size) for serial, size in one.log if not (serial in forgotten and size < 0)]
-            log += [(serial, -sizes[serial]) for serial in dropped - never_made]
-            found.append(_segment_of(log, work, never_made))
-            forgotten |= dropped
-        return found
+            return [_segment_of(raw.log, Counter(o.work for o in raw.operators)) for raw in self._raw_segments]
+        segments, all_dropped = list[Segment](), set[int]()
+        for raw, unread in zip(self._raw_segments, self._unread(), strict=True):
+            sizes = dict(raw.log)
+            dropped = {serial for serial in unread if serial in raw.alive}
+            work, not_materialized = fuse(raw.operators, raw.alive - dropped)
+            log = [(serial, size) for serial, size in raw.log if not (serial in all_dropped and size < 0)]
+            log += [(serial, -sizes[serial]) for serial in dropped - not_materialized]
+            segments.append(_segment_of(log, work, not_materialized))
+            all_dropped |= dropped
+        return segments
 
     def _unread(self) -> list[set[int]]:
-        """Return, for each segment, the storages made by blocks in their forward pass that no later segment reads.
+        """Return, for each segment, the storages that blocks allocate in it and that no later segment reads.
 
-        Compiled code does not save them, whatever the checkpointing policy says.
+        Compiled code does not save them for the backward pass, whatever the checkpointing policy.
         """
         last_read: dict[int, int] = {}
-        for number, one in enumerate(self._raw_segments):
-            last_read |= {serial: number for operator in one.operators for serial in operator.reads}
+        for number, raw in enumerate(self._raw_segments):
+            last_read |= {serial: number for operator in raw.operators for serial in operator.reads}
         return [
-            {serial for serial, size in one.log if serial in self._made_forward and last_read.get(serial, 0) <= number}
-            for number, one in enumerate(self._raw_segments)
+            {serial for serial, _ in raw.log if serial in self._made_forward and last_read.get(serial, 0) <= number}
+            for number, raw in enumerate(self._raw_segments)
         ]
 
 
@@ -277,12 +277,12 @@ class _RawSegment(NamedTuple):
     """Storages that are alive at the end of the segment."""
 
 
-def _segment_of(log: Iterable[tuple[int, int]], work: Counter[Work], never_made: Collection[int] = ()) -> Segment:
+def _segment_of(log: Iterable[tuple[int, int]], work: Counter[Work], not_materialized: Collection[int] = ()) -> Segment:
     live = gradients = peak = peak_accumulating = 0
     for serial, size in log:
         if serial == 0:
             gradients += size
-        elif serial not in never_made:
+        elif serial not in not_materialized:
             live += size
             peak, peak_accumulating = max(peak, live), max(peak_accumulating, live - gradients)
     return Segment(peak, peak_accumulating, live - gradients, gradients, tuple(work.items()))
@@ -307,7 +307,7 @@ class Recorder:
         self._marks.append((mark, unit))
 
     def watch_block(self, block: nn.Module, position: int) -> None:
-        """Mark where the block begins in the forward and the backward pass, and where its forward returns."""
+        """Mark where the block begins in the forward and the backward pass, and where its forward pass returns."""
         block.register_forward_pre_hook(lambda *_: self.mark("block_forward", position))
 
         def after(block: nn.Module, args: Any, output: Any) -> None:
@@ -325,14 +325,14 @@ class Recorder:
         def enter(*_: Any) -> None:
             self.meter.in_block = True
 
-        def go_back(*_: Any) -> None:
+        def enter_backward(*_: Any) -> None:
             self.meter.in_block = self.meter.is_backward = True
 
         def leave(block: nn.Module, args: Any, output: Any) -> None:
             self.meter.in_block = False
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(go_back)
+                    tensor.register_hook(enter_backward)
 
         block.register_forward_pre_hook(enter)
         block.register_forward_hook(leave)
@@ -341,12 +341,13 @@ class Recorder:
         """Mark what FSDP's hooks would do for `modules`, which form one unit.
 
         The unit is gathered before its first module runs and resharded after its last.  Its gradients are reduced once
-        the gradients of the first module's inputs are known or, if those need none, at the end of the backward pass.
+        the gradients of the first module's inputs have been computed, or at the end of the backward pass if the inputs
+        need none.
         """
-        waiting = set(modules)
+        not_run = set(modules)
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            is_first = waiting == set(modules)
+            is_first = not_run == set(modules)
             if self.cast_dtype is not None:
                 args, kwargs = pytree.tree_map_only(torch.Tensor, self._cast, (args, kwargs))
             self.mark("pre_forward", unit)
@@ -355,9 +356,9 @@ class Recorder:
             return args, kwargs
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            waiting.discard(module)
-            if not waiting:
-                waiting.update(modules)
+            not_run.discard(module)
+            if not not_run:
+                not_run.update(modules)
                 self.mark("post_forward", unit)
                 self._when_gradient("pre_backward", unit, output)
 
@@ -386,8 +387,10 @@ class Recorder:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         with_gradient = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if with_gradient:
-            passed = _AfterBackward.apply(lambda: self.mark("post_backward", unit), *(leaves[n] for n in with_gradient))  # type: ignore[no-untyped-call]
-            for n, tensor in zip(with_gradient, passed, strict=True):
+            outputs = _AfterBackward.apply(
+                lambda: self.mark("post_backward", unit), *(leaves[n] for n in with_gradient)
+            )  # type: ignore[no-untyped-call]
+            for n, tensor in zip(with_gradient, outputs, strict=True):
                 leaves[n] = tensor
         return pytree.tree_unflatten(leaves, structure)
 
