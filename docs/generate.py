@@ -23,7 +23,10 @@ _PAGES = {
 }
 _MODELS = "configuration_models.md"
 _CHECKPOINTS = "checkpoints.md"
-_BEGIN, _END = "<!-- refused on resume: begin, written by python docs/generate.py -->", "<!-- refused on resume: end -->"
+_BEGIN, _END = (
+    "<!-- refused on resume: begin, written by python docs/generate.py -->",
+    "<!-- refused on resume: end -->",
+)
 _NOTE = "This page is generated from the code by `python docs/generate.py`."
 _INTRO = f"""\
 {_NOTE} `--help SECTION` prints the same in a
@@ -69,7 +72,8 @@ def pages() -> dict[str, str]:
     found[_MODELS] = f"# Fields of the models\n\n{intro}\n" + "\n".join(models)
     before, begin, rest = (FOLDER / _CHECKPOINTS).read_text().partition(_BEGIN)
     _, end, after = rest.partition(_END)
-    assert begin and end, f"{_CHECKPOINTS} has no markers"
+    assert begin, f"{_CHECKPOINTS} has no marker {_BEGIN}"
+    assert end, f"{_CHECKPOINTS} has no marker {_END}"
     found[_CHECKPOINTS] = f"{before}{begin}\n\n{_refused_on_resume()}\n{end}{after}"
     return found
 

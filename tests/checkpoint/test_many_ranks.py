@@ -214,6 +214,15 @@ def test_a_rank_reads_what_it_holds_and_no_more(num_ranks: int, rank: int, files
     assert sum(read.target.numel() for read in reads) == 2 * (np.diff(rows_on(64, rank, num_ranks))[0])
 
 
+def test_a_part_that_no_chunk_covers_is_an_error() -> None:
+    _, text = layout_on({"d": SMALL["d"]}, 4)
+    with (
+        sharded({"d": (80, 2)}, (4,), 3) as targets,
+        pytest.raises(ValueError, match="the chunks in the checkpoint do not cover it"),
+    ):
+        plan_reads(targets, layout_from_json(text))
+
+
 @pytest.mark.slow
 def test_a_checkpoint_of_the_format_before_is_gone_on_from(two: Shared, tmp_path: Path) -> None:
     """With the same losses, on another number of ranks too."""

@@ -209,7 +209,7 @@ class Checkpoints:
             snapshot = collect(state, self.world.size)
             snapshot.due = due
         except (TypeError, UserError) as error:
-            mistake = str(error)
+            mistake = str(error) or repr(error)
         except Exception as error:
             failure = f"cannot collect the state: {describe(error)}"
         needs_plan = snapshot is not None and signature_of(snapshot.tensors) != self._plans.signature

@@ -86,7 +86,10 @@ class Resume:
         if allowed & {"optim", "optim.name", "state.model"}:
             allowed |= {"state.optimizer"}  # starts without moments if the stored ones do not fit
         request = RestoreRequest(
-            state, compare=lambda stored: compare_configs(self._config, stored), allowed=allowed, verify_first=is_running
+            state,
+            compare=lambda stored: compare_configs(self._config, stored),
+            allowed=allowed,
+            verify_first=is_running,
         )
         reader = self._checkpoints.reader
         if resume == "none":

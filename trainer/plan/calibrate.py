@@ -82,15 +82,11 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def _width(config: RunConfig, device: torch.device) -> int:
-    """Return the model's width, capped at 1024 on a CPU so that a measurement stays within its time budget."""
-    width = getattr(config.model, "dim", None) or getattr(config.model, "width", None) or 1024
-    return int(width) if device.type == "cuda" else min(int(width), 1024)
-
-
 def _matmul(config: RunConfig, device: torch.device, dtype: torch.dtype) -> float:
-    width = _width(config, device)
+    """Return the FLOP/s of a matrix product of the model's width; smaller on a CPU, to stay within the time budget."""
+    width = int(getattr(config.model, "dim", None) or getattr(config.model, "width", None) or 1024)
     rows = min(config.data.seq_len, 8192 if device.type == "cuda" else 512)
+    width = width if device.type == "cuda" else min(width, 1024)
     a = torch.randn(rows, width, device=device, dtype=dtype)
     b = torch.randn(width, 4 * width, device=device, dtype=dtype)
     return 2.0 * rows * width * 4 * width / _seconds(lambda: a @ b, device)
