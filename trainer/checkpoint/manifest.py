@@ -57,7 +57,7 @@ class Manifest:
 
     @property
     def due(self) -> Sequence[int]:
-        """Earlier steps whose due saves this checkpoint replaces, if it was saved late."""
+        """Steps of earlier due saves that this checkpoint replaces, if it was saved late."""
         return tuple(self.extra.get("due", ()))
 
     @property

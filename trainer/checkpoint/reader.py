@@ -423,8 +423,8 @@ def check_compatible(
 def advice_for(settings: list[str], of_parts: list[str], parts: Sequence[str] = ()) -> str:
     """Return advice on a checkpoint that was refused.
 
-    settings, of_parts: the differences, one line each.  parts: the parts of the state with differences whose lines do
-    not say how to allow them.
+    settings, of_parts: the differences in settings and in the state, one line each.  parts: the parts of the state with
+    a difference that does not include advice on how to allow it.
     """
     keys = [line.partition(":")[0] for line in settings]
     keys += [key for line in of_parts for key in _ALLOW_HINT.findall(line)]
@@ -504,7 +504,7 @@ def apply(state: TrainState, stored: StoredState, targets: Mapping[str, torch.Te
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Return whether `path`, a folder or URL, is a single checkpoint, even if it is damaged or lacks its manifest."""
+    """Return whether `path`, a folder or URL, is a single checkpoint, even if it is damaged or has no manifest."""
     return not CHECKPOINT_FILES.isdisjoint(list_configured_folder(open_storage(path)))
 
 

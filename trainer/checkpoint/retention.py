@@ -61,8 +61,8 @@ def _read(storage: Storage) -> Manifest | None:
 class RetentionPolicy:
     """Decides which checkpoints are obsolete.  For rank 0 only.  Each manifest is read once and cached.
 
-    It keeps the newest good checkpoints (`checkpoint.keep_last`), those saved for a multiple of
-    `checkpoint.keep_every` steps, and those whose evaluation has the lowest `metric` (`checkpoint.keep_best`).
+    It keeps the newest good checkpoints (`checkpoint.keep_last`), the checkpoints of every `checkpoint.keep_every`-th
+    step, and the ones with the lowest `metric` in their evaluation (`checkpoint.keep_best`).
     """
 
     def __init__(self, storage: Storage, section: CheckpointSection, metric: str) -> None:
@@ -78,8 +78,8 @@ class RetentionPolicy:
     def would_keep(self, evaluation: Mapping[str, float]) -> bool:
         """Return whether a checkpoint with this evaluation would be among the best; a tie does not count as better.
 
-        It is compared with the checkpoints that exist, not with those that failed to save or were deleted.  This method
-        does not update the cache, since a save may be in flight.  It propagates errors of the storage.
+        Only existing checkpoints count, not ones that failed to save or were deleted.  This method does not update the
+        cache, since a save may be in flight.  It propagates errors of the storage.
         """
         value = evaluation.get(self._metric)
         if value is None:
@@ -107,12 +107,12 @@ class RetentionPolicy:
         manifests = {step: self._manifest_of(step) for step in steps}
         evaluated = [m for m in manifests.values() if m and not m.num_skipped and self._metric in m.evaluation]
         best = sorted((m.evaluation[self._metric], m.step) for m in evaluated)[: self._keep_best]  # a tie: the older
-        kept = {step for _, step in best}
+        to_keep = {step for _, step in best}
         for step, manifest in manifests.items():
             due_steps = (step, *(manifest.due if manifest is not None else ()))
             if self._keep_every > 0 and any(due % self._keep_every == 0 for due in due_steps):
-                kept.add(step)
-        return [name_of(step) for step in steps if step < last[-1] and step not in kept]
+                to_keep.add(step)
+        return [name_of(step) for step in steps if step < last[-1] and step not in to_keep]
 
     def names_to_quarantine(self, first_step: int) -> list[str]:
         """Return the names of the good checkpoints of step `first_step` and later, after which every step failed.

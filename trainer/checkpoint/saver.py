@@ -157,7 +157,7 @@ class Saver:
     def save_final(self, state: TrainState) -> None:
         """Make the final save: wait for the save in flight, then save with a few retries.
 
-        If the disk is full, keep retrying for about a minute, in case somebody frees some space.
+        If the disk is full, keep retrying for about a minute, in case some space is freed.
         """
         self.finish()
         error = ""
@@ -316,7 +316,7 @@ class SaveSchedule:
         return falls_due or self.is_postponed
 
     def begin(self, step: int) -> list[int]:
-        """Record that a save of step `step` begins; return the earlier steps whose due saves it replaces."""
+        """Record that a save of step `step` begins; return the steps of earlier due saves that it replaces."""
         self.is_postponed = False
         self.policy.began()
         return [due for due in self._unsaved_steps if due < step]

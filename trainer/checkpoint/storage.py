@@ -369,10 +369,10 @@ class RemoteStorage:
     def names(self) -> list[str]:
         self.system.invalidate_cache()  # another process may have written since
         try:
-            found = self.system.ls(self.root, detail=False)
+            paths = self.system.ls(self.root, detail=False)
         except FileNotFoundError:
             return []
-        return sorted({path.rstrip("/").rpartition("/")[2] for path in found} - {""})
+        return sorted({path.rstrip("/").rpartition("/")[2] for path in paths} - {""})
 
     def is_published(self, name: str) -> bool:
         return COMMIT in (self / name).names()

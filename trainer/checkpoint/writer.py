@@ -103,7 +103,7 @@ class Readiness:
     failure: str
     """Why its state could not be collected this time; empty if it was."""
     needs_plan: bool
-    """True if its tensors differ from those of the last plan."""
+    """True if the last plan does not match its tensors."""
     digests: Mapping[str, PartDigest]
     """Checksums of each part of its state."""
 
@@ -192,7 +192,7 @@ class Checkpoints:
         """Start saving `state` as it is now.
 
         With `background`, training pauses only for a copy; otherwise the state must not change until `take` returns
-        the result.  `due`: earlier steps whose due saves this save replaces.
+        the result.  `due`: steps of earlier due saves that this save replaces.
 
         No save may be in flight.  Raises UserError for state that cannot be saved at all.
         Collectives: one gather of small messages; the first time, also those of planning and of opening process groups.
@@ -452,7 +452,7 @@ class Checkpoints:
         answers = channel.gather((result.error, result.lost, self.stage))
         all_lost = {lost for _, lost, _ in answers}
         if all_lost != {""}:
-            # Prefer the error of a rank that was itself at work to those of ranks that were waiting for it.
+            # Prefer the error of a rank that was working to the errors of ranks that were waiting for it.
             from_work = [error for error, lost, stage in answers if lost and stage != _WAITING]
             first = next(error for error in [*from_work, *(error for error, *_ in answers)] if error)
             result = dataclasses.replace(result, error=first, lost="storage" if "storage" in all_lost else "ranks")
@@ -537,9 +537,9 @@ class Snapshot:
     num_skipped: int
     evaluation: Mapping[str, float] = field(default_factory=dict)
     due: Sequence[int] = ()
-    """Earlier steps whose due saves this save replaces."""
+    """Steps of earlier due saves that this save replaces."""
     differing_keys: list[str] = field(default_factory=list)
-    """Keys of plain tensors whose values each rank stores separately."""
+    """Keys of unsharded tensors that each rank stores separately, because their values differ."""
 
     @property
     def shared_json(self) -> str:
@@ -614,7 +614,7 @@ def checksum_of_tensors(tensors: Sequence[torch.Tensor]) -> int:
 def parts_differing_between_ranks(digests: Sequence[Mapping[str, PartDigest]]) -> list[str]:
     """Return the parts with unsharded tensors that differ between ranks.  Raises UserError if other values differ.
 
-    digests: those of each rank.
+    digests: one mapping per rank.
     """
     differing = []
     for name, expected in digests[0].items():

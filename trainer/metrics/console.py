@@ -365,13 +365,13 @@ class LogFile(io.TextIOBase):
 
     def move_to(self, path: Path) -> None:
         """Continue in another file.  The text so far is copied, unless `path` is the same file, renamed."""
-        before, self._path = b"", path
+        content, self._path = b"", path
         with contextlib.suppress(OSError):
             if self._fd is not None and not (path.exists() and os.path.samestat(path.stat(), os.fstat(self._fd))):
-                before = content_of(self._fd)
+                content = content_of(self._fd)
         self.close()
-        if before:
-            self.write(before.decode("utf-8", "replace"))
+        if content:
+            self.write(content.decode("utf-8", "replace"))
 
     def close(self) -> None:
         fd, self._fd = self._fd, None

@@ -93,7 +93,7 @@ class JsonLines:
     def write(self, record: Record) -> None:
         """Append the record.  If the disk is full or unavailable, keep the line in memory and retry later."""
         had_failed = bool(self._unwritten)
-        # Mask secrets, and write None in place of non-finite numbers, which JSON lacks.
+        # Mask secrets, and write None in place of non-finite numbers, which JSON does not have.
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         line = {k: redact(v) if isinstance(v, str) and k != "kind" else v for k, v in finite.items()}
         self._unwritten += json.dumps(line).encode() + b"\n"
@@ -364,7 +364,7 @@ class Metrics:
         self._config = config
         self.clock = Clock()
         self.console: ConsoleSink | None = None
-        """The console, or None on ranks other than 0."""
+        """The console on rank 0, otherwise None."""
         if is_main:
             stream = cast(TextIO, NonBlockingStream(sys.stdout))
             self.console = ConsoleSink(config.train.steps, find_screen(stream), stream.close)
@@ -375,7 +375,7 @@ class Metrics:
         self.before: dict[str, Any] = {}
         """Fields of the start record: lost steps and wall time of earlier attempts, and this attempt's clock."""
         self.latest: dict[str, Record] = {}
-        """The last record of each kind.  Empty on ranks other than 0."""
+        """The last record of each kind, on rank 0; empty on other ranks."""
         self.wandb_id: str | None = None
         """ID of the run in Weights & Biases, or None before one exists.  The same on all ranks, and saved in
         checkpoints so that every attempt continues the same W&B run."""
@@ -441,7 +441,7 @@ class Metrics:
         return record
 
     def experience(self) -> RunHistory:
-        """Return the history of saves and failures over all attempts.  Empty on ranks other than 0."""
+        """Return the history of saves and failures over all attempts, on rank 0; an empty one on other ranks."""
         return self._ledger.experience()
 
     def totals(self) -> dict[str, Any]:

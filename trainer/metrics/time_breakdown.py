@@ -124,7 +124,7 @@ def extend_to_device(updates: Iterable[Span], kernels: Sequence[Span]) -> list[S
 
 _ATTENTION = re.compile(r"scaled_dot_product|flash|fmha|sdpa|attention|attn", re.IGNORECASE)
 _FUSED_BY_INDUCTOR = re.compile(r"triton_(poi|red|per|for)_")
-"""Pointwise and reduction kernels.  The names of operators follow, some of which are not in the kernel."""
+"""Pointwise and reduction kernels.  Operator names follow, not all of them of operators in the kernel."""
 _MATMUL_KERNEL = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|wgmma|splitk|matmul|(?<![a-z])(add|b|sc)?mm(?![a-z])")
 _MATMUL_OPERATOR = re.compile(
     r"::_?(mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|addr|int_mm|scaled_mm|grouped_mm|scaled_grouped_mm"

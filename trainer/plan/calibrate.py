@@ -139,7 +139,7 @@ def _links(world: World) -> dict[str, float]:
 
 
 def _all_gather_s(group: dist.ProcessGroup, num_ranks: int, num_bytes: int, world: World) -> float:
-    """Return the time in seconds, on the slowest rank, of an all-gather whose output has `num_bytes` bytes."""
+    """Return the time in seconds, on the slowest rank, of an all-gather with an output of `num_bytes` bytes."""
     output = torch.empty(num_bytes // num_ranks * num_ranks, dtype=torch.uint8, device=world.device)
     shard = torch.empty(num_bytes // num_ranks, dtype=torch.uint8, device=world.device)
     times = []

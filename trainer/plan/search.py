@@ -131,7 +131,7 @@ class _Search:
         fastest_s = min(plan.time.total_s for plan in fitting)
         as_fast = [plan for plan in fitting if plan.time.total_s <= (1 + _TIME_TOLERANCE) * fastest_s]
         best = min(as_fast, key=lambda plan: plan.memory.peak.total)
-        runners_up: list[Plan] = []  # the next best, without those that differ only in the number of unsharded units
+        runners_up: list[Plan] = []  # the next best, ignoring differences in the number of unsharded units
         families = {_family(best)}
         for plan in sorted(fitting, key=lambda plan: plan.time.total_s):
             if _family(plan) not in families and len(runners_up) < 4:

@@ -396,7 +396,7 @@ class Recorder:
 
 
 class _AfterBackward(torch.autograd.Function):
-    """Identity whose backward calls a callback, once the gradients of all its tensors have been computed."""
+    """Identity that calls a callback in the backward pass, once the gradients of all its tensors are computed."""
 
     @staticmethod
     def forward(ctx: Any, callback: Callable[[], None], *inputs: torch.Tensor) -> Any:

@@ -241,7 +241,7 @@ def _find(values: Mapping[str, Any], section: str, key: str) -> Any:
 
 
 class _Table:
-    """A table to which records are appended one at a time.
+    """A table of records, extended by one row at a time.
 
     Columns that are not in `names` (per-source fields and those of `Trainer.log`) are added when a record first has
     them, and are NaN in earlier rows.
