@@ -40,7 +40,7 @@ from trainer.checkpoint.layout import (
     value_at,
 )
 from trainer.checkpoint.manifest import Manifest, read_manifest
-from trainer.checkpoint.storage import COMMIT, LocalStorage, crc32
+from trainer.checkpoint.storage import COMMIT, Damaged, LocalStorage, crc32
 from trainer.model.network import build_network
 
 Result = TypeVar("Result")
@@ -218,7 +218,7 @@ def test_a_part_that_no_chunk_covers_is_an_error() -> None:
     _, text = layout_on({"d": SMALL["d"]}, 4)
     with (
         sharded({"d": (80, 2)}, (4,), 3) as targets,
-        pytest.raises(ValueError, match="the chunks in the checkpoint do not cover it"),
+        pytest.raises(Damaged, match="the chunks in the checkpoint do not cover it"),
     ):
         plan_reads(targets, layout_from_json(text))
 

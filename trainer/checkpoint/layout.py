@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.checkpoint.storage import Blocks
+from trainer.checkpoint.storage import Blocks, Damaged
 from trainer.model.parameters import local
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -239,8 +239,8 @@ def held_boxes(tensors: Tensors) -> list[Box]:
 def plan_reads(targets: Tensors, layout: Layout) -> list[ReadRequest]:
     """Return the reads that fill this rank's parts of `targets` (DTensors of any mesh, or plain tensors).
 
-    Each target has the shape of its stored tensor.  No collective.  Raises ValueError if the stored chunks do not cover
-    a part.
+    Each target has the shape of its stored tensor.  No collective.  Raises Damaged if the stored chunks do not cover
+    a part, which torch.distributed.checkpoint does not check.
     """
     requests = []
     for box in held_boxes(targets):
@@ -255,7 +255,7 @@ def plan_reads(targets: Tensors, layout: Layout) -> list[ReadRequest]:
             )
             num_missing -= np.prod(sizes)
         if num_missing:
-            raise ValueError(f"{box.key}: the chunks in the checkpoint do not cover it")
+            raise Damaged(f"{box.key}: the chunks in the checkpoint do not cover it")
     return requests
 
 
