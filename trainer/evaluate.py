@@ -224,7 +224,7 @@ class EvaluationStats:
         (tokens,) = trainer.world.sum([float(getattr(trainer, "num_targets_seen", 0))])
         source = getattr(trainer.eval_loader, "source", None)
         chats = trainer.config.data.source == "chat" and source is not None
-        return cls(trainer.config.data.seq_len, round(tokens), source.sentence if chats and source else "")
+        return cls(trainer.config.data.seq_len, round(tokens), source.summary if chats and source else "")
 
     def sentence(self, config: RunConfig) -> str:
         """Return a line for the console, with the model's maximum sequence length if that is longer."""

@@ -91,7 +91,7 @@ def _show(options: argparse.Namespace) -> int:
         for piece, is_trained in shown.pieces:
             piece = printable(piece)
             text.append(f"{before}{piece}{behind}" if is_trained else piece, "bold green" if is_trained else "dim")
-        console.rule(printable(shown.place), align="left")
+        console.rule(printable(shown.location), align="left")
         console.print(text)
     return EXIT_FINISHED
 

@@ -217,7 +217,7 @@ class _OwnCache:
 def test_what_is_needed_next_is_fetched_before_it_is_asked_for(tmp_path: Path, server: Server) -> None:
     source = opened(tmp_path, server.url)
     loader = TrainLoader(source, seed=3, global_batch_size=1, micro_batch_size=1)
-    steps, own = iter(loader.next_samples(of_all_ranks=True)[None]), slice(0, 1)
+    steps, own = iter(loader.next_samples(all_ranks=True)[None]), slice(0, 1)
     asked = threading.Event()
     server.on_request = lambda name: asked.set() if name.endswith(".bin") else None
     indices = source.follow(itertools.repeat(np.array([0])), steps, own)
@@ -283,7 +283,7 @@ PAGE = "<!DOCTYPE html><html><body>Please log in</body></html>"
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.jsonl", PAGE, r"is a web page \(HTML\), not what its name says; does the server want a login\?"),
+        ("a.jsonl", PAGE, r"is a web page \(HTML\), unlike its name; does the server require a login\?"),
         ("a.txt", f"\n  {PAGE}", r"is a web page \(HTML\)"),
         ("a.jsonl", '{"text": "one"}\n{"text": \n', r"a\.jsonl:2: is not JSON"),
     ],

@@ -218,9 +218,9 @@ def test_parts_of_tokenized_chats_that_nobody_continues_are_removed(tmp_path: Pa
 def test_turns_behind_the_end_of_a_sequence_are_not_rendered(tmp_path: Path) -> None:
     """A conversation of 4,000 turns is cut to 24 tokens: in a second, where it took minutes."""
     data = chats(tmp_path, 1)
-    from trainer.data.chat.source import encoder_of
+    from trainer.data.chat.source import make_encoder
 
-    encoder = encoder_of(data)
+    encoder = make_encoder(data)
     template = encoder._template
     assert template is not None
     render, rendered = template.render, [0]

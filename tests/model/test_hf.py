@@ -455,7 +455,7 @@ def test_without_the_library_it_is_one_message(folders: Any, monkeypatch: pytest
     config, recipe = config_of(folders("llama")), find_recipe("hf")
     assert recipe.check is not None
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(UserError, match=r"needs the library transformers: pip install 'meshtrainer\[transformers\]'"):
+    with pytest.raises(UserError, match=r"needs the transformers library: pip install 'meshtrainer\[transformers\]'"):
         recipe.check(config)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.57.1")
     with pytest.raises(UserError, match=r"needs transformers 5 or later; 4\.57\.1 is installed"):

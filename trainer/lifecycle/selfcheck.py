@@ -43,7 +43,7 @@ from trainer.loss import IGNORE, find_loss
 from trainer.metrics.sinks import warn
 from trainer.model.gradients import evaluation_mode, replicas_of, reshard
 from trainer.model.parameters import tied_names
-from trainer.sequence import current_slices, sliced, whole
+from trainer.sequence import current_slices, full_sequences, use_slices
 
 DATA = "data"
 """Entry of `Trainer.exempt_from_selfcheck` that skips the check of the samples."""
@@ -374,7 +374,7 @@ def _compare_data(reports: Sequence[_Report], loader: object) -> Iterator[str]:
         yield f"rank {rank}: reads {_order(reports[rank].order)}; rank 0 reads {_order(reports[0].order)}"
     if mismatched or reports[0].order is None or not isinstance(loader, TrainLoader):
         return
-    expected, first = loader.next_samples(of_all_ranks=True), 0
+    expected, first = loader.next_samples(all_ranks=True), 0
     num_sharing = 1 if loader.slices is None else loader.slices.count
     owner: dict[int, int] = {}
     for rank, report in enumerate(reports):
@@ -433,9 +433,9 @@ def check_context(world: World, model: nn.Module, loader: object, config: RunCon
     loss_of = find_loss(model)
     # Eager, because compiling for these sizes would not help the run, which has other sizes.
     with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
-        with sliced(None):
+        with use_slices(None):
             expected = float(loss_of(_on(whole_batch, world)))
-        with sliced(slices):
+        with use_slices(slices):
             found = float(loss_of(_on(own_batch, world)))
     tolerance = _LOSS_TOLERANCE[config.fsdp.param_dtype]
     for rank, (one, other) in enumerate(world.gather((expected, found))):
@@ -504,7 +504,7 @@ def _mixes(model: nn.Module, vocab_size: int, device: torch.device) -> bool:
     tokens = torch.stack([torch.cat(pair) for pair in ((one, tried), (two, tried), (tried, one))]).to(device)
     documents = torch.arange(2, device=device).repeat_interleave(_DOCUMENT_LENGTH).expand_as(tokens).contiguous()
     # Eager, because compiling for these sizes would not help the run, which has other sizes.
-    with evaluation_mode(model), torch.compiler.set_stance("force_eager"), whole():
+    with evaluation_mode(model), torch.compiler.set_stance("force_eager"), full_sequences():
         logits = model(tokens, documents=documents)
     behind_one, behind_two, alone = (
         logits[0, _DOCUMENT_LENGTH:],

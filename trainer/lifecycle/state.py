@@ -342,7 +342,7 @@ class OptimizerState(StatePart):
             for group, saved, built in zip(groups, state["groups"], state["built"], strict=True):
                 group.update({k: v for k, v in saved.items() if k not in ("lr", "initial_lr") and v != built.get(k)})
 
-    def _follow_torchs_muon(self, plain: Any) -> None:
+    def _match_torch_muon(self, plain: Any) -> None:
         """Let Muon have the parameters that it had in a checkpoint of torch.optim.Muon, which this trainer once used.
 
         That one also got output projections and routers, and no stacked experts.
@@ -350,11 +350,11 @@ class OptimizerState(StatePart):
         if not any("ns_steps" in group or AS_TORCHS in group for group in plain["groups"]):
             return
         had = {name for name, kind in plain["classes"].items() if kind == "Muon"}
-        self.optimizer.follow_torchs_muon([p for name, (_, _, p) in self._parameters.items() if name in had])
+        self.optimizer.match_torch_muon([p for name, (_, _, p) in self._parameters.items() if name in had])
         self._note_parameters()
 
     def differences(self, plain: Any, stored: Mapping[str, StoredTensor]) -> list[str]:
-        self._follow_torchs_muon(plain)
+        self._match_torch_muon(plain)
         changed: dict[tuple[str, str], list[str]] = {}
         for name, (part, _, _) in self._parameters.items():
             before, now = plain["classes"].get(name), _algorithm(part)

@@ -158,7 +158,7 @@ def _data_facts(config: RunConfig, loader: object) -> str:
     path = config.data.path
     paths = path if isinstance(path, Mapping) else {"": path} if path else {}
     named = ", ".join(f"{name}={place}" if name else place for name, place in paths.items())
-    made = loader.source.sentence
+    made = loader.source.summary
     if config.data.holdout and not isinstance(loader.source, SourceSubset):
         unit = "conversations" if config.data.source == "chat" else "documents"
         made += f"{', ' * bool(made)}{config.data.holdout:.1%} of the {unit} are held out (data.holdout)"
