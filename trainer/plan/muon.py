@@ -1,6 +1,6 @@
-"""What an update by Muon costs: memory of its messages and iterations, collectives, and time.
+"""The costs of an update by Muon: memory of its messages and iterations, collectives, and time.
 
-Who owns which matrix is decided by the code that training uses (`trainer.optim.muon.Ownership`).
+The code that training uses decides which rank owns which matrix (`trainer.optim.muon.Ownership`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class MuonUpdate:
-    """The update of the matrices that Muon gets, on a mesh of `replicate` x `shard` ranks.
+    """The update of Muon's matrices on a mesh of `replicate` x `shard` ranks.
 
     Sizes and collectives are those of rank 0.
     """
@@ -53,12 +53,12 @@ class MuonUpdate:
         return peak
 
     def _gathered(self, bucket: BucketCosts) -> int:
-        """Return the bytes of a bucket's message to the owners, on both sides."""
+        """Return the bytes of a bucket's message to the owners: the sent buffer and the received one."""
         received = bucket.owned if self._shard > 1 else 0
         return (bucket.sent_to_owners + received) * self._itemsize
 
     def _scattered(self, bucket: BucketCosts) -> int:
-        """Return the bytes of a bucket's message to the holders, on both sides."""
+        """Return the bytes of a bucket's message to the holders: the sent buffer and the received one."""
         received = bucket.held if self._shard * self._replicate > 1 else 0
         return (bucket.sent_to_holders + received) * self._itemsize
 
@@ -67,16 +67,16 @@ class MuonUpdate:
         """The all-to-alls, with the bytes that rank 0 receives, and NorMuon's all-reduces."""
         from trainer.plan.estimates import Collective
 
-        found: Counter[Collective] = Counter()
+        counts: Counter[Collective] = Counter()
         num_ranks = self._replicate * self._shard
         for bucket in self._buckets:
             if self._shard > 1:
-                found[Collective("all_to_all", "shard", self._shard, bucket.owned * self._itemsize)] += 1
+                counts[Collective("all_to_all", "shard", self._shard, bucket.owned * self._itemsize)] += 1
                 if self._has_rows:
-                    found[Collective("all_reduce", "shard", self._shard, bucket.num_matrices * 4)] += 1
+                    counts[Collective("all_reduce", "shard", self._shard, bucket.num_matrices * 4)] += 1
             if num_ranks > 1:
-                found[Collective("all_to_all", "world", num_ranks, bucket.held * self._itemsize)] += 1
-        return found
+                counts[Collective("all_to_all", "world", num_ranks, bucket.held * self._itemsize)] += 1
+        return counts
 
     def seconds(self, layout: Layout, rates: Rates) -> float:
         """Return the time of the update besides reading and writing the weights and moments.
