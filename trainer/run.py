@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from trainer import __version__
+from trainer import __version__, hub
 from trainer.config import RunConfig, check_config, load_config, smallest_mesh
 from trainer.config.command_line import (
     ALLOW_IMPORT,
@@ -123,6 +123,7 @@ def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
     act = partial(_rehearse, config) if is_dry else lambda trainer: trainer.fit()
     with dry_run_config(config, env) if is_dry else contextlib.nullcontext(config) as config:
         if is_spawning:
+            os.environ[hub.PINS] = hub.pins_for_children()
             return spawn(arguments.nproc or 1, _command(arguments, trainer), config)
         return run_trainer(config, trainer, act)
 

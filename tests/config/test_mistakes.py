@@ -120,17 +120,17 @@ MISTAKES = {
     "52 HF: precision": Mistake("train.bf16=true", "to fix: set fsdp.param_dtype=bfloat16"),
     "53 HF: saving": Mistake("train.save_steps=100", "did you mean checkpoint.every=100?"),
     "54 HF: where to": Mistake("train.output_dir=out", "did you mean run.dir=out?"),
-    "55 HF: a model by its name": Mistake("model.name=Qwen/Qwen3-0.6B", "set model.name=auto model.path=Qwen3-0.6B"),
+    "55 HF: a model by its name": Mistake("model.name=Qwen/Qwen3-0.6B", "name it as model.name=auto model.path=Qwen/"),
     "56 HF: a model that was not fetched": Mistake(
         "recipe=sft model.path=Qwen/Qwen3-0.6B data.path=x.jsonl",
-        ["to fix: download the model, and give its folder", "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"],
+        ["is not in the cache", "and HF_HUB_OFFLINE is set", "to fix: unset it for the first use"],
     ),
     "56 HF: a model without its owner": Mistake(
-        "recipe=sft model.path=Qwen3-0.6B data.path=x.jsonl", "hf download OWNER/Qwen3-0.6B --local-dir Qwen3-0.6B"
+        "recipe=sft model.path=Qwen3-0.6B data.path=x.jsonl", "or its name on the Hugging Face Hub: OWNER/Qwen3-0.6B"
     ),
     "56 HF: a model in a folder of models": Mistake(
         "recipe=sft model.path=recipes/Qwen3-0.6B data.path=x.jsonl",
-        "hf download OWNER/Qwen3-0.6B --local-dir recipes/Qwen3-0.6B",
+        "or its name on the Hugging Face Hub: OWNER/Qwen3-0.6B",
     ),
     "57 HF: a data set by its name": Mistake("data.path=wikitext", "to fix: give an existing file, folder or"),
     "57 TRL: what is trained on": Mistake(

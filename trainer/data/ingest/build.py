@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data.cache import CORRUPTION_ERRORS, open_lock, remove
+from trainer.data.cache import CORRUPTION_ERRORS
 from trainer.data.ingest.encode import DocumentSplitter, Engine, IdsDiffer, check_sample, find_engine, find_reference
 from trainer.data.ingest.inputs import READ_ERRORS, BadDocuments, DocumentCounts, InputFile, SettingNames, check_limit
 from trainer.data.ingest.progress import BuildProgress
@@ -40,6 +40,7 @@ from trainer.data.ingest.readers import (
     LongDocument,
     TokenChunk,
     read_lines,
+    read_record_file,
     read_table,
     read_texts,
     read_tokens,
@@ -51,6 +52,7 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.environment import LAUNCHER, find_environment, follow_parent
 from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import checked, replacing, sync_folder, with_checksum
+from trainer.locks import open_lock, remove
 from trainer.stopping import StopRequested, stop_if_asked
 
 
@@ -427,7 +429,7 @@ class UnitWriter:
                 for each in inputs:
                     yield from read_tokens(each, job.tokenizer, job.keys)
                 continue
-            read = read_lines if kind == "jsonl" else read_table
+            read = {"jsonl": read_lines, "records": read_record_file}.get(kind, read_table)
             for each in inputs:
                 yield from read(each, unit.start, unit.stop, job.text_key, self._bad)
 

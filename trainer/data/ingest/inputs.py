@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeAlias
 
-from trainer.data.json_files import json_advice
+from trainer.data.records import RECORD_SUFFIXES, is_record_file
 from trainer.data.shards import Manifest
 from trainer.errors import setting_error
 
-Kind: TypeAlias = Literal["text", "jsonl", "parquet", "arrow", "tokens"]
+Kind: TypeAlias = Literal["text", "jsonl", "records", "parquet", "arrow", "tokens"]
 
 Compression: TypeAlias = Literal["", "gz", "zst"]
 
@@ -37,6 +37,7 @@ _KINDS: dict[str, Kind] = {
     **dict.fromkeys((*_PROSE.split(), *_CODE.split()), "text"),
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
+    **dict.fromkeys(RECORD_SUFFIXES, "records"),
     ".parquet": "parquet",
     ".arrow": "arrow",
     ".bin": "tokens",
@@ -44,10 +45,11 @@ _KINDS: dict[str, Kind] = {
 
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
 
-_COMPRESSIBLE = ("text", "jsonl")
+_COMPRESSIBLE = ("text", "jsonl", "records")
 
 SUPPORTED_SUFFIXES = (
-    ".txt, .jsonl, .parquet, .arrow, .md, source code; .gz and .zst of text and of .jsonl; .bin of other trainers"
+    ".txt, .jsonl, .json, .csv, .parquet, .arrow, .md, source code; .gz and .zst of text and of records; .bin of other "
+    "trainers"
 )
 """The supported kinds of files, for messages."""
 
@@ -59,7 +61,8 @@ MEGATRON_MAGIC = b"MMIDIDX\0\0"
 class InputFile:
     """A file of documents: `size` in bytes, `mtime_ns` its modification time in ns.
 
-    `key` is the setting that named the file, for messages.
+    `key` is the setting that named the file, for messages.  `checksum` tells its content, if it is known without
+    reading it; the file's place and time then do not matter.
     """
 
     path: str
@@ -68,6 +71,7 @@ class InputFile:
     size: int
     mtime_ns: int
     key: str
+    checksum: str = ""
 
     @classmethod
     def of(cls, path: str, key: str) -> InputFile | None:
@@ -78,6 +82,8 @@ class InputFile:
         if found is None:
             return None
         kind, compression = found
+        if kind == "records" and not is_record_file(path):
+            return None
         try:
             stat = os.stat(path)
         except OSError as error:
@@ -107,10 +113,6 @@ def find_inputs(settings: Iterable[str], key: str) -> list[InputFile]:
             inside = list(_list_inputs(match, key))
             if not inside:
                 is_folder = os.path.isdir(match)
-                advice = next(filter(None, map(json_advice, _walk(match) if is_folder else [match])), None)
-                if advice is not None:
-                    rule, fix = advice
-                    raise setting_error(key, match, f"a file in it {rule}" if is_folder else rule, fix=fix)
                 rule = "has no file that ends in" if is_folder else "its name must end in"
                 fix = 'write each document as one line of .jsonl: {"text": "..."}'
                 raise setting_error(key, match, f"{rule} {SUPPORTED_SUFFIXES}", fix=fix)
