@@ -187,6 +187,20 @@ DEFECTS: list[Defect] = [
         "if len(row) != len(names):",
         "if False:",
     ),
+    Defect(
+        "a-card-with-local-paths",
+        "push",
+        "_public",
+        'return path.partition("?")[0] if "://" in path else path.rstrip("/").rpartition("/")[2]',
+        "return path",
+    ),
+    Defect(
+        "a-project-without-its-name",
+        "installed",
+        "write_project",
+        "target = folder / file.name.replace(_NAME, module)",
+        "target = folder / file.name",
+    ),
     # -- saving as it pays ---------------------------------------------------------------------------------------
     Defect(
         "each-rank-decides-when-to-save",

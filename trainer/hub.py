@@ -119,6 +119,12 @@ def parse_name(text: str) -> HubName | None:
     return HubName(kind, found["repo"], revision, (found["path"] or "").strip("/"), found["options"] or "", text)
 
 
+def hub_repo(text: str) -> str:
+    """Return `org/name` of a pinned name of a model, as other libraries take it; any other text unchanged."""
+    name = parse_name(text) if text.startswith(SCHEME) else None
+    return text if name is None or name.path else name.repo
+
+
 def is_hub_data(setting: str) -> bool:
     """Return whether a setting of data names a data set of the Hub."""
     return setting.startswith(SCHEME)
@@ -329,7 +335,7 @@ class Repository:
         size = _size(partial)
         if size < each.size:
             raise OSError(f"the connection was lost after {size:,} of {each.size:,} bytes")
-        if _checksum(partial, each) != each.checksum:
+        if _content_checksum(partial, each) != each.checksum:
             partial.unlink()
             raise OSError(f"{each.path} was damaged on its way")
 
@@ -429,7 +435,7 @@ def _commit_in_cache(name: HubName) -> str | None:
     return None
 
 
-def _checksum(path: Path, each: HubFile) -> str:
+def _content_checksum(path: Path, each: HubFile) -> str:
     algorithm = hashlib.sha256() if len(each.checksum) == 64 else hashlib.sha1(f"blob {path.stat().st_size}\0".encode())
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
@@ -534,6 +540,39 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------
+# Publishing
+
+
+def upload(folder: Path, more: Mapping[str, bytes], repo: str, setting: str, is_private: bool) -> str:
+    """Upload the files of a folder, and `more` by name, as one commit to the model repository `repo`.
+
+    The repository is created if there is none.
+
+    Returns the URL of the commit.  Raises UserError, naming `setting`, if the server refuses it.
+    """
+    name = parse_name(f"{SCHEME}{repo}")
+    if name is None or name.kind != "model" or name.path or name.revision:
+        raise setting_error(setting, repo, "must be a model's name on the Hugging Face Hub", example="me/my-model")
+    name = replace(name, text=repo)
+    library = import_library(setting, name)
+    api = library.HfApi(endpoint=endpoint(library))
+    try:
+        api.create_repo(repo, private=is_private or None, exist_ok=True, repo_type="model")
+        files: dict[str, Path | bytes] = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*"))}
+        added = [
+            library.CommitOperationAdd(path_in_repo=each, path_or_fileobj=content)
+            for each, content in {**files, **more}.items()
+            if isinstance(content, bytes) or content.is_file()
+        ]
+        found = api.create_commit(repo, added, commit_message="Export of meshtrainer", repo_type="model")
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+            raise
+        raise explained(error, name, setting, writes=True) from error
+    return str(found.commit_url)
+
+
+# ---------------------------------------------------------------------------------------------------------------
 # The library, and its errors
 
 
@@ -559,12 +598,18 @@ def _is_offline(library: Any) -> bool:
     return bool(library.constants.HF_HUB_OFFLINE) if stated is None else stated.upper() in _TRUE
 
 
-def explained(error: Exception, name: HubName, setting: str) -> UserError:
-    """Return the message for an error of the library: what the server says, and what to do."""
+def explained(error: Exception, name: HubName, setting: str, writes: bool = False) -> UserError:
+    """Return the message for an error of the library: what the server says, and what to do.
+
+    writes: whether the repository was to be written to.
+    """
     library: Any = importlib.import_module("huggingface_hub")
     errors, server, kind = library.errors, endpoint(library), name.kind
     page = f"{server}/{'datasets/' if kind == 'dataset' else ''}{name.repo}"
     login = "log in with `hf auth login`, or set HF_TOKEN"
+    if writes and (_status(error) in (401, 403) or isinstance(error, errors.LocalTokenNotFoundError)):
+        rule = f"{server} does not let you write there ({_reason(error)})"
+        return setting_error(setting, name.shown, rule, fix=f"{login}, with a token that may write to {name.repo}")
     if isinstance(error, errors.GatedRepoError):
         rule = f"is gated: {server} gives this {kind} only to those who have been granted access"
         return setting_error(setting, name.shown, rule, fix=f"ask for access at {page}, and {login}")
@@ -585,7 +630,7 @@ def explained(error: Exception, name: HubName, setting: str) -> UserError:
         )
     if _status(error) in (401, 403):
         rule = f"{server} refuses it ({_reason(error)})"
-        return setting_error(setting, name.shown, rule, fix=f"{login}, with a token that may read {name.repo}")
+        return setting_error(setting, name.shown, rule, fix=f"{login}, with a token that has the right to")
     if is_temporary(error):
         rule = f"{server} cannot be reached ({_reason(error)})"
         fix = "try again later, set HF_ENDPOINT to a mirror, or give a folder that is here"
@@ -598,7 +643,7 @@ def is_temporary(error: Exception) -> bool:
     status = _status(error)
     if status is not None:
         return status >= 500 or status in (408, 425, 429)
-    if isinstance(error, ValueError) or type(error).__name__ == "OfflineModeIsEnabled":
+    if isinstance(error, ValueError) or type(error).__name__ in ("OfflineModeIsEnabled", "LocalTokenNotFoundError"):
         return False
     library = type(error).__module__.partition(".")[0]
     return isinstance(error, OSError) or library in ("httpx", "httpx2", "httpcore", "requests")

@@ -367,6 +367,7 @@ def leave(exit_code: int) -> NoReturn:
 
 COMMANDS = {
     "run": "trainer.run",
+    "init": "trainer.init.__main__",
     "prepare": "trainer.prepare",
     "plan": "trainer.plan.__main__",
     "checkpoints": "trainer.checkpoints",
@@ -384,7 +385,8 @@ _OTHER_NAMES = {
     **dict.fromkeys(("eval", "test", "validate"), "evaluate"),
     **dict.fromkeys(("chat", "sample", "inference", "infer"), "generate"),
     **dict.fromkeys(("tokenize", "preprocess"), "prepare"),
-    **dict.fromkeys(("convert", "merge"), "export"),
+    **dict.fromkeys(("convert", "merge", "push", "upload"), "export"),
+    **dict.fromkeys(("new", "create", "scaffold"), "init"),
     **dict.fromkeys(("estimate", "estimate-memory"), "plan"),
 }
 """Names of these subcommands in other tools."""

@@ -237,15 +237,19 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         path = urllib.parse.unquote(url.path)
-        if not self._has_token:
+        if path == "/api/validate-yaml":  # of a model card
+            is_card = json.loads(body)["content"].startswith("---\n")
+            self._json({"warnings": [], "errors": []} if is_card else {"errors": [{"message": "no metadata"}]})
+        elif not self._has_token:
             self._refuse(401, "", "Invalid username or password.")
         elif path == "/api/repos/create":
             asked = json.loads(body)
             repo = f"{asked.get('organization') or 'tester'}/{asked['name']}"
+            is_private = bool(asked.get("private")) or asked.get("visibility") == "private"
             if ("model", repo) in self.hub.repositories:
                 self._json({"error": "You already created this model repo", "url": f"{self.hub.url}/{repo}"}, 409)
                 return
-            self.hub.repositories["model", repo] = FakeRepository(is_private=bool(asked.get("private")))
+            self.hub.repositories["model", repo] = FakeRepository(is_private=is_private)
             self.hub.repositories["model", repo].commit({})
             self._json({"url": f"{self.hub.url}/{repo}", "name": repo})
         elif re.fullmatch(r"/api/models/[^/]+/[^/]+/preupload/.+", path):

@@ -292,8 +292,8 @@ class DataSection:
         None,
         "with source=tokens (implied): a file, folder, glob or manifest of token shards, or of text (.txt, "
         ".md, code, .jsonl, .json, .csv, .parquet, .gz, .zst), tokenized on first use; or a URL (https, s3, ...); with "
-        "source=chat: a file, folder or glob; either may be hf://datasets/org/name, a data set of the Hugging Face Hub; "
-        "{name: path, ...} mixes several sources",
+        "source=chat: a file, folder or glob; either may be hf://datasets/org/name, a data set of the Hugging Face "
+        "Hub; {name: path, ...} mixes several sources",
     )
     eval_path: str | dict[str, str] | None = declare(
         None, "evaluation data, in the same forms as data.path; {name: path, ...} for several sources"
