@@ -17,7 +17,7 @@ _MIN_RETRY_S, _MAX_RETRY_S = 0.001, 0.05
 
 
 class FileLock:
-    """A lock that `locked` holds.
+    """The lock that a `locked` block holds.
 
     is_locked: False on a file system without locks.
     """
@@ -26,7 +26,7 @@ class FileLock:
         self._descriptor, self.is_locked = descriptor, is_locked
 
     def make_exclusive(self) -> bool:
-        """Turn a shared lock into an exclusive one, unless other processes share it; return whether it is exclusive."""
+        """Make a shared lock exclusive, unless other processes share it; return whether it is exclusive."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -36,11 +36,11 @@ class FileLock:
 
 @contextlib.contextmanager
 def locked(path: Path, *, is_shared: bool = False, is_required: bool = False) -> Iterator[FileLock]:
-    """Hold a file lock during a block.  The last holder removes the file, unless it was renamed inside the block.
+    """Hold a file lock during a block.  The last holder removes the file, unless the block has renamed it.
 
     The kernel releases the lock if this process dies.  On a file system without locks, raises OSError with advice if
-    the lock is required, and otherwise does not wait: the block must then be harmless if several processes run it.  A
-    stop request ends the wait by raising StopRequested.
+    the lock is required; otherwise does not wait, so several processes must be able to run the block at the same time.
+    Raises StopRequested if this process is asked to stop while it waits.
     """
     while True:
         descriptor, is_locked = open_lock(path), True
@@ -57,12 +57,12 @@ def locked(path: Path, *, is_shared: bool = False, is_required: bool = False) ->
             raise
         if not is_locked or is_same_file(descriptor, path):
             break
-        os.close(descriptor)  # its last holder removed or renamed the file after we opened it and before we locked it
+        os.close(descriptor)  # between our opening and locking the file, its last holder removed or renamed it
     lock = FileLock(descriptor, is_locked)
     try:
         yield lock
     finally:
-        # Only a holder of the lock removes the file, and only the file that it has locked: later openers get a new one.
+        # Only a holder of the lock removes the file, and only the file that it has locked.
         if is_locked and (not is_shared or lock.make_exclusive()) and is_same_file(descriptor, path):
             path.unlink(missing_ok=True)
         os.close(descriptor)
@@ -77,7 +77,7 @@ def remove_unlocked(path: Path) -> bool:
     try:
         is_abandoned = FileLock(descriptor, True).make_exclusive() and is_same_file(descriptor, path)
         if is_abandoned:
-            path.unlink(missing_ok=True)  # while holding the lock: it cannot become another process's in between
+            path.unlink(missing_ok=True)  # while holding the lock, so that no other process can lock it in between
         return is_abandoned
     finally:
         os.close(descriptor)
@@ -104,7 +104,7 @@ def _wait_for_lock(descriptor: int, kind: int) -> None:
 
 
 def is_same_file(descriptor: int, path: Path) -> bool:
-    """Return whether the open file is still the one at `path`."""
+    """Return whether the open file is still the file at `path`."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.forked import REPOSITORY
+from tests.promises import path_of
 from trainer import run
 
 SMALL = "recipe=llama_small"
@@ -86,7 +87,7 @@ MISTAKES = {
     "20 data that are not there": Mistake("data.path=@/none.txt", "to fix: give an existing file, folder or"),
     "20 a variable that is not set": Mistake("data.path=", "data.path=: is empty"),
     "22 a tokenizer by its name": Mistake("data.tokenizer=gpt2", "to fix: download the tokenizer.json of that model"),
-    "22 a tokenizer that is not there": Mistake("data.tokenizer=@/tokenizer.json", "no such file is there"),
+    "22 a tokenizer that is not there": Mistake("data.tokenizer=@/tokenizer.json", "there is no such file"),
     "23 a vocabulary that is too small": Mistake("model.vocab_size=100", "nearest legal value: model.vocab_size=257"),
     "24 ids without metadata": Mistake("data.path=@/a.bin", "for example: data.tokenizer=", files={"a.bin": ids}),
     "25 metadata that are none": Mistake(
@@ -351,5 +352,5 @@ def test_all_of_66_are_here() -> None:
     numbers = {int(name.split()[0]) for name in MISTAKES if name[0].isdigit()} | HELD_ELSEWHERE.keys() | WORKS.keys()
     assert numbers == set(range(1, 67))
     for test in HELD_ELSEWHERE.values():
-        file, _, function = test.partition("::")
-        assert f"def {function}(" in (REPOSITORY / "tests" / file).read_text(), test
+        file, _, function = path_of(test).partition("::")
+        assert f"def {function}(" in (REPOSITORY / file).read_text(), test

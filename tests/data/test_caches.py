@@ -29,8 +29,7 @@ from tests.helpers.chats import CHATML, said, write_tokenizer
 from tests.helpers.ranks import run_tiny
 from trainer import locks
 from trainer.config import DataSection
-from trainer.data import opening, shards
-from trainer.data import packing as packing_module
+from trainer.data import opening, packing, shards
 from trainer.data import stdlib as stdlib_module
 from trainer.data.cache import get_or_build
 from trainer.data.ingest.build import BuildFolder
@@ -66,7 +65,7 @@ def samples_of(data: DataSection) -> list[Any]:
         source = open_source(data, None, split)  # type: ignore[call-overload]
         if source is not None:
             batch = {name: entry.tolist() for name, entry in as_mapping(source.batch(np.arange(len(source)))).items()}
-            found += [batch, source.fingerprint.to_state(), source.bytes_per_token, source.sentence]
+            found += [batch, source.fingerprint.to_state(), source.bytes_per_token, source.summary]
     return found
 
 
@@ -169,8 +168,8 @@ def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     return Cache(lambda: samples_of(data), tmp_path / "cache")
 
 
-def packing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
-    monkeypatch.setattr(packing_module, "MAX_DOCUMENTS_IN_MEMORY", 0)
+def packed_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    monkeypatch.setattr(packing, "MAX_DOCUMENTS_IN_MEMORY", 0)
     (tmp_path / "data").mkdir()
     path = write_shards(tmp_path / "data", [text.encode() for text in texts(40)])
     data = DataSection(
@@ -324,8 +323,9 @@ def large_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 CACHES: dict[str, Callable[[Path, pytest.MonkeyPatch], Cache]] = {
     kind.__name__: kind
     for kind in (
-        tokens, interrupted, stdlib, chats, pairs, packing, many_shards, from_afar, from_afar_of_before, text_from_afar,
-        prepared, calibration, shards_of_the_user, manifest_of_the_user, large_shards_of_the_user, large_tokens,
+        tokens, interrupted, stdlib, chats, pairs, packed_rows, many_shards, from_afar, from_afar_of_before,
+        text_from_afar, prepared, calibration, shards_of_the_user, manifest_of_the_user,
+        large_shards_of_the_user, large_tokens,
     )
 }  # fmt: skip
 
@@ -665,7 +665,7 @@ def test_shards_from_afar_on_a_full_disk_are_one_message(tmp_path: Path, monkeyp
         with pytest.raises(UserError) as caught:
             from_afar(tmp_path, monkeypatch).use()
         left = [path.name for path in disk.rglob("*.bin*")]
-    assert "No space left on device to keep it; free some space, or give another disk as data.cache_dir" in str(
+    assert "No space left on device for the cache; free some space, set data.cache_dir to another disk" in str(
         caught.value
     )
     assert left == []

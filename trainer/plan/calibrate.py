@@ -49,6 +49,7 @@ def calibrate(config: RunConfig, device: str | None = None) -> dict[str, Any]:
         "optimizer": _optimizer(found),
         "kernel_s": _kernel(found),
         "host_s": _host(found),
+        "host": _host_copies(found),
         **(_links(world) if world else {}),
     }
     if world is None or world.is_main:
@@ -122,6 +123,16 @@ def _optimizer(device: torch.device) -> float:
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.AdamW([weight], fused=True)
     return 7 * 4 * numel / _seconds(optimizer.step, device)
+
+
+def _host_copies(device: torch.device) -> float:
+    """Return the bytes per second of a copy to pinned host memory or back, whichever is slower."""
+    num_bytes = (256 if device.type == "cuda" else 16) * 2**20
+    on_device = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    on_host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    out_s = _seconds(lambda: on_host.copy_(on_device, non_blocking=True), device)
+    back_s = _seconds(lambda: on_device.copy_(on_host, non_blocking=True), device)
+    return num_bytes / max(out_s, back_s)
 
 
 def _links(world: World) -> dict[str, float]:

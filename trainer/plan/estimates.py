@@ -14,7 +14,7 @@ algorithms for clusters of workstations".
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
@@ -43,6 +43,8 @@ class Memory:
     peak: Moment
     curve: tuple[Moment, ...]
     """One moment per mark of the step, in order, for the picture; empty unless requested."""
+    offloaded: int = 0
+    """Host memory of the rank for activations (`train.offload_activations`), in bytes."""
 
 
 _UPDATE = (-1, False)
@@ -59,6 +61,13 @@ class _MemoryWatcher(Watcher):
         self._peak: tuple[tuple[int, bool] | None, dict[Kind, int]] = (None, dict(self._live))
         self._peak_total = self._total
         self.curve: list[Moment] = []
+        self.offloaded = 0
+
+    def begin(self, repeats: int) -> None:
+        self.offloaded = 0  # each micro-batch frees its own
+
+    def offload(self, num_bytes: int) -> None:
+        self.offloaded += num_bytes
 
     def allocate(self, kind: Kind, num_bytes: int) -> None:
         self._live[kind] += num_bytes
@@ -116,7 +125,7 @@ def memory_of(trace: Trace, layout: Layout, num_micro_batches: int, draws: bool 
     watcher = _MemoryWatcher(trace, at_rest(trace, layout), draws)
     Step(trace, layout, num_micro_batches, watcher).run()
     watcher.update(layout.muon.peak_bytes if layout.muon is not None else 0)
-    return Memory(watcher.peak, tuple(watcher.curve))
+    return Memory(watcher.peak, tuple(watcher.curve), watcher.offloaded)
 
 
 def at_rest(trace: Trace, layout: Layout) -> dict[Kind, int]:
@@ -212,6 +221,8 @@ class Rates:
     """Shortest time between the starts of two kernels on the device."""
     host_s: float
     """Host time to issue one operator."""
+    host: float
+    """Bytes per second from one device to host memory, and back."""
     link: float
     """Bytes per second into one rank from the other ranks of its node."""
     network: float
@@ -264,6 +275,10 @@ class StepTime:
     """The part of `communication_s` for which kernels had to wait."""
     host_s: float
     """Host time to issue all operators: a lower bound on the step time."""
+    offload_s: float = 0.0
+    """Copies of activations to host memory and back, whether or not they overlap with kernels."""
+    exposed_offload_s: float = 0.0
+    """The part of `offload_s` for which kernels had to wait."""
 
 
 class _Clock(Watcher):
@@ -278,6 +293,9 @@ class _Clock(Watcher):
         self._last_scatter: float | None = None
         self._repeats = 1
         self._started = 0.0
+        self._copies_free = 0.0
+        self._fetched: deque[float] = deque()
+        self.offload_s = self.exposed_offload_s = 0.0
         self.total_s = self.compute_s = self.copy_s = self.communication_s = self.exposed_s = self.host_s = 0.0
 
     def begin(self, repeats: int) -> None:
@@ -337,6 +355,26 @@ class _Clock(Watcher):
             self._sums_free = max(self._sums_free, self._scatters_free) + seconds
             self._communicates(seconds)
 
+    def offload(self, num_bytes: int) -> None:
+        self._wait_for_copy(self._copies_free)
+        self._copy_on_host_link(num_bytes)
+
+    def prefetch(self, num_bytes: int) -> None:
+        self._copy_on_host_link(num_bytes)
+        self._fetched.append(self._copies_free)
+
+    def wait_for_prefetch(self) -> None:
+        self._wait_for_copy(self._fetched.popleft())
+
+    def _copy_on_host_link(self, num_bytes: int) -> None:
+        seconds = num_bytes / self._rates.host
+        self._copies_free = max(self._copies_free, self._now) + seconds
+        self.offload_s += self._repeats * seconds
+
+    def _wait_for_copy(self, moment: float) -> None:
+        self.exposed_offload_s += self._repeats * max(0.0, moment - self._now)
+        self._now = max(self._now, moment)
+
     def finish_backward(self) -> None:
         self._wait_until(max(self._scatters_free, self._sums_free))
         self._last_scatter = self._copied_before = None
@@ -383,4 +421,6 @@ def time_of(trace: Trace, layout: Layout, num_micro_batches: int, rates: Rates) 
         clock.communication_s,
         min(clock.exposed_s, clock.communication_s),
         clock.host_s,
+        clock.offload_s,
+        clock.exposed_offload_s,
     )

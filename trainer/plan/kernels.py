@@ -52,7 +52,13 @@ SENT: Mapping[Any, Literal["all_gather", "reduce_scatter", "all_to_all"]] = {
 }
 """Operators that are context-parallel collectives, among the ranks that hold slices of the same sequences."""
 
-_FREE = {aten.detach.default, aten.empty.memory_format, aten.new_empty.default, aten.new_empty_strided.default}
+_FREE = {
+    aten.detach.default,
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
 
 _ATTENTION = {getattr(aten, f"{name}{way}") for name in attention.KERNELS for way in ("", "_backward")}
 

@@ -131,6 +131,7 @@ def _from_sheet(device: Device, ranks_per_node: int, network_gbps: float, comput
         optimizer=device.memory_bandwidth * _MEMORY_SHARE,
         kernel_s=_KERNEL_S,
         host_s=_HOST_S,
+        host=device.host_bandwidth * _LINK_SHARE,
         link=device.link_bandwidth * _LINK_SHARE,
         network=network_gbps / 8 * 1e9 * _LINK_SHARE,
         link_latency_s=_LINK_LATENCY_S,
@@ -160,6 +161,7 @@ def _cpu(num_ranks: int) -> Machine:
         optimizer=8e9,
         kernel_s=3e-6,
         host_s=0.0,  # the host is the device
+        host=4e9,
         link=1e9,
         network=1e9,
         link_latency_s=1e-4,

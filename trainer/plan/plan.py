@@ -13,6 +13,7 @@ from functools import cached_property
 
 from trainer.checkpoint.interval import Costs, costs_of
 from trainer.config import MeshShape, RunConfig
+from trainer.config.rules import offloaded_share
 from trainer.model.shard import is_unsharded, resolve_resharding
 from trainer.optim.optimizer import AVERAGE_SIZE
 from trainer.plan.estimates import Collective, Memory, StepTime, collectives_of, memory_of, time_of
@@ -128,7 +129,9 @@ def make_plan(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe
     `probe` is an existing probe of the same model, units and dtypes; by default a new one is made.
     """
     probe = probe or Probe(config, machine.device_type)
-    trace = probe.trace(int(config.train.micro_batch_size), config.train.activation_checkpoint)
+    train = config.train
+    share = offloaded_share(train.offload_activations)
+    trace = probe.trace(int(train.micro_batch_size), train.activation_checkpoint, share)
     return Plan(config, mesh, machine, trace, layout_of(config, trace, mesh), probe)
 
 

@@ -15,7 +15,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -31,6 +31,7 @@ from trainer.errors import UserError, setting_error
 from trainer.loss import by_row, find_loss
 from trainer.model.experts import fake_tensors
 from trainer.model.network import build_network, flops_of
+from trainer.model.offload import ActivationOffload, offloaded_blocks
 from trainer.model.parameters import tied_names
 from trainer.model.recompute import OperatorId
 from trainer.model.shard import apply_activation_checkpointing, forbid_view_outputs, saved_by_budget
@@ -39,7 +40,7 @@ from trainer.optim.groups import assign, block_rows
 from trainer.optim.optimizer import optimizer_state_sizes
 from trainer.plan.kernels import use_gpu_kernels
 from trainer.plan.trace import Event, Mark, MemoryMeter, ParameterFacts, Recorder, Segment, Trace, UnitFacts
-from trainer.sequence import sliced
+from trainer.sequence import use_slices
 
 
 class Probe:
@@ -49,7 +50,7 @@ class Probe:
         """`device_type` is `cuda`, which traces with the fused kernels of a GPU, or `cpu`."""
         self.config, self.device_type = config, device_type
         self._model = build_network(config)
-        self._traces: dict[tuple[int, int | str], Trace] = {}
+        self._traces: dict[tuple[int, int | str, float], Trace] = {}
 
     @property
     def flops_per_token(self) -> float:
@@ -65,18 +66,24 @@ class Probe:
                 length = open_source(data, self.config.vocab_size, "train").attended
         return length or data.seq_len
 
-    def trace(self, micro_batch_size: int, checkpointing: int | str) -> Trace:
+    @property
+    def num_units(self) -> int:
+        """Number of units that FSDP gathers one by one, without the root."""
+        return len(find_units(self._model, self.config.recipe, self.config.fsdp.wrap))
+
+    def trace(self, micro_batch_size: int, checkpointing: int | str, offload: float = 0.0) -> Trace:
         """Return the trace of a micro-batch, with units according to `fsdp.wrap`.
 
-        Raises UserError if the model's own code cannot run on tensors without values.
+        `offload` is the share of blocks whose activations go to host memory.  Raises UserError if the model's own code
+        cannot run on tensors without values.
         """
-        key = (micro_batch_size, checkpointing)
+        key = (micro_batch_size, checkpointing, offload)
         if key not in self._traces:
             with contextlib.suppress(Exception):  # the model cannot run with skipped blocks, or treats them differently
-                self._traces[key] = self._run(micro_batch_size, checkpointing, shortens=True)
+                self._traces[key] = self._run(micro_batch_size, checkpointing, offload, shortens=True)
         if key not in self._traces:
             try:
-                self._traces[key] = self._run(micro_batch_size, checkpointing, shortens=False)
+                self._traces[key] = self._run(micro_batch_size, checkpointing, offload, shortens=False)
             except UserError:
                 raise
             except Exception as error:  # from the model's own code, on tensors without values
@@ -85,9 +92,9 @@ class Probe:
                 raise setting_error("model.name", self.config.model.name, rule) from error
         return self._traces[key]
 
-    def _run(self, micro_batch_size: int, checkpointing: int | str, shortens: bool) -> Trace:
+    def _run(self, micro_batch_size: int, checkpointing: int | str, offload: float, shortens: bool) -> Trace:
         model = copy.deepcopy(self._model)
-        made = _trace(model, self.config, micro_batch_size, checkpointing, self.device_type, shortens)
+        made = _trace(model, self.config, micro_batch_size, checkpointing, offload, self.device_type, shortens)
         # The trace attended to full rows; that affects FLOPs only, not what the kernels save.
         return made.with_attention(self._attended / self.config.data.seq_len)
 
@@ -97,6 +104,7 @@ def _trace(
     config: RunConfig,
     micro_batch_size: int,
     checkpointing: int | str,
+    offload_share: float,
     device_type: str,
     shortens: bool,
 ) -> Trace:
@@ -108,10 +116,11 @@ def _trace(
         use_gpu_kernels(model)
     compute_dtype = getattr(torch, config.fsdp.param_dtype)
     fuses = device_type == "cuda" and compiles_when_planned(config.train.compile, device_type)
-    checkpointed = _checkpoint(blocks, checkpointing, kept, fuses)
+    offload = _PlannedOffload(model, blocks, offload_share, counts_host=device_type == "cpu")
+    checkpointed = _checkpoint(blocks, checkpointing, kept, fuses, offload if offload_share else None)
     train = replace(config.train, activation_checkpoint="selective" if fuses else checkpointing)
     slices = find_slices(replace(config, train=train), rank=0)
-    repetition = Repetition(model, units if shortens else (), checkpointed)
+    repetition = Repetition(model, units if shortens else (), checkpointed, offload.nominal)
     with warnings.catch_warnings(), fake_tensors():
         warnings.simplefilter("ignore")  # about hooks on views; warning about those is FSDP's job
         buffer_bytes = _make_fake(model, compute_dtype, repetition.left_out)
@@ -123,12 +132,14 @@ def _trace(
             recorder.watch_inside(block)
         forbid_view_outputs((*(module for unit in units for module in unit.modules), model))
         repetition.attach(recorder)
+        if offload_share:
+            offload.record_in(recorder, repetition.left_out)
         for number, unit in enumerate(units):
             if not all(id(module) in repetition.left_out for module in unit.modules):
                 recorder.watch_unit(unit.modules, number)
         recorder.watch_unit((model,), len(units), is_root=True)
         loss_of = find_loss(model)
-        with meter, sliced(slices), by_row() if config.train.objective == "dpo" else nullcontext():
+        with meter, use_slices(slices), by_row() if config.train.objective == "dpo" else nullcontext():
             if config.train.objective == "dpo":
                 with torch.no_grad():  # the reference model, which has the same architecture
                     loss_of(batch)
@@ -142,7 +153,11 @@ def _trace(
 
 
 def _checkpoint(
-    blocks: Sequence[nn.Module], checkpointing: int | str, kept: Sequence[frozenset[OperatorId]], fuses: bool
+    blocks: Sequence[nn.Module],
+    checkpointing: int | str,
+    kept: Sequence[frozenset[OperatorId]],
+    fuses: bool,
+    offload: ActivationOffload | None,
 ) -> set[int]:
     """Apply activation checkpointing; return the ids of the blocks that it was applied to.
 
@@ -150,11 +165,78 @@ def _checkpoint(
     operators.
     """
     before = [vars(block).get("forward") for block in blocks]
-    apply_activation_checkpointing(blocks, checkpointing, kept)
+    apply_activation_checkpointing(blocks, checkpointing, kept, offload)
     checkpointed = {id(b) for b, forward in zip(blocks, before, strict=True) if vars(b).get("forward") is not forward}
     if fuses:
-        apply_activation_checkpointing([block for block in blocks if id(block) not in checkpointed], "selective")
+        others = [block for block in blocks if id(block) not in checkpointed]
+        apply_activation_checkpointing(others, "selective", offload=offload)
     return checkpointed
+
+
+class _PlannedOffload(ActivationOffload):
+    """Activation offloading on fake tensors: the code of a run, which marks its copies in a recorder.
+
+    `counts_host`: whether what is on the host takes memory of the device, because the device is a CPU.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], share: float, counts_host: bool) -> None:
+        super().__init__(model, blocks, share, torch.device("cpu"))
+        self._counts_host = counts_host
+        chosen = offloaded_blocks(len(blocks), share, with_last=True)
+        self.nominal = {id(block) for block, is_chosen in zip(blocks, chosen, strict=True) if is_chosen}
+        """Blocks that count as offloaded when looking for identical ones: also the last, so that it is no exception."""
+
+    def record_in(self, recorder: Recorder, left_out: set[int]) -> None:
+        """Start marking copies in `recorder`, for the blocks that are not left out.
+
+        Call this after the recorder has been attached, so that a block's backward pass is marked before the copies that
+        it starts.
+        """
+        self._recorder = recorder
+        self.attach([block for block in self._blocks if id(block) not in left_out])
+
+    def prefetch_before(self, block: nn.Module, call: Any, output: Any) -> None:
+        def after(block: nn.Module, args: Any, output: Any) -> None:
+            handle.remove()
+            super(_PlannedOffload, self).prefetch_before(block, call, output)
+
+        handle = block.register_forward_hook(after)
+
+    def is_movable(self, tensor: torch.Tensor) -> bool:
+        return not isinstance(tensor, nn.Parameter)
+
+    def allocate_on_host(self, data: torch.Tensor) -> torch.Tensor:
+        if self._counts_host:
+            return super().allocate_on_host(data)
+        with self.copying():
+            return super().allocate_on_host(data)
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        self._recorder.meter.is_paused = True
+        try:
+            yield
+        finally:
+            self._recorder.meter.is_paused = False
+
+    def end_forward(self, call: Any) -> None:
+        self._copied: dict[int, int] = {}
+        super().end_forward(call)
+        self._recorder.mark_copy("offload", self._copied)
+
+    def note_copied(self, storages: Sequence[Any]) -> None:
+        meter = self._recorder.meter
+        for storage in storages:
+            storage.serial = meter.serial(storage.on_device.untyped_storage())
+        self._copied = {storage.serial: storage.num_bytes for storage in storages}
+
+    def note_fetched(self, storages: Sequence[Any]) -> None:
+        for storage in storages:
+            self._recorder.meter.note_fetched(storage.serial, storage.on_device.untyped_storage())
+        self._recorder.mark_copy("prefetch", {storage.serial: storage.num_bytes for storage in storages})
+
+    def wait_for_fetch(self, event: Any) -> None:
+        self._recorder.mark_copy("fetched", {})
 
 
 def _muon_blocks(model: nn.Module, config: RunConfig) -> dict[int, tuple[int, ...]]:
@@ -268,8 +350,10 @@ class _BlockRun:
 class Repetition:
     """Skips the middle of long runs of identical blocks and fills in copies of the events of equivalent blocks."""
 
-    def __init__(self, model: nn.Module, units: Sequence[ShardUnit], checkpointed: set[int]) -> None:
-        self.runs = _find_runs(model, checkpointed) if units else []
+    def __init__(
+        self, model: nn.Module, units: Sequence[ShardUnit], checkpointed: set[int], offloaded: set[int]
+    ) -> None:
+        self.runs = _find_runs(model, checkpointed, offloaded) if units else []
         self.left_out = {id(m) for run in self.runs for block in run.skipped for m in block.modules()}
         self._place: list[tuple[_BlockRun, int]] = []  # watched blocks, indexed by the number in their marks
         self._calls: dict[int, list[tuple[int, Any]]] = {id(run): [] for run in self.runs}
@@ -430,7 +514,7 @@ def without_block_marks(events: Iterable[Event]) -> Iterator[Event]:
             held = Segment()
 
 
-def _find_runs(model: nn.Module, checkpointed: set[int]) -> list[_BlockRun]:
+def _find_runs(model: nn.Module, checkpointed: set[int], offloaded: set[int]) -> list[_BlockRun]:
     """Return the runs of identical blocks that are worth shortening, in outermost ModuleLists and Sequentials."""
     runs: list[_BlockRun] = []
     inside: set[int] = set()
@@ -442,7 +526,7 @@ def _find_runs(model: nn.Module, checkpointed: set[int]) -> list[_BlockRun]:
         if len(blocks) < 4:
             continue
         counted = _counted_settings(blocks)
-        kinds = [_kind(block, counted, shared, checkpointed) for block in blocks]
+        kinds = [(id(block) in offloaded, _kind(block, counted, shared, checkpointed)) for block in blocks]
         for period in range(1, min(_LONGEST_PERIOD, len(blocks) // 4) + 1):
             if all(kinds[n] == kinds[n - period] for n in range(period, len(blocks))):
                 num_skipped = (len(blocks) - 3 * period) // period * period

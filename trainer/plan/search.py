@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from trainer.config import AUTO, MeshShape, RunConfig, context_choices
+from trainer.config import AUTO, MeshShape, RunConfig, TrainSection, context_choices
+from trainer.config.rules import offloaded_share
 from trainer.errors import UserError
 from trainer.model.shard import checkpointing_choices
 from trainer.plan.machine import Machine
@@ -25,6 +26,10 @@ _MIN_IMPROVEMENT = 1e-6
 """A change to a single unit is accepted only if it shortens the step by more than this fraction."""
 _MAX_UNITS = 16
 """Units are tuned one by one up to this many; in deeper models a single unit makes no difference."""
+
+
+_SHARES = (1.0, 0.5, 0.25)
+"""Shares of blocks that are tried for `train.offload_activations=auto`, besides none."""
 
 
 class NothingFits(UserError):
@@ -55,7 +60,16 @@ def chosen_settings(config: RunConfig) -> dict[str, object]:
         "train.activation_checkpoint": config.train.activation_checkpoint,
         "train.micro_batch_size": config.train.micro_batch_size,
         "mesh.context": config.mesh.context,
+        "train.offload_activations": config.train.offload_activations,
     }
+
+
+def noted_settings(config: RunConfig) -> dict[str, object]:
+    """Return those of `chosen_settings` that are worth mentioning: offloading only where it is used."""
+    found = chosen_settings(config)
+    if found["train.offload_activations"] == "none":
+        del found["train.offload_activations"]
+    return found
 
 
 def uses_auto(config: RunConfig) -> bool:
@@ -117,11 +131,22 @@ class _Search:
         kinds = [train.activation_checkpoint]
         if train.activation_checkpoint == AUTO:  # least memory first
             kinds = sorted(checkpointing_choices(self.config), key=("full", "selective", 2, 4, "none").index)
+        shares: list[float | str] = [train.offload_activations]
+        if train.offload_activations == AUTO:  # least memory first; a CPU has no other memory to move anything to
+            shares = [*(_SHARES if self.machine.device_type == "cuda" else ()), "none"]
         for micro in sizes:
-            for kind in kinds:  # if a kind does not fit, no later kind does
-                plans = list(self._with_resharding(micro, kind))
-                smallest = min([*plans, *([smallest] if smallest else [])], key=lambda plan: plan.memory.peak.total)
-                found = [plan for plan in plans if plan.fits]
+            for kind in kinds:  # if a kind does not fit, no later kind does, and the same holds for shares
+                found: list[Plan] = []
+                for share in shares:
+                    settings = replace(
+                        train, micro_batch_size=micro, activation_checkpoint=kind, offload_activations=share
+                    )
+                    plans = list(self._with_resharding(settings))
+                    smallest = min([*plans, *([smallest] if smallest else [])], key=lambda plan: plan.memory.peak.total)
+                    found_now = [plan for plan in plans if plan.fits]
+                    found += found_now
+                    if not found_now:
+                        break
                 fitting += found
                 if not found:
                     break
@@ -140,22 +165,18 @@ class _Search:
                 runners_up.append(plan)
         return Choice(self._simplified(best), tuple(runners_up), self.num_candidates)
 
-    def _plan(self, micro: int, checkpointing: int | str, reshard: int | str | list[int | str]) -> Plan:
+    def _plan(self, train: TrainSection, reshard: int | str | list[int | str]) -> Plan:
         self.num_candidates += 1
-        config = replace(
-            self.config,
-            fsdp=replace(self.config.fsdp, reshard_after_forward=reshard),
-            train=replace(self.config.train, micro_batch_size=micro, activation_checkpoint=checkpointing),
-        )
+        config = replace(self.config, fsdp=replace(self.config.fsdp, reshard_after_forward=reshard), train=train)
         return make_plan(config, self.mesh, self.machine, self._probe)
 
-    def _with_resharding(self, micro: int, checkpointing: int | str) -> Iterator[Plan]:
+    def _with_resharding(self, train: TrainSection) -> Iterator[Plan]:
         setting = self.config.fsdp.reshard_after_forward
         if setting != AUTO:
-            yield self._plan(micro, checkpointing, setting)
+            yield self._plan(train, setting)
             return
         for entry in self._entries:
-            plain = self._plan(micro, checkpointing, [entry] * self._probe.trace(micro, checkpointing).root)
+            plain = self._plan(train, [entry] * self._probe.num_units)
             yield plain
             if plain.fits:
                 yield from self._keeping_last(plain, entry)
@@ -170,11 +191,10 @@ class _Search:
     def _keeping_last(self, plain: Plan, entry: int | str) -> Iterator[Plan]:
         """Yield the plan that leaves the largest possible number of trailing units unsharded."""
         num_units = plain.trace.root
-        train = plain.config.train
 
         def keeping(last: int) -> Plan:
             reshard: list[int | str] = [entry] * (num_units - last) + ["never"] * last
-            return self._plan(int(train.micro_batch_size), train.activation_checkpoint, reshard)
+            return self._plan(plain.config.train, reshard)
 
         low, high = 0, num_units
         found: Plan | None = None
@@ -192,7 +212,7 @@ class _Search:
         """Change one unit at a time while that makes the step faster; return the successive plans."""
         if self.config.fsdp.reshard_after_forward != AUTO or plan.trace.root > _MAX_UNITS:
             return []
-        train, found = plan.config.train, [plan]
+        found = [plan]
         improves = True
         while improves:
             improves = False
@@ -202,7 +222,7 @@ class _Search:
                     if entry == reshard[unit]:
                         continue
                     changed = [*reshard[:unit], entry, *reshard[unit + 1 :]]
-                    other = self._plan(int(train.micro_batch_size), train.activation_checkpoint, changed)
+                    other = self._plan(plan.config.train, changed)
                     if other.fits and other.time.total_s < (1 - _MIN_IMPROVEMENT) * found[-1].time.total_s:
                         found.append(other)
                         improves = True
@@ -210,11 +230,11 @@ class _Search:
 
     def _simplified(self, plan: Plan) -> Plan:
         """Return the plan with a list of equal entries replaced by a single value."""
-        entries, train = _as_list(plan), plan.config.train
+        entries = _as_list(plan)
         if len(set(entries)) > 1:
             return plan
         entry = "default" if entries[:1] in ([], ["always"]) else entries[0]
-        return self._plan(int(train.micro_batch_size), train.activation_checkpoint, entry)
+        return self._plan(plan.config.train, entry)
 
     def _nothing_fits(self, smallest: Plan) -> str:
         asked = ", ".join(f"{key}=auto" for key, value in chosen_settings(self.config).items() if value == AUTO)
@@ -261,6 +281,11 @@ def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
     train, fsdp = config.train, config.fsdp
     if train.activation_checkpoint != "full":
         yield "train.activation_checkpoint=full", _with(config, activation_checkpoint="full"), mesh
+    if plan.machine.device_type == "cuda" and offloaded_share(train.offload_activations) < 1:
+        yield "train.offload_activations=1", _with(config, offload_activations=1), mesh
+        if train.activation_checkpoint != "full":
+            both = _with(config, activation_checkpoint="full", offload_activations=1)
+            yield "train.activation_checkpoint=full with train.offload_activations=1", both, mesh
     for_each_rank = train.global_batch_size // config.num_groups(mesh.num_ranks)
     for size in {1, for_each_rank} - {int(train.micro_batch_size)}:
         yield f"train.micro_batch_size={size}", _with(config, micro_batch_size=size), mesh
@@ -308,11 +333,12 @@ def _as_list(plan: Plan) -> list[int | str]:
 
 def _family(plan: Plan) -> tuple[object, ...]:
     train = plan.config.train
-    return train.micro_batch_size, train.activation_checkpoint, tuple(sorted({str(e) for e in _as_list(plan)}))
+    resharding = tuple(sorted({str(entry) for entry in _as_list(plan)}))
+    return train.micro_batch_size, train.activation_checkpoint, train.offload_activations, resharding
 
 
 def _describe(plan: Plan) -> str:
-    return ", ".join(f"{key}={short(value)}" for key, value in chosen_settings(plan.config).items())
+    return ", ".join(f"{key}={short(value)}" for key, value in noted_settings(plan.config).items())
 
 
 def short(value: object) -> str:

@@ -86,6 +86,9 @@ class Watcher:
     def gather(self, unit: int, axis: Axis, num_ranks: int, num_bytes: int) -> None: ...
     def wait_for_gather(self, unit: int, num_bytes: int, is_forward: bool) -> None: ...
     def reduce(self, unit: int, scattered: int, reduced: int) -> None: ...  # reduced=0: no all-reduce among replicas
+    def offload(self, num_bytes: int) -> None: ...  # waits for the copies of the block before
+    def prefetch(self, num_bytes: int) -> None: ...
+    def wait_for_prefetch(self) -> None: ...
     def finish_backward(self) -> None: ...
 
 
@@ -215,6 +218,12 @@ class Step:
                 self._pre_backward(group)
             elif event.mark == "post_backward":
                 self._post_backward(group, is_last)
+            elif event.mark == "offload":
+                self.watcher.offload(event.num_bytes)
+            elif event.mark == "prefetch":
+                self.watcher.prefetch(event.num_bytes)
+            elif event.mark == "fetched":
+                self.watcher.wait_for_prefetch()
             else:
                 self._end(is_last)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +26,13 @@ Mark = Literal[
     "block_forward",
     "block_return",
     "block_backward",
+    "offload",
+    "prefetch",
+    "fetched",
 ]
+"""FSDP's marks; where a block begins and returns; where activations start their way to the host and back, and where
+they are waited for.
+"""
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,8 @@ class Event:
     before: Segment
     mark: Mark
     unit: int
+    num_bytes: int = 0
+    """That `offload` and `prefetch` copy."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +157,10 @@ class MemoryMeter(TorchDispatchMode):
         super().__init__()
         self.in_block = self.is_backward = False
         """Whether the current operators are inside a block, and whether they are part of the backward pass."""
+        self.is_paused = False
+        """Whether operators are ignored: they work on host memory."""
+        self._original: dict[int, int] = {}
+        """The storage that an offloaded storage was copied from, by that which it was fetched into."""
         self._fuses, self._casts = fuses, Float8Casts(float8, fuses)
         self._known: dict[int, weakref.ref[Any]] = {}
         self._serials: dict[int, int] = {}
@@ -171,7 +183,7 @@ class MemoryMeter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.prim.device.default:
+        if self.is_paused or func is torch.ops.prim.device.default:
             return result
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
@@ -187,7 +199,7 @@ class MemoryMeter(TorchDispatchMode):
         if not self.in_block:
             self._operators.append(operator)
             return
-        serials = [self._serial(arg.untyped_storage()) for arg in args if isinstance(arg, torch.Tensor)]
+        serials = [self.serial(arg.untyped_storage()) for arg in args if isinstance(arg, torch.Tensor)]
         self._operators += self._casts.around(func, args, operator, serials)
 
     def _note(self, storage: torch.UntypedStorage) -> None:
@@ -205,9 +217,14 @@ class MemoryMeter(TorchDispatchMode):
         del self._known[key]
         self._log.append((self._serials.pop(key), -size))
 
-    def _serial(self, storage: torch.UntypedStorage) -> int:
+    def serial(self, storage: torch.UntypedStorage) -> int:
+        """Return the serial number of a storage."""
         key = storage_id(storage)
         return self._serials.get(key, -key)
+
+    def note_fetched(self, original: int, storage: torch.UntypedStorage) -> None:
+        """Note that `storage` gets the contents of the storage with the serial number `original`."""
+        self._original[self.serial(storage)] = original
 
     def _touched(self, tree: Any) -> dict[int, int]:
         """Return the number of bytes of each storage that the tensors in `tree` cover."""
@@ -215,7 +232,7 @@ class MemoryMeter(TorchDispatchMode):
         for tensor in pytree.tree_leaves(tree):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                serial = self._serial(storage)
+                serial = self.serial(storage)
                 covered = found.get(serial, 0) + tensor.numel() * tensor.element_size()
                 found[serial] = min(storage.nbytes(), covered)
         return found
@@ -244,10 +261,12 @@ class MemoryMeter(TorchDispatchMode):
         if not self._fuses:
             return [_segment_of(one.log, Counter(o.work for o in one.operators)) for one in self._raw_segments]
         found, forgotten = list[Segment](), set[int]()
+        never_fetched = self.never_fetched()
         for one, unread in zip(self._raw_segments, self._unread(), strict=True):
             sizes = dict(one.log)
             dropped = {serial for serial in unread if serial in one.alive}
             work, never_made = fuse(one.operators, one.alive - dropped)
+            never_made |= never_fetched
             log = [(serial, size) for serial, size in one.log if not (serial in forgotten and size < 0)]
             log += [(serial, -sizes[serial]) for serial in dropped - never_made]
             found.append(_segment_of(log, work, never_made))
@@ -261,11 +280,24 @@ class MemoryMeter(TorchDispatchMode):
         """
         last_read: dict[int, int] = {}
         for number, one in enumerate(self._raw_segments):
-            last_read |= {serial: number for operator in one.operators for serial in operator.reads}
+            read = {serial for operator in one.operators for serial in operator.reads}
+            last_read |= dict.fromkeys([*read, *(self._original.get(serial, serial) for serial in read)], number)
         return [
             {serial for serial, size in one.log if serial in self._made_forward and last_read.get(serial, 0) <= number}
             for number, one in enumerate(self._raw_segments)
         ]
+
+    def never_fetched(self) -> set[int]:
+        """Return the storages of offloaded contents that compiled code would not have saved, so they are not copied."""
+        if not self._fuses:
+            return set()
+        read = {s for one in self._raw_segments for operator in one.operators for s in operator.reads}
+        return {serial for serial in self._original if serial not in read}
+
+    def copied_bytes(self, storages: Mapping[int, int]) -> int:
+        """Return how many bytes are copied of offloaded storages, given their sizes by serial number."""
+        left_out = {self._original[serial] for serial in self.never_fetched()}
+        return sum(size for serial, size in storages.items() if serial not in left_out)
 
 
 class _RawSegment(NamedTuple):
@@ -294,17 +326,23 @@ class Recorder:
     def __init__(self, meter: MemoryMeter, compute_dtype: torch.dtype) -> None:
         self.meter = meter
         self.cast_dtype = None if compute_dtype == torch.float32 else compute_dtype
-        self._marks: list[tuple[Mark, int]] = []
+        self._marks: list[tuple[Mark, int, Mapping[int, int]]] = []
 
     @property
     def events(self) -> list[Event]:
         """The marks so far, each with the segment since the previous mark."""
         pairs = zip(self.meter.segments(), self._marks, strict=True)
-        return [Event(segment, mark, unit) for segment, (mark, unit) in pairs]
+        return [Event(segment, mark, unit, self.meter.copied_bytes(sizes)) for segment, (mark, unit, sizes) in pairs]
 
     def mark(self, mark: Mark, unit: int) -> None:
         self.meter.cut()
-        self._marks.append((mark, unit))
+        self._marks.append((mark, unit, {}))
+
+    def mark_copy(self, mark: Mark, sizes: Mapping[int, int]) -> None:
+        """Mark a copy to or from the host, of storages with these sizes by serial number, in the current unit."""
+        self.meter.cut()
+        unit = next((unit for mark_, unit, _ in reversed(self._marks) if not mark_.startswith("block")), 0)
+        self._marks.append((mark, unit, sizes))
 
     def watch_block(self, block: nn.Module, position: int) -> None:
         """Mark where the block begins in the forward and the backward pass, and where its forward returns."""

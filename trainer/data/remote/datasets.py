@@ -28,7 +28,7 @@ from trainer.errors import setting_error
 
 if TYPE_CHECKING:
     from trainer.config import DataSection, RunConfig
-    from trainer.config.resolve import Given
+    from trainer.config.resolve import Resolution
 
 _OPTIONS = ("config", "split", "column")
 
@@ -79,7 +79,7 @@ class HubData:
         self.repository.fetch(self.files)
 
 
-def pinned_data(config: RunConfig, given: Given) -> RunConfig:
+def pinned_data(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Replace the branches and tags of data sets in `data.path` and `data.eval_path` by the commits that they mean.
 
     A run that resumes stays with the commits that it began with.  Raises UserError as `hub.open_repository` does.
@@ -95,7 +95,7 @@ def pinned_data(config: RunConfig, given: Given) -> RunConfig:
             return text
         began_with = pins.get((name.kind, name.repo))
         if began_with is not None:
-            given.notes.append(f"{key}={text}: this run stays with commit {began_with[:12]}, which it began with")
+            resolution.notes.append(f"{key}={text}: this run stays with commit {began_with[:12]}, which it began with")
         return str(hub.open_repository(name, key, pins).name)
 
     def pin_all(value: str | dict[str, str] | None, key: str) -> str | dict[str, str] | None:
