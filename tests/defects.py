@@ -156,7 +156,7 @@ DEFECTS: list[Defect] = [
         "a-moved-branch-moves-the-run",
         "hub-models",
         "fetched_models",
-        "pins = {} if given.is_stored else hub.pins_in(_stored_config(keys, given))",
+        "pins = {} if resolution.is_stored else hub.pins_in(_stored_config(keys, resolution))",
         "pins = {}",
     ),
     Defect(

@@ -150,7 +150,7 @@ MISTAKES = {
     "66 another command's name": Mistake("launch", "did you mean meshtrainer run?", "meshtrainer"),
     "a plan of no recipe": Mistake("llama3_70b", "did you mean recipe=llama3_70b?", "plan"),
     "a plan's option": Mistake("--model llama3_70b", "--model: no such option", "plan"),
-    "an export to nowhere": Mistake("@", "required: target", "export"),
+    "an export to nowhere": Mistake("@", "to fix: give a folder, or --push ORG/NAME", "export"),
     "an export of nothing": Mistake("@ @/out", "to fix: give a run folder", "export"),
     "no prompt": Mistake("@", "--prompt", "generate"),
     "a report of nothing": Mistake("@/no_such_run_at_all", "to fix: give a run folder", "report"),
@@ -242,7 +242,7 @@ MISTAKES = {
     "completion of no shell": Mistake("completion", "for example: meshtrainer completion bash", "meshtrainer"),
     "help as a word": Mistake("help", "did you mean meshtrainer --help?", "meshtrainer"),
     "resuming as a word": Mistake("resume", "did you mean meshtrainer run?", "meshtrainer"),
-    "a csv file": Mistake("data.path=@/a.csv", "to fix: write each document as", files={"a.csv": "a,b"}),
+    "a spreadsheet": Mistake("data.path=@/a.xls", "to fix: write each document as", files={"a.xls": "a,b"}),
 }  # fmt: skip
 
 HELD_ELSEWHERE = {
