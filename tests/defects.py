@@ -122,12 +122,12 @@ def _words(text: str) -> list[tuple[str, int, int]]:
 
 
 DEFECTS: list[Defect] = [
-    Defect("not-looked-at-again", "cut-short", "write_files", "if kept != data:", "if not data:"),
+    Defect("not-looked-at-again", "cut-short", "write_files", "if stored != data:", "if not data:"),
     Defect(
         "name-taken-at-its-word",
         "damage",
         "read_manifest",
-        "named not in (None, manifest.step)",
+        "step_of_folder not in (None, manifest.step)",
         "False",
     ),
     Defect(
@@ -235,8 +235,8 @@ DEFECTS: list[Defect] = [
         "pruned-in-a-streak",
         "streaks",
         "Checkpoints._save",
-        "is_in_doubt = snapshot.num_skipped > 0 or state.num_skipped > 0",
-        "is_in_doubt = snapshot.num_skipped > 0",
+        "not failed and snapshot.num_skipped == 0 and state.num_skipped == 0",
+        "not failed and snapshot.num_skipped == 0",
     ),
     # -- old names -----------------------------------------------------------------------------------------------
     Defect(
@@ -890,7 +890,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "steps-twice",
         "metrics-file",
-        "_stays",
+        "_is_kept",
         'not in _WRITTEN_AGAIN or record["step"] <= resumed_step',
         'not in _WRITTEN_AGAIN or record["step"] <= resumed_step + 1',
     ),

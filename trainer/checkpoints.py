@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.text import Text
 
 from trainer.checkpoint.layout import StoredTensor
-from trainer.checkpoint.manifest import INDEX, find_damage, name_of, read_file, read_manifest
+from trainer.checkpoint.manifest import INDEX, find_damage, list_steps, name_of, read_file, read_manifest
 from trainer.checkpoint.reader import StoredWeights, find_checkpoints, is_checkpoint
-from trainer.checkpoint.retention import best_step, list_steps
+from trainer.checkpoint.retention import best_step
 from trainer.checkpoint.storage import COMMIT, Damaged, Storage, open_storage, split_parent
 from trainer.config import compare_stored
 from trainer.errors import (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from trainer.checkpoint.manifest import RunInfo
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.storage import open_storage
-from trainer.checkpoint.writer import Checkpoints, SaveSettings
+from trainer.checkpoint.writer import Checkpoints
 from trainer.config import RunConfig
 from trainer.config.rules import compiles_blocks
 from trainer.distributed.channel import StepSync
@@ -122,9 +122,9 @@ def assemble_run(trainer: Trainer, start_time: float) -> TrainingRun:
         watchdog.observers.append(metrics.console.enter_phase)
     profile = Profile(config, world.rank, world.device, metrics, watchdog)
     storage = world.agreed(lambda: open_storage(config.checkpoint.dir or folder.path / "checkpoints"))
-    mesh = mesh_sizes(trainer.mesh, config)
-    run_info = RunInfo(config.with_absolute_paths().to_yaml(), mesh, world.env.job, world.env.num_restarts)
-    checkpoints = Checkpoints(storage, world, SaveSettings.of(config.checkpoint, config.eval.metric), run_info)
+    sizes = mesh_sizes(trainer.mesh, config)
+    run_info = RunInfo(config.with_absolute_paths().to_yaml(), sizes, world.env.job, world.env.num_restarts)
+    checkpoints = Checkpoints(storage, world, config.checkpoint, config.eval.metric, run_info)
 
     norms = UnitNorms(config.log, model, trainer.units, trainer.mesh, metrics, lambda: run.step_metrics.grad_norm)
     optimizer.step_listeners.append(norms)

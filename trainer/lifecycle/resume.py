@@ -16,9 +16,8 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
-from trainer.checkpoint.manifest import name_of
+from trainer.checkpoint.manifest import list_steps, name_of
 from trainer.checkpoint.reader import IncompatibleCheckpoint, RestoredCheckpoint, RestoreRequest, find_checkpoint
-from trainer.checkpoint.retention import list_steps
 from trainer.checkpoint.storage import SUPERSEDED, is_same_location, open_storage
 from trainer.checkpoint.writer import Checkpoints
 from trainer.config import RunConfig, compare_configs, stored_value
@@ -87,7 +86,10 @@ class Resume:
         if allowed & {"optim", "optim.name", "state.model"}:
             allowed |= {"state.optimizer"}  # without matching moments, start with fresh ones
         request = RestoreRequest(
-            state, compare=lambda stored: compare_configs(self._config, stored), allowed=allowed, careful=is_running
+            state,
+            compare=lambda stored: compare_configs(self._config, stored),
+            allowed=allowed,
+            verify_first=is_running,
         )
         reader = self._checkpoints.reader
         if resume == "none":

@@ -1,6 +1,6 @@
-"""Data sheet specifications of common accelerators.  Does not import torch.
+"""Data-sheet specifications of common accelerators.  Does not import torch.
 
-The numbers are theoretical peaks.  The planner estimates what fraction of them kernels achieve.
+The numbers are theoretical peaks; the planner estimates the fraction that kernels achieve.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Device:
 
     name: str
     """Short name used in the configuration."""
-    known_as: str
-    """Substring of the device name reported by the driver."""
+    driver_name: str
+    """Part of the device name that the driver reports."""
     bf16_flops: float
     fp32_flops: float
     """Peak of fp32 matrix products without TF32, which is torch's default."""
@@ -61,8 +61,13 @@ DEVICES = (
 
 
 def find_device(name: str) -> Device | None:
-    """Return the device with this short name or driver name, preferring the longest match, or None if unknown."""
-    by_length = sorted(DEVICES, key=lambda device: -len(device.known_as))
-    called = [device for device in DEVICES if device.name == name.lower()]
-    known = [device for device in by_length if re.search(rf"\b{device.known_as}\b", name, re.IGNORECASE)]
-    return next(iter([*called, *known]), None)
+    """Return the device with this short name or driver name, or None if unknown.
+
+    If several driver names match, the longest one wins.
+    """
+    for device in DEVICES:
+        if device.name == name.lower():
+            return device
+    by_length = sorted(DEVICES, key=lambda device: -len(device.driver_name))
+    matches = (device for device in by_length if re.search(rf"\b{device.driver_name}\b", name, re.IGNORECASE))
+    return next(matches, None)

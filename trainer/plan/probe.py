@@ -3,7 +3,7 @@
 The model runs forward and backward, unsharded, on one imaginary rank, with marks where FSDP would gather and reduce.
 In a long run of identical blocks, only the first and last ones are run and the others are copied from them, so tracing
 126 layers takes as long as tracing four.  The result is a `Trace`, from which the planner composes any mesh and any
-resharding without running the model again.  Independent of any particular model, the mesh and the speed of devices.
+resharding without running the model again.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Probe:
     @property
     def flops_per_token(self) -> float:
         """Model FLOPs per token for forward and backward, excluding recomputation."""
-        return flops_of(self.config, self._model, self._attended)
+        return flops_of(self.config, self._model, self._attended_length)
 
     @cached_property
-    def _attended(self) -> float:
-        """Number of tokens that attention spans: from the data, or the sequence length if unavailable."""
+    def _attended_length(self) -> float:
+        """Number of tokens that attention spans: from the data, or the sequence length if that is unknown."""
         data, length = self.config.data, None
         if data.arrangement == "masked":
             with contextlib.suppress(UserError):
@@ -79,7 +79,7 @@ class Probe:
         """
         key = (micro_batch_size, checkpointing, offload)
         if key not in self._traces:
-            with contextlib.suppress(Exception):  # the model cannot run with skipped blocks, or treats them differently
+            with contextlib.suppress(Exception):  # blocks cannot be skipped, or the model treats them differently
                 self._traces[key] = self._run(micro_batch_size, checkpointing, offload, shortens=True)
         if key not in self._traces:
             try:
@@ -94,9 +94,9 @@ class Probe:
 
     def _run(self, micro_batch_size: int, checkpointing: int | str, offload: float, shortens: bool) -> Trace:
         model = copy.deepcopy(self._model)
-        made = _trace(model, self.config, micro_batch_size, checkpointing, offload, self.device_type, shortens)
-        # The trace attended to full rows; that affects FLOPs only, not what the kernels save.
-        return made.with_attention(self._attended / self.config.data.seq_len)
+        trace = _trace(model, self.config, micro_batch_size, checkpointing, offload, self.device_type, shortens)
+        # Attention in the trace spans full rows; that affects its FLOPs, not what its kernels save.
+        return trace.with_attention(self._attended_length / self.config.data.seq_len)
 
 
 def _trace(
@@ -110,14 +110,14 @@ def _trace(
 ) -> Trace:
     units = find_units(model, config.recipe, config.fsdp.wrap)
     blocks = find_blocks(model, config.recipe)
-    kept = saved_by_budget(model, blocks, config, checkpointing, micro_batch_size)
+    saved_operators = saved_by_budget(model, blocks, config, checkpointing, micro_batch_size)
     facts = _unit_facts(model, units, optimizer_state_sizes(model, config.optim), _muon_blocks(model, config))
     if device_type == "cuda":  # imitated, since autograd in a CPU build of torch refuses fake CUDA tensors
         use_gpu_kernels(model)
     compute_dtype = getattr(torch, config.fsdp.param_dtype)
     fuses = device_type == "cuda" and compiles_when_planned(config.train.compile, device_type)
     offload = _PlannedOffload(model, blocks, offload_share, counts_host=device_type == "cpu")
-    checkpointed = _checkpoint(blocks, checkpointing, kept, fuses, offload if offload_share else None)
+    checkpointed = _checkpoint(blocks, checkpointing, saved_operators, fuses, offload if offload_share else None)
     train = replace(config.train, activation_checkpoint="selective" if fuses else checkpointing)
     slices = find_slices(replace(config, train=train), rank=0)
     repetition = Repetition(model, units if shortens else (), checkpointed, offload.nominal)
@@ -155,18 +155,20 @@ def _trace(
 def _checkpoint(
     blocks: Sequence[nn.Module],
     checkpointing: int | str,
-    kept: Sequence[frozenset[OperatorId]],
+    saved_operators: Sequence[frozenset[OperatorId]],
     fuses: bool,
     offload: ActivationOffload | None,
 ) -> set[int]:
-    """Apply activation checkpointing; return the ids of the blocks that it was applied to.
+    """Apply activation checkpointing; return the ids of the checkpointed blocks.
 
     If `fuses`, the other blocks are compiled and get selective checkpointing, since the compiler recomputes cheap
     operators.
     """
-    before = [vars(block).get("forward") for block in blocks]
-    apply_activation_checkpointing(blocks, checkpointing, kept, offload)
-    checkpointed = {id(b) for b, forward in zip(blocks, before, strict=True) if vars(b).get("forward") is not forward}
+    originals = [vars(block).get("forward") for block in blocks]
+    apply_activation_checkpointing(blocks, checkpointing, saved_operators, offload)
+    checkpointed = {
+        id(b) for b, forward in zip(blocks, originals, strict=True) if vars(b).get("forward") is not forward
+    }
     if fuses:
         others = [block for block in blocks if id(block) not in checkpointed]
         apply_activation_checkpointing(others, "selective", offload=offload)
@@ -240,10 +242,11 @@ class _PlannedOffload(ActivationOffload):
 
 
 def _muon_blocks(model: nn.Module, config: RunConfig) -> dict[int, tuple[int, ...]]:
-    """Return the rows of the blocks of each parameter that Muon gets, by the parameter's id."""
+    """Return the rows of the blocks of each of Muon's parameters, by the parameter's id."""
     blocks = block_rows(model, config.recipe.blocks)
     assigned = assign(model, config.optim)
-    return {id(each.parameter): blocks.get(id(each.parameter), ()) for each in assigned if each.optimizer == "muon"}
+    muon = [id(assignment.parameter) for assignment in assigned if assignment.optimizer == "muon"]
+    return {parameter: blocks.get(parameter, ()) for parameter in muon}
 
 
 def _unit_facts(
@@ -252,20 +255,20 @@ def _unit_facts(
     moments: Mapping[int, tuple[int, float]],
     muon_blocks: Mapping[int, tuple[int, ...]],
 ) -> tuple[UnitFacts, ...]:
-    """Return the units in forward order, then the root; each has the parameters that no unit inside it holds."""
+    """Return the units in forward order, then the root, each with the parameters that no unit inside it holds."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    taken: set[int] = set()
-    found: dict[int, UnitFacts] = {}
+    assigned: set[int] = set()
+    facts: dict[int, UnitFacts] = {}
     innermost_first = sorted(enumerate(units), key=lambda pair: -pair[1].depth)
     for number, modules, name in [
         *((number, unit.modules, str(unit)) for number, unit in innermost_first),
         (len(units), (model,), "root"),
     ]:
-        own = []
+        parameters = []
         for parameter in itertools.chain.from_iterable(module.parameters() for module in modules):
-            if id(parameter) not in taken:
-                taken.add(id(parameter))
-                own.append(
+            if id(parameter) not in assigned:
+                assigned.add(id(parameter))
+                parameters.append(
                     ParameterFacts(
                         names[id(parameter)],
                         tuple(parameter.shape),
@@ -275,8 +278,8 @@ def _unit_facts(
                         muon_blocks.get(id(parameter)),
                     )
                 )
-        found[number] = UnitFacts(name, tuple(own), is_embedding_unit(modules, model))
-    return tuple(found[number] for number in range(len(units) + 1))
+        facts[number] = UnitFacts(name, tuple(parameters), is_embedding_unit(modules, model))
+    return tuple(facts[number] for number in range(len(units) + 1))
 
 
 def _without_unused(units: tuple[UnitFacts, ...], unused: set[str]) -> tuple[UnitFacts, ...]:
@@ -300,8 +303,8 @@ def _make_fake(model: nn.Module, compute_dtype: torch.dtype, left_out: set[int])
         if id(module) in left_out:
             continue
         for name, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
-            made = torch.empty(parameter.shape, dtype=compute_dtype)
-            module.register_parameter(name, nn.Parameter(made, requires_grad=parameter.requires_grad))
+            fake = torch.empty(parameter.shape, dtype=compute_dtype)
+            module.register_parameter(name, nn.Parameter(fake, requires_grad=parameter.requires_grad))
         for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
     for first, *aliases in ties:
@@ -312,21 +315,22 @@ def _make_fake(model: nn.Module, compute_dtype: torch.dtype, left_out: set[int])
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Repetition: skips the middle of long runs of identical blocks, and copies the events of those that did run
+# Repetition: skips the middle of long runs of identical blocks, and copies the events of the blocks that did run
 
 
 _LONGEST_PERIOD = 16
 
 
 class NotRepeated(Exception):
-    """Blocks cannot be skipped: the model treats them differently, or a block changes the form of its input."""
+    """Raised if blocks cannot be skipped: the model treats them differently, or one changes the form of its input."""
 
 
 @dataclass(frozen=True)
 class _BlockRun:
     """Consecutive blocks that repeat with a period.
 
-    The first two periods are run; the second represents the `num_skipped` blocks after it.  Then the rest are run.
+    The first two periods are run, and the second represents the `num_skipped` blocks after it.  The remaining blocks
+    are run too.
     """
 
     blocks: tuple[nn.Module, ...]
@@ -355,12 +359,10 @@ class Repetition:
     ) -> None:
         self.runs = _find_runs(model, checkpointed, offloaded) if units else []
         self.left_out = {id(m) for run in self.runs for block in run.skipped for m in block.modules()}
-        self._place: list[tuple[_BlockRun, int]] = []  # watched blocks, indexed by the number in their marks
+        self._places: list[tuple[_BlockRun, int]] = []  # watched blocks, indexed by the number in their marks
         self._calls: dict[int, list[tuple[int, Any]]] = {id(run): [] for run in self.runs}
-        self._further_outputs: dict[int, tuple[Any, ...] | None] = {}  # by run: the outputs of a block after the first
-        self._unit_home: dict[
-            int, tuple[_BlockRun, int, str]
-        ] = {}  # by unit: its run, its block, and its name in the block
+        self._other_outputs: dict[int, tuple[Any, ...] | None] = {}  # by run: the outputs of a block after the first
+        self._place_of_unit: dict[int, tuple[_BlockRun, int, str]] = {}  # its run, its block, and its name in the block
         self._unit_at: dict[tuple[int, int, str], int] = {}
         for run in self.runs:
             for position, block in enumerate(run.blocks):
@@ -368,7 +370,7 @@ class Repetition:
                 for number, unit in enumerate(units):
                     if all(id(module) in inside for module in unit.modules):
                         name = " ".join(inside[id(module)] for module in unit.modules)
-                        self._unit_home[number] = (run, position, name)
+                        self._place_of_unit[number] = (run, position, name)
                         self._unit_at[id(run), position, name] = number
 
     def attach(self, recorder: Recorder) -> None:
@@ -376,8 +378,8 @@ class Repetition:
         for run in self.runs:
             for position, block in enumerate(run.blocks):
                 block.register_forward_pre_hook(self._note_call(run, position), with_kwargs=True)
-                recorder.watch_block(block, len(self._place))
-                self._place.append((run, position))
+                recorder.watch_block(block, len(self._places))
+                self._places.append((run, position))
                 if block in run.skipped:
                     block.forward = self._skipping_forward(run)  # type: ignore[method-assign]
                 else:
@@ -387,38 +389,37 @@ class Repetition:
         """Return a hook that raises NotRepeated unless a block's first output can serve as the next block's input."""
 
         def note(block: nn.Module, args: Any, output: Any) -> None:
-            given = args[0] if args else None
-            first, *rest = output if isinstance(output, tuple) else (output,)
-            if not (isinstance(first, torch.Tensor) and isinstance(given, torch.Tensor)):
+            first_input = args[0] if args else None
+            first, *others = output if isinstance(output, tuple) else (output,)
+            if not (isinstance(first, torch.Tensor) and isinstance(first_input, torch.Tensor)):
                 raise NotRepeated
-            if first.shape != given.shape or first.dtype != given.dtype:
+            if first.shape != first_input.shape or first.dtype != first_input.dtype:
                 raise NotRepeated
-            self._further_outputs[id(run)] = tuple(rest) if isinstance(output, tuple) else None
+            self._other_outputs[id(run)] = tuple(others) if isinstance(output, tuple) else None
 
         return note
 
     def _skipping_forward(self, run: _BlockRun) -> Callable[..., Any]:
-        """Return the forward function of skipped blocks: it returns its input, and zeros for any further outputs."""
+        """Return the forward function of skipped blocks: it returns its input, and zeros for any other outputs."""
 
         def skip(*args: Any, **kwargs: Any) -> Any:
             if not args:
                 raise NotRepeated
             # A separate node in the graph, so that the gradients of the blocks' outputs are computed one after another.
             first = args[0].view_as(args[0]) if isinstance(args[0], torch.Tensor) else args[0]
-            further = self._further_outputs[id(run)]
-            return first if further is None else (first, *pytree.tree_map_only(torch.Tensor, torch.zeros_like, further))
+            others = self._other_outputs[id(run)]
+            return first if others is None else (first, *pytree.tree_map_only(torch.Tensor, torch.zeros_like, others))
 
         return skip
 
     def with_skipped(self, names: set[str]) -> set[str]:
         """Return `names` of parameters, plus those of the corresponding parameters in skipped blocks."""
-        found = set(names)
+        all_names = set(names)
         for run in self.runs:
             for position in range(run.first_skipped, run.first_after):
-                template = run.names[run.period + position % run.period]
-                inside = f"{template}."
-                found |= {f"{run.names[position]}.{n.removeprefix(inside)}" for n in names if n.startswith(inside)}
-        return found
+                prefix = f"{run.names[run.period + position % run.period]}."
+                all_names |= {f"{run.names[position]}.{n.removeprefix(prefix)}" for n in names if n.startswith(prefix)}
+        return all_names
 
     def _note_call(self, run: _BlockRun, position: int) -> Callable[..., None]:
         def note(block: nn.Module, args: Any, kwargs: Any) -> None:
@@ -442,8 +443,8 @@ class Repetition:
             between: dict[int, set[Any]] = {}
             for event, following in itertools.pairwise(events):
                 if event.mark == "block_return" and following.mark == "block_forward":
-                    place, position = self._place[event.unit]
-                    if place is run and run.period <= position < run.first_after:
+                    own_run, position = self._places[event.unit]
+                    if own_run is run and run.period <= position < run.first_after:
                         between.setdefault(position % run.period, set()).add(frozenset(following.before.work))
             if any(len(kinds) > 1 for kinds in between.values()):
                 raise NotRepeated
@@ -455,27 +456,27 @@ class Repetition:
         model's own work between blocks; the work recorded around skipped blocks is dropped.
         """
         self._check(events)
-        done: list[Event] = []
+        result: list[Event] = []
         number = 0
         while number < len(events):
             event = events[number]
-            done.append(event)
+            result.append(event)
             number += 1
             if not event.mark.startswith("block"):
                 continue
-            run, position = self._place[event.unit]
+            run, position = self._places[event.unit]
             if event.mark == "block_forward" and position == run.first_skipped < run.first_after:
                 first = max(n for n, e in enumerate(events[:number]) if self._is_at(e, event.mark, run, run.period))
-                done += self._copies(events[first + 1 : number], run, range(0, run.num_skipped, run.period))
+                result += self._copies(events[first + 1 : number], run, range(0, run.num_skipped, run.period))
                 number = self._next(events, number, event.mark, run, run.first_after) + 1
             elif event.mark == "block_backward" and position == run.first_after - 1 >= run.first_skipped:
                 number = self._next(events, number, event.mark, run, run.first_skipped - 1) + 1
                 end = self._next(events, number, event.mark, run, run.period - 1) + 1
-                done += self._copies(events[number:end], run, range(run.num_skipped - run.period, -1, -run.period))
-        return done
+                result += self._copies(events[number:end], run, range(run.num_skipped - run.period, -1, -run.period))
+        return result
 
     def _is_at(self, event: Event, mark: Mark, run: _BlockRun, position: int) -> bool:
-        return event.mark == mark and self._place[event.unit] == (run, position)
+        return event.mark == mark and self._places[event.unit] == (run, position)
 
     def _next(self, events: Sequence[Event], start: int, mark: Mark, run: _BlockRun, position: int) -> int:
         for number in range(start, len(events)):
@@ -487,8 +488,8 @@ class Repetition:
         for offset in offsets:
             for event in template:
                 unit = event.unit
-                if not event.mark.startswith("block") and unit in self._unit_home:
-                    own_run, position, name = self._unit_home[unit]
+                if not event.mark.startswith("block") and unit in self._place_of_unit:
+                    own_run, position, name = self._place_of_unit[unit]
                     if own_run is run:
                         unit = self._unit_at[id(run), position + run.period + offset, name]
                 yield replace(event, unit=unit)
@@ -505,13 +506,13 @@ def _form(arguments: Any) -> Any:
 
 def without_block_marks(events: Iterable[Event]) -> Iterator[Event]:
     """Yield FSDP's marks only, merging the segments on both sides of each block mark."""
-    held = Segment()
+    merged = Segment()
     for event in events:
         if event.mark.startswith("block"):
-            held = held.then(event.before)
+            merged = merged.then(event.before)
         else:
-            yield replace(event, before=held.then(event.before))
-            held = Segment()
+            yield replace(event, before=merged.then(event.before))
+            merged = Segment()
 
 
 def _find_runs(model: nn.Module, checkpointed: set[int], offloaded: set[int]) -> list[_BlockRun]:
@@ -532,8 +533,8 @@ def _find_runs(model: nn.Module, checkpointed: set[int], offloaded: set[int]) ->
                 num_skipped = (len(blocks) - 3 * period) // period * period
                 if num_skipped < 2 * period:  # with fewer, there is no second gap between blocks to compare
                     break
-                inner = "".join([parent_name, "."] if parent_name else [])
-                names = tuple(f"{inner}{name}" for name, _ in parent.named_children())
+                prefix = f"{parent_name}." if parent_name else ""
+                names = tuple(f"{prefix}{name}" for name, _ in parent.named_children())
                 runs.append(_BlockRun(blocks, names, period, num_skipped))
                 inside |= {id(module) for block in blocks for module in block.modules()}
                 break
@@ -572,14 +573,14 @@ _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"})
 
 
 def _counted_settings(blocks: Sequence[nn.Module]) -> set[tuple[str, str]]:
-    """Return the settings (module name, attribute) that only hold a block's index in the list."""
+    """Return the settings (module name, attribute) that are only the index of a block in the list."""
     counted = {(name, key) for name, module in blocks[0].named_modules() for key, _ in _settings(module)}
     for position, block in enumerate(blocks):
-        own = {
+        indices = {
             (name, key)
             for name, module in block.named_modules()
             for key, value in _settings(module)
             if type(value) is int and value == position
         }
-        counted &= own
+        counted &= indices
     return counted

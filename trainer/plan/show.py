@@ -30,7 +30,7 @@ _COLOURS: dict[Kind, str] = {
     "temporaries": "#8c8a00",
     "buffers and inputs": "#66707b",
 }
-"""Mostly the palette of Okabe and Ito, safe for colour-blind readers: https://jfly.uni-koeln.de/color/."""
+"""Mostly the colorblind-safe palette of Okabe and Ito: https://jfly.uni-koeln.de/color/."""
 
 
 def print_plan(plan: Plan, choice: Choice | None = None) -> None:
@@ -47,10 +47,10 @@ def print_plan(plan: Plan, choice: Choice | None = None) -> None:
         _print_table("communication per rank in one step", heads, _communication_rows(plan), text_columns=(0, 1))
     source = "" if plan.machine.is_measured else f" (estimated from {plan.machine.source})"
     _print_table(f"time of one step{source}", ("", ""), _time_rows(plan), text_columns=(0, 1))
-    saving = list(describe_costs(plan.costs, plan.save_every_s, plan.num_nodes).items())
+    costs = list(describe_costs(plan.costs, plan.save_every_s, plan.num_nodes).items())
     title = "saves and failures (guesses, until a run has seen them)"
-    _print_table(title, ("", ""), saving, text_columns=(0, 1))
-    for line in _left_out(plan):
+    _print_table(title, ("", ""), costs, text_columns=(0, 1))
+    for line in _not_included(plan):
         print_stdout(textwrap.fill(line, width))
 
 
@@ -59,7 +59,7 @@ def _print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]
     print_stdout("\n".join(["", textwrap.fill(title, terminal_width()), *lines]))
 
 
-def _left_out(plan: Plan) -> list[str]:
+def _not_included(plan: Plan) -> list[str]:
     """Describe the costs that the plan does not include."""
     config = plan.config
     lines = []
@@ -71,13 +71,13 @@ def _left_out(plan: Plan) -> list[str]:
 
 
 def memory_text(plan: Plan) -> str:
-    """Return a rank's peak memory by kind as plain text, without saying whether it fits."""
+    """Return a rank's peak memory by kind as plain text, but not whether it fits."""
     lines = table_lines(("kind", "GiB"), _memory_rows(plan), text_columns=(0,))
     return "\n".join([f"{_peak_text(plan)}, as planned", *lines])
 
 
 def choice_text(choice: Choice, width: int | None = None) -> str:
-    """Return the resolved `auto` settings and the runners-up as plain text; `width` is as for `table_lines`."""
+    """Return the resolved `auto` settings and the runners-up as plain text; for `width` see `table_lines`."""
     heads, rows = _choice_rows(choice)
     lines = table_lines(heads, rows, width, text_columns=range(len(heads) - 2))
     return "\n".join([f"auto: {choice.num_candidates} candidates", *lines])
@@ -104,8 +104,8 @@ def _choice_rows(choice: Choice) -> tuple[list[str], list[list[str]]]:
     rows = []
     for number, plan in enumerate(plans):
         values = [short(value) for value in (chosen_settings if offloads else noted_settings)(plan.config).values()]
-        figures = [f"{plan.needed_gib:.4g}", f"{plan.time.total_s:.4g}"]
-        rows.append(["chosen" if number == 0 else str(number + 1), *values, *figures])
+        estimates = [f"{plan.needed_gib:.4g}", f"{plan.time.total_s:.4g}"]
+        rows.append(["chosen" if number == 0 else str(number + 1), *values, *estimates])
     return heads, rows
 
 

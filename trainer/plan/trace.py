@@ -1,4 +1,4 @@
-"""A `Trace`, which is one micro-batch as FSDP's marks in order with the memory and kernels between them; records it."""
+"""Records a `Trace`: one micro-batch as FSDP's marks, in order, with the memory and kernels between them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ they are waited for.
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """A parameter; tied parameters appear once.  `element_size` is in bytes, in the dtype it is stored in."""
+    """A parameter; tied parameters appear once.  `element_size` is in bytes, in the stored dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class ParameterFacts:
     moment_size: float
     """Bytes per element of those tensors."""
     muon_blocks: tuple[int, ...] | None = None
-    """Rows of each block that Muon orthogonalizes, empty for undivided matrices; None if another optimizer has it."""
+    """Rows of each block that Muon orthogonalizes, empty for undivided matrices; None for other optimizers."""
 
     @property
     def numel(self) -> int:
@@ -76,7 +76,7 @@ class Segment:
     peak: int = 0
     """Peak of activations, temporaries and gradients together."""
     peak_accumulating: int = 0
-    """The same peak if each parameter already has a gradient that new ones are added to."""
+    """The same peak if each parameter already has a gradient, to which new ones are added."""
     net: int = 0
     """Bytes at the end, without the gradients of parameters."""
     gradients: int = 0
@@ -156,7 +156,7 @@ class MemoryMeter(TorchDispatchMode):
         """`fuses`: whether blocks are compiled.  `float8`: the value of `train.float8` for their layers."""
         super().__init__()
         self.in_block = self.is_backward = False
-        """Whether the current operators are inside a block, and whether they are part of the backward pass."""
+        """Whether the current operators are inside a block, and whether they belong to the backward pass."""
         self.is_paused = False
         """Whether operators are ignored: they work on host memory."""
         self._original: dict[int, int] = {}
@@ -170,7 +170,7 @@ class MemoryMeter(TorchDispatchMode):
         self._operators: list[Operator] = []
         self._raw_segments: list[_RawSegment] = []
         self._made_forward: set[int] = set()
-        """Serial numbers of the storages that blocks have allocated in their forward pass."""
+        """Serial numbers of the storages that blocks have allocated in their forward passes."""
         self._not_counted = {
             storage_id(tensor.untyped_storage())
             for tensor in (*model.parameters(), *model.buffers(), *inputs)
@@ -228,14 +228,14 @@ class MemoryMeter(TorchDispatchMode):
 
     def _touched(self, tree: Any) -> dict[int, int]:
         """Return the number of bytes of each storage that the tensors in `tree` cover."""
-        found: dict[int, int] = {}
+        num_bytes: dict[int, int] = {}
         for tensor in pytree.tree_leaves(tree):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 serial = self.serial(storage)
-                covered = found.get(serial, 0) + tensor.numel() * tensor.element_size()
-                found[serial] = min(storage.nbytes(), covered)
-        return found
+                covered = num_bytes.get(serial, 0) + tensor.numel() * tensor.element_size()
+                num_bytes[serial] = min(storage.nbytes(), covered)
+        return num_bytes
 
     def _note_gradient(self, parameter: torch.Tensor) -> None:
         if id(parameter) not in self._with_gradient and parameter.grad is not None:
@@ -274,17 +274,17 @@ class MemoryMeter(TorchDispatchMode):
         return found
 
     def _unread(self) -> list[set[int]]:
-        """Return, for each segment, the storages made by blocks in their forward pass that no later segment reads.
+        """Return, for each segment, the storages that blocks allocate in it and that no later segment reads.
 
-        Compiled code does not save them, whatever the checkpointing policy says.
+        Compiled code does not save them for the backward pass, whatever the checkpointing policy.
         """
         last_read: dict[int, int] = {}
         for number, one in enumerate(self._raw_segments):
             read = {serial for operator in one.operators for serial in operator.reads}
             last_read |= dict.fromkeys([*read, *(self._original.get(serial, serial) for serial in read)], number)
         return [
-            {serial for serial, size in one.log if serial in self._made_forward and last_read.get(serial, 0) <= number}
-            for number, one in enumerate(self._raw_segments)
+            {serial for serial, _ in raw.log if serial in self._made_forward and last_read.get(serial, 0) <= number}
+            for number, raw in enumerate(self._raw_segments)
         ]
 
     def never_fetched(self) -> set[int]:
@@ -309,12 +309,12 @@ class _RawSegment(NamedTuple):
     """Storages that are alive at the end of the segment."""
 
 
-def _segment_of(log: Iterable[tuple[int, int]], work: Counter[Work], never_made: Collection[int] = ()) -> Segment:
+def _segment_of(log: Iterable[tuple[int, int]], work: Counter[Work], not_materialized: Collection[int] = ()) -> Segment:
     live = gradients = peak = peak_accumulating = 0
     for serial, size in log:
         if serial == 0:
             gradients += size
-        elif serial not in never_made:
+        elif serial not in not_materialized:
             live += size
             peak, peak_accumulating = max(peak, live), max(peak_accumulating, live - gradients)
     return Segment(peak, peak_accumulating, live - gradients, gradients, tuple(work.items()))
@@ -345,7 +345,7 @@ class Recorder:
         self._marks.append((mark, unit, sizes))
 
     def watch_block(self, block: nn.Module, position: int) -> None:
-        """Mark where the block begins in the forward and the backward pass, and where its forward returns."""
+        """Mark where the block begins in the forward and the backward pass, and where its forward pass returns."""
         block.register_forward_pre_hook(lambda *_: self.mark("block_forward", position))
 
         def after(block: nn.Module, args: Any, output: Any) -> None:
@@ -363,14 +363,14 @@ class Recorder:
         def enter(*_: Any) -> None:
             self.meter.in_block = True
 
-        def go_back(*_: Any) -> None:
+        def enter_backward(*_: Any) -> None:
             self.meter.in_block = self.meter.is_backward = True
 
         def leave(block: nn.Module, args: Any, output: Any) -> None:
             self.meter.in_block = False
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(go_back)
+                    tensor.register_hook(enter_backward)
 
         block.register_forward_pre_hook(enter)
         block.register_forward_hook(leave)
@@ -379,12 +379,13 @@ class Recorder:
         """Mark what FSDP's hooks would do for `modules`, which form one unit.
 
         The unit is gathered before its first module runs and resharded after its last.  Its gradients are reduced once
-        the gradients of the first module's inputs are known or, if those need none, at the end of the backward pass.
+        the gradients of the first module's inputs have been computed, or at the end of the backward pass if the inputs
+        need none.
         """
-        waiting = set(modules)
+        not_run = set(modules)
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            is_first = waiting == set(modules)
+            is_first = not_run == set(modules)
             if self.cast_dtype is not None:
                 args, kwargs = pytree.tree_map_only(torch.Tensor, self._cast, (args, kwargs))
             self.mark("pre_forward", unit)
@@ -393,9 +394,9 @@ class Recorder:
             return args, kwargs
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            waiting.discard(module)
-            if not waiting:
-                waiting.update(modules)
+            not_run.discard(module)
+            if not not_run:
+                not_run.update(modules)
                 self.mark("post_forward", unit)
                 self._when_gradient("pre_backward", unit, output)
 
@@ -424,14 +425,16 @@ class Recorder:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         with_gradient = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if with_gradient:
-            passed = _AfterBackward.apply(lambda: self.mark("post_backward", unit), *(leaves[n] for n in with_gradient))  # type: ignore[no-untyped-call]
-            for n, tensor in zip(with_gradient, passed, strict=True):
+            outputs = _AfterBackward.apply(
+                lambda: self.mark("post_backward", unit), *(leaves[n] for n in with_gradient)
+            )  # type: ignore[no-untyped-call]
+            for n, tensor in zip(with_gradient, outputs, strict=True):
                 leaves[n] = tensor
         return pytree.tree_unflatten(leaves, structure)
 
 
 class _AfterBackward(torch.autograd.Function):
-    """Identity whose backward calls a callback, once the gradients of all its tensors have been computed."""
+    """Identity that calls a callback in the backward pass, once the gradients of all its tensors are computed."""
 
     @staticmethod
     def forward(ctx: Any, callback: Callable[[], None], *inputs: torch.Tensor) -> Any:
