@@ -165,6 +165,14 @@ _PRE_TOKENIZERS: Mapping[str, list[dict[str, Any]]] = {
 
 _CONTROL, _USER_DEFINED = 3, 4
 
+_SPECIAL_TOKENS = {
+    "bos_token_id": "bos_token",
+    "eos_token_id": "eos_token",
+    "unknown_token_id": "unk_token",
+    "padding_token_id": "pad_token",
+}
+"""Keys of GGUF, and those of tokenizer_config.json."""
+
 
 class _Gguf:
     """A .gguf file: its metadata, and what a Hugging Face folder says instead.  Raises UserError for `setting`."""
@@ -242,10 +250,7 @@ class _Gguf:
         }
         if self._architecture == "llama":
             content["mlp_bias"] = False
-        for name in ("bos", "eos"):
-            if (token := self.get(f"tokenizer.ggml.{name}_token_id")) is not None:
-                content[f"{name}_token_id"] = int(token)
-        return content
+        return content | self.generation_config()
 
     def _llama3_scaling(self, theta: float) -> dict[str, Any]:
         """Return the scaling of Llama 3.1, of which llama.cpp stores the factor of every frequency."""
@@ -267,7 +272,7 @@ class _Gguf:
 
     def generation_config(self) -> dict[str, Any]:
         """Return generation_config.json."""
-        found = {f"{name}_token_id": self.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+        found = {name: self.get(f"tokenizer.ggml.{name}") for name in ("bos_token_id", "eos_token_id")}
         return {name: int(token) for name, token in found.items() if token is not None}
 
     # -- the weights
@@ -385,10 +390,10 @@ class _Gguf:
             },
         }
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        for theirs, ours in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
-            number = self.get(f"tokenizer.ggml.{theirs}_token_id")
+        for theirs, ours in _SPECIAL_TOKENS.items():
+            number = self.get(f"tokenizer.ggml.{theirs}")
             if number is not None and int(number) < len(tokens):
-                settings[f"{ours}_token"] = tokens[int(number)]
+                settings[ours] = tokens[int(number)]
         return content, settings
 
     def _post_processor(self, tokens: list[str], is_llama3: bool) -> dict[str, Any]:

@@ -41,19 +41,20 @@ class Installed:
         )
 
 
+_NEEDED = ("trainer", "recipes", "conf", "launch", "examples", "pyproject.toml", "README.md", "LICENSE")
 _BUILD = "from setuptools import build_meta; import sys; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 
 
 def build(folder: Path) -> tuple[Path, Path]:
-    """Build the sdist from a copy of the files that git tracks, and the wheel from the sdist.  Returns both."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    """Build the sdist from a copy of what it is made of, and the wheel from the sdist.  Returns both."""
     copy = folder / "copy"
-    for name in listed:
-        if not name.startswith(("tests/", "bench/")) and (REPOSITORY / name).is_file():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(REPOSITORY / name, copy / name)
+    copy.mkdir()
+    for name in _NEEDED:
+        source = REPOSITORY / name
+        if source.is_dir():
+            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        else:
+            shutil.copy2(source, copy / name)
     sdist = folder / _backend("build_sdist", copy, folder)
     with tarfile.open(sdist) as archive:
         archive.extractall(folder / "unpacked", filter="data")

@@ -49,7 +49,7 @@ def write_project(name: str, parent: Path) -> Path:
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = CommandParser(prog="meshtrainer init", description=__doc__)
+    parser = CommandParser(prog="python -m trainer.init", description=__doc__)
     parser.add_argument("name", metavar="NAME", help="name of the folder and of its model")
 
     def act() -> int:
