@@ -1,4 +1,4 @@
-"""Generates the reference pages of docs/ from the code: every setting with its type, default and meaning.
+"""Generates pages of docs/: from the code every setting with its type, default and meaning; from tutorials, notebooks.
 
 It also writes the table of docs/checkpoints.md that lists the settings a resume refuses to change.
 python docs/generate.py writes the pages; with --check it names the stale ones and exits with 1.
@@ -7,6 +7,8 @@ python docs/generate.py writes the pages; with --check it names the stale ones a
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +23,11 @@ _PAGES = {
     "configuration.md": ("Settings", ("run", "data", "train", "optim", "schedule", "eval")),
     "configuration_scale.md": ("More settings", ("mesh", "fsdp", "checkpoint", "log", "lora", "dpo")),
 }
+_NOTEBOOKS = {
+    "notebooks/train_from_scratch.ipynb": "tutorial_scratch.md",
+    "notebooks/fine_tune.ipynb": "tutorial_fine_tuning.md",
+}
+"""The notebooks, and the tutorials that they are made of."""
 _MODELS = "configuration_models.md"
 _CHECKPOINTS = "checkpoints.md"
 _BEGIN, _END = (
@@ -75,7 +82,26 @@ def pages() -> dict[str, str]:
     assert begin, f"{_CHECKPOINTS} has no marker {_BEGIN}"
     assert end, f"{_CHECKPOINTS} has no marker {_END}"
     found[_CHECKPOINTS] = f"{before}{begin}\n\n{_refused_on_resume()}\n{end}{after}"
-    return found
+    return found | {name: notebook((FOLDER / page).read_text()) for name, page in _NOTEBOOKS.items()}
+
+
+def notebook(page: str) -> str:
+    """Return a tutorial as a Jupyter notebook: its commands are cells that run them in a shell."""
+    cells: list[dict[str, Any]] = []
+    for part in re.split(r"((?:^ {4}\S.*\n)+)", page, flags=re.MULTILINE):
+        lines = [line.strip() for line in part.strip().splitlines()]
+        if not part.startswith("    "):
+            cells += [{"cell_type": "markdown", "metadata": {}, "source": part.strip()}] if part.strip() else []
+            continue
+        source = "\n".join(f"!{line}" for line in lines)
+        if lines[0].startswith("{"):
+            source = "\n".join(["%%writefile chats.jsonl", *lines * 8])
+        source = re.sub(r"^!pip install ", "%pip install -q ", source, flags=re.MULTILINE)
+        cells.append({"cell_type": "code", "metadata": {}, "source": source, "outputs": [], "execution_count": None})
+    for number, cell in enumerate(cells):
+        cell["id"], cell["source"] = f"cell-{number}", cell["source"].splitlines(keepends=True)
+    kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    return json.dumps({"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}, indent=1) + "\n"
 
 
 def _refused_on_resume() -> str:

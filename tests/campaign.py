@@ -53,6 +53,7 @@ _ALONE = [
     Part("ray", ("test_ray.py",), 0.5, workers=1, needs="ray"),
     Part("benches", ("test_benches.py", "test_profile.py"), 4.0, workers=1),
     Part("pages", ("test_pages.py",), 11.0, workers=1),
+    Part("installed", ("test_installed.py", "test_tutorials.py"), 12.0, workers=1),
     Part("signals", ("test_random_signals.py",), 25.0, workers=1),
     Part("prompt-stops", ("test_prompt_stops.py", "test_stopping_early.py"), 180.0, workers=1),
     Part(

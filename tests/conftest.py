@@ -54,6 +54,7 @@ def _have_caches_of_our_own() -> None:
     folder = Path(tempfile.gettempdir()) / f"meshtrainer-tests-{os.getuid()}"
     folder.mkdir(exist_ok=True)
     os.environ["XDG_CACHE_HOME"] = str(folder)
+    os.environ["HF_HUB_OFFLINE"] = "1"  # a test that uses the Hub brings its own
     os.environ["MPLCONFIGDIR"] = str(folder / "matplotlib")
 
 

@@ -151,6 +151,56 @@ DEFECTS: list[Defect] = [
         "if not is_locked or is_same_file(descriptor, path):",
         "if True:",
     ),
+    # -- models and data by name ---------------------------------------------------------------------------------
+    Defect(
+        "a-moved-branch-moves-the-run",
+        "hub-models",
+        "fetched_models",
+        "pins = {} if resolution.is_stored else hub.pins_in(_stored_config(keys, resolution))",
+        "pins = {}",
+    ),
+    Defect(
+        "downloads-start-over",
+        "hub-models",
+        "Repository._receive",
+        'headers |= {"Range": f"bytes={start}-"} if start else {}',
+        "pass",
+    ),
+    Defect(
+        "a-data-set-that-moves",
+        "hub-data",
+        "pinned_data",
+        "pins = hub.pins_in(read_run_config(config.run_dir)) if resumes(config) else {}",
+        "pins = {}",
+    ),
+    Defect(
+        "key-heads-as-query-heads",
+        "gguf",
+        "_Gguf._values",
+        'heads = int(self.get("llama.attention.head_count_kv") or heads)',
+        "pass",
+    ),
+    Defect(
+        "short-rows-are-taken",
+        "records",
+        "_in_csv",
+        "if len(row) != len(names):",
+        "if False:",
+    ),
+    Defect(
+        "a-card-with-local-paths",
+        "push",
+        "_public",
+        'return path.partition("?")[0] if "://" in path else path.rstrip("/").rpartition("/")[2]',
+        "return path",
+    ),
+    Defect(
+        "a-project-without-its-name",
+        "installed",
+        "write_project",
+        "target = folder / file.name.replace(_NAME, module)",
+        "target = folder / file.name",
+    ),
     # -- saving as it pays ---------------------------------------------------------------------------------------
     Defect(
         "each-rank-decides-when-to-save",

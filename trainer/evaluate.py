@@ -27,7 +27,7 @@ from trainer import run
 from trainer.config import RunConfig, check_config, load_config, stored_value
 from trainer.config.command_line import parse, split_allow_import
 from trainer.config.load import check_imports, read_stored
-from trainer.config.location import locate
+from trainer.config.location import fetched, locate
 from trainer.config.pretrained import check_no_gguf, check_weights, find_native
 from trainer.config.rules import check_requirements, likely_device
 from trainer.distributed import stop_request
@@ -98,6 +98,7 @@ def find_subject(
     from trainer.checkpoint.reader import open_checkpoint
     from trainer.checkpoint.storage import PinnedStorage
 
+    path = fetched(path)
     source, location = None, locate(path)
     check_no_gguf(path, "path")
     override_keys = {override.partition("=")[0] for override in overrides}
@@ -305,7 +306,7 @@ def lm_eval(path: str, tasks: Sequence[str], more_tasks: str | None = None) -> d
         if not manager.match_tasks([task]):
             raise choice_error("--lm-eval", task, manager.all_tasks, "a task of lm_eval;")
     with tempfile.TemporaryDirectory() as exported:
-        location = locate(path)
+        location = locate(fetched(path))
         folder = location.path
         if location.kind != "huggingface":
             folder = str(Path(exported) / "model")

@@ -2,6 +2,7 @@
 
     python -m trainer.export <run or checkpoint> <folder>             Hugging Face format, with config.json
     python -m trainer.export <run or checkpoint> <folder> --merged    the same, with adapters merged in
+    python -m trainer.export <run or checkpoint> --push org/name      to the Hugging Face Hub, with a model card
     python -m trainer.export <run or checkpoint> weights.pt           a plain state dict, as torch.save writes it
     python -m trainer.export <run or checkpoint> weights.safetensors  the same as safetensors
 
@@ -13,12 +14,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import safetensors.torch
 import torch
 
+from trainer import __version__
 from trainer.checkpoint.reader import open_checkpoint
 from trainer.config import RunConfig, config_from_yaml
 from trainer.config.initial_weights import allows_other_tokenizer
@@ -27,6 +30,8 @@ from trainer.data.prompts import chat_end_ids
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import EXIT_FINISHED, CommandParser, UserError, print_stderr, print_stdout, run_command
 from trainer.files import replacing, writing_to
+from trainer.hub import hub_repo, upload
+from trainer.metrics.record import read_kinds
 from trainer.recipe import WeightSource, add_working_folder_to_path
 from trainer.weights.adapters import BASE, export_adapter
 from trainer.weights.exporting import (
@@ -37,7 +42,9 @@ from trainer.weights.exporting import (
     tokenizer_settings,
 )
 from trainer.weights.loading import build_meta_model, load_unsharded, model_files_of, with_merged_adapters
+from trainer.weights.model_card import CARD, model_card
 
+METRICS = "metrics.jsonl"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -92,7 +99,7 @@ def export_checkpoint(
             build_meta_model(config.recipe, config.model),
             config.lora,
             path,
-            base=base or stored.parts.get(BASE, {}).get("path", ""),
+            base=hub_repo(base or stored.parts.get(BASE, {}).get("path", "")),
             dtype=dtype,
             origin=origin,
             overwrite=overwrite,
@@ -165,7 +172,12 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = CommandParser(prog="python -m trainer.export", description=__doc__)
     parser.add_argument("checkpoint", help="a run folder (its newest checkpoint), or the folder or URL of a checkpoint")
-    parser.add_argument("target", help="a folder in Hugging Face format; or a file, *.pt or *.safetensors")
+    target = "a folder in Hugging Face format; or a file, *.pt or *.safetensors; not needed with --push"
+    parser.add_argument("target", nargs="?", help=target)
+    parser.add_argument(
+        "--push", metavar="ORG/NAME", help="upload the export to the Hugging Face Hub, with a model card of the run"
+    )
+    parser.add_argument("--private", action="store_true", help="with --push: create a private repository")
     parser.add_argument("--dtype", choices=DTYPES, help="default: as stored")
     parser.add_argument(
         "--max-shard-gb", type=float, default=5.0, help="maximum size of one safetensors file (default: 5)"
@@ -189,9 +201,35 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 def _export(options: argparse.Namespace) -> int:
     if options.max_shard_gb <= 0:
         raise UserError(f"--max-shard-gb={options.max_shard_gb}: must be above 0\n  for example: --max-shard-gb=5")
-    files = export_checkpoint(
+    if options.target is None and options.push is None:
+        raise UserError("TARGET is missing\n  to fix: give a folder, or --push ORG/NAME")
+    if options.push is not None and Path(options.target or "").suffix in (".pt", ".safetensors"):
+        raise UserError(f"--push={options.push}: uploads a folder, not {options.target}\n  to fix: give a folder")
+    with tempfile.TemporaryDirectory() as temporary:
+        target = options.target or str(Path(temporary) / "export")
+        files = _export_to(target, options)
+        if options.push is not None:
+            card = card_of(options.checkpoint, options.push.rpartition("/")[2], options.allow_import)
+            print_stdout(upload(Path(target), {CARD: card.encode()}, options.push, "--push", options.private))
+    for file in files if options.target is not None else ():
+        print_stdout(str(file))
+    return EXIT_FINISHED
+
+
+def card_of(checkpoint: str | os.PathLike[str], title: str, allow_import: Collection[str] = ()) -> str:
+    """Return the model card of a run's or checkpoint's model: the text of a README.md."""
+    stored = open_checkpoint(checkpoint)
+    config = config_from_yaml(stored.config_yaml, allow_import=allow_import)
+    places = (Path(checkpoint) / METRICS, config.run_dir / METRICS)  # the first one: of a run that has moved
+    metrics = next((place for place in places if place.is_file()), None)
+    records = [] if metrics is None else list(read_kinds(metrics, "train", "eval"))
+    return model_card(config, title, stored.manifest.step, records, __version__)
+
+
+def _export_to(target: str, options: argparse.Namespace) -> list[Path]:
+    return export_checkpoint(
         options.checkpoint,
-        options.target,
+        target,
         dtype=DTYPES[options.dtype] if options.dtype else None,
         max_shard_gb=options.max_shard_gb,
         overwrite=options.overwrite,
@@ -200,9 +238,6 @@ def _export(options: argparse.Namespace) -> int:
         base=options.base,
         ema=options.ema,
     )
-    for file in files:
-        print_stdout(str(file))
-    return EXIT_FINISHED
 
 
 if __name__ == "__main__":

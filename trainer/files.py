@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +18,21 @@ try:
     from isal.isal_zlib import crc32 as crc32  # the same checksum, at 26 GB/s instead of zlib's 6
 except ImportError:  # no wheel for this machine
     from zlib import crc32 as crc32
+
+
+def find_cache_folders(setting: str | None) -> list[Path]:
+    """Return the possible cache folders, best first; only `setting` if it is given."""
+    if setting is not None:
+        return [Path(setting).expanduser()]
+    folders = []
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if os.path.isabs(base):
+        folders.append(Path(base, "meshtrainer"))
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    shared = Path(tempfile.gettempdir(), f"meshtrainer-{user}")
+    if not os.path.lexists(shared) or (shared.lstat().st_uid == user and not shared.is_symlink()):
+        folders.append(shared)  # unless another user has created something at this path
+    return folders
 
 
 def find_folder(path: str | os.PathLike[str]) -> Path | None:

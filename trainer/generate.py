@@ -23,7 +23,7 @@ from torch import nn
 from trainer.checkpoint.reader import open_checkpoint
 from trainer.config import config_from_yaml
 from trainer.config.initial_weights import check_tokenizer_of_folder
-from trainer.config.location import Location, locate
+from trainer.config.location import Location, fetched, locate
 from trainer.config.pretrained import (
     CONFIG,
     check_no_gguf,
@@ -123,7 +123,7 @@ def open_generator(
     Raises UserError if the model cannot be read.
     """
     check_no_gguf(path, "path")
-    location = locate(path)
+    location = locate(fetched(path))
     if location.kind == "huggingface":
         folder = Path(location.path)
         if has_config_only(folder):

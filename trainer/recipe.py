@@ -305,7 +305,7 @@ def find_recipe(name: str, allowed_modules: Collection[str] | None = None) -> Re
             raise setting_error("model.name", name, "must be a registered model, or module:NAME, not a file", fix=fix)
         if "/" in name:
             rule = f"must be a registered model ({', '.join(sorted(_registry))}), not a model id"
-            fix = f"download that model, then set model.name=auto model.path={name.rpartition('/')[2]}"
+            fix = f"name it as model.name=auto model.path={name}"
             raise setting_error("model.name", name, rule, fix=fix)
         raise choice_error("model.name", name, sorted(_registry), "a registered model:")
     return _registry[name]

@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from trainer import __version__
+from trainer import __version__, hub
 from trainer.config import RunConfig, check_config, load_config, smallest_mesh
 from trainer.config.command_line import (
     ALLOW_IMPORT,
@@ -123,6 +123,7 @@ def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
     action = partial(_dry_run, config) if is_dry_run else lambda trainer: trainer.fit()
     with dry_run_config(config, env) if is_dry_run else contextlib.nullcontext(config) as config:
         if is_spawning:
+            os.environ[hub.PINS] = hub.pins_for_children()
             return spawn(arguments.nproc or 1, _command(arguments, trainer), config)
         return run_trainer(config, trainer, action)
 
@@ -369,6 +370,7 @@ def leave(exit_code: int) -> NoReturn:
 
 COMMANDS = {
     "run": "trainer.run",
+    "init": "trainer.init.__main__",
     "prepare": "trainer.prepare",
     "plan": "trainer.plan.__main__",
     "checkpoints": "trainer.checkpoints",
@@ -387,7 +389,8 @@ _COMMANDS_OF_OTHER_TOOLS = {
     **dict.fromkeys(("eval", "test", "validate"), "evaluate"),
     **dict.fromkeys(("chat", "sample", "inference", "infer"), "generate"),
     **dict.fromkeys(("tokenize", "preprocess"), "prepare"),
-    **dict.fromkeys(("convert", "merge"), "export"),
+    **dict.fromkeys(("convert", "merge", "push", "upload"), "export"),
+    **dict.fromkeys(("new", "create", "scaffold"), "init"),
     **dict.fromkeys(("estimate", "estimate-memory"), "plan"),
 }
 """Names that other tools use for these subcommands."""

@@ -19,7 +19,7 @@ from trainer.recipe import declare
 class HfConfig:
     """The fields of a model that transformers builds from a folder."""
 
-    path: str = declare("", "folder of a Hugging Face model (config.json, safetensors and related files)", free=True)
+    path: str = declare("", "Hugging Face model: a folder, org/name on the Hub, or a .gguf file", free=True)
     attention: Literal["sdpa", "eager", "flex", "flash_attention_2", "flash_attention_3"] | None = declare(
         None,
         "attention implementation, with the names of transformers; null: sdpa if the model supports it",

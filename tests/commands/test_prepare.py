@@ -162,7 +162,7 @@ def test_a_mistake_late_in_the_input_leaves_what_was_there(tmp_path: Path, capsy
         ("a.jsonl", b'\n{"text": ""}\n', ["there is no text in it"]),
         ("a.txt.gz", b"not gzipped", ["a.txt.gz: cannot be read"]),
         ("a.txt.gz", gzip.compress(b"cut short" * 100, mtime=0)[:-9], ["a.txt.gz: cannot be read"]),
-        ("a.csv", b"1,2", ["a.csv: its name must end in .txt, .jsonl"]),
+        ("a.xls", b"1,2", ["a.xls: its name must end in .txt, .jsonl"]),
     ],
 )
 def test_input_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, words: list[str], capsys: Any) -> None:

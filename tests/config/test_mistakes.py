@@ -121,17 +121,17 @@ MISTAKES = {
     "52 HF: precision": Mistake("train.bf16=true", "to fix: set fsdp.param_dtype=bfloat16"),
     "53 HF: saving": Mistake("train.save_steps=100", "did you mean checkpoint.every=100?"),
     "54 HF: where to": Mistake("train.output_dir=out", "did you mean run.dir=out?"),
-    "55 HF: a model by its name": Mistake("model.name=Qwen/Qwen3-0.6B", "set model.name=auto model.path=Qwen3-0.6B"),
+    "55 HF: a model by its name": Mistake("model.name=Qwen/Qwen3-0.6B", "name it as model.name=auto model.path=Qwen/"),
     "56 HF: a model that was not fetched": Mistake(
         "recipe=sft model.path=Qwen/Qwen3-0.6B data.path=x.jsonl",
-        ["to fix: download the model, and give its folder", "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"],
+        ["is not in the cache", "and HF_HUB_OFFLINE is set", "to fix: unset it for the first use"],
     ),
     "56 HF: a model without its owner": Mistake(
-        "recipe=sft model.path=Qwen3-0.6B data.path=x.jsonl", "hf download OWNER/Qwen3-0.6B --local-dir Qwen3-0.6B"
+        "recipe=sft model.path=Qwen3-0.6B data.path=x.jsonl", "or its name on the Hugging Face Hub: OWNER/Qwen3-0.6B"
     ),
     "56 HF: a model in a folder of models": Mistake(
         "recipe=sft model.path=recipes/Qwen3-0.6B data.path=x.jsonl",
-        "hf download OWNER/Qwen3-0.6B --local-dir recipes/Qwen3-0.6B",
+        "or its name on the Hugging Face Hub: OWNER/Qwen3-0.6B",
     ),
     "57 HF: a data set by its name": Mistake("data.path=wikitext", "to fix: give an existing file, folder or"),
     "57 TRL: what is trained on": Mistake(
@@ -150,7 +150,7 @@ MISTAKES = {
     "66 another command's name": Mistake("launch", "did you mean meshtrainer run?", "meshtrainer"),
     "a plan of no recipe": Mistake("llama3_70b", "did you mean recipe=llama3_70b?", "plan"),
     "a plan's option": Mistake("--model llama3_70b", "--model: no such option", "plan"),
-    "an export to nowhere": Mistake("@", "required: target", "export"),
+    "an export to nowhere": Mistake("@", "to fix: give a folder, or --push ORG/NAME", "export"),
     "an export of nothing": Mistake("@ @/out", "to fix: give a run folder", "export"),
     "no prompt": Mistake("@", "--prompt", "generate"),
     "a report of nothing": Mistake("@/no_such_run_at_all", "to fix: give a run folder", "report"),
@@ -242,7 +242,7 @@ MISTAKES = {
     "completion of no shell": Mistake("completion", "for example: meshtrainer completion bash", "meshtrainer"),
     "help as a word": Mistake("help", "did you mean meshtrainer --help?", "meshtrainer"),
     "resuming as a word": Mistake("resume", "did you mean meshtrainer run?", "meshtrainer"),
-    "a csv file": Mistake("data.path=@/a.csv", "to fix: write each document as", files={"a.csv": "a,b"}),
+    "a spreadsheet": Mistake("data.path=@/a.xls", "to fix: write each document as", files={"a.xls": "a,b"}),
 }  # fmt: skip
 
 HELD_ELSEWHERE = {

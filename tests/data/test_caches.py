@@ -27,16 +27,18 @@ from tests.data.test_data import read_all, write_shards
 from tests.data.test_remote import Server
 from tests.helpers.chats import CHATML, said, write_tokenizer
 from tests.helpers.ranks import run_tiny
+from trainer import locks
 from trainer.config import DataSection
-from trainer.data import cache, opening, packing, shards
+from trainer.data import opening, packing, shards
 from trainer.data import stdlib as stdlib_module
-from trainer.data.cache import get_or_build, locked, remove_unlocked
+from trainer.data.cache import get_or_build
 from trainer.data.ingest.build import BuildFolder
 from trainer.data.opening import open_source
 from trainer.data.remote import transport
 from trainer.data.shards import Manifest, Shard, ShardError, rows_of
 from trainer.data.source import as_mapping
 from trainer.errors import UserError
+from trainer.locks import locked, remove_unlocked
 from trainer.plan.machine import calibration_path, read_calibration, write_calibration
 from trainer.prepare import prepare
 from trainer.stopping import StopRequested
@@ -489,7 +491,7 @@ def test_checksums_of_pages_that_are_damaged_do_no_harm(large: Shard) -> None:
         again = Shard(large.path)
         assert np.array_equal(again.read(1_000, 3_000), expected)
         assert np.array_equal(again.read(5_000_000, 10), large.read(5_000_000, 10))
-        cache.remove(sums)
+        locks.remove(sums)
         sums.write_bytes(content)
 
 
@@ -553,7 +555,7 @@ def test_without_locks_each_builds_and_the_first_one_counts(tmp_path: Path, monk
     def refuse(*_: Any) -> NoReturn:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(cache.fcntl, "flock", refuse)
+    monkeypatch.setattr(locks.fcntl, "flock", refuse)
     meet = threading.Barrier(2)
 
     def build(folder: Path) -> None:
@@ -578,7 +580,7 @@ def test_without_locks_what_needs_one_is_refused_with_advice(tmp_path: Path, mon
     def refuse(*_: Any) -> NoReturn:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(cache.fcntl, "flock", refuse)
+    monkeypatch.setattr(locks.fcntl, "flock", refuse)
     with (
         pytest.raises(OSError, match=r"has no locks; set data\.cache_dir to a local disk"),
         locked(tmp_path / "lock", is_required=True),
@@ -612,7 +614,7 @@ def test_a_file_that_is_its_own_lock_stays_once_it_is_renamed(tmp_path: Path) ->
 
 def test_a_lock_whose_file_is_removed_still_excludes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each holder removes the file: one that had opened it before must not take it for the one that others lock."""
-    path, real = tmp_path / "lock", cache.open_lock
+    path, real = tmp_path / "lock", locks.open_lock
     with contextlib.ExitStack() as first:
         first.enter_context(locked(path))
 
@@ -621,7 +623,7 @@ def test_a_lock_whose_file_is_removed_still_excludes(tmp_path: Path, monkeypatch
             first.close()
             return descriptor
 
-        monkeypatch.setattr(cache, "open_lock", open_just_before_it_is_removed)
+        monkeypatch.setattr(locks, "open_lock", open_just_before_it_is_removed)
         with locked(path):
             other = real(path)
             with pytest.raises(BlockingIOError):
@@ -634,7 +636,7 @@ def test_a_stop_request_ends_the_wait_for_a_lock(tmp_path: Path, monkeypatch: py
     def asked() -> None:
         raise StopRequested("SIGTERM")
 
-    monkeypatch.setattr(cache, "stop_if_asked", asked)
+    monkeypatch.setattr(locks, "stop_if_asked", asked)
     with locked(tmp_path / "lock"), pytest.raises(StopRequested), locked(tmp_path / "lock"):
         pass
 

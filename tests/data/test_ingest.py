@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+import csv
 import gzip
 import itertools
 import json
 import multiprocessing
 import os
 import random
-import shlex
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from tests.data.test_data import write_shards, write_tokenizer
 from tests.helpers.forked import REPOSITORY
 from trainer.config import DataSection, load_config
 from trainer.data import opening
+from trainer.data.chat.formats import read_records
 from trainer.data.ingest import build as building
 from trainer.data.ingest import encode, inputs, readers
 from trainer.data.ingest.build import BuildFolder, BuildJob, build
@@ -302,25 +302,55 @@ def test_chats_that_are_given_as_text_are_told_by_their_keys(
     assert "nearest legal value" not in str(error.value)
 
 
-@pytest.mark.slow
-def test_json_that_is_no_jsonl_is_told_how_to_become_it(tmp_path: Path) -> None:
-    """As text and as chats, by itself and in a folder; the command that is advised is one that works."""
-    (tmp_path / "folder").mkdir()
-    path, lines = tmp_path / "folder" / "it's.json", [{"text": "zwölf"}, {"text": "two"}]
-    path.write_text(json.dumps(lines))
-    chats = {"source": "chat", "tokenizer": "bytes"}
-    for named, more in ((path, {}), (path.parent, {}), (path, chats), (path.parent, chats)):
-        data = dataclasses.replace(settings(tmp_path, named), **more)  # type: ignore[arg-type]
-        with pytest.raises(UserError, match="is a JSON array, but must be JSONL: one object per line") as error:
-            open_source(data, None, "train")
-        command = str(error.value).partition("to fix: ")[2]
-        subprocess.run(["bash", "-c", command.replace("python", shlex.quote(sys.executable), 1)], check=True)
-        made = path.with_suffix(".jsonl")
-        assert texts_in(tmp_path, made) == ["zwölf", "two"]
-        made.unlink()
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(UserError, match=r"has one object per line, but its name must end in \.jsonl\n  to fix: mv "):
-        texts_in(tmp_path, path)
+def test_arrays_and_csv_are_records(tmp_path: Path) -> None:
+    """As text and as chats, by themselves and in a folder, where other .json files are no data."""
+    texts = ['zwölf, "zitiert"', "two\nlines", "three"]
+    records = [{"id": number, "text": text} for number, text in enumerate(texts)]
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    array, lines, table, tabs = (folder / name for name in ("a.json", "b.json", "c.csv", "d.tsv"))
+    array.write_text(json.dumps(records, indent=2))
+    lines.write_text("".join(json.dumps(record) + "\n" for record in records))
+    for path, delimiter in ((table, ","), (tabs, "\t")):
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, ["id", "text"], delimiter=delimiter)
+            writer.writeheader()
+            writer.writerows(records)
+    packed = folder / "e.json.gz"
+    packed.write_bytes(gzip.compress(array.read_bytes()))
+    for path in (array, lines, table, tabs, packed):
+        assert texts_in(tmp_path, path) == texts, path
+    assert texts_in(tmp_path, folder) == texts * 5
+    chats = tmp_path / "chats.json"
+    chats.write_text(json.dumps([{"instruction": "Hi", "output": "Yes"}] * 3))
+    asked = tmp_path / "chats.csv"
+    asked.write_text('prompt,completion\r\n"Hi, you",Yes\r\n')
+    assert [record for _, record in read_records(chats, "data.path")] == [{"instruction": "Hi", "output": "Yes"}] * 3
+    assert list(read_records(asked, "data.path")) == [("chats.csv:1", {"prompt": "Hi, you", "completion": "Yes"})]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", '[{"text": "one"}, {"text": 2}]', r"at \S+a\.json:2 it is not text but int"),
+        ("a.json", '[{"text": "one"}, {"tex', r"record 2 is not JSON"),
+        ("a.json", '[{"body": "one"}]', r"data\.text_key=text: \S+:1 has no such key; its keys: body"),
+        ("a.csv", "id,text\n1,one\n2\n", r"row 2 has 1 fields, the header has 2"),
+        ("a.csv", "id,body\n1,one\n", r"data\.text_key=text: \S+:1 has no such key; its keys: id, body"),
+    ],
+)
+def test_a_bad_record_is_named(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=message):
+        texts_in(tmp_path, tmp_path / name)
+
+
+def test_records_longer_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.data.records._BLOCK", 7)
+    texts = ["x" * 100, "ü" * 30, "}{[],"]
+    (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in texts], ensure_ascii=False))
+    assert texts_in(tmp_path, tmp_path / "a.json") == texts
 
 
 def test_what_is_held_out_depends_on_the_text_alone(tmp_path: Path) -> None:

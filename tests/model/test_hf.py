@@ -407,7 +407,7 @@ def test_the_tokenizer_is_the_folders(folders: Any, tmp_path: Path) -> None:
         ({"name": "auto"}, r"model\.path=null: model\.name=auto needs a Hugging Face model folder"),
         (
             {"path": "nowhere"},
-            r"model\.path=\S*nowhere: config\.json: cannot be read \(No such file(.|\n)*hf download OWNER/nowhere --l",
+            r"model\.path=\S*nowhere: config\.json: cannot be read \(No such file(.|\n)*Face Hub: OWNER/nowhere",
         ),
         ({"attention": "flashy"}, r"model\.attention=flashy: must be one of sdpa, eager, flex"),
         (

@@ -20,7 +20,7 @@ from trainer.plan.__main__ import command_line as plan
 PICKLES = r"has neither model.safetensors nor model.safetensors.index.json, only pytorch_model.bin: pickle files are"
 NOTHING = r"has neither model.safetensors nor model.safetensors.index.json; it has "
 PART = r"model.safetensors.index.json names model-2.safetensors, which is missing"
-GGUF = "GGUF files are not read here (m.gguf)"
+GGUF = "m.gguf: is not a complete GGUF file"
 WITHOUT = {"pickles": PICKLES, "config": NOTHING, "shard": PART, "gguf": GGUF, "adapter": NOTHING, "partial": NOTHING}
 
 
@@ -132,7 +132,7 @@ def test_random_weights_are_neither_evaluated_nor_asked(
     assert said.count(f"error: path={model}: {NOTHING}") == 2
 
 
-def test_gguf_is_refused_with_the_command_that_converts_it(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_gguf_file_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = shutil.copytree(model, model.parent / "gguf")
     for file in folder.iterdir():
         file.unlink()
@@ -146,7 +146,4 @@ def test_gguf_is_refused_with_the_command_that_converts_it(model: Path, capsys: 
         assert generate([str(path), "--prompt", "Hi"]) == 2
     found = capsys.readouterr().err
     assert found.count(GGUF) == 8
-    assert (
-        found.count(f"x.save_pretrained(out) for x in (m, T.from_pretrained(a, gguf_file=f))]' {folder} m.gguf m\n")
-        == 8
-    )
+    assert found.count("to fix: download the file again") == 8

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from trainer import gguf_model, hub
 from trainer.config.load import run_of_best
 from trainer.config.pretrained import CONFIG as HUGGINGFACE_CONFIG
 
@@ -43,6 +44,17 @@ class Location:
     def folder(self) -> Path:
         """The folder that holds the config.yaml of a checkpoint or run; of RUN/best, that is the run's."""
         return Path(run_of_best(self.path) or self.path)
+
+
+def fetched(path: str | os.PathLike[str], setting: str = "path") -> str:
+    """Return the local path of a model that `path` names on the Hugging Face Hub, or holds as GGUF; else `path`.
+
+    For commands that take such a path.  Raises UserError, naming `setting`, if it cannot be fetched or converted.
+    """
+    text = os.fspath(path)
+    if (name := hub.parse_name(text)) is not None and name.kind == "model":
+        text = str(hub.fetch_model(name, setting, {}, with_weights=True))
+    return str(gguf_model.converted(text, setting)) if gguf_model.is_meant(text) else text
 
 
 def locate(path: str | os.PathLike[str]) -> Location:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer import gguf_model, hub
 from trainer.errors import UserError, setting_error
 from trainer.files import link_outside, parse_json, read_json
 from trainer.recipe import HuggingFace, Recipe, all_recipes, check_number, find_recipe, union_members
@@ -158,6 +159,8 @@ def has_config_only(folder: str | Path) -> bool:
     An interrupted download leaves partial files behind.
     """
     path = Path(folder).expanduser()
+    if hub.lacks_its_weights(path) or gguf_model.lacks_its_weights(path):
+        return False  # they exist, and nobody has needed them so far
     has_others = any(file.suffix.lower() in (*_PICKLES, _GGUF) for file in path.iterdir())
     return not (has_weights(path) or has_others or any(path.glob(".cache/huggingface/download/**/*.incomplete")))
 
@@ -165,9 +168,12 @@ def has_config_only(folder: str | Path) -> bool:
 def check_weights(folder: str | Path, setting: str) -> None:
     """Raise UserError that begins with `setting` if no weights can be read from a Hugging Face folder.
 
-    Only reads file names and headers, so it is fast and needs no torch.
+    Only reads file names and headers, so it is fast and needs no torch.  Weights that exist elsewhere, and that nobody
+    has needed so far, count as readable.
     """
     path = Path(str(folder).removeprefix("file://")).expanduser()
+    if hub.lacks_its_weights(path) or gguf_model.lacks_its_weights(path):
+        return
     if (path / WEIGHTS).is_file():
         check_headers(path, setting)
         return
@@ -204,27 +210,17 @@ def no_weights(folder: Path) -> str:
 
 
 def check_no_gguf(path: str | Path, setting: str) -> None:
-    """Raise UserError that begins with `setting` for a GGUF file, or a folder with GGUF files but no safetensors.
+    """Raise UserError that begins with `setting` for a folder with several GGUF files but no safetensors.
 
-    The message contains a command that converts the file.
+    A single file is converted before anything else looks at it (see `trainer.gguf_model`).
     """
-    location = Path(str(path).removeprefix("file://")).expanduser()
-    files = [location] if location.suffix.lower() == _GGUF and location.is_file() else []
-    if location.is_dir() and not has_weights(location):
-        files = sorted(file for file in location.iterdir() if file.suffix.lower() == _GGUF)
-    if not files:
+    place = Path(str(path).removeprefix("file://")).expanduser()
+    if not place.is_dir() or has_weights(place):
         return
-    script = (
-        "import sys; from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; a, f, out = sys.argv[1:]; "
-        'm = M.from_pretrained(a, gguf_file=f); q = getattr(m, "hf_quantizer", None); '
-        "q and q.remove_quantization_config(m); "  # it will not save a model marked as quantized
-        "[x.save_pretrained(out) for x in (m, T.from_pretrained(a, gguf_file=f))]"
-    )
-    folder, out = shlex.quote(str(files[0].parent)), shlex.quote(files[0].stem)
-    command = f"python -c {shlex.quote(script)} {folder} {shlex.quote(files[0].name)} {out}"
-    rule = f"GGUF files are not read here ({', '.join(file.name for file in files)})"
-    fix = f"pip install transformers gguf, convert it, and give the folder {files[0].stem}:\n    {command}"
-    raise setting_error(setting, path, rule, fix=fix)
+    files = sorted(file for file in place.iterdir() if file.suffix.lower() == _GGUF)
+    if len(files) > 1:
+        rule = f"has {len(files)} GGUF files: {', '.join(file.name for file in files)}"
+        raise setting_error(setting, path, rule, fix=f"name one of them, such as {files[0]}")
 
 
 _BYTES_PER_ELEMENT = {
@@ -309,15 +305,12 @@ def any_model_of(folder: str | Path) -> tuple[Recipe, Any]:
 
 
 def _fetch(folder: Path) -> str:
-    """Return advice on how to obtain a missing model folder; nothing is downloaded automatically."""
+    """Return advice on how to obtain a missing model folder."""
     if (folder / "adapter_config.json").exists():
         return "it contains an adapter: give the run folder, or the output of trainer.export --merged"
     if folder.exists():
         return "give a model folder"
-    target_path = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    is_an_id = len(target_path.parts) == 2 and not target_path.is_absolute() and not target_path.parent.is_dir()
-    model, target = (target_path, target_path.name) if is_an_id else (f"OWNER/{target_path.name}", target_path)
-    return f"download the model, and give its folder: hf download {model} --local-dir {target}"
+    return f"give the folder of a model, or its name on the Hugging Face Hub: OWNER/{folder.name}"
 
 
 def read_config(folder: Path, setting: str) -> dict[str, Any]:

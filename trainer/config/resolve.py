@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from trainer import gguf_model, hub
 from trainer.config.changes import compare_configs
 from trainer.config.initial_weights import (
     allows_other_tokenizer,
@@ -414,6 +415,67 @@ def _is_same(one: Path, other: Path) -> bool:
 
 # ---------------------------------------------------------------------------------------------------------------
 # Keys, before they have types
+
+_MODEL_KEYS = ("model.path", "train.init_from", "data.tokenizer")
+"""Keys that name the files of a model."""
+
+
+def fetched_models(keys: Keys, resolution: Resolution) -> Keys:
+    """Replace models of the Hugging Face Hub by their folders in its cache, and .gguf files by folders made of them.
+
+    First of the keys, since others depend on what the folders hold.  What is stored with the run are the names, pinned
+    to a commit: a run that resumes stays with the commit that it began with, whatever its name stands for now.  A
+    configuration that a checkpoint stores is only looked up in the cache.
+
+    Raises UserError if a model cannot be fetched or converted.
+    """
+    asked = {**keys.values, **keys.assignments}
+    texts = {key: asked[key] for key in _MODEL_KEYS if isinstance(asked.get(key), str)}
+    found = {key: text for key, text in texts.items() if hub.parse_name(text) is not None or gguf_model.is_meant(text)}
+    if not found:
+        return keys
+    pins = {} if resolution.is_stored else hub.pins_in(_stored_config(keys, resolution))
+    values, assignments = dict(keys.values), dict(keys.assignments)
+    for key, text in found.items():
+        (assignments if key in assignments else values)[key] = _fetched(key, text, pins, resolution)
+        resolution.origins[key] = (
+            f"{resolution.origins.get(key) or ('command line' if key in assignments else '')}: {text}"
+        )
+    return Keys(values, assignments)
+
+
+def _fetched(key: str, text: str, pins: Mapping[tuple[str, str], str], resolution: Resolution) -> str:
+    """Return the local path of the model's files that `text` names."""
+    name, path = hub.parse_name(text), Path(text)
+    if name is not None:
+        if name.kind == "dataset":
+            rule = "names a data set, not a model"
+            raise setting_error(key, text, rule, fix=f"give it as data.path={text}")
+        inside = replace(name, path="") if key == "data.tokenizer" and not name.path.endswith(".gguf") else name
+        if resolution.is_stored:
+            return str(hub.cached_path(name) or text)
+        began_with = pins.get((name.kind, name.repo))
+        if began_with is not None and not name.is_pinned:
+            resolution.notes.append(f"{key}={text}: this run stays with commit {began_with[:12]}, which it began with")
+        path = hub.fetch_model(inside, key, pins, with_weights=resolution.needs_weights and key != "data.tokenizer")
+        path = path / name.path if inside != name else path
+    if resolution.is_stored or not gguf_model.is_meant(str(path)):
+        return str(path)
+    return str(gguf_model.converted(path, key, with_weights=resolution.needs_weights and key != "data.tokenizer"))
+
+
+def _stored_config(keys: Keys, resolution: Resolution) -> Mapping[str, Any]:
+    """Return the configuration of the run that this one resumes; empty for a run that starts."""
+    asked = {**keys.values, **keys.assignments}
+    start = str(asked.get("checkpoint.resume", "auto"))
+    if start == "none":
+        return {}
+    if start != "auto":
+        return read_run_config(locate(start).folder)
+    name = str(asked.get("run.name") or resolution.path.stem)
+    is_another = bool(resolution.assignments.get("run.name")) and not resolution.assignments.get("run.dir")
+    folder = "" if is_another else str(asked.get("run.dir") or "")
+    return read_run_config(Path(folder or default_folder(name)))
 
 
 def steps_or_epochs(keys: Keys, resolution: Resolution) -> Keys:
@@ -842,12 +904,14 @@ PASSES = (
     Pass("inherit", inherit, "files", "a parent of the recipe file"),
     Pass("run paths", run_paths, "files", "where the run is now"),
     Pass("steps or epochs", steps_or_epochs, "keys", "the command line sets the other", for_stored=True),
+    Pass("fetched models", fetched_models, "keys", "where the files are here", for_stored=True),
     Pass("auto model", auto_model, "keys", "builds the model in the folder"),
     Pass("another model", another_model, "keys", "the command line names another", for_stored=True),
     Pass("model of weights", model_of_weights, "tree", "the initial weights belong to it"),
     Pass("recipe fields", recipe_fields, "config", "follows from other model fields"),
     Pass("run name", run_name, "config", "the recipe's, in the folder runs/NAME", for_stored=True),
     Pass("data source", data_source, "config", "data.path is given", for_stored=True),
+    Pass("pinned data", "trainer.data.remote.datasets:pinned_data", "config", "what the name means today"),
     Pass("range test", range_test, "config", "schedule.name=range is a short test", for_stored=True),
     Pass("holdout", holdout, "config", "for eval.every, as data.eval_path is not set", for_stored=True),
     Pass("tokenizer file", tokenizer_file, "config", "in the folder that is named", for_stored=True),

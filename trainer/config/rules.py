@@ -215,13 +215,12 @@ def _check_init_from(config: RunConfig) -> None:
     if start is not None:
         check_no_gguf(start, "train.init_from")
     if start is not None and "://" not in start and not Path(run_of_best(start) or start).exists():
-        rule = "must be a checkpoint, a run folder, a folder of safetensors, or a weights file (.pt, .safetensors)"
+        rule = "must be a checkpoint, a run folder, a folder of safetensors, a file (.pt, .safetensors, .gguf), "
+        rule += "or a model of the Hugging Face Hub (org/name)"
         own_config = config.run_dir / CONFIG
         advice = f"recipe={own_config} train.init_from=null resumes the run, which no longer needs it"
         if config.lora.rank:
             advice = "the run's adapters belong to these weights: give their new path"
-        if not Path(start).is_absolute() and start.count("/") == 1 and not Path(start).parent.is_dir():
-            rule = f"{rule}; to download a model: hf download {start} --local-dir {start.rpartition('/')[2]}"
         is_saved = own_config.is_file() and any((config.run_dir / "checkpoints").glob("step_*"))
         raise setting_error("train.init_from", start, f"{rule}; {advice}" if is_saved else rule)
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 
 from omegaconf import OmegaConf
 
+from trainer import gguf_model, hub
 from trainer.errors import masked, masked_command
 from trainer.recipe import Recipe, TrainerType, declare, find_recipe, resolve
 from trainer.renamed import Renamed
@@ -291,8 +292,9 @@ class DataSection:
     path: str | dict[str, str] | None = declare(
         None,
         "with source=tokens (implied): a file, folder, glob or manifest of token shards, or of text (.txt, "
-        ".md, code, .jsonl, .parquet, .gz, .zst), tokenized on first use; or a URL (https, s3, ...); with "
-        "source=chat: a file, folder or glob; {name: path, ...} mixes several sources",
+        ".md, code, .jsonl, .json, .csv, .parquet, .gz, .zst), tokenized on first use; or a URL (https, s3, ...); with "
+        "source=chat: a file, folder or glob; either may be hf://datasets/org/name, a data set of the Hugging Face "
+        "Hub; {name: path, ...} mixes several sources",
     )
     eval_path: str | dict[str, str] | None = declare(
         None, "evaluation data, in the same forms as data.path; {name: path, ...} for several sources"
@@ -709,6 +711,9 @@ class RunConfig:
         `run.on_end` may contain a secret anywhere, so it is masked entirely unless it looks harmless.
         """
         plain: dict[str, Any] = masked(plain_lists(dataclasses.asdict(self)))
+        for section, name in (("model", "path"), ("train", "init_from"), ("data", "tokenizer")):
+            if isinstance(path := plain[section].get(name), str):  # by its name, which holds on any machine
+                plain[section][name] = name_of_source(path)
         if self.run.on_end is not None:
             plain["run"]["on_end"] = masked_command(self.run.on_end)
         if self.train.epochs is not None:  # the number of steps follows from the epochs
@@ -720,6 +725,15 @@ class RunConfig:
         plain = self.to_dict()
         plain["model"] = {"name": self.model.name, **plain["model"]}
         return OmegaConf.to_yaml(OmegaConf.create(plain))
+
+
+def name_of_source(path: str) -> str:
+    """Return the name by which a model's files were asked for, if `path` is what was fetched or made from it.
+
+    That of the Hugging Face Hub, pinned to a commit, or the path of a .gguf file; any other path is returned unchanged.
+    """
+    made_from = gguf_model.source_of(path) or path
+    return hub.name_of(made_from) or made_from
 
 
 def plain_lists(tree: Any) -> Any:

@@ -14,50 +14,30 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import glob
 import json
 import os
 import secrets
 import shutil
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.data.shards import ShardError
 from trainer.errors import UserError, print_stderr, setting_error
-from trainer.files import CHECKSUM, checked, replacing, sync_folder, with_checksum
-from trainer.stopping import add_partial, drop_partial, stop_if_asked
+from trainer.files import CHECKSUM, checked, find_cache_folders, replacing, sync_folder, with_checksum
+from trainer.locks import locked, remove
+from trainer.stopping import add_partial, drop_partial
 
 Entry = TypeVar("Entry")
 
 CORRUPTION_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, ShardError)
 """Exceptions that reading a corrupt file may raise."""
 
-_MIN_RETRY_S, _MAX_RETRY_S = 0.001, 0.05
-"""First and longest pause between attempts to get a lock, in seconds; the pause doubles each time."""
-
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 # -- folders ----------------------------------------------------------------------------------------------------------
-
-
-def find_cache_folders(setting: str | None) -> list[Path]:
-    """Return the possible cache folders, best first; only `setting` if it is given."""
-    if setting is not None:
-        return [Path(setting).expanduser()]
-    folders = []
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if os.path.isabs(base):
-        folders.append(Path(base, "meshtrainer"))
-    user = os.getuid() if hasattr(os, "getuid") else 0
-    shared = Path(tempfile.gettempdir(), f"meshtrainer-{user}")
-    if not os.path.lexists(shared) or (shared.lstat().st_uid == user and not shared.is_symlink()):
-        folders.append(shared)  # unless another user has created something at this path
-    return folders
 
 
 def in_writable_folder(
@@ -191,15 +171,6 @@ def build_entry(
             drop_partial(temporary)
 
 
-def remove(path: Path) -> None:
-    """Remove a file, a link, or a folder with its contents; do nothing if it does not exist."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-
-
 def write_value(path: Path, value: Any) -> None:
     """Store a JSON value with a checksum.  Raises OSError."""
     if path.is_dir():
@@ -214,101 +185,3 @@ def read_value(path: Path) -> Any:
         content = json.loads(path.read_bytes())
         return checked(content)["value"] if CHECKSUM in content else None
     return None
-
-
-# -- locks ------------------------------------------------------------------------------------------------------------
-
-
-class FileLock:
-    """The lock that a `locked` block holds.
-
-    is_locked: False on a file system without locks.
-    """
-
-    def __init__(self, descriptor: int, is_locked: bool) -> None:
-        self._descriptor, self.is_locked = descriptor, is_locked
-
-    def make_exclusive(self) -> bool:
-        """Make a shared lock exclusive, unless other processes share it; return whether it is exclusive."""
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-
-@contextlib.contextmanager
-def locked(path: Path, *, is_shared: bool = False, is_required: bool = False) -> Iterator[FileLock]:
-    """Hold a file lock during a block.  The last holder removes the file, unless the block has renamed it.
-
-    The kernel releases the lock if this process dies.  On a file system without locks, raises OSError with advice if
-    the lock is required; otherwise does not wait, so several processes must be able to run the block at the same time.
-    Raises StopRequested if this process is asked to stop while it waits.
-    """
-    while True:
-        descriptor, is_locked = open_lock(path), True
-        try:
-            _wait_for_lock(descriptor, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX)
-        except OSError as error:
-            is_locked = False
-            if is_required:
-                os.close(descriptor)
-                rule = f"the file system of the cache {path.parent} has no locks; set data.cache_dir to a local disk"
-                raise OSError(error.errno, rule) from error
-        except BaseException:
-            os.close(descriptor)
-            raise
-        if not is_locked or is_same_file(descriptor, path):
-            break
-        os.close(descriptor)  # between our opening and locking the file, its last holder removed or renamed it
-    lock = FileLock(descriptor, is_locked)
-    try:
-        yield lock
-    finally:
-        # Only a holder of the lock removes the file, and only the file that it has locked.
-        if is_locked and (not is_shared or lock.make_exclusive()) and is_same_file(descriptor, path):
-            path.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def remove_unlocked(path: Path) -> bool:
-    """Remove the file at `path` if it exists and no process has locked it; return whether it was removed."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        is_abandoned = FileLock(descriptor, True).make_exclusive() and is_same_file(descriptor, path)
-        if is_abandoned:
-            path.unlink(missing_ok=True)  # while holding the lock, so that no other process can lock it in between
-        return is_abandoned
-    finally:
-        os.close(descriptor)
-
-
-def open_lock(path: Path) -> int:
-    """Open the lock file at `path`, creating it if it is missing, and return its descriptor."""
-    if path.is_dir():
-        remove(path)
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-
-
-def _wait_for_lock(descriptor: int, kind: int) -> None:
-    """Wait until the open file can be locked, and lock it.  Raises OSError if its file system has no locks."""
-    pause = _MIN_RETRY_S
-    while True:
-        try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            stop_if_asked()
-            time.sleep(pause)
-            pause = min(2 * pause, _MAX_RETRY_S)
-
-
-def is_same_file(descriptor: int, path: Path) -> bool:
-    """Return whether the open file is still the file at `path`."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 from trainer.config.initial_weights import allows_other_tokenizer, find_weights_tokenizer, resumes
 from trainer.config.resolve import Resolution, run_passes
-from trainer.data.cache import find_cache_folders, get_or_build, in_writable_folder, storage_error
+from trainer.data.cache import get_or_build, in_writable_folder, storage_error
 from trainer.data.ingest.inputs import (
     SUPPORTED_SUFFIXES,
     DocumentCounts,
@@ -34,17 +34,18 @@ from trainer.data.ingest.inputs import (
     describe,
     find_inputs,
     is_foreign_token_file,
-    json_advice,
     parse_limit,
 )
 from trainer.data.mixture import MixedSource
 from trainer.data.packing import MaskedSource, PackedSource
+from trainer.data.records import is_record_file
 from trainer.data.shards import MANIFEST, Manifest, Shard, ShardError, ShardSet, verify_at_start
 from trainer.data.source import Source, SourceSubset, SyntheticSource, TokenSource, sample_content
 from trainer.data.stdlib import Split, StdlibCorpus
 from trainer.data.tokenizer import find_tokenizer, tokenizer_of
 from trainer.errors import UserError, setting_error
-from trainer.files import find_folder
+from trainer.files import find_cache_folders, find_folder
+from trainer.hub import is_hub_data
 
 if TYPE_CHECKING:
     from trainer.config import DataSection, RunConfig
@@ -225,6 +226,8 @@ def find_shards(setting: str | None, data: DataSection, key: str) -> ShardSet:
         raise setting_error(
             key, setting or None, f"data.source=tokens needs a path: token shards, or {SUPPORTED_SUFFIXES}"
         )
+    if is_hub_data(setting):
+        return _find_hub_data(setting, data, key)
     if find_folder(setting) is None:
         return _find_remote_shards(setting, data, key)
     path, bins = _find_shard_files(setting, key)
@@ -241,6 +244,15 @@ def find_shards(setting: str | None, data: DataSection, key: str) -> ShardSet:
     except ShardError as error:
         raise _unusable_shards_error(key, setting, error) from error
     return _tokenize_text(_find_text_files(setting, key), data, key)
+
+
+def _find_hub_data(setting: str, data: DataSection, key: str) -> ShardSet:
+    """Return the shards made from the text of a data set of the Hugging Face Hub."""
+    from trainer.data.remote.datasets import find_data
+
+    found = find_data(setting, key)
+    built = _tokenize_text(found.inputs(key), found.settings(data), key, found.fetch)
+    return dataclasses.replace(built, files=[str(each) for each in found.names()])
 
 
 def _find_remote_shards(setting: str, data: DataSection, key: str) -> ShardSet:
@@ -282,9 +294,8 @@ def _find_shard_files(setting: str, key: str) -> tuple[Path | None, list[str]]:
     shard = f"{pattern.removesuffix('.json')}.bin"
     if not is_folder and pattern.endswith(".json") and os.path.isfile(shard):
         raise setting_error(key, setting, "is the metadata of a token shard; give its .bin file", meant=shard)
-    if not is_folder and (advice := json_advice(pattern)) is not None:
-        rule, fix = advice
-        raise setting_error(key, setting, rule, fix=fix)
+    if not is_folder and is_record_file(pattern):
+        return None, []
     if manifest.endswith(".json") and os.path.isfile(manifest):
         return Path(manifest), []
     bins = _find_bins(pattern)
@@ -450,7 +461,8 @@ def _build_job(inputs: Sequence[InputFile], data: DataSection, key: str) -> Buil
 def _cache_name(job: BuildJob) -> str:
     """Return the name of a job's folder: a hash of everything its shards depend on, without reading the text."""
     files = [
-        (os.path.realpath(file.path), file.kind, file.compression, file.size, file.mtime_ns) for file in job.inputs
+        (file.checksum or os.path.realpath(file.path), file.kind, file.compression, file.size, file.mtime_ns)
+        for file in job.inputs
     ]
     content = json.dumps([_LAYOUT_VERSION, job.tokenizer.name, job.text_key, job.holdout, files])
     return f"tokens-{hashlib.sha256(content.encode()).hexdigest()[:20]}"
@@ -474,7 +486,12 @@ def is_untokenized(data: DataSection) -> bool:
 
 def _needs_tokenizing(setting: str, data: DataSection, key: str) -> bool:
     """Return whether a path names text that is not tokenized yet.  Raises UserError if it does not exist."""
-    if find_folder(setting) is None:
+    if is_hub_data(setting):
+        from trainer.data.remote.datasets import find_data
+
+        found = find_data(setting, key)
+        inputs, data = found.inputs(key), found.settings(data)
+    elif find_folder(setting) is None:
         from trainer.data.remote.text import find_text, is_text
 
         if not is_text(setting):

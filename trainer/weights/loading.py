@@ -18,7 +18,7 @@ from torch import nn
 from trainer.checkpoint.reader import StoredWeights, find_checkpoint, open_checkpoint
 from trainer.checkpoint.state_parts import join
 from trainer.config import RunConfig, config_from_yaml, declared_by_yaml, stored_value
-from trainer.config.location import Location, locate
+from trainer.config.location import Location, fetched, locate
 from trainer.config.pretrained import (
     CONFIG,
     any_model_of,
@@ -26,6 +26,7 @@ from trainer.config.pretrained import (
     model_config_of,
     read_config,
 )
+from trainer.config.schema import name_of_source
 from trainer.distributed.channel import Channel
 from trainer.errors import UserError, print_stderr
 from trainer.model.lora import is_base_weight, plain_name, transposed_layers
@@ -96,7 +97,7 @@ def load_initial_weights(model: nn.Module, origin: Origin, config: RunConfig, ch
     if source is None:
         note = f"; {path} has none that are used" if path else ""
         return f"drawn at random (run.seed={config.run.seed}){note}"
-    return str(Path(path).absolute()) if path and "://" not in path else path or source.description
+    return name_of_source(str(Path(path).absolute())) if path and "://" not in path else path or source.description
 
 
 def load_base(model: nn.Module, config: RunConfig, channel: Channel) -> BaseWeights:
@@ -111,7 +112,7 @@ def load_base(model: nn.Module, config: RunConfig, channel: Channel) -> BaseWeig
         return BaseWeights()
     filled = channel.agreed(lambda: _fill_base(model, source, initial.setting))
     share = channel.agreed(lambda: checksum_lines(source, filled.values(), channel.rank, channel.size))
-    path = initial.path if "://" in initial.path else str(Path(initial.path).absolute())
+    path = initial.path if "://" in initial.path else name_of_source(str(Path(initial.path).absolute()))
     return BaseWeights(path, combine_checksums(channel.gather(share)), filled)
 
 
@@ -183,7 +184,7 @@ def load_weights(
     model.name=my_models:tiny).  Importing runs code, and a checkpoint may come from anywhere, so by default only
     registered models are built.  Raises UserError for others.
     """
-    location = locate(path)
+    location = locate(fetched(path))
     if location.kind == "huggingface":
         return model_of_folder(location, device)
     return model_of_checkpoint(open_checkpoint(location.path, ema), device, allow_import)
@@ -286,7 +287,7 @@ def open_base(stored: StoredWeights, recipe: Recipe, model_config: Any, path: st
     identity = stored.parts.get(BASE, {})
     if not identity.get("path"):
         return without_adapters(stored)
-    base_path = path or str(identity["path"])
+    base_path = fetched(path or str(identity["path"]), "base")
     if "://" not in base_path and not Path(base_path).exists():
         raise UserError(
             f"{stored.description}: has adapters for the weights of {base_path}, which is missing\n"

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trainer.data.ingest.inputs import json_advice
+from trainer.data.records import BadRecord, is_record_file, records_in
 from trainer.errors import nearest, setting_error
 from trainer.files import find_folder
+from trainer.hub import is_hub_data
 
 if TYPE_CHECKING:
     import pyarrow
@@ -81,7 +82,9 @@ def json_type(value: Any) -> str:
 # ---------------------------------------------------------------------------------------------------------------
 # Files to records
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".json", ".json.gz", ".csv")
+
+_LINES = (".jsonl", ".jsonl.gz", ".parquet")
 
 
 def find_files(key: str, setting: str) -> list[Path]:
@@ -89,6 +92,12 @@ def find_files(key: str, setting: str) -> list[Path]:
 
     Raises UserError that names the setting `key` if there are none.
     """
+    if is_hub_data(setting):
+        from trainer.data.remote.datasets import find_data
+
+        found = find_data(setting, key)
+        found.fetch()
+        return [Path(path) for path in found.paths() if path.endswith(SUFFIXES)]
     pattern = os.path.expanduser(setting)
     if os.path.isdir(pattern):
         pattern = os.path.join(glob.escape(pattern), "**")
@@ -96,11 +105,9 @@ def find_files(key: str, setting: str) -> list[Path]:
     if find_folder(setting) is None:
         raise setting_error(key, setting, "chats are read from local files only", fix="download it, and give the file")
     paths = sorted(Path(name) for name in names if name.endswith(SUFFIXES) and os.path.isfile(name))
+    paths = [path for path in paths if path.name.endswith(_LINES) or is_record_file(path)]
     if paths:
         return paths
-    if (advice := next(filter(None, map(json_advice, sorted(names))), None)) is not None:
-        rule, fix = advice
-        raise setting_error(key, setting, rule, fix=fix)
     if names:
         raise setting_error(key, setting, f"data.source=chat reads files that end in {', '.join(SUFFIXES)}")
     neighbors = [name for name in glob.glob(os.path.join(os.path.dirname(pattern), "*")) if name.endswith(SUFFIXES)]
@@ -120,7 +127,11 @@ def read_records(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]
     try:
         open_text = gzip.open if path.suffix == ".gz" else open
         with open_text(path, "rt", encoding="utf-8-sig", newline="\n") as file:
-            for number, line in enumerate(file, 1):
+            for number, record in records_in(path.name, file) if not path.name.endswith(_LINES) else ():
+                if not isinstance(record, dict):
+                    raise setting_error(key, path, f"{path.name}:{number}: must be an object, not {json_type(record)}")
+                yield f"{path.name}:{number}", record
+            for number, line in enumerate(file if path.name.endswith(_LINES) else (), 1):
                 if not line.strip():
                     continue
                 location = f"{path.name}:{number}"
@@ -132,6 +143,8 @@ def read_records(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]
                 if not isinstance(record, dict):
                     raise setting_error(key, path, f"{location}: must be a JSON object, not {json_type(record)}")
                 yield location, record
+    except BadRecord as error:
+        raise setting_error(key, path, str(error)) from error
     except UnicodeDecodeError as error:
         raise setting_error(key, path, f"is not UTF-8 ({error.reason})", fix="convert it to UTF-8") from error
     except (OSError, EOFError, zlib.error) as error:

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data.cache import CORRUPTION_ERRORS, open_lock, remove
+from trainer.data.cache import CORRUPTION_ERRORS
 from trainer.data.ingest.encode import DocumentSplitter, Engine, IdsDiffer, check_sample, find_engine, find_reference
 from trainer.data.ingest.inputs import READ_ERRORS, BadDocuments, DocumentCounts, InputFile, SettingNames, check_limit
 from trainer.data.ingest.progress import BuildProgress
@@ -40,6 +40,7 @@ from trainer.data.ingest.readers import (
     LongDocument,
     TokenChunk,
     read_lines,
+    read_record_file,
     read_table,
     read_texts,
     read_tokens,
@@ -51,6 +52,7 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.environment import LAUNCHER, find_environment, follow_parent
 from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import checked, replacing, sync_folder, with_checksum
+from trainer.locks import open_lock, remove
 from trainer.stopping import StopRequested, stop_if_asked
 
 
@@ -141,7 +143,7 @@ class _Builder:
     """
 
     def __init__(self, job: BuildJob, units: Sequence[BuildUnit], folder: BuildFolder, workers: _Workers) -> None:
-        self._job, self._units, self._folder, self._workers = job, units, folder, workers
+        self._job, self._units, self._folder, self._pool = job, units, folder, workers
         self._current_unit_bytes = 0
         self._finished_units: set[int] = set()
 
@@ -151,7 +153,7 @@ class _Builder:
         for waits in (False, True):
             for number in range(len(self._units)):
                 while not (folder.is_done(number) or folder.is_complete):
-                    self._workers.raise_errors()
+                    self._pool.raise_errors()
                     stop_if_asked()
                     if folder.try_lock(number):
                         try:
@@ -424,7 +426,7 @@ class UnitWriter:
                 for file in inputs:
                     yield from read_tokens(file, job.tokenizer, job.keys)
                 continue
-            read = read_lines if kind == "jsonl" else read_table
+            read = {"jsonl": read_lines, "records": read_record_file}.get(kind, read_table)
             for file in inputs:
                 yield from read(file, unit.start, unit.stop, job.text_key, self._bad)
 

@@ -11,17 +11,17 @@ import difflib
 import glob
 import io
 import os
-import shlex
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeAlias
 
+from trainer.data.records import RECORD_SUFFIXES, is_record_file
 from trainer.data.shards import Manifest
 from trainer.errors import setting_error
 
-Kind: TypeAlias = Literal["text", "jsonl", "parquet", "arrow", "tokens"]
+Kind: TypeAlias = Literal["text", "jsonl", "records", "parquet", "arrow", "tokens"]
 
 Compression: TypeAlias = Literal["", "gz", "zst"]
 
@@ -37,6 +37,7 @@ _KINDS: dict[str, Kind] = {
     **dict.fromkeys((*_PROSE.split(), *_CODE.split()), "text"),
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
+    **dict.fromkeys(RECORD_SUFFIXES, "records"),
     ".parquet": "parquet",
     ".arrow": "arrow",
     ".bin": "tokens",
@@ -44,10 +45,11 @@ _KINDS: dict[str, Kind] = {
 
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
 
-_COMPRESSIBLE = ("text", "jsonl")
+_COMPRESSIBLE = ("text", "jsonl", "records")
 
 SUPPORTED_SUFFIXES = (
-    ".txt, .jsonl, .parquet, .arrow, .md, source code; .gz and .zst of text and of .jsonl; .bin of other trainers"
+    ".txt, .jsonl, .json, .csv, .parquet, .arrow, .md, source code; .gz and .zst of text and of records; .bin of other "
+    "trainers"
 )
 """The supported file types, for messages."""
 
@@ -60,6 +62,7 @@ class InputFile:
     """A file of documents.
 
     size: in bytes.  mtime_ns: the modification time in ns.  key: the setting that names the file, for messages.
+    checksum: that of its content, if it is known without reading it; its path and time then do not matter.
     """
 
     path: str
@@ -68,6 +71,7 @@ class InputFile:
     size: int
     mtime_ns: int
     key: str
+    checksum: str = ""
 
     @classmethod
     def of(cls, path: str, key: str) -> InputFile | None:
@@ -79,6 +83,8 @@ class InputFile:
         if kind_and_compression is None:
             return None
         kind, compression = kind_and_compression
+        if kind == "records" and not is_record_file(path):
+            return None
         try:
             stat = os.stat(path)
         except OSError as error:
@@ -108,10 +114,6 @@ def find_inputs(settings: Iterable[str], key: str) -> list[InputFile]:
             files = list(_list_inputs(match, key))
             if not files:
                 is_folder = os.path.isdir(match)
-                advice = next(filter(None, map(json_advice, _walk(match) if is_folder else [match])), None)
-                if advice is not None:
-                    rule, fix = advice
-                    raise setting_error(key, match, f"a file in it {rule}" if is_folder else rule, fix=fix)
                 rule = "has no file that ends in" if is_folder else "its name must end in"
                 fix = 'write each document as one line of .jsonl: {"text": "..."}'
                 raise setting_error(key, match, f"{rule} {SUPPORTED_SUFFIXES}", fix=fix)
@@ -154,33 +156,6 @@ def _list_inputs(path: str, key: str) -> Iterator[InputFile]:
         file = InputFile.of(inner_path, key)
         if file is not None and file.kind != "tokens":  # a .bin file may be anything, unless the user named it
             yield file
-
-
-_HEAD_BYTES = 4096
-"""Bytes at the start of a .json file that are inspected."""
-
-
-def json_advice(path: str | Path) -> tuple[str, str] | None:
-    """Return the reason why a .json file cannot be read and a command that converts it to JSONL; None for other files.
-
-    Most public instruction datasets are JSON arrays.  A file with one object per line only needs a different name.
-    """
-    file = Path(path)
-    if file.suffix.lower() != ".json" or not file.is_file():
-        return None
-    try:
-        with open(file, "rb") as opened:
-            begin = opened.read(_HEAD_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
-    except OSError:
-        return None
-    target = shlex.quote(str(file.with_suffix(".jsonl")))
-    if begin.startswith(b"["):
-        script = 'import json, sys; [print(json.dumps(record)) for record in json.load(open(sys.argv[1], "rb"))]'
-        command = f"python -c {shlex.quote(script)} {shlex.quote(str(file))} > {target}"
-        return "is a JSON array, but must be JSONL: one object per line", command
-    if begin.startswith(b"{") and b"}\n{" in begin:
-        return "has one object per line, but its name must end in .jsonl", f"mv {shlex.quote(str(file))} {target}"
-    return None
 
 
 def is_foreign_token_file(path: str) -> bool:

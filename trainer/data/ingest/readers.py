@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -33,6 +34,7 @@ from trainer.data.ingest.inputs import (
     open_stream,
     seek_to,
 )
+from trainer.data.records import BadRecord, records_in
 from trainer.data.shards import find_dtype
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import nearest, setting_error
@@ -237,12 +239,17 @@ def line_number(input_file: InputFile, position: int) -> int:
 
 def _reject_line(line: str, location: str, text_key: str, bad: BadDocuments) -> None:
     """Report why a line has no text."""
-    keys = bad.keys
     try:
         record: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
-        bad.reject(keys.inputs, location, f"is not JSON ({error})")
+        bad.reject(bad.keys.inputs, location, f"is not JSON ({error})")
         return
+    _reject_record(record, location, text_key, bad)
+
+
+def _reject_record(record: Any, location: str, text_key: str, bad: BadDocuments) -> None:
+    """Report why a record has no text."""
+    keys = bad.keys
     if not isinstance(record, dict):
         bad.reject(keys.inputs, location, f"must be a JSON object, not {type(record).__name__}")
     elif text_key not in record:
@@ -280,6 +287,37 @@ class _LongLine(LongDocument):
             return
         location = f"{self.input.path}:{line_number(self.input, self.position)}"
         bad.reject(bad.keys.inputs, location, str(error) if isinstance(error, BadLine) else f"is not UTF-8 ({error})")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# JSON arrays and CSV
+
+
+def read_record_file(
+    each: InputFile, start: int, stop: int | None, text_key: str, bad: BadDocuments
+) -> Iterator[list[bytes]]:
+    """Yield the documents of a JSON array or of a CSV file, in batches.  It is read from its start to its end."""
+    found: list[bytes] = []
+    held = 0
+    try:
+        with closing(open_stream(each)) as file, TextIOWrapper(file, "utf-8-sig", newline="") as text:
+            for number, record in records_in(each.path, text):
+                value = record.get(text_key) if isinstance(record, dict) else None
+                try:
+                    content = value.encode()  # type: ignore[union-attr]
+                except (AttributeError, UnicodeEncodeError):
+                    _reject_record(record, f"{each.path}:{number}", text_key, bad)
+                    continue
+                found.append(content)
+                held += len(content)
+                if held > BLOCK:
+                    yield found
+                    found, held = [], 0
+    except BadRecord as error:
+        bad.reject_file(each.path, str(error))
+    except (UnicodeDecodeError, *READ_ERRORS) as error:
+        reject_file(each, error, bad)
+    yield found
 
 
 # ---------------------------------------------------------------------------------------------------------------

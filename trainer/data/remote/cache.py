@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from trainer.data.cache import CORRUPTION_ERRORS, build_entry, locked, read_value, remove_unlocked, write_value
+from trainer.data.cache import CORRUPTION_ERRORS, build_entry, read_value, write_value
 from trainer.data.remote.transport import MANY_TRIES, DamagedDownload, FileChanged, download, with_retries
 from trainer.data.shards import SHARD_FILES, FileVersion
 from trainer.errors import masked
 from trainer.files import crc32
+from trainer.locks import locked, remove_unlocked
 from trainer.stopping import stop_if_asked
 
 if TYPE_CHECKING:

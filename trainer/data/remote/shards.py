@@ -20,13 +20,14 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.cache import find_cache_folders, read_value, write_value
+from trainer.data.cache import read_value, write_value
 from trainer.data.remote.cache import CacheFull, RemoteFile, ShardCache
 from trainer.data.remote.transport import MANY_TRIES, Unreachable, find_urls, map_urls, read, read_range
 from trainer.data.shards import MANIFEST, Manifest, Shard, ShardError, ShardInfo, ShardSet, parse_info
 from trainer.data.source import sample_content
 from trainer.distributed.environment import find_environment
 from trainer.errors import masked, setting_error
+from trainer.files import find_cache_folders
 from trainer.urls import has_pattern, join, parent, split_query, with_suffix, without_credentials
 
 

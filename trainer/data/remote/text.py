@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.data.cache import locked, read_value, write_value
+from trainer.data.cache import read_value, write_value
 from trainer.data.ingest.inputs import SUPPORTED_SUFFIXES, InputFile, find_inputs, kind_of
 from trainer.data.remote.cache import RemoteFile, ShardCache, checksum_path
 from trainer.data.remote.shards import find_cache_subfolder
@@ -16,6 +16,7 @@ from trainer.data.remote.transport import Unreachable, find_urls, look_up, map_u
 from trainer.data.shards import ShardError
 from trainer.errors import UserError, masked, print_stderr, setting_error
 from trainer.files import find_folder
+from trainer.locks import locked
 from trainer.stopping import stop_if_asked
 from trainer.urls import has_pattern, split_query, with_credentials_of, without_credentials
 
@@ -94,7 +95,8 @@ class RemoteText:
 def is_text(url: str) -> bool:
     """Return whether a URL or a URL glob names text files, judging by its suffix."""
     kind = kind_of(split_query(url)[0])
-    return kind is not None and kind[0] != "tokens"
+    is_manifest = kind == ("records", "") and not split_query(url)[0].lower().endswith((".csv", ".tsv"))
+    return kind is not None and kind[0] != "tokens" and not is_manifest  # other JSON may be the manifest of shards
 
 
 def find_text(setting: str, cache_dir: str | None) -> RemoteText:

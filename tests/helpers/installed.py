@@ -1,0 +1,100 @@
+"""meshtrainer as a new user has it: a wheel in an environment of its own, and no checkout."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.helpers.forked import REPOSITORY
+
+
+@dataclass(frozen=True)
+class Installed:
+    """The wheel and the sdist that it was built from, and the environment in which it is installed."""
+
+    wheel: Path
+    sdist: Path
+    environment: Path
+
+    def run(self, *command: str, folder: Path, timeout_s: float = 400, **variables: str) -> str:
+        """Run a command of the environment in a folder, demand that it ends well, and return what it printed."""
+        done = self.try_run(*command, folder=folder, timeout_s=timeout_s, **variables)
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        return done.stdout + done.stderr
+
+    def try_run(
+        self, *command: str, folder: Path, timeout_s: float = 400, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+        path = f"{self.environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        variables = {"CUDA_VISIBLE_DEVICES": "", **variables, "PATH": path}
+        return subprocess.run(
+            command, cwd=folder, env=kept | variables, capture_output=True, text=True, timeout=timeout_s
+        )
+
+
+_NEEDED = ("trainer", "recipes", "conf", "launch", "examples", "pyproject.toml", "README.md", "LICENSE")
+_BUILD = "from setuptools import build_meta; import sys; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
+
+
+def build(folder: Path) -> tuple[Path, Path]:
+    """Build the sdist from a copy of what it is made of, and the wheel from the sdist.  Returns both."""
+    copy = folder / "copy"
+    copy.mkdir()
+    for name in _NEEDED:
+        source = REPOSITORY / name
+        if source.is_dir():
+            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        else:
+            shutil.copy2(source, copy / name)
+    sdist = folder / _backend("build_sdist", copy, folder)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    return folder / _backend("build_wheel", unpacked, folder), sdist
+
+
+def _backend(hook: str, source: Path, target: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", _BUILD, hook, str(target)], cwd=source, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+def install(base: Path) -> Installed:
+    """Return the wheel, installed in a new environment that has this one's libraries but not its meshtrainer.
+
+    All workers of pytest-xdist share the one below `base`.
+    """
+    folder = base / "installed"
+    with open(base / "installed.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            wheel, _ = build(folder)
+            environment = folder / "environment"
+            venv.create(environment, with_pip=True)
+            here = Path(sysconfig.get_path("purelib"))
+            (site,) = (environment / "lib").glob("python*/site-packages")
+            # Plain lines: the .pth files there, one of which finds this checkout, are not read.
+            more = [
+                line for file in here.glob("*.pth") for line in file.read_text().splitlines() if os.path.isdir(line)
+            ]
+            python = str(environment / "bin" / "python")
+            command = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, done.stdout + done.stderr
+            (site / "libraries.pth").write_text("\n".join([str(here), *more]) + "\n")
+            (folder / "done").touch()
+        (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+        return Installed(wheel, sdist, folder / "environment")

@@ -1,0 +1,134 @@
+"""A wheel in an empty folder: what a new user's first commands do without a checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import tomllib
+
+from tests.helpers.forked import REPOSITORY
+from tests.helpers.installed import Installed, build, install
+from tests.helpers.ranks import tiny_overrides
+from trainer import __version__
+from trainer.init.__main__ import command_line, write_project
+
+pytestmark = pytest.mark.slow
+
+LARGEST_WHEEL = 1_500_000
+"""Bytes."""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    base = tmp_path_factory.getbasetemp()
+    return install(base.parent if base.name.startswith("popen-") else base)
+
+
+def test_what_is_inside(installed: Installed) -> None:
+    """Recipes, launch files, examples, the report's style and the project template: all that commands need."""
+    assert installed.wheel.stat().st_size < LARGEST_WHEEL
+    with zipfile.ZipFile(installed.wheel) as archive:
+        names = set(archive.namelist())
+    for folder in ("conf", "recipes", "launch", "examples"):
+        for path in (REPOSITORY / folder).rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                assert f"trainer/{path.relative_to(REPOSITORY)}" in names, path
+    for path in (REPOSITORY / "trainer").rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            assert str(path.relative_to(REPOSITORY)) in names, path
+    assert not [name for name in names if not name.startswith(("trainer/", "meshtrainer-"))]
+    assert f"meshtrainer-{__version__}-" in installed.wheel.name
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+
+
+def test_the_first_commands(installed: Installed, tmp_path: Path) -> None:
+    run = installed.run
+    tiny = tiny_overrides("train.steps=4", "checkpoint.every=4")
+    assert run("meshtrainer", "--version", folder=tmp_path) == f"meshtrainer {__version__}\n"
+    where = run("python", "-c", "import trainer; print(trainer.__file__)", folder=tmp_path)
+    assert where.startswith(str(installed.environment))
+    run("meshtrainer", "run", "recipe=llama_small", *tiny, "nproc=2", folder=tmp_path)
+    status = json.loads((tmp_path / "runs/llama_small/status.json").read_text())
+    assert (status["state"], status["step"]) == ("finished", 4)
+    said = run("meshtrainer", "generate", "runs/llama_small", "--prompt", "def ", "--max-tokens", "5", folder=tmp_path)
+    assert said
+    run("meshtrainer", "export", "runs/llama_small", "exported", folder=tmp_path)
+    assert (tmp_path / "exported/model.safetensors").stat().st_size > 0
+    run("meshtrainer", "report", "runs/llama_small", folder=tmp_path)
+    assert list((tmp_path / "runs/llama_small").glob("*.html"))
+    plan = json.loads(run("meshtrainer", "plan", "recipe=llama3_8b", "nproc=64", "--json", folder=tmp_path))
+    assert plan["num_ranks"] == 64
+
+
+def test_a_project_of_ones_own(installed: Installed, tmp_path: Path) -> None:
+    """It trains at once, and its test passes."""
+    said = installed.run("meshtrainer", "init", "mine", folder=tmp_path)
+    assert said.endswith("next: cd mine && meshtrainer run recipe=mine.yaml\n")
+    project = tmp_path / "mine"
+    names = sorted(path.name for path in project.iterdir())
+    assert names == ["README.md", "mine.py", "mine.yaml", "test_mine.py", "train.sbatch"]
+    assert not any("my_model" in path.read_text() for path in project.iterdir())
+    small = ["model.width=32", "train.steps=3", "eval.every=0", "data.source=synthetic", "log.sample_tokens=0"]
+    installed.run("meshtrainer", "run", "recipe=mine.yaml", *small, folder=project)
+    assert json.loads((project / "runs/mine/status.json").read_text())["state"] == "finished"
+    said = installed.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", folder=project)
+    assert "2 passed" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my model", "NAME=my model: must be usable as a Python module"),
+        ("llama", "NAME=llama: is the name of another module or model\n  for example: my_llama"),
+        ("json", "NAME=json: is the name of another module or model"),
+        ("there", "NAME=there: there exists already"),
+    ],
+)
+def test_a_name_that_is_none(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    assert command_line([name]) == 2
+    assert f"error: {message}" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+    assert write_project("fine-name", tmp_path).joinpath("fine_name.py").is_file()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# From the package index, which the campaign may use
+
+
+def has_an_index() -> bool:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", os.devnull, "iniconfig"]
+    return "No matching distribution" not in subprocess.run(command, capture_output=True, text=True).stderr
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1800)
+def test_an_empty_environment(tmp_path: Path) -> None:
+    """`pip install` of the wheel with its dependencies, then the first step; and all extras together are possible."""
+    wheel, _ = build(tmp_path)
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+    mine = Installed(wheel, wheel, environment)
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    everything = f"{wheel}[{','.join(name for name in extras)}]"
+    constraints = ("-c", str(REPOSITORY / "constraints.txt"))
+    mine.run("python", "-m", "pip", "install", "-q", "--dry-run", everything, folder=tmp_path, timeout_s=900)
+    began = time.monotonic()
+    mine.run("python", "-m", "pip", "install", "-q", *constraints, str(wheel), folder=tmp_path, timeout_s=1500)
+    (tmp_path / "empty").mkdir()
+    mine.run("meshtrainer", "run", "recipe=llama_small", *tiny_overrides("train.steps=1"), folder=tmp_path / "empty")
+    print(f"from pip install to the first step: {time.monotonic() - began:.0f} s")
+    assert json.loads((tmp_path / "empty/runs/llama_small/status.json").read_text())["state"] == "finished"

@@ -1,0 +1,154 @@
+"""GGUF files: converted once, to the model that transformers reads from the same file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.hf_models import model_of
+from tests.weights.test_real_model import gguf_file
+from trainer import gguf_model, load_config, load_weights
+from trainer.errors import UserError
+
+gguf = pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
+
+__all__ = ["gguf_file"]
+
+TOKENS = ["<|end|>", *(chr(c) for c in range(33, 127)), "Ġ", "he", "Ġt"]
+NAMES = {"llama": "llama", "qwen3": "qwen3"}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def write(path: Path, kind: str = "llama", pre: str = "gpt-2", quantized: bool = True, **metadata: Any) -> Any:
+    """Write transformers' tiny model as llama.cpp would, and return the model with the values that are stored."""
+    model = model_of(kind, hidden_size=64, intermediate_size=128, vocab_size=len(TOKENS), head_dim=16)
+    config = model.config
+    writer = gguf.GGUFWriter(path, kind)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(16)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3, *[1] * (len(TOKENS) - 1)])
+    writer.add_token_merges(["h e", "Ġ t"])
+    writer.add_eos_token_id(0)
+    writer.add_chat_template("{{ messages }}")
+    for name, value in metadata.items():
+        writer.add_string(name.replace("__", "."), value)
+    to_theirs = {theirs: ours for ours, theirs in {**gguf_model._NAMES, **gguf_model._LAYER_NAMES}.items()}
+    state = model.state_dict()
+    for name, tensor in state.items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        stem, _, suffix = name.rpartition(".")
+        layer = stem.removeprefix("model.layers.").partition(".")
+        theirs = to_theirs[stem] if stem in to_theirs else f"blk.{layer[0]}.{to_theirs[layer[2]]}"
+        values = tensor.numpy().copy()
+        if kind == "llama" and stem.endswith(("q_proj", "k_proj")):
+            heads = values.shape[0] // 16
+            values = values.reshape(heads, 2, 8, -1).swapaxes(1, 2).reshape(values.shape)  # llama.cpp's pairs
+        if quantized and values.ndim > 1:
+            packed = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+            kept = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType.Q8_0)
+            if kind == "llama" and stem.endswith(("q_proj", "k_proj")):
+                kept = kept.reshape(heads, 8, 2, -1).swapaxes(1, 2).reshape(values.shape)
+            tensor.copy_(torch.from_numpy(np.ascontiguousarray(kept)))
+            writer.add_tensor(f"{theirs}.{suffix}", packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        else:
+            writer.add_tensor(f"{theirs}.{suffix}", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_logits_are_those_of_the_stored_values(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write(tmp_path / "m.gguf", kind)
+    ids = torch.arange(40)[None] % len(TOKENS)
+    ours = load_weights(tmp_path / "m.gguf")
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids), model(ids).logits, rtol=1e-5, atol=1e-5)
+    assert "m.gguf: Q8_0 weights, dequantised to " in capsys.readouterr().err
+    load_weights(tmp_path)  # a folder with nothing else
+    assert "dequantised" not in capsys.readouterr().err, "a file is converted once"
+
+
+def test_a_configuration_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "m.gguf")
+    config = load_config("llama_small", ["model.name=auto", "model.path=m.gguf"])
+    assert (config.model.name, config.model.dim, config.model.vocab_size) == ("llama", 64, len(TOKENS))
+    text = config.to_yaml()
+    assert f"init_from: {tmp_path / 'm.gguf'}\n" in text
+    assert f"tokenizer: {tmp_path / 'm.gguf'}\n" in text
+    (tmp_path / "mine.yaml").write_text(text)
+    assert load_config("mine.yaml").to_yaml() == text
+    from_it = load_config("llama_small", [f"train.init_from={tmp_path / 'm.gguf'}"])
+    assert from_it.model.dim == 64
+
+
+def test_text_is_split_as_the_file_says(tmp_path: Path) -> None:
+    import tokenizers
+
+    write(tmp_path / "m.gguf", pre="smollm")
+    folder = gguf_model.converted(tmp_path / "m.gguf", "model.path", with_weights=False)
+    assert not (folder / "model.safetensors").exists()
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.encode("the t12<|end|>").tokens == ["t", "he", "Ġt", "1", "2", "<|end|>"]
+    assert json.loads((folder / "tokenizer_config.json").read_text())["eos_token"] == "<|end|>"
+    assert (folder / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("cut", r"path=\S+m\.gguf: m\.gguf: is not a complete GGUF file"),
+        ("mamba", r"is a model of architecture 'mamba'; those that are read are llama, qwen2, qwen3"),
+        ("odd", r"its tokenizer \(gpt2 with the rules of 'odd'\) is not read"),
+        ("yarn", r"its positions are scaled by 'yarn', which is not read"),
+    ],
+)
+def test_what_is_not_read_is_refused(tmp_path: Path, how: str, message: str) -> None:
+    file = tmp_path / "m.gguf"
+    metadata = {"llama__rope__scaling__type": "yarn"} if how == "yarn" else {}
+    write(file, pre="odd" if how == "odd" else "gpt-2", **metadata)
+    content = file.read_bytes()
+    if how == "cut":
+        file.write_bytes(content[: len(content) // 2])
+    elif how == "mamba":
+        file.write_bytes(content.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba", 1))
+    with pytest.raises(UserError, match=message):
+        load_weights(file)
+    assert not list((tmp_path / "cache").glob("**/made_from.json"))
+
+
+@pytest.mark.campaign
+@pytest.mark.slow
+def test_a_real_model(gguf_file: Path) -> None:
+    """SmolLM2-135M-Instruct: logits against transformers' own reading of the same file, relative to the largest."""
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.randint(0, 49152, (2, 64), generator=torch.Generator().manual_seed(0))
+    source = {"pretrained_model_name_or_path": gguf_file.parent, "gguf_file": gguf_file.name}
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).eval()(ids).logits
+        ours = load_weights(gguf_file)(ids)
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-5

@@ -1,0 +1,247 @@
+"""Data sets of the Hugging Face Hub: which files of a repository are meant, and fetching them.
+
+    hf://datasets/org/name                                   the split `train` of the default configuration
+    hf://datasets/org/name?config=en&split=validation        another one
+    hf://datasets/org/name@refs%2Fconvert%2Fparquet/en/*     files of a revision, by a path, folder or glob
+    hf://datasets/org/name?column=content                    the column with the text, in place of `data.text_key`
+
+Configurations and splits are those that the repository's README.md declares, else those in the names of its files, as
+in the library `datasets`: https://huggingface.co/docs/hub/datasets-data-files-configuration.
+"""
+
+from __future__ import annotations
+
+import re
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from trainer import hub
+from trainer.config.initial_weights import resumes
+from trainer.config.load import read_run_config
+from trainer.data.ingest.inputs import SUPPORTED_SUFFIXES, InputFile, kind_of
+from trainer.errors import setting_error
+
+if TYPE_CHECKING:
+    from trainer.config import DataSection, RunConfig
+    from trainer.config.resolve import Resolution
+
+_OPTIONS = ("config", "split", "column")
+
+_SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""Words in file names that mean a split."""
+
+
+@dataclass(frozen=True)
+class HubData:
+    """The files of a data set that a setting means.
+
+    repository: the commit that they are in.
+    files: their entries, in order.
+    column: the name of the column with the text, or None for `data.text_key`.
+    """
+
+    repository: hub.Repository
+    files: Sequence[hub.HubFile]
+    column: str | None
+
+    def paths(self) -> list[str]:
+        """Return the paths of the files in the cache; they need not be there yet."""
+        return [str(self.repository.folder / each.path) for each in self.files]
+
+    def inputs(self, key: str) -> list[InputFile]:
+        """Return the files as documents to read.  They are known by their content, whenever they were fetched."""
+        found = []
+        for each, path in zip(self.files, self.paths(), strict=True):
+            described = kind_of(each.path)
+            if described is not None and described[0] != "tokens":
+                found.append(InputFile(path, *described, each.size, 0, key, each.checksum))
+        return found
+
+    def names(self) -> list[hub.HubName]:
+        """Return the names of the files."""
+        return [replace(self.repository.name, path=each.path, options="") for each in self.files]
+
+    def settings(self, data: DataSection) -> DataSection:
+        """Return the data settings with the column that was asked for."""
+        return data if self.column is None else replace(data, text_key=self.column)
+
+    def fetch(self) -> None:
+        """Fetch the files that are missing, one after another.  Raises UserError."""
+        self.repository.fetch(self.files)
+
+
+def pinned_data(config: RunConfig, resolution: Resolution) -> RunConfig:
+    """Replace the branches and tags of data sets in `data.path` and `data.eval_path` by the commits that they mean.
+
+    A run that resumes stays with the commits that it began with.  Raises UserError as `hub.open_repository` does.
+    """
+    found = {key: _texts_in(getattr(config.data, key)) for key in ("path", "eval_path")}
+    if not any(map(hub.is_hub_data, (text for texts in found.values() for text in texts))):
+        return config
+    pins = hub.pins_in(read_run_config(config.run_dir)) if resumes(config) else {}
+
+    def pin(text: str, key: str) -> str:
+        name = _parse(text, key) if hub.is_hub_data(text) else None
+        if name is None or name.is_pinned:
+            return text
+        began_with = pins.get((name.kind, name.repo))
+        if began_with is not None:
+            resolution.notes.append(f"{key}={text}: this run stays with commit {began_with[:12]}, which it began with")
+        return str(hub.open_repository(name, key, pins).name)
+
+    def pin_all(value: str | dict[str, str] | None, key: str) -> str | dict[str, str] | None:
+        if isinstance(value, dict):
+            return {source: pin(text, key) for source, text in value.items()}
+        return None if value is None else pin(value, key)
+
+    path, eval_path = (pin_all(getattr(config.data, name), f"data.{name}") for name in ("path", "eval_path"))
+    data = replace(config.data, path=path, eval_path=eval_path)
+    return replace(config, data=data)
+
+
+def _texts_in(value: str | Mapping[str, str] | None) -> list[str]:
+    return [] if value is None else [value] if isinstance(value, str) else list(value.values())
+
+
+def find_data(setting: str, key: str) -> HubData:
+    """Return the files that a setting means.  Fetches nothing but the list of files, and README.md.
+
+    Raises UserError that names the setting `key` if there are none.
+    """
+    name = _parse(setting, key)
+    options = dict(urllib.parse.parse_qsl(name.options, keep_blank_values=True))
+    repository = hub.open_repository(name, key)
+    if name.path:
+        chosen = [each for each in repository.files if _is_within(each.path, name.path)]
+        if unused := [option for option in ("config", "split") if option in options]:
+            rule = f"names files by their path, so {' and '.join(unused)} mean nothing"
+            raise setting_error(key, setting, rule, fix="leave out one of the two")
+    else:
+        chosen = _of_split(repository, options.get("config"), options.get("split", "train"), setting, key)
+    usable = [each for each in chosen if _is_data(each.path)]
+    if not usable:
+        there = ", ".join(each.path for each in (chosen or repository.files)[:8])
+        rule = f"names no file that ends in {SUPPORTED_SUFFIXES}; there are {there or 'none'}"
+        raise setting_error(key, setting, rule, fix=f"name a path in it: hf://datasets/{name.repo}/PATH")
+    return HubData(repository, usable, options.get("column"))
+
+
+def _parse(setting: str, key: str) -> hub.HubName:
+    name = hub.parse_name(setting)
+    if name is None or name.kind != "dataset":
+        rule = "is not a data set of the Hugging Face Hub"
+        raise setting_error(key, setting, rule, example="hf://datasets/roneneldan/TinyStories")
+    for option in urllib.parse.parse_qs(name.options, keep_blank_values=True):
+        if option not in _OPTIONS:
+            raise setting_error(key, setting, f"has no option {option}; there are {', '.join(_OPTIONS)}")
+    return name
+
+
+def _is_within(path: str, pattern: str) -> bool:
+    return path == pattern or path.startswith(f"{pattern}/") or fnmatchcase(path, pattern)
+
+
+def _of_split(repository: hub.Repository, config: str | None, split: str, setting: str, key: str) -> list[hub.HubFile]:
+    """Return the files of one split, as README.md or the names of the files say."""
+    declared = _declared(repository)
+    if declared:
+        names = [str(each.get("config_name", "default")) for each in declared]
+        marked = [name for name, each in zip(names, declared, strict=True) if each.get("default")]
+        usual = marked[0] if marked else None
+        usual = usual or ("default" if "default" in names else names[0] if len(names) == 1 else None)
+        wanted = config or usual
+        if wanted is None or wanted not in names:
+            rule = f"has the configurations {', '.join(names)}" + (
+                f", not {config}" if config else "; name one of them"
+            )
+            raise setting_error(key, setting, rule, example=_with_option(setting, "config", names[0]))
+        patterns = _patterns(declared[names.index(wanted)])
+        if patterns is not None:
+            if split not in patterns:
+                rule = f"has the splits {', '.join(patterns)}, not {split}"
+                raise setting_error(key, setting, rule, example=_with_option(setting, "split", next(iter(patterns))))
+            return [each for pattern in patterns[split] for each in repository.files if _matches(each.path, pattern)]
+        config = None
+    files = [each for each in repository.files if _is_data(each.path)]
+    if config is not None:
+        within = [each for each in files if config in each.path.split("/")[:-1]]
+        if not within:
+            folders = sorted({each.path.split("/")[0] for each in files if "/" in each.path})
+            rule = f"has no configuration {config}" + (f"; its folders are {', '.join(folders)}" if folders else "")
+            raise setting_error(key, setting, rule)
+        files = within
+    by_split = {name: [each for each in files if _says(each.path, words)] for name, words in _SPLITS.items()}
+    there = {name: found for name, found in by_split.items() if found}
+    if not there:
+        there = {"train": files}
+    if split not in there:
+        rule = f"has the splits {', '.join(there)}, not {split}"
+        raise setting_error(key, setting, rule, example=_with_option(setting, "split", next(iter(there))))
+    return there[split]
+
+
+_NOT_DATA = ("README.md", "LICENSE.txt", "dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
+
+
+def _is_data(path: str) -> bool:
+    kind, name = kind_of(path), path.rpartition("/")[2]
+    return kind is not None and kind[0] != "tokens" and name not in _NOT_DATA and not name.startswith(".")
+
+
+def _says(path: str, words: Sequence[str]) -> bool:
+    """Return whether a file's path has one of the words, on its own: in `data/train-00000-of-00002.parquet`."""
+    return any(re.search(rf"(?:^|[-._ 0-9/]){word}(?:[-._ 0-9/]|$)", path.lower()) for word in words)
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """Return whether a path matches a pattern of README.md, in which `**` crosses folders and `*` does not."""
+    expression = re.escape(pattern.removeprefix("./"))
+    expression = expression.replace(r"\*\*/", "(?:.*/)?").replace(r"\*\*", ".*").replace(r"\*", "[^/]*")
+    return re.fullmatch(expression, path) is not None
+
+
+def _declared(repository: hub.Repository) -> list[Mapping[str, Any]]:
+    """Return the configurations that README.md declares; empty if there are none."""
+    readme = next((each for each in repository.files if each.path == "README.md"), None)
+    if readme is None:
+        return []
+    repository.fetch([readme])
+    front = re.match(
+        r"---\s*\n(.*?)\n---\s*\n", (repository.folder / "README.md").read_text(errors="replace") + "\n", re.S
+    )
+    try:
+        content = yaml.safe_load(front[1]) if front else None
+    except yaml.YAMLError:
+        return []
+    found = content.get("configs") if isinstance(content, Mapping) else None
+    return [each for each in found if isinstance(each, Mapping)] if isinstance(found, list) else []
+
+
+def _patterns(config: Mapping[str, Any]) -> dict[str, list[str]] | None:
+    """Return the patterns of each split of a declared configuration, or None if it leaves them to the names."""
+    files = config.get("data_files")
+    folder = str(config.get("data_dir", "")).strip("/")
+    if files is None:
+        return {"train": [f"{folder}/**"]} if folder else None
+    rows = files if isinstance(files, list) and any(isinstance(row, Mapping) for row in files) else [{"path": files}]
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        paths = row.get("path")
+        for path in paths if isinstance(paths, list) else [paths]:
+            found.setdefault(str(row.get("split", "train")), []).append(f"{folder}/{path}" if folder else str(path))
+    return found
+
+
+def _with_option(setting: str, option: str, value: str) -> str:
+    location, _, query = setting.partition("?")
+    kept = [each for each in urllib.parse.parse_qsl(query) if each[0] != option]
+    return f"{location}?{urllib.parse.urlencode([*kept, (option, value)])}"

@@ -1,0 +1,426 @@
+"""Models in llama.cpp's GGUF format, converted once to a Hugging Face folder in the cache.
+
+The weights are dequantised: training changes numbers, and quantised ones cannot be changed.  Values that are stored as
+floating point keep their dtype, all others become float32, in which every format of GGUF is exact.  The tokenizer, chat
+template and sizes in the file become `tokenizer.json`, `chat_template.jinja` and `config.json`, so that everything else
+sees an ordinary model folder.  Stored configurations name the .gguf file.
+
+Needs the library `gguf` (the extra of that name), which is imported when a file is converted.  Does not import torch.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import json
+import os
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from trainer.errors import UserError, print_stderr, setting_error
+from trainer.files import find_cache_folders, readable_size, replacing, write_atomically, writing_to
+from trainer.locks import locked
+from trainer.stopping import stop_if_asked
+
+_SUFFIX = ".gguf"
+_SOURCE = "made_from.json"
+_WEIGHTS = "model.safetensors"
+_VERSION = 1
+"""Increase when a file is converted differently, so that folders of earlier versions are not used."""
+
+
+def is_meant(path: str) -> bool:
+    """Return whether a path names a .gguf file, or a folder whose only weights are one."""
+    return "://" not in path and _find_file(Path(path).expanduser()) is not None
+
+
+def _find_file(path: Path) -> Path | None:
+    if path.suffix.lower() == _SUFFIX and path.is_file():
+        return path
+    if not path.is_dir() or any(path.glob("*.safetensors*")):
+        return None
+    found = [file for file in path.iterdir() if file.suffix.lower() == _SUFFIX]
+    return found[0] if len(found) == 1 else None
+
+
+def source_of(path: str) -> str | None:
+    """Return the .gguf file from which a folder in the cache, or the folder of a file in it, was made; else None."""
+    place = Path(path)
+    folder = place.parent if place.suffix else place
+    if not folder.name.startswith("gguf-"):
+        return None
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        return str(json.loads((folder / _SOURCE).read_text())["path"])
+    return None
+
+
+def lacks_its_weights(folder: Path) -> bool:
+    """Return whether a folder was made from a .gguf file without its weights."""
+    return source_of(str(folder)) is not None and not (folder / _WEIGHTS).exists()
+
+
+def converted(path: str | os.PathLike[str], setting: str, with_weights: bool = True) -> Path:
+    """Return the Hugging Face folder made from a .gguf file, or from the one in a folder; makes it if it is missing.
+
+    For `data.tokenizer`, returns the tokenizer.json in it.  Processes that ask for the same one wait for the first.
+
+    with_weights: whether the weights are needed; without them the folder is small.
+
+    Raises UserError, naming `setting`, for a file that is damaged or of a model or tokenizer that is not supported, for
+    a missing library, and if there is no space.
+    """
+    file = _find_file(Path(path).expanduser())
+    assert file is not None, path
+    file = Path(os.path.abspath(file))
+    stat = file.stat()
+    identity = json.dumps([_VERSION, str(file.resolve()), stat.st_size, stat.st_mtime_ns])
+    name = f"gguf-{file.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    error: OSError | None = None
+    for cache in find_cache_folders(None):
+        folder = cache / name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not (folder / _SOURCE).exists() or (with_weights and not (folder / _WEIGHTS).exists()):
+                with locked(cache / f".{name}.lock"):
+                    _convert(file, folder, os.fspath(path), setting, with_weights)
+            return folder / "tokenizer.json" if setting == "data.tokenizer" else folder
+        except OSError as failure:
+            error = failure
+    raise setting_error(setting, path, f"cannot be converted: no cache folder is writable ({error})")
+
+
+def _convert(file: Path, folder: Path, shown: str, setting: str, with_weights: bool) -> None:
+    """Write what is missing of a folder; the lock is held."""
+    reader = _Gguf(file, shown, setting)
+    if not (folder / _SOURCE).exists():
+        files = {"config.json": reader.config(), "generation_config.json": reader.generation_config()}
+        tokenizer, tokenizer_config = reader.tokenizer()
+        files |= {"tokenizer.json": tokenizer, "tokenizer_config.json": tokenizer_config}
+        for name, content in files.items():
+            write_atomically(folder / name, json.dumps(content, indent=None if name == "tokenizer.json" else 2))
+        if (template := reader.get("tokenizer.chat_template")) is not None:
+            write_atomically(folder / "chat_template.jinja", str(template))
+        write_atomically(folder / _SOURCE, json.dumps({"path": str(file)}))  # last: the others are complete
+    if with_weights and not (folder / _WEIGHTS).exists():
+        num_bytes = reader.num_bytes
+        print_stderr(
+            f"{file}: {reader.formats} weights, dequantised to {readable_size(num_bytes)} of "
+            f"{' and '.join(reader.dtypes)} in {folder}; this is done once"
+        )
+        weights = folder / _WEIGHTS
+        with writing_to(setting, weights, num_bytes), replacing(weights) as partial, open(partial, "wb") as out:
+            reader.write_weights(out)
+
+
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""Names of llama.cpp, and those of transformers."""
+
+_ROPE_FACTORS = "rope_freqs.weight"
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+_BY_GPT2 = [{**_BYTES, "use_regex": True}]
+_BY_DIGIT = [{"type": "Digits", "individual_digits": True}, *_BY_GPT2]
+
+
+def _by_regex(pattern: str) -> list[dict[str, Any]]:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return [split, {**_BYTES, "use_regex": False}]
+
+
+_PRE_TOKENIZERS: Mapping[str, list[dict[str, Any]]] = {
+    **dict.fromkeys(("default", "gpt-2"), _BY_GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), _BY_DIGIT),
+    **dict.fromkeys(("llama-bpe", "llama3"), _by_regex(_LLAMA3)),
+    "qwen2": _by_regex(_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")),
+}
+"""How text is split before it is encoded, by the name that llama.cpp gives to it."""
+
+_CONTROL, _USER_DEFINED = 3, 4
+
+_SPECIAL_TOKENS = {
+    "bos_token_id": "bos_token",
+    "eos_token_id": "eos_token",
+    "unknown_token_id": "unk_token",
+    "padding_token_id": "pad_token",
+}
+"""Keys of GGUF, and those of tokenizer_config.json."""
+
+
+class _Gguf:
+    """A .gguf file: its metadata, and what a Hugging Face folder says instead.  Raises UserError for `setting`."""
+
+    def __init__(self, file: Path, shown: str, setting: str) -> None:
+        """`shown`: the value of the setting, for messages."""
+        self._file, self._shown, self._setting = file, shown, setting
+        try:
+            self._library: Any = importlib.import_module("gguf")
+            importlib.import_module("gguf.quants")
+        except ImportError as error:
+            raise self._error("needs the library gguf", "pip install 'meshtrainer[gguf]'") from error
+        try:
+            self._reader = self._library.GGUFReader(file)
+        except Exception as error:  # of numpy, for lengths that are not those of the file
+            fix = "download the file again"
+            raise self._error(f"is not a complete GGUF file ({str(error).partition(chr(10))[0]})", fix) from error
+        self._architecture = str(self.get("general.architecture"))
+        if self._architecture not in _ARCHITECTURES:
+            known = ", ".join(_ARCHITECTURES)
+            rule = f"is a model of architecture {self._architecture!r}; those that are read are {known}"
+            raise self._error(rule, "give the Hugging Face folder of this model")
+        if int(self.get("split.count") or 1) > 1:
+            rule = f"is one of {self.get('split.count')} parts"
+            raise self._error(rule, "join them first: llama-gguf-split --merge FIRST_PART OUT.gguf")
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        absent = [name for name in ("token_embd.weight", "output_norm.weight") if name not in self._tensors]
+        if absent:
+            raise self._error(f"has no {', '.join(absent)}", "download the file again")
+
+    def _error(self, rule: str, fix: str = "") -> UserError:
+        return setting_error(self._setting, self._shown, f"{self._file.name}: {rule}", fix=fix)
+
+    def get(self, key: str) -> Any:
+        """Return a value of the metadata, or None."""
+        field = self._reader.get_field(key)
+        return None if field is None else field.contents()
+
+    def _need(self, key: str) -> Any:
+        value = self.get(f"{self._architecture}.{key}")
+        if value is None:
+            raise self._error(f"its metadata has no {self._architecture}.{key}")
+        return value
+
+    # -- the model
+
+    def config(self) -> dict[str, Any]:
+        """Return config.json."""
+        num_heads, width = int(self._need("attention.head_count")), int(self._need("embedding_length"))
+        key_length = self.get(f"{self._architecture}.attention.key_length")
+        theta = float(self.get(f"{self._architecture}.rope.freq_base") or 10000.0)
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+        scaling = self.get(f"{self._architecture}.rope.scaling.type")
+        if scaling not in (None, "none"):
+            raise self._error(f"its positions are scaled by {scaling!r}, which is not read")
+        if _ROPE_FACTORS in self._tensors:
+            rope |= self._llama3_scaling(theta)
+        content: dict[str, Any] = {
+            "architectures": [_ARCHITECTURES[self._architecture]],
+            "model_type": self._architecture,
+            "hidden_act": "silu",
+            "hidden_size": width,
+            "intermediate_size": int(self._need("feed_forward_length")),
+            "num_hidden_layers": int(self._need("block_count")),
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": int(self.get(f"{self._architecture}.attention.head_count_kv") or num_heads),
+            "head_dim": int(key_length or width // num_heads),
+            "max_position_embeddings": int(self._need("context_length")),
+            "rms_norm_eps": _shortest(float(self._need("attention.layer_norm_rms_epsilon"))),
+            "rope_parameters": rope,
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "vocab_size": int(self._tensors["token_embd.weight"].shape[-1]),
+            "attention_bias": False,
+            "dtype": self.dtypes[0],
+        }
+        if self._architecture == "llama":
+            content["mlp_bias"] = False
+        return content | self.generation_config()
+
+    def _llama3_scaling(self, theta: float) -> dict[str, Any]:
+        """Return the scaling of Llama 3.1, of which llama.cpp stores the factor of every frequency."""
+        import numpy as np
+
+        stored = np.asarray(self._tensors[_ROPE_FACTORS].data, np.float64)
+        original, low, high, factor = 8192, 1.0, 4.0, float(stored.max())
+        wavelengths = 2 * np.pi * theta ** (np.arange(len(stored)) / len(stored))
+        smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
+        if not np.allclose(1 / ((1 - smooth) / factor + smooth), stored, rtol=1e-3):
+            raise self._error("its positions are scaled in another way than those of Llama 3.1")
+        return {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+            "original_max_position_embeddings": original,
+        }
+
+    def generation_config(self) -> dict[str, Any]:
+        """Return generation_config.json."""
+        found = {name: self.get(f"tokenizer.ggml.{name}") for name in ("bos_token_id", "eos_token_id")}
+        return {name: int(token) for name, token in found.items() if token is not None}
+
+    # -- the weights
+
+    @property
+    def formats(self) -> str:
+        """The formats in which the matrices are stored, the most frequent first."""
+        counts = Counter(tensor.tensor_type.name for tensor in self._tensors.values() if len(tensor.shape) > 1)
+        return " and ".join(name for name, _ in counts.most_common())
+
+    @property
+    def dtypes(self) -> list[str]:
+        """The dtypes of the matrices after the conversion, as transformers names them, the most frequent first."""
+        names = {"F16": "float16", "BF16": "bfloat16"}
+        matrices = [tensor for tensor in self._tensors.values() if len(tensor.shape) > 1]
+        counts = Counter(names.get(tensor.tensor_type.name, "float32") for tensor in matrices)
+        return [name for name, _ in counts.most_common()]
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the converted weights."""
+        return sum(int(tensor.n_elements) * _width(tensor) for tensor in self._tensors.values())
+
+    def write_weights(self, out: BinaryIO) -> None:
+        """Write the weights as safetensors, one after another: memory holds one of them.
+
+        Format: https://github.com/huggingface/safetensors#format.
+        """
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", "made_from": self._file.name}}
+        named, end = {}, 0
+        for tensor in self._tensors.values():
+            if tensor.name == _ROPE_FACTORS:
+                continue
+            theirs = self._name_there(tensor.name)
+            stop = end + int(tensor.n_elements) * _width(tensor)
+            shape = [int(size) for size in reversed(tensor.shape.tolist())]
+            kind = {2: tensor.tensor_type.name, 4: "F32"}[_width(tensor)]
+            header[theirs] = {"dtype": kind, "shape": shape, "data_offsets": [end, stop]}
+            named[theirs], end = tensor, stop
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        out.write(struct.pack("<Q", len(text)) + text)
+        for name, tensor in named.items():
+            stop_if_asked()
+            out.write(self._values(name, tensor).tobytes())
+
+    def _name_there(self, name: str) -> str:
+        stem, _, suffix = name.rpartition(".")
+        if stem in _NAMES:
+            return f"{_NAMES[stem]}.{suffix}"
+        layer, _, part = stem.removeprefix("blk.").partition(".")
+        if not stem.startswith("blk.") or part not in _LAYER_NAMES or suffix not in ("weight", "bias"):
+            raise self._error(f"has a tensor {name}, which no {self._architecture} model has")
+        return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{suffix}"
+
+    def _values(self, name: str, tensor: Any) -> Any:
+        """Return the values of a tensor as an array, in transformers' order of rows."""
+        import numpy as np
+
+        shape = tuple(reversed(tensor.shape.tolist()))
+        if _width(tensor) == 2:
+            values = np.ascontiguousarray(tensor.data).view(np.uint16).reshape(shape)
+        else:
+            try:
+                values = self._library.quants.dequantize(tensor.data, tensor.tensor_type)
+            except (NotImplementedError, ValueError) as error:
+                raise self._error(f"{tensor.name} is stored as {tensor.tensor_type.name}, which is not read") from error
+            values = np.asarray(values, np.float32).reshape(shape)
+        part = name.rpartition(".")[0].rpartition(".")[2]
+        if self._architecture == "llama" and part in ("q_proj", "k_proj"):
+            # llama.cpp turns neighbouring pairs of a head's dimensions, transformers its two halves.
+            heads = int(self._need("attention.head_count"))
+            if part == "k_proj":
+                heads = int(self.get("llama.attention.head_count_kv") or heads)
+            paired = values.reshape(heads, shape[0] // heads // 2, 2, *shape[1:])
+            values = np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(shape)
+        return values
+
+    # -- the tokenizer
+
+    def tokenizer(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return tokenizer.json and tokenizer_config.json."""
+        kind, split = self.get("tokenizer.ggml.model"), str(self.get("tokenizer.ggml.pre") or "default")
+        if kind != "gpt2" or split not in _PRE_TOKENIZERS:
+            name = f"{kind}" if kind != "gpt2" else f"{kind} with the rules of {split!r}"
+            rule = f"its tokenizer ({name}) is not read; those that are: gpt2 with {', '.join(_PRE_TOKENIZERS)}"
+            raise self._error(rule, "give the Hugging Face folder of this model")
+        tokens = [str(token) for token in self.get("tokenizer.ggml.tokens")]
+        kinds = [int(each) for each in self.get("tokenizer.ggml.token_type") or [1] * len(tokens)]
+        merges = [merge.split(" ", 1) for merge in self.get("tokenizer.ggml.merges") or []]
+        is_llama3 = split in ("llama-bpe", "llama3")
+        added = [
+            {
+                **{"id": number, "content": tokens[number], "single_word": False, "lstrip": False, "rstrip": False},
+                **{"normalized": False, "special": each == _CONTROL},
+            }
+            for number, each in enumerate(kinds)
+            if each in (_CONTROL, _USER_DEFINED)
+        ]
+        steps = _PRE_TOKENIZERS[split]
+        content = {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": added,
+            "normalizer": {"type": "NFC"} if split == "qwen2" else None,
+            "pre_tokenizer": steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps},
+            "post_processor": self._post_processor(tokens, is_llama3),
+            "decoder": {**_BYTES, "add_prefix_space": True, "use_regex": True},
+            "model": {
+                **{"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None},
+                **{"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": is_llama3},
+                "vocab": {token: number for number, token in enumerate(tokens)},
+                "merges": merges,
+            },
+        }
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        for theirs, ours in _SPECIAL_TOKENS.items():
+            number = self.get(f"tokenizer.ggml.{theirs}")
+            if number is not None and int(number) < len(tokens):
+                settings[ours] = tokens[int(number)]
+        return content, settings
+
+    def _post_processor(self, tokens: list[str], is_llama3: bool) -> dict[str, Any]:
+        """Return what is added around a text: the beginning-of-text token, if the file says so."""
+        begins = self.get("tokenizer.ggml.add_bos_token")
+        number = self.get("tokenizer.ggml.bos_token_id")
+        plain = {**_BYTES, "use_regex": True}
+        if number is None or not (is_llama3 if begins is None else begins):
+            return plain
+        token = tokens[int(number)]
+        first, second = ({"Sequence": {"id": name, "type_id": kind}} for kind, name in enumerate("AB"))
+        special = {"SpecialToken": {"id": token, "type_id": 0}}
+        return {
+            "type": "TemplateProcessing",
+            "single": [special, first],
+            "pair": [special, first, special, second],
+            "special_tokens": {token: {"id": token, "ids": [int(number)], "tokens": [token]}},
+        }
+
+
+def _width(tensor: Any) -> int:
+    """Return the bytes of a converted value."""
+    return 2 if tensor.tensor_type.name in ("F16", "BF16") else 4
+
+
+def _shortest(value: float) -> float:
+    """Return the shortest decimal number that is the same in float32, in which GGUF stores it: 1e-05."""
+    import numpy as np
+
+    return float(str(np.float32(value)))

@@ -1,0 +1,678 @@
+"""Repositories of the Hugging Face Hub by name: pinned to a commit, and fetched into the Hub's own cache.
+
+`model.path=org/name` and `data.path=hf://datasets/org/name` name repositories.  A name is resolved to a commit once,
+when a run begins, and the run stays with it: its stored configuration says `hf://org/name@<commit>`.  Files are stored
+in the layout of `huggingface_hub` (`blobs/` by checksum, `snapshots/<commit>/` with links to them), so that its other
+users find them, and so that `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT`, `HF_TOKEN` and `HF_HUB_OFFLINE` mean what they
+always do.
+
+The library (the extra `hf`) asks the server, and opens the connections.  The bytes are stored here, since the library
+starts a file over whose download was killed: one process of a machine fetches while the others wait, what is there of a
+file is kept, and every file is verified.
+
+This module imports neither torch nor, until a name is used, `huggingface_hub`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import importlib
+import json
+import os
+import re
+import secrets
+import shutil
+import time
+import urllib.parse
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+from trainer.errors import UserError, print_stderr, setting_error
+from trainer.files import readable_size, write_atomically
+from trainer.locks import locked
+from trainer.stopping import stop_if_asked
+
+SCHEME = "hf://"
+
+PINS = "MESHTRAINER_HUB_PINS"
+"""Environment variable by which the ranks of `nproc=N` get the commits that their parent has resolved."""
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_NAME = re.compile(
+    r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[^/?]+))?(?:/(?P<path>[^?]*))?(?:\?(?P<options>.*))?"
+)
+_TRUE = ("1", "ON", "YES", "TRUE")
+_TRIES = 5
+_NUM_CONNECTIONS = 4
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
+_PROGRESS_S = 10.0
+"""Seconds between two lines that say how far a download is."""
+
+Kind = Literal["model", "dataset"]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Names
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A repository, and what is named in it.
+
+    revision: a branch, tag or commit; None for the default branch.
+    path: a file, folder or glob in it; empty for all of it.
+    options: the query, without `?`.
+    text: as it was written, for messages.
+    """
+
+    kind: Kind
+    repo: str
+    revision: str | None = None
+    path: str = ""
+    options: str = ""
+    text: str = field(default="", compare=False, repr=False)
+
+    def __str__(self) -> str:
+        repo = f"datasets/{self.repo}" if self.kind == "dataset" else self.repo
+        revision = f"@{urllib.parse.quote(self.revision, safe='')}" if self.revision else ""
+        path, options = f"/{self.path}" if self.path else "", f"?{self.options}" if self.options else ""
+        return f"{SCHEME}{repo}{revision}{path}{options}"
+
+    @property
+    def shown(self) -> str:
+        return self.text or str(self)
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
+
+
+def parse_name(text: str) -> HubName | None:
+    """Return what a setting names on the Hub, or None if it names something else.
+
+    `hf://org/name` and `hf://datasets/org/name` always do, followed by `@REVISION`, `/PATH` and `?OPTIONS` as needed.
+    So does `org/name`, also with a revision or a path to a .gguf file, unless there is such a path here, or a folder
+    `org`, in which it was meant to be.
+    """
+    if text.startswith(SCHEME):
+        rest = text.removeprefix(SCHEME)
+        kind: Kind = "dataset" if rest.startswith("datasets/") else "model"
+        found = _NAME.fullmatch(rest.removeprefix("datasets/").removeprefix("models/"))
+    else:
+        kind, found = "model", _NAME.fullmatch(text)
+        if found is None or found["options"] or (found["path"] and not found["path"].lower().endswith(".gguf")):
+            return None
+        folder = found["repo"].partition("/")[0]
+        if os.path.lexists(text) or os.path.isdir(folder) or text.endswith((".pt", ".pth", ".safetensors", ".json")):
+            return None
+        if found["path"] is None and text.lower().endswith(".gguf"):
+            return None
+    if found is None:
+        return None
+    revision = urllib.parse.unquote(found["revision"]) if found["revision"] else None
+    return HubName(kind, found["repo"], revision, (found["path"] or "").strip("/"), found["options"] or "", text)
+
+
+def hub_repo(text: str) -> str:
+    """Return `org/name` of a pinned name of a model, as other libraries take it; any other text unchanged."""
+    name = parse_name(text) if text.startswith(SCHEME) else None
+    return text if name is None or name.path else name.repo
+
+
+def is_hub_data(setting: str) -> bool:
+    """Return whether a setting of data names a data set of the Hub."""
+    return setting.startswith(SCHEME)
+
+
+def name_of(path: str) -> str | None:
+    """Return the pinned name of a file or folder in the Hub's cache, or None for any other path.
+
+    Stored configurations hold these names instead of the paths, so that they mean the same on other machines.
+    """
+    root = str(cache_folder())
+    if not path.startswith(f"{root}/"):
+        return None
+    parts = path[len(root) + 1 :].rstrip("/").split("/")
+    kind, _, repo = parts[0].partition("--")
+    if len(parts) < 3 or parts[1] != "snapshots" or kind not in ("models", "datasets") or "--" not in repo:
+        return None
+    return str(HubName(kind.removesuffix("s"), repo.replace("--", "/"), parts[2], "/".join(parts[3:])))  # type: ignore[arg-type]
+
+
+def cached_path(name: HubName) -> Path | None:
+    """Return the path in the cache of what a pinned name stands for, or None if it is not there."""
+    path = _snapshot(name, name.revision or "") / name.path
+    return path if name.is_pinned and path.exists() else None
+
+
+def cache_folder() -> Path:
+    """Return the cache of the Hub, by the rules of `huggingface_hub`, without importing it."""
+    if folder := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(os.path.expandvars(folder)).expanduser().absolute()
+    home = os.environ.get("HF_HOME")
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.path.expandvars(home or f"{base}/huggingface")).expanduser().absolute() / "hub"
+
+
+def _repository_folder(name: HubName) -> Path:
+    return cache_folder() / f"{name.kind}s--{name.repo.replace('/', '--')}"
+
+
+def _snapshot(name: HubName, commit: str) -> Path:
+    return _repository_folder(name) / "snapshots" / commit
+
+
+def default_revision(name: HubName) -> str:
+    """Return the revision that a name means: its own, or the default branch."""
+    return name.revision or "main"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Pins: the commits that names have been resolved to
+
+_resolved: dict[str, str] = {}
+"""What this process has resolved: names with their commits."""
+
+
+def pins_for_children() -> str:
+    """Return the value of the environment variable `PINS` for processes that this one starts."""
+    return json.dumps(_resolved)
+
+
+def pins_in(tree: Any) -> dict[tuple[str, str], str]:
+    """Return the commits of the pinned names in a stored configuration, by kind and repository."""
+    found: dict[tuple[str, str], str] = {}
+    if isinstance(tree, Mapping):
+        for value in tree.values():
+            found |= pins_in(value)
+    elif isinstance(tree, str) and tree.startswith(SCHEME):
+        name = parse_name(tree)
+        if name is not None and name.is_pinned:
+            found[name.kind, name.repo] = str(name.revision)
+    return found
+
+
+def pinned_by_parent(name: HubName) -> str | None:
+    """Return the commit that the process which started this one has resolved a name to, or None."""
+    try:
+        found = json.loads(os.environ.get(PINS, "{}")).get(_key(name))
+    except (ValueError, AttributeError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _key(name: HubName) -> str:
+    return str(replace(name, path="", options="", revision=default_revision(name)))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# A commit of a repository
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a commit: its path, its size in bytes, and its checksum, which is also its name in the cache.
+
+    checksum: SHA-256 of a large file's content, or git's SHA-1 of any other file; empty for a file that another program
+        has stored.
+    """
+
+    path: str
+    size: int
+    checksum: str
+
+
+class Repository:
+    """One commit of a repository: the list of its files, and those of them that are in the cache."""
+
+    def __init__(self, name: HubName, commit: str, files: Sequence[HubFile], setting: str) -> None:
+        self.name, self.files, self._setting = replace(name, revision=commit), files, setting
+        self.folder = _snapshot(name, commit)
+
+    def missing(self, files: Iterable[HubFile]) -> list[HubFile]:
+        """Return those of the files that are not in the cache."""
+        return [each for each in files if not (self.folder / each.path).exists()]
+
+    def fetch(self, files: Iterable[HubFile]) -> None:
+        """Fetch those of the files that are missing.  One process of a machine fetches while the others wait.
+
+        Raises UserError if the server refuses them or cannot be reached, or if the disk is too small.
+        """
+        files = list(files)
+        if not self.missing(files):
+            return
+        library = import_library(self._setting, self.name)
+        place = _repository_folder(self.name)
+        try:
+            (place / "blobs").mkdir(parents=True, exist_ok=True)
+            with locked(_own_folder(self.name) / "lock", is_required=True):
+                if missing := self.missing(files):
+                    self._fetch(library, missing)
+        except OSError as error:
+            rule = f"cannot be stored in {place} ({error.strerror or error})"
+            fix = "set HF_HOME to a folder that is writable, on a disk with enough space"
+            raise setting_error(self._setting, self.name.shown, rule, fix=fix) from error
+
+    def _fetch(self, library: Any, missing: Sequence[HubFile]) -> None:
+        there = sum(_size(self._partial(each)) for each in missing)
+        total = sum(each.size for each in missing)
+        self._check_space(total - there)
+        what = missing[0].path if len(missing) == 1 else f"{len(missing)} files"
+        print_stderr(
+            f"fetching {self.name}: {what}, {_shown(total)}{f', of which {_shown(there)} are here' if there else ''}, "
+            f"into {self.folder}"
+        )
+        progress = _Progress(str(self.name), total, there)
+        with ThreadPoolExecutor(_NUM_CONNECTIONS) as threads:
+            waiting = [threads.submit(self._fetch_file, library, each, progress) for each in missing]
+            try:
+                for each in waiting:
+                    each.result()
+            finally:
+                threads.shutdown(wait=False, cancel_futures=True)
+
+    def _check_space(self, num_bytes: int) -> None:
+        free = shutil.disk_usage(_repository_folder(self.name)).free
+        if num_bytes > free:
+            rule = f"needs {readable_size(num_bytes)} in {cache_folder()}, {readable_size(free)} are free"
+            fix = "free some space there, or set HF_HOME to a folder on another disk"
+            raise setting_error(self._setting, self.name.shown, rule, fix=fix)
+
+    def _partial(self, each: HubFile) -> Path:
+        return _repository_folder(self.name) / "blobs" / f"{each.checksum}.part"
+
+    def _fetch_file(self, library: Any, each: HubFile, progress: _Progress) -> None:
+        """Fetch one file, beginning where an earlier process has stopped, verify it, and link it into the snapshot."""
+        partial = self._partial(each)
+        blob = partial.with_suffix("")
+        left, size = _TRIES - 1, _size(partial)
+        while not blob.exists():  # it may be there for another commit, with the same content
+            stop_if_asked()
+            try:
+                self._receive(library, each, partial, progress)
+                os.replace(partial, blob)
+            except UserError:
+                raise
+            except Exception as error:  # each version of the library has its own, from its HTTP library
+                if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+                    raise
+                if not left or not is_temporary(error):
+                    raise explained(error, self.name, self._setting) from error
+                left, size = (_TRIES - 1 if _size(partial) > size else left - 1), _size(partial)
+                print_stderr(f"{self.name.shown}: {each.path}: {_reason(error)}; trying again")
+                _pause(2.0 ** (_TRIES - 2 - left))
+        _link(blob, self.folder / each.path)
+
+    def _receive(self, library: Any, each: HubFile, partial: Path, progress: _Progress) -> None:
+        """Append the rest of a file to its partial file.  Raises OSError if the whole is not what it should be."""
+        url = library.hf_hub_url(
+            self.name.repo, each.path, repo_type=self.name.kind, revision=self.name.revision, endpoint=endpoint(library)
+        )
+        with open(partial, "ab") as file:
+            start = file.tell()
+            if start > each.size:
+                file.truncate(start := 0)
+            if start < each.size:
+                headers = {**library.utils.build_hf_headers(), "Accept-Encoding": "identity"}
+                headers |= {"Range": f"bytes={start}-"} if start else {}
+                session, timeout = library.utils.get_session(), library.constants.HF_HUB_DOWNLOAD_TIMEOUT
+                with session.stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True) as answer:
+                    library.utils.hf_raise_for_status(answer)
+                    if start and answer.status_code != 206:  # the server sends the whole file
+                        file.truncate(0)
+                    for block in answer.iter_bytes():  # as it comes: what is on disk is not fetched again
+                        stop_if_asked()
+                        file.write(block)
+                        progress.add(len(block))
+            file.flush()
+            os.fsync(file.fileno())
+        size = _size(partial)
+        if size < each.size:
+            raise OSError(f"the connection was lost after {size:,} of {each.size:,} bytes")
+        if _content_checksum(partial, each) != each.checksum:
+            partial.unlink()
+            raise OSError(f"{each.path} was damaged on its way")
+
+
+def open_repository(name: HubName, setting: str, pins: Mapping[tuple[str, str], str] | None = None) -> Repository:
+    """Return the commit of the repository that `name` means.
+
+    A commit is taken as it stands.  Of a branch or tag, `pins` decides, which a resumed run has stored; then the
+    process that started this one; then the server.  If that cannot be reached, the commit that the cache has is used,
+    and a line says so; with HF_HUB_OFFLINE nobody is asked.
+
+    Raises UserError that names `setting` if there is no such repository or revision, if access to it is restricted, or
+    if the server cannot be reached and the cache has nothing.
+    """
+    commit = name.revision if name.is_pinned else (pins or {}).get((name.kind, name.repo)) or pinned_by_parent(name)
+    if commit is not None and (listed := _read_list(name, commit)) is not None:
+        return _noted(name, commit, listed, setting)
+    library = import_library(setting, name)
+    try:
+        if _is_offline(library):
+            raise library.errors.OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
+        commit, files = _ask(library, name, commit)
+    except Exception as error:
+        is_down = is_temporary(error) or isinstance(error, library.errors.OfflineModeIsEnabled)
+        commit = commit or _commit_in_cache(name)
+        found = _read_list(name, commit) or _list_cached(name, commit) if is_down and commit else None
+        if found is None or commit is None:
+            raise explained(error, name, setting) from error
+        if not _is_offline(library):
+            print_stderr(f"{name}: {_reason(error)}; using commit {commit[:12]}, which is in the cache")
+        return _noted(name, commit, found, setting)
+    with contextlib.suppress(OSError):  # the cache may be read-only, and complete
+        _own_folder(name).mkdir(parents=True, exist_ok=True)
+        rows = [[each.path, each.size, each.checksum] for each in files]
+        write_atomically(_list_path(name, commit), json.dumps(rows))
+        if not name.is_pinned:
+            reference = _repository_folder(name) / "refs" / default_revision(name)
+            reference.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(reference, commit)
+    return _noted(name, commit, files, setting)
+
+
+def _noted(name: HubName, commit: str, files: Sequence[HubFile], setting: str) -> Repository:
+    _resolved[_key(name)] = commit
+    return Repository(name, commit, files, setting)
+
+
+def _ask(library: Any, name: HubName, commit: str | None) -> tuple[str, list[HubFile]]:
+    """Return the commit that a name means, and its files, as the server says.  Raises the library's errors."""
+    api = library.HfApi(endpoint=endpoint(library))
+    for left in range(2, -1, -1):
+        try:
+            found = api.repo_info(
+                name.repo, revision=commit or name.revision, repo_type=name.kind, files_metadata=True, timeout=10
+            )
+            break
+        except Exception as error:
+            if not left or not is_temporary(error) or (commit or _commit_in_cache(name)) is not None:
+                raise
+            _pause(1.0)
+    files = []
+    for each in found.siblings or []:
+        checksum = each.lfs.sha256 if each.lfs is not None else each.blob_id
+        size = each.lfs.size if each.lfs is not None else each.size
+        if Path(each.rfilename).is_absolute() or ".." in Path(each.rfilename).parts or not checksum:
+            continue
+        files.append(HubFile(each.rfilename, int(size or 0), str(checksum)))
+    return str(found.sha), sorted(files, key=lambda each: each.path)
+
+
+def _own_folder(name: HubName) -> Path:
+    return _repository_folder(name) / ".meshtrainer"
+
+
+def _list_path(name: HubName, commit: str) -> Path:
+    return _own_folder(name) / f"{commit}.json"
+
+
+def _read_list(name: HubName, commit: str) -> list[HubFile] | None:
+    """Return the files of a commit as the server once listed them, or None."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return [HubFile(*row) for row in json.loads(_list_path(name, commit).read_text())]
+    return None
+
+
+def _list_cached(name: HubName, commit: str) -> list[HubFile] | None:
+    """Return the files of a commit that another program has stored in the cache, or None if there are none."""
+    folder = _snapshot(name, commit)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [HubFile(str(path.relative_to(folder)), path.stat().st_size, "") for path in files] or None
+
+
+def _commit_in_cache(name: HubName) -> str | None:
+    """Return the commit that a branch or tag had when the cache was last told, or None."""
+    with contextlib.suppress(OSError):
+        return (_repository_folder(name) / "refs" / default_revision(name)).read_text().strip()
+    return None
+
+
+def _content_checksum(path: Path, each: HubFile) -> str:
+    algorithm = hashlib.sha256() if len(each.checksum) == 64 else hashlib.sha1(f"blob {path.stat().st_size}\0".encode())
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            stop_if_asked()
+            algorithm.update(block)
+    return algorithm.hexdigest()
+
+
+def _link(blob: Path, path: Path) -> None:
+    """Link a file of a snapshot to its content, as `huggingface_hub` does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    link = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        os.symlink(os.path.relpath(blob, path.parent), link)
+    except OSError:  # a file system without links
+        shutil.copyfile(blob, link)
+    os.replace(link, path)
+
+
+class _Progress:
+    """Says from time to time how much of a download has come."""
+
+    def __init__(self, what: str, total: int, there: int) -> None:
+        self._what, self._total, self._there = what, total, there
+        self._began = self._said = time.monotonic()
+        self._new = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that have come."""
+        self._new += num_bytes
+        now = time.monotonic()
+        if now - self._said > _PROGRESS_S:
+            self._said = now
+            come, speed = self._there + self._new, self._new / (now - self._began) / 1e6
+            print_stderr(f"{self._what}: {_shown(come)} of {_shown(self._total)}, {speed:,.1f} MB/s")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Models
+
+_SMALL_FILES = (
+    *("*.json", "*.jinja", "*.txt", "*.model", "README.md", "LICENSE*"),
+    "additional_chat_templates/*",
+)
+_INDEX = "model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def fetch_model(name: HubName, setting: str, pins: Mapping[tuple[str, str], str], with_weights: bool) -> Path:
+    """Return the folder of a model, or the .gguf file that is named in its repository, fetching what is missing.
+
+    with_weights: whether to fetch the weights; without, only the small files are there.
+
+    Raises UserError, naming `setting`.
+    """
+    repository = open_repository(name, setting, pins)
+    files = repository.files
+    if name.path:
+        chosen = [each for each in files if each.path == name.path]
+        if not chosen:
+            there = [each.path for each in files if each.path.lower().endswith(".gguf")]
+            rule = f"{repository.name.repo} has no file {name.path}"
+            raise setting_error(setting, name.shown, rule, fix=f"name one of {', '.join(there)}" if there else "")
+        repository.fetch(chosen)
+        return repository.folder / name.path
+    weights = _weights_among(files)
+    if not weights:
+        ggufs = [each.path for each in files if each.path.lower().endswith(".gguf")]
+        pickles = [each.path for each in files if "/" not in each.path and each.path.endswith(_PICKLES)]
+        if ggufs:
+            rule = "has its weights as GGUF alone"
+            raise setting_error(setting, name.shown, rule, example=f"{name.repo}/{ggufs[0]}")
+        if pickles:
+            rule = f"has no safetensors, only {', '.join(pickles[:3])}: pickle files are not read, as they can run code"
+            raise setting_error(setting, name.shown, rule, fix="name a revision or a copy of it that has safetensors")
+    small = [each for each in files if any(_matches(each.path, pattern) for pattern in _SMALL_FILES)]
+    repository.fetch(small)
+    if with_weights:
+        repository.fetch(weights)
+    return repository.folder
+
+
+def lacks_its_weights(folder: Path) -> bool:
+    """Return whether a folder in the cache belongs to a model whose weights exist, and are not fetched (yet)."""
+    text = name_of(str(folder))
+    name = parse_name(text) if text else None
+    if name is None or name.path:
+        return False
+    weights = _weights_among(_read_list(name, str(name.revision)) or [])
+    return any(not (folder / each.path).exists() for each in weights)
+
+
+def _weights_among(files: Sequence[HubFile]) -> list[HubFile]:
+    """Return the safetensors files that make up a model, without duplicates in other layouts."""
+    found = [each for each in files if each.path.endswith(".safetensors") and "/" not in each.path]
+    usual = [each for each in found if each.path.startswith("model")]
+    return usual or [each for each in found if not each.path.startswith("adapter")] or found
+
+
+def _matches(path: str, pattern: str) -> bool:
+    return path.count("/") == pattern.count("/") and fnmatchcase(path, pattern)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Publishing
+
+
+def upload(folder: Path, more: Mapping[str, bytes], repo: str, setting: str, is_private: bool) -> str:
+    """Upload the files of a folder, and `more` by name, as one commit to the model repository `repo`.
+
+    The repository is created if there is none.
+
+    Returns the URL of the commit.  Raises UserError, naming `setting`, if the server refuses it.
+    """
+    name = parse_name(f"{SCHEME}{repo}")
+    if name is None or name.kind != "model" or name.path or name.revision:
+        raise setting_error(setting, repo, "must be a model's name on the Hugging Face Hub", example="me/my-model")
+    name = replace(name, text=repo)
+    library = import_library(setting, name)
+    api = library.HfApi(endpoint=endpoint(library))
+    try:
+        api.create_repo(repo, private=is_private or None, exist_ok=True, repo_type="model")
+        files: dict[str, Path | bytes] = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*"))}
+        added = [
+            library.CommitOperationAdd(path_in_repo=each, path_or_fileobj=content)
+            for each, content in {**files, **more}.items()
+            if isinstance(content, bytes) or content.is_file()
+        ]
+        found = api.create_commit(repo, added, commit_message="Export of meshtrainer", repo_type="model")
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+            raise
+        raise explained(error, name, setting, writes=True) from error
+    return str(found.commit_url)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The library, and its errors
+
+
+def import_library(setting: str, name: HubName) -> Any:
+    """Return the module `huggingface_hub`.  Raises UserError, naming `setting`, if it is not installed."""
+    try:
+        library = importlib.import_module("huggingface_hub")
+        for module in ("constants", "errors", "file_download", "utils"):
+            importlib.import_module(f"huggingface_hub.{module}")
+    except ImportError as error:
+        rule = "names a repository of the Hugging Face Hub, which needs the library huggingface_hub"
+        raise setting_error(setting, name.shown, rule, fix="pip install 'meshtrainer[hf]'") from error
+    return library
+
+
+def endpoint(library: Any) -> str:
+    """Return the URL of the server: `HF_ENDPOINT`, or the Hub's own."""
+    return (os.environ.get("HF_ENDPOINT") or str(library.constants.ENDPOINT)).rstrip("/")
+
+
+def _is_offline(library: Any) -> bool:
+    stated = os.environ.get("HF_HUB_OFFLINE")
+    return bool(library.constants.HF_HUB_OFFLINE) if stated is None else stated.upper() in _TRUE
+
+
+def explained(error: Exception, name: HubName, setting: str, writes: bool = False) -> UserError:
+    """Return the message for an error of the library: what the server says, and what to do.
+
+    writes: whether the repository was to be written to.
+    """
+    library: Any = importlib.import_module("huggingface_hub")
+    errors, server, kind = library.errors, endpoint(library), name.kind
+    page = f"{server}/{'datasets/' if kind == 'dataset' else ''}{name.repo}"
+    login = "log in with `hf auth login`, or set HF_TOKEN"
+    if writes and (_status(error) in (401, 403) or isinstance(error, errors.LocalTokenNotFoundError)):
+        rule = f"{server} does not let you write there ({_reason(error)})"
+        return setting_error(setting, name.shown, rule, fix=f"{login}, with a token that may write to {name.repo}")
+    if isinstance(error, errors.GatedRepoError):
+        rule = f"is gated: {server} gives this {kind} only to those who have been granted access"
+        return setting_error(setting, name.shown, rule, fix=f"ask for access at {page}, and {login}")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        rule = f"{server} has no {kind} {name.repo}, or none that you may see"
+        return setting_error(setting, name.shown, rule, fix=f"check the name; if it is private, {login}")
+    if isinstance(error, errors.RevisionNotFoundError):
+        rule = f"{kind} {name.repo} has no revision {default_revision(name)}"
+        return setting_error(setting, name.shown, rule, fix=f"see {page}/tree/main for its branches and tags")
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        rule = f"is not in the cache, {cache_folder()}, and HF_HUB_OFFLINE is set"
+        return setting_error(
+            setting, name.shown, rule, fix="unset it for the first use, or fetch it on another machine"
+        )
+    if isinstance(error, errors.HFValidationError):
+        return setting_error(
+            setting, name.shown, f"is not a name of the Hub ({_reason(error)})", example="Qwen/Qwen3-0.6B"
+        )
+    if _status(error) in (401, 403):
+        rule = f"{server} refuses it ({_reason(error)})"
+        return setting_error(setting, name.shown, rule, fix=f"{login}, with a token that has the right to")
+    if is_temporary(error):
+        rule = f"{server} cannot be reached ({_reason(error)})"
+        fix = "try again later, set HF_ENDPOINT to a mirror, or give a folder that is here"
+        return setting_error(setting, name.shown, rule, fix=fix)
+    return setting_error(setting, name.shown, f"{server} does not give it ({_reason(error)})", fix=f"see {page}")
+
+
+def is_temporary(error: Exception) -> bool:
+    """Return whether another try may help: the server or the network is down, or a file was damaged on its way."""
+    status = _status(error)
+    if status is not None:
+        return status >= 500 or status in (408, 425, 429)
+    if isinstance(error, ValueError) or type(error).__name__ in ("OfflineModeIsEnabled", "LocalTokenNotFoundError"):
+        return False
+    library = type(error).__module__.partition(".")[0]
+    return isinstance(error, OSError) or library in ("httpx", "httpx2", "httpcore", "requests")
+
+
+def _status(error: Exception) -> int | None:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status if isinstance(status, int) else None
+
+
+def _reason(error: Exception) -> str:
+    status = _status(error)
+    text = str(getattr(error, "server_message", None) or error).strip().partition("\n")[0].rstrip(".")
+    return f"the server says {status}" if status is not None else text or type(error).__name__
+
+
+def _pause(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        stop_if_asked()
+        time.sleep(min(left, 0.2))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _shown(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"

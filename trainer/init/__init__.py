@@ -1,0 +1,1 @@
+"""The command `meshtrainer init`, and the files of the project that it writes."""

@@ -1,0 +1,67 @@
+"""Write a project of your own: a model, its recipe, a test, and a batch file for Slurm.
+
+meshtrainer init mine            writes the folder mine/
+cd mine && meshtrainer run recipe=mine.yaml
+"""
+
+from __future__ import annotations
+
+import keyword
+import sys
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+from trainer.errors import EXIT_FINISHED, CommandParser, UserError, print_stdout, run_command
+from trainer.files import writing_to
+from trainer.recipe import all_recipes
+
+_NAME = "my_model"
+"""The name in the template's files and in their names."""
+
+
+def write_project(name: str, parent: Path) -> Path:
+    """Write a project into the new folder `parent/name`, and return the folder.
+
+    Raises UserError if the name cannot be that of a module, or if the folder exists and is not empty.
+    """
+    module = name.replace("-", "_")
+    if not module.isidentifier() or keyword.iskeyword(module):
+        raise UserError(
+            f"NAME={name}: must be usable as a Python module: letters, digits and _\n  for example: my_model"
+        )
+    taken = {recipe.name for recipe in all_recipes()} | set(sys.stdlib_module_names) | {"trainer", "torch", "recipes"}
+    if module in taken:
+        raise UserError(f"NAME={name}: is the name of another module or model\n  for example: my_{module}")
+    folder = parent / name
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"NAME={name}: {folder} exists already\n  to fix: give another name, or remove it")
+    with writing_to("NAME", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in sorted(Path(str(resources.files("trainer.init"))).joinpath("template").iterdir()):
+            if file.is_file():
+                text = file.read_text(encoding="utf-8").replace(_NAME, module)
+                target = folder / file.name.replace(_NAME, module)
+                target.write_text(text, encoding="utf-8")
+                target.chmod(0o755 if text.startswith("#!") else 0o644)
+    return folder
+
+
+def command_line(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    parser = CommandParser(prog="python -m trainer.init", description=__doc__)
+    parser.add_argument("name", metavar="NAME", help="name of the folder and of its model")
+
+    def act() -> int:
+        arguments = parser.parse_args(argv)
+        folder = write_project(arguments.name, Path())
+        module = folder.name.replace("-", "_")
+        files = ", ".join(sorted(path.name for path in folder.iterdir()))
+        print_stdout(f"{folder}: {files}\nnext: cd {folder} && meshtrainer run recipe={module}.yaml")
+        return EXIT_FINISHED
+
+    return run_command(act)
+
+
+if __name__ == "__main__":
+    sys.exit(command_line())

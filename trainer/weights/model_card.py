@@ -1,0 +1,104 @@
+"""The model card of an export: what the run was trained on, with which settings, to which losses, and its base's
+licence.
+
+Everything in it is read from the run's configuration and metrics.  Local paths are shortened to the last part, since a
+card is public.  Format: https://huggingface.co/docs/hub/model-cards.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer import hub
+from trainer.config import RunConfig
+from trainer.config.schema import name_of_source
+
+CARD = "README.md"
+
+_SETTINGS = (
+    *("optim.name", "optim.lr", "optim.weight_decay", "schedule.name", "schedule.warmup_steps"),
+    *("train.global_batch_size", "data.seq_len", "lora.rank", "lora.alpha", "train.weights_dtype", "run.seed"),
+)
+
+
+def model_card(config: RunConfig, title: str, step: int, records: Sequence[Mapping[str, Any]], version: str) -> str:
+    """Return the text of README.md for a model that was trained by `config` up to `step`.
+
+    records: the run's metrics; may be empty.  version: that of meshtrainer.
+    """
+    base = config.train.init_from or config.model_path
+    base_name = None if base is None else _public(name_of_source(base))
+    licence = None if base is None else licence_of(base)
+    is_adapter = config.lora.rank > 0
+    front: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers", "tags": ["meshtrainer"]}
+    front |= {"pipeline_tag": "text-generation"}
+    if licence is not None:
+        front["license"] = licence
+    if base is not None and (name := hub.parse_name(name_of_source(base))) is not None:
+        front |= {"base_model": name.repo, "base_model_relation": "adapter" if is_adapter else "finetune"}
+    datasets = [name.repo for path in _paths(config) if (name := hub.parse_name(path)) and name.kind == "dataset"]
+    if datasets:
+        front["datasets"] = list(dict.fromkeys(datasets))
+    kind = f"adapters (LoRA, rank {config.lora.rank})" if is_adapter else "model"
+    origin = f"fine-tuned from {base_name}" if base_name else "trained from random weights"
+    lines = [
+        *("---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""),
+        *(f"# {title}", "", f"A {config.model.name} {kind}, {origin} with meshtrainer {version}.", ""),
+        *("## Data", "", *(f"- {_public(path)}" for path in _paths(config) or [config.data.source]), ""),
+        *("## Training", "", f"{step:,} steps{_tokens(records, step)}.", ""),
+        *("| setting | value |", "|---|---|"),
+        *(f"| `{key}` | {value} |" for key, value in _settings(config)),
+        *("", "## Losses", "", *_losses(records, step), ""),
+    ]
+    if base_name:
+        unknown = "It is not stated there; ask its authors before you use or share this"
+        what = f"It is {licence}" if licence else unknown
+        lines += ["## Licence", "", f"The licence of {base_name} applies to what is made from it. {what}.", ""]
+    return "\n".join(lines)
+
+
+def licence_of(base: str) -> str | None:
+    """Return the licence that the README.md of a model folder declares, or None."""
+    try:
+        text = (Path(base.removeprefix("file://")) / CARD).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    front = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
+    found = re.search(r"^license:\s*['\"]?([\w.-]+)", front[1], re.MULTILINE) if front else None
+    return found[1] if found else None
+
+
+def _paths(config: RunConfig) -> list[str]:
+    path = config.data.path
+    return [] if path is None else [path] if isinstance(path, str) else list(path.values())
+
+
+def _public(path: str) -> str:
+    """Return a name of the Hub or a URL without its query as it is, and of a local path the last part."""
+    return path.partition("?")[0] if "://" in path else path.rstrip("/").rpartition("/")[2]
+
+
+def _settings(config: RunConfig) -> list[tuple[str, Any]]:
+    plain = config.to_dict()
+    found = [(key, plain[key.partition(".")[0]].get(key.partition(".")[2])) for key in _SETTINGS]
+    shown = [(key, value) for key, value in found if value is not None]
+    return [(key, value) for key, value in shown if config.lora.rank or not key.startswith("lora.")]
+
+
+def _tokens(records: Sequence[Mapping[str, Any]], step: int) -> str:
+    counts = [each["tokens"] for each in records if each.get("kind") == "train" and each.get("step", 0) <= step]
+    return f" on {counts[-1]:,} tokens" if counts else ""
+
+
+def _losses(records: Sequence[Mapping[str, Any]], step: int) -> list[str]:
+    rows = []
+    for kind, name in (("train", "training"), ("eval", "evaluation")):
+        found = [each for each in records if each.get("kind") == kind and each.get("step", 0) <= step]
+        found = [each for each in found if isinstance(each.get("loss"), (int, float))]
+        ends = found if len(found) < 2 else [found[0], found[-1]]
+        rows += [f"| {name} | {each['step']:,} | {each['loss']:.4f} |" for each in ends]
+    return ["| | step | loss |", "|---|---|---|", *rows] if rows else ["The run's metrics were not at hand."]
