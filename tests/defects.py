@@ -391,9 +391,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "rows-of-the-next-rank",
         "muon",
-        "Ownership.first_row",
-        "min(length, s * -(-length // self.shard))",
-        "min(length, s * (length // self.shard))",
+        "trainer.model.placement:Division.box",
+        "divmod(rank, self.expert)",
+        "divmod(rank ^ 1, self.expert)",
     ),
     Defect(
         "momentum-of-what-is-not-finite",

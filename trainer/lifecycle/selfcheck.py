@@ -161,15 +161,16 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class _Piece:
-    """This rank's part of one parameter: `length` of `total` rows along one dim, from `start` on."""
+    """This rank's part of one parameter."""
 
     name: str
     facts: str
     """Properties that must be the same on all ranks."""
     tensor: torch.Tensor
-    start: int
-    length: int
-    total: int
+    spans: tuple[tuple[int, int], tuple[int, int]]
+    """The [start, stop) along dimension 0 and along the other one that is divided; (0, 1) without another one."""
+    totals: tuple[int, int]
+    """The size of the parameter along these dimensions."""
     copies: int
     """Number of ranks that hold the same piece."""
 
@@ -182,7 +183,7 @@ class _Report:
     digest: int
     """Digest of the parameters' properties, which must be the same on all ranks."""
     pieces: NDArray[np.int64]
-    """One row per parameter: start, length, checksum."""
+    """One row per parameter: start and stop along both dimensions, and a checksum."""
     order: tuple[int, int, int, str] | None
     """Position in the data, number of samples, seed, and a digest of the data; None if the data is not checked."""
     samples: NDArray[np.int64] | None
@@ -206,7 +207,7 @@ def check_start(
     in order, or once for each rank that holds a slice of it.  `exempt`: patterns of parameter names to skip, and
     `DATA`.
 
-    Reads each replicated parameter once.  Two gathers, of 24 bytes per parameter and 8 per sample.
+    Reads each replicated parameter once.  Two gathers, of 40 bytes per parameter and 8 per sample.
     """
     exempt = tuple(exempt)
     replicas = replicas_of(model)
@@ -222,11 +223,11 @@ def check_start(
                 problems += [problem] if problem else []
                 pieces.extend([piece] if piece else [])
         checked = loader if isinstance(loader, TrainLoader) and not _matches(DATA, exempt) else None
-        table = [(piece.start, piece.length, _checksum(piece)) for piece in pieces]
+        table = [(*piece.spans[0], *piece.spans[1], _checksum(piece)) for piece in pieces]
         return _Report(
             problems,
             zlib.crc32("\n".join(f"{piece.name}: {piece.facts}" for piece in pieces).encode()),
-            np.array(table, dtype=np.int64).reshape(-1, 3),
+            np.array(table, dtype=np.int64).reshape(-1, 5),
             checked.order if checked is not None else None,
             checked.next_samples() if checked is not None else None,
         )
@@ -286,7 +287,7 @@ def _examine(
     if not isinstance(parameter, DTensor):
         if wanted and not is_reduced:
             return f"{name} is not sharded, so that its gradient is not reduced; expected: {_asked_for(mesh)}", None
-        return "", _Piece(name, f"{facts}, whole", parameter, 0, 1, 1, world_size)
+        return "", _Piece(name, f"{facts}, whole", parameter, ((0, 1), (0, 1)), (1, 1), world_size)
     *outer, last = parameter.placements
     if parameter.device_mesh != mesh or outer != [Replicate()] * len(outer) or not isinstance(last, Shard):
         if not wanted:
@@ -297,7 +298,9 @@ def _examine(
     local_shape, offset = compute_local_shape_and_global_offset(shape, mesh, parameter.placements)
     copies = mesh.size() // mesh.size(mesh.ndim - 1)
     facts = f"{facts}, sharded on dim {dim} over {_axes(mesh)}"
-    piece = _Piece(name, facts, local, offset[dim], local.shape[dim], shape[dim], copies)
+    held = [(offset[n], offset[n] + local.shape[n]) for n in range(len(shape))]
+    inner = (held[dim], shape[dim]) if dim else ((0, 1), 1)
+    piece = _Piece(name, facts, local, (held[0], inner[0]), (shape[0], inner[1]), copies)
     if tuple(local.shape) != tuple(local_shape):
         return f"{name} has shape {tuple(local.shape)} here; expected: {tuple(local_shape)} of {shape}", piece
     return "", piece
@@ -338,34 +341,54 @@ def _checksum(piece: _Piece) -> int:
 
 
 def _compare_pieces(pieces: Sequence[_Piece], tables: NDArray[np.int64]) -> Iterator[str]:
-    """Yield inconsistencies between ranks.  tables: start, length and checksum by rank and parameter."""
+    """Yield inconsistencies between ranks.  tables: both spans and checksum by rank and parameter."""
     for number, piece in enumerate(pieces):
-        holders: dict[tuple[int, int], list[int]] = {}
-        for rank, (start, length) in enumerate(tables[:, number, :2].tolist()):
-            if length:
-                holders.setdefault((start, length), []).append(rank)
-        end = 0
-        for (start, length), ranks in sorted(holders.items()):
-            if start != end:
-                what = "overlap" if start < end else "leave a gap"
-                yield (
-                    f"{_ranks(ranks)}: the pieces of {piece.name} {what}: rows {start} to {start + length - 1} here; "
-                    f"expected: from row {end} on"
-                )
-            if len(ranks) != piece.copies:
-                yield (
-                    f"{_ranks(ranks)}: rows {start} to {start + length - 1} of {piece.name} are on {len(ranks)} ranks; "
-                    f"expected: {piece.copies}"
-                )
-            end = max(end, start + length)
-            checksums: list[int] = tables[ranks, number, 2].tolist()
-            right = max(checksums, key=checksums.count)  # the majority; of two replicas, the first one
-            for rank, checksum in zip(ranks, checksums, strict=True):
-                if checksum != right:
-                    model = ranks[checksums.index(right)]
-                    yield f"rank {rank}: {piece.name} differs from its replica on rank {model}"
-        if end != piece.total:
-            yield f"all ranks: the pieces of {piece.name} end at row {end}; expected: {piece.total}"
+        rows: dict[tuple[int, int], list[int]] = {}
+        for rank, (start, stop, other_start, other_stop) in enumerate(tables[:, number, :4].tolist()):
+            if start < stop and other_start < other_stop:
+                rows.setdefault((start, stop), []).append(rank)
+        yield from _tiling(piece.name, "row", "", rows, piece.totals[0])
+        for (start, stop), ranks in sorted(rows.items()):
+            columns: dict[tuple[int, int], list[int]] = {}
+            for rank in ranks:
+                columns.setdefault(tuple(tables[rank, number, 2:4].tolist()), []).append(rank)
+            if piece.totals[1] > 1:
+                of_rows = f" of rows {start} to {stop - 1}"
+                yield from _tiling(piece.name, "column", of_rows, columns, piece.totals[1])
+            for holders in columns.values():
+                yield from _compare_copies(piece, (start, stop), holders, tables[holders, number, 4].tolist())
+
+
+def _tiling(
+    name: str, unit: str, where: str, holders: Mapping[tuple[int, int], Sequence[int]], total: int
+) -> Iterator[str]:
+    """Yield where spans, with the ranks that hold them, do not cover [0, total) exactly once."""
+    end = 0
+    for (start, stop), ranks in sorted(holders.items()):
+        if start != end:
+            wrong = "overlap" if start < end else "leave a gap"
+            yield (
+                f"{_ranks(ranks)}: the pieces of {name} {wrong}: {unit}s {start} to {stop - 1}{where} here; "
+                f"expected: from {unit} {end} on"
+            )
+        end = max(end, stop)
+    if end != total:
+        yield f"all ranks: the pieces of {name} end at {unit} {end}{where}; expected: {total}"
+
+
+def _compare_copies(
+    piece: _Piece, rows: tuple[int, int], ranks: Sequence[int], checksums: Sequence[int]
+) -> Iterator[str]:
+    if len(ranks) != piece.copies:
+        yield (
+            f"{_ranks(ranks)}: rows {rows[0]} to {rows[1] - 1} of {piece.name} are on {len(ranks)} ranks; "
+            f"expected: {piece.copies}"
+        )
+    right = max(checksums, key=checksums.count)  # the majority; of two replicas, the first one
+    for rank, checksum in zip(ranks, checksums, strict=True):
+        if checksum != right:
+            model = ranks[checksums.index(right)]
+            yield f"rank {rank}: {piece.name} differs from its replica on rank {model}"
 
 
 def _compare_data(reports: Sequence[_Report], loader: object) -> Iterator[str]:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fully_shard as fully_shard_module
+from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -24,6 +25,7 @@ from trainer.config.rules import compiles_blocks
 from trainer.errors import UserError, setting_error
 from trainer.model.float8 import apply_float8
 from trainer.model.network import build_network, storage_dtype
+from trainer.model.placement import divide, num_dims_to_divide
 from trainer.model.recompute import OperatorId, choose_saved_operators, save_all_costly, save_only
 from trainer.model.units import ShardUnit, find_blocks, find_units, is_embedding_unit
 from trainer.recipe import Recipe
@@ -33,9 +35,10 @@ from trainer.sequence import sliced
 def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: DeviceMesh) -> list[ShardUnit]:
     """Checkpoint, compile and shard `model` in place, bottom-up: inside the units, the units, then the root.
 
-    The mesh is (shard,) or (replicate, shard).  Parameters become DTensors sharded on dim 0; on the meta device nothing
-    is allocated.  A model for which `is_unsharded` is true keeps plain parameters; call `replicate` once they have
-    values.  Returns the units in the order of the forward pass.
+    The mesh is (shard,) or (replicate, shard).  Parameters become DTensors, sharded on dim 0 or, where most of its
+    padding would be waste, on another one (`placement.choose_dim`); on the meta device nothing is allocated.  A model
+    for which `is_unsharded` is true keeps plain parameters; call `replicate` once they have values.  Returns the units
+    in the order of the forward pass.
 
     Collective only if integer resharding creates process groups: one set, shared by all units.
     """
@@ -81,12 +84,28 @@ def _shard(
     policy = _precision(config)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.fsdp.cpu_offload else OffloadPolicy()
     shard = partial(fully_shard, mesh=mesh, offload_policy=offload)
+    num_shards = mesh.size(mesh.ndim - 1)
+
+    def placement(after_forward: bool | int, parameter: nn.Parameter) -> Shard:
+        num_dims = num_dims_to_divide(parameter.shape, config, after_forward)
+        return Shard(divide(parameter.shape, num_shards, 1, num_dims).dim)
+
     with _shared_reshard_meshes():
         for unit, after_forward in sorted(zip(units, reshard, strict=True), key=lambda pair: -pair[0].depth):
             modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
-            shard(modules, reshard_after_forward=after_forward, mp_policy=policy(is_root=False))
+            shard(
+                modules,
+                reshard_after_forward=after_forward,
+                mp_policy=policy(is_root=False),
+                shard_placement_fn=partial(placement, after_forward),
+            )
         root_reshards = {"always": True, "never": False}.get(str(config.fsdp.reshard_after_forward))
-        shard(model, reshard_after_forward=root_reshards, mp_policy=policy(is_root=True))
+        shard(
+            model,
+            reshard_after_forward=root_reshards,
+            mp_policy=policy(is_root=True),
+            shard_placement_fn=partial(placement, True),
+        )
     _set_prefetch(units, config.fsdp)
     _set_communication(model, units, config.fsdp)
 

@@ -20,7 +20,7 @@ from typing import NamedTuple, get_args
 
 from trainer.optim.optimizer import AVERAGE_SIZE
 from trainer.plan.kernels import Work
-from trainer.plan.step import Axis, Kind, Layout, Operation, Step, Watcher, padded_numel
+from trainer.plan.step import Axis, Kind, Layout, Operation, Step, Watcher
 from trainer.plan.trace import Segment, Trace
 
 
@@ -125,7 +125,7 @@ def at_rest(trace: Trace, layout: Layout) -> dict[Kind, int]:
     if layout.cpu_offload:
         return kinds
     parameters = [p for unit in trace.units for p in unit.parameters]
-    shards = [(p, padded_numel(p, layout.shard) // layout.shard) for p in parameters]
+    shards = [(p, layout.shard_numel(p)) for p in parameters]
     kinds["parameters"] = (1 + layout.has_reference_model) * sum(numel * p.element_size for p, numel in shards)
     average = AVERAGE_SIZE * layout.averages
     kinds["optimizer"] = sum(int(numel * (p.moments * p.moment_size + average * p.is_trained)) for p, numel in shards)
@@ -315,7 +315,7 @@ class _Clock(Watcher):
         self._wait_until(self._gathered.pop(unit, 0.0))
         if is_forward and self._copied_before is not None:
             self._gathers_may = max(self._gathers_may, self._copied_before)
-        self._copy(num_bytes)
+        self.copy(num_bytes)
         if is_forward:
             self._copied_before = self._now
         else:
@@ -325,7 +325,7 @@ class _Clock(Watcher):
         layout, rates = self._layout, self._rates
         if self._last_scatter is not None:  # wait until its buffer is released
             self._wait_until(self._last_scatter)
-        self._copy(scattered)
+        self.copy(scattered)
         self._scatters_free = max(self._scatters_free, self._now)
         if layout.shard > 1:
             seconds = rates.collective("reduce_scatter", layout, "shard", layout.shard, scattered)
@@ -346,7 +346,7 @@ class _Clock(Watcher):
         self.exposed_s += self._repeats * max(0.0, moment - self._now)
         self._now = max(self._now, moment)
 
-    def _copy(self, num_bytes: int) -> None:
+    def copy(self, num_bytes: int) -> None:
         seconds = 2 * num_bytes / self._rates.memory
         self._now += seconds
         self.copy_s += self._repeats * seconds

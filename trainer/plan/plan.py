@@ -13,6 +13,7 @@ from functools import cached_property
 
 from trainer.checkpoint.interval import Costs, costs_of
 from trainer.config import MeshShape, RunConfig
+from trainer.model.placement import divide, num_dims_to_divide
 from trainer.model.shard import is_unsharded, resolve_resharding
 from trainer.optim.optimizer import AVERAGE_SIZE
 from trainer.plan.estimates import Collective, Memory, StepTime, collectives_of, memory_of, time_of
@@ -137,6 +138,13 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
     fsdp = config.fsdp
     setting = fsdp.reshard_after_forward
     reshard = resolve_resharding(setting, [unit.name for unit in trace.units[: trace.root]], mesh.shard)
+    divisions = {
+        parameter.name: divide(
+            parameter.shape, mesh.shard, 1, num_dims_to_divide(parameter.shape, config, after_forward)
+        )
+        for unit, after_forward in zip(trace.units, (*reshard, True), strict=True)
+        for parameter in unit.parameters
+    }
     with_muon = [p for unit in trace.units for p in unit.parameters if p.muon_blocks is not None and p.is_trained]
     return Layout(
         mesh.replicate,
@@ -153,7 +161,8 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
         accumulates_shards=fsdp.accumulate == "sharded",
         reshard_after_backward=fsdp.reshard_after_backward,
         is_whole=is_unsharded(config, mesh.shard),
-        muon=MuonUpdate(with_muon, mesh.replicate, mesh.shard, config.optim.muon) if with_muon else None,
+        divisions=divisions,
+        muon=MuonUpdate(with_muon, divisions, mesh.replicate, mesh.shard, config.optim.muon) if with_muon else None,
     )
 
 

@@ -10,10 +10,12 @@ Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_colle
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from trainer.model.gradients import bucket_numel, cut_into_buckets
+from trainer.model.placement import Division
 from trainer.plan.trace import ParameterFacts, Segment, Trace, UnitFacts
 
 if TYPE_CHECKING:
@@ -67,10 +69,21 @@ class Layout:
     is_whole: bool = False
     """Whether each rank holds the full model as a plain module: nothing is gathered, and replicas average gradients in
     buckets."""
+    divisions: Mapping[str, Division] = field(default_factory=dict)
+    """How parameters are divided, by name; those that are not in it, along dimension 0."""
 
     @property
     def num_ranks(self) -> int:
         return self.replicate * self.shard
+
+    def division(self, parameter: ParameterFacts) -> Division:
+        """Return how a parameter is divided among the ranks of the shard axis."""
+        return self.divisions.get(parameter.name) or Division(0, self.shard)
+
+    def shard_numel(self, parameter: ParameterFacts) -> int:
+        """Return the number of elements that a rank holds of a parameter, with padding."""
+        division = self.division(parameter)
+        return division.gathered_numel(parameter.shape) // division.parts
 
 
 class Watcher:
@@ -85,13 +98,14 @@ class Watcher:
     def compute(self, segment: Segment, unit: int, is_backward: bool, accumulates: bool) -> None: ...
     def gather(self, unit: int, axis: Axis, num_ranks: int, num_bytes: int) -> None: ...
     def wait_for_gather(self, unit: int, num_bytes: int, is_forward: bool) -> None: ...
+    def copy(self, num_bytes: int) -> None: ...
     def reduce(self, unit: int, scattered: int, reduced: int) -> None: ...  # reduced=0: no all-reduce among replicas
     def finish_backward(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Bytes of a unit on this rank, padded as FSDP pads: dim 0 of each parameter to a multiple of the shard axis."""
+    """Bytes of a unit on this rank, padded as FSDP pads: dim 0 of each parameter to equal shards."""
 
     stored: tuple[int, ...]
     """Of each parameter's shard, as it is stored."""
@@ -107,14 +121,20 @@ class _Sizes:
     """Of all gradients, padded, in the dtype of the reduction."""
     final: int
     """Of all gradients' shards, as they are stored."""
+    rearranged: int
+    """Of the gathered parameters that are divided along another dimension than the first: they are copied once more."""
+    rearranged_gradients: int
+    """Of the gradients of these parameters, as autograd makes them."""
+    largest_rearranged_gradient: int
 
 
 def _sizes_of(unit: UnitFacts, layout: Layout) -> _Sizes:
     trained = [parameter for parameter in unit.parameters if parameter.is_trained]
-    padded = [padded_numel(parameter, layout.shard) for parameter in unit.parameters]
+    padded = [layout.division(parameter).gathered_numel(parameter.shape) for parameter in unit.parameters]
     stored = [n // layout.shard * parameter.element_size for n, parameter in zip(padded, unit.parameters, strict=True)]
-    trained_numel = sum(padded_numel(parameter, layout.shard) for parameter in trained)
+    trained_numel = sum(layout.division(parameter).gathered_numel(parameter.shape) for parameter in trained)
     element_size = trained[0].element_size if trained else 4
+    rearranged = [parameter.numel * layout.param_size for parameter in trained if layout.division(parameter).dim]
     return _Sizes(
         stored=tuple(stored),
         unsharded=tuple(n * layout.param_size for n in padded),
@@ -126,15 +146,14 @@ def _sizes_of(unit: UnitFacts, layout: Layout) -> _Sizes:
         accumulated=tuple(parameter.numel * layout.reduce_size for parameter in trained),
         reduced=trained_numel * layout.reduce_size,
         final=trained_numel // layout.shard * element_size,
+        rearranged=sum(
+            n * layout.param_size
+            for n, parameter in zip(padded, unit.parameters, strict=True)
+            if layout.division(parameter).dim
+        ),
+        rearranged_gradients=sum(rearranged),
+        largest_rearranged_gradient=max(rearranged, default=0),
     )
-
-
-def padded_numel(parameter: ParameterFacts, num_shards: int) -> int:
-    """Return the number of elements after padding dim 0 of the parameter to a multiple of `num_shards`."""
-    if not parameter.shape:
-        return num_shards
-    rows = -(-parameter.shape[0] // num_shards) * num_shards
-    return rows * (parameter.numel // parameter.shape[0]) if parameter.shape[0] else 0
 
 
 class _Group:
@@ -294,6 +313,7 @@ class Step:
             self._copy_shards(group)
         else:
             self.watcher.allocate("unsharded parameters", gathered)
+            self._rearrange("all-gather buffers", group.sizes.rearranged, group.sizes.rearranged)
         self.watcher.wait_for_gather(group.number, gathered if num_ranks > 1 else 0, is_forward)
         if group.state == "resharded":
             self.watcher.free("parameters", sum(n // int(group.reshard) for n in group.sizes.unsharded))
@@ -303,6 +323,13 @@ class Step:
             self._gathered = gathered if num_ranks > 1 else 0
         elif num_ranks > 1:
             self.watcher.free("all-gather buffers", gathered)
+
+    def _rearrange(self, kind: Kind, num_bytes: int, buffer: int) -> None:
+        """Copy what is divided along another dimension than the first, between the order of shards and its own."""
+        if num_bytes:
+            self.watcher.allocate(kind, buffer)
+            self.watcher.copy(num_bytes)
+            self.watcher.free(kind, buffer)
 
     def _copy_shards(self, group: _Group) -> None:
         """Copy each parameter, on a shard axis of one rank; a cast copy lives until the next one is made."""
@@ -361,6 +388,7 @@ class Step:
             watcher.free("reduction buffers", self._reducing.popleft())
         if not new and not group.accumulated:
             return
+        self._rearrange("unsharded gradients", sizes.rearranged_gradients, sizes.largest_rearranged_gradient)
         watcher.allocate("reduction buffers", sizes.reduced)
         if new:
             self._free_gradients(new)
