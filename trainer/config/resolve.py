@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.changes import compare_configs
+from trainer.config.experts import resolve_expert_method
 from trainer.config.initial_weights import (
     allows_another,
     asks_for_fine_tuning,
@@ -799,6 +800,12 @@ def context_method(config: RunConfig, given: Given) -> RunConfig:
     return resolve_context_method(config, given.world.env.local_world_size)
 
 
+def expert_method(config: RunConfig, given: Given) -> RunConfig:
+    """Resolve `mesh.expert_method=auto`, by the number of ranks on a node.  When: as `context_method`."""
+    assert given.world is not None
+    return resolve_expert_method(config, given.world.env.local_world_size)
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # The list
 
@@ -842,7 +849,9 @@ PASSES = (
     Pass("trim rows", "trainer.data.opening:trim_rows", "data", "the longest conversation"),
     Pass("epochs", "trainer.data.opening:epochs_to_steps", "data", "train.epochs of the data"),
     Pass("context method", context_method, "device", "suits the heads and nodes"),
+    Pass("expert method", expert_method, "device", "suits the experts and nodes"),
     Pass("auto", "trainer.plan.forecast:choose_auto", "device", "the planner's choice for this memory"),
     Pass("context method", context_method, "device", "suits the context the planner chose"),
+    Pass("expert method", expert_method, "device", "suits the experts' ranks the planner chose"),
 )
 """All passes, in their order.  Those that need data or a device are at the end: they run when their input exists."""

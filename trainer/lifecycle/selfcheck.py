@@ -16,6 +16,7 @@ import fnmatch
 import importlib.util
 import inspect
 import json
+import math
 import platform
 import sys
 import zlib
@@ -29,7 +30,6 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainer.config import MeshShape, RunConfig, Slices, check_config
@@ -42,7 +42,7 @@ from trainer.errors import TrainingFailed, UserError, setting_error
 from trainer.loss import IGNORE, find_loss
 from trainer.metrics.sinks import warn
 from trainer.model.gradients import evaluation_mode, replicas_of, reshard
-from trainer.model.parameters import tied_names
+from trainer.model.parameters import local_box, tied_names
 from trainer.sequence import current_slices, sliced, whole
 
 DATA = "data"
@@ -197,11 +197,13 @@ def check_start(
     ties: Sequence[Sequence[str]],
     loader: object,
     exempt: Iterable[str] = (),
+    meshes: Mapping[str, DeviceMesh] | None = None,
 ) -> None:
     """Raise TrainingFailed on all ranks, with the problems of all of them.
 
     Every trainable parameter must be sharded over the last axis of `mesh` and replicated over the one before, or be
-    unsharded with its gradient averaged (`trainer.model.gradients`).  The shards must cover the parameter without
+    unsharded with its gradient averaged (`trainer.model.gradients`).  Parameters in `meshes` must be sharded over the
+    last two axes of their own mesh.  The shards must cover the parameter without
     overlap.  Replicas, and frozen unsharded parameters, must be bitwise equal.  `ties`, groups of names, must still be
     the same parameter.  The samples that the ranks read for the next step must be the global batch: each sample once,
     in order, or once for each rank that holds a slice of it.  `exempt`: patterns of parameter names to skip, and
@@ -219,7 +221,8 @@ def check_start(
         for name, parameter in model.named_parameters():
             if not _matches(name, exempt):
                 is_reduced = channel.size == 1 or (replicas is not None and replicas.averages(parameter))
-                problem, piece = _examine(name, parameter, mesh, channel.size, is_reduced)
+                wanted = (meshes or {}).get(name)
+                problem, piece = _examine(name, parameter, wanted or mesh, wanted is not None, channel.size, is_reduced)
                 problems += [problem] if problem else []
                 pieces.extend([piece] if piece else [])
         checked = loader if isinstance(loader, TrainLoader) and not _matches(DATA, exempt) else None
@@ -274,10 +277,11 @@ def _untied(model: nn.Module, ties: Sequence[Sequence[str]], exempt: Sequence[st
 
 
 def _examine(
-    name: str, parameter: nn.Parameter, mesh: DeviceMesh, world_size: int, is_reduced: bool
+    name: str, parameter: nn.Parameter, mesh: DeviceMesh, is_shared_out: bool, world_size: int, is_reduced: bool
 ) -> tuple[str, _Piece | None]:
     """Return the problem with a parameter, and this rank's piece of it, if there is one to compare.
 
+    `is_shared_out`: whether the last axis of `mesh` is that of experts, so that two axes divide the parameter.
     `is_reduced`: whether its gradient is averaged over all ranks even if it is not a DTensor, or there is one rank.
     """
     shape, wanted = tuple(parameter.shape), parameter.requires_grad
@@ -286,28 +290,39 @@ def _examine(
         return f"{name} is on the meta device; expected: filled with values", None
     if not isinstance(parameter, DTensor):
         if wanted and not is_reduced:
-            return f"{name} is not sharded, so that its gradient is not reduced; expected: {_asked_for(mesh)}", None
+            asked = _asked_for(mesh, is_shared_out)
+            return f"{name} is not sharded, so that its gradient is not reduced; expected: {asked}", None
         return "", _Piece(name, f"{facts}, whole", parameter, ((0, 1), (0, 1)), (1, 1), world_size)
-    *outer, last = parameter.placements
-    if parameter.device_mesh != mesh or outer != [Replicate()] * len(outer) or not isinstance(last, Shard):
+    num_split = 2 if is_shared_out else 1
+    outer, split = parameter.placements[:-num_split], parameter.placements[-num_split:]
+    is_split = all(type(placed).__name__ in _SHARDS[is_shared_out] for placed in split)
+    is_by_expert = not is_shared_out or split[-1] == Shard(0)
+    box = local_box(parameter)
+    is_as_wanted = is_split and is_by_expert and all(placed == Replicate() for placed in outer)
+    if parameter.device_mesh != mesh or not is_as_wanted or box is None:
         if not wanted:
             return "", None  # a frozen parameter may be placed in any way
         placed = f"{tuple(parameter.placements)} on {_axes(parameter.device_mesh)}"
-        return f"{name} is placed {placed}; expected: {_asked_for(mesh)}", None
-    local, dim = parameter.to_local(), last.dim
-    local_shape, offset = compute_local_shape_and_global_offset(shape, mesh, parameter.placements)
-    copies = mesh.size() // mesh.size(mesh.ndim - 1)
+        return f"{name} is placed {placed}; expected: {_asked_for(mesh, is_shared_out)}", None
+    local, dim = parameter.to_local(), split[0].dim  # type: ignore[attr-defined]
+    copies = mesh.size() // math.prod(mesh.shape[-num_split:])
     facts = f"{facts}, sharded on dim {dim} over {_axes(mesh)}"
-    held = [(offset[n], offset[n] + local.shape[n]) for n in range(len(shape))]
-    inner = (held[dim], shape[dim]) if dim else ((0, 1), 1)
-    piece = _Piece(name, facts, local, (held[0], inner[0]), (shape[0], inner[1]), copies)
-    if tuple(local.shape) != tuple(local_shape):
-        return f"{name} has shape {tuple(local.shape)} here; expected: {tuple(local_shape)} of {shape}", piece
+    inner = (box[dim], shape[dim]) if dim else ((0, 1), 1)
+    piece = _Piece(name, facts, local, (box[0], inner[0]), (shape[0], inner[1]), copies)
+    expected = tuple(stop - start for start, stop in box)
+    if tuple(local.shape) != expected:
+        return f"{name} has shape {tuple(local.shape)} here; expected: {expected} of {shape}", piece
     return "", piece
 
 
-def _asked_for(mesh: DeviceMesh) -> str:
-    placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
+_SHARDS = {False: ("Shard",), True: ("Shard", "_StridedShard")}
+"""Names of the placements that divide a parameter, by whether ranks share out its rows: FSDP then divides it further,
+with strides."""
+
+
+def _asked_for(mesh: DeviceMesh, is_shared_out: bool) -> str:
+    num_split = 2 if is_shared_out else 1
+    placements = (*[Replicate()] * (mesh.ndim - num_split), *[Shard(0)] * num_split)
     return f"a DTensor placed {placements} on {_axes(mesh)}"
 
 

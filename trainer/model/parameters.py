@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -57,9 +58,23 @@ def mark_replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
     _replicated_on[parameter] = mesh
 
 
+_mesh_of_others: WeakKeyDictionary[DeviceMesh, DeviceMesh] = WeakKeyDictionary()
+"""For each mesh of experts, the mesh of the other parameters of its model, which has the same ranks."""
+
+
+def note_expert_mesh(expert_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
+    """Record that the parameters on `expert_mesh` belong to a model on `mesh`."""
+    _mesh_of_others[expert_mesh] = mesh
+
+
 def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
-    """Return the mesh whose ranks hold a parameter, divided or as replicas; None if it is in this process alone."""
-    return parameter.device_mesh if isinstance(parameter, DTensor) else _replicated_on.get(parameter)
+    """Return the mesh whose ranks hold a parameter, divided or as replicas; None if it is in this process alone.
+
+    For experts that ranks share out, it is the mesh of the model's other parameters.
+    """
+    if not isinstance(parameter, DTensor):
+        return _replicated_on.get(parameter)
+    return _mesh_of_others.get(parameter.device_mesh, parameter.device_mesh)
 
 
 def for_checkpoint(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

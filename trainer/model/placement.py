@@ -53,24 +53,31 @@ def cut(span: tuple[int, int], number: int, count: int) -> tuple[int, int]:
     return min(stop, start + number * size), min(stop, start + (number + 1) * size)
 
 
-def choose_dim(shape: Sequence[int], parts: int, num_dims: int) -> int:
+def choose_dim(shape: Sequence[int], parts: int, num_dims: int, most_padding: float = _MOST_PADDING) -> int:
     """Return the dimension of a tensor to divide into `parts`: one of the first `num_dims`.
 
     It is dimension 0, whose shards FSDP pads to equal sizes, unless most of the padding would be waste, as with more
-    parts than rows; then it is the first later dimension that divides evenly, which FSDP requires.  If there is none,
-    dimension 0 is padded.
+    parts than rows (`most_padding`: what may be added, as a share); then it is the first later dimension that divides
+    evenly, which FSDP requires.  If there is none, dimension 0 is padded.
     """
-    if not shape or shape[0] == 0 or -(-shape[0] // parts) * parts <= (1 + _MOST_PADDING) * shape[0]:
+    if not shape or shape[0] == 0 or -(-shape[0] // parts) * parts <= (1 + most_padding) * shape[0]:
         return 0
     later = range(1, min(num_dims, len(shape)))
     return next((dim for dim in later if shape[dim] and shape[dim] % parts == 0), 0)
 
 
+def divides_evenly(shape: Sequence[int], shard: int, expert: int, num_dims: int) -> bool:
+    """Return whether the parts of all ranks are equal, as they must be for experts that ranks share out."""
+    division = divide(shape, shard, expert, num_dims)
+    return math.prod(shape) == division.gathered_numel(shape) * expert
+
+
 def divide(shape: Sequence[int], shard: int, expert: int, num_dims: int) -> Division:
     """Return the division of a parameter of `shape` among `shard` ranks, `expert` of which share out its rows."""
     parts = shard // expert
-    inner = (shape[0] // expert, *shape[1:]) if expert > 1 else shape
-    return Division(choose_dim(inner, parts, num_dims), parts, expert)
+    if expert == 1:
+        return Division(choose_dim(shape, parts, num_dims), parts)
+    return Division(choose_dim((shape[0] // expert, *shape[1:]), parts, num_dims, most_padding=0), parts, expert)
 
 
 def num_dims_to_divide(shape: Sequence[int], config: RunConfig, reshard: bool | int) -> int:

@@ -334,6 +334,8 @@ def _shard_axis(parameter: torch.Tensor) -> int | None:
     if not isinstance(parameter, DTensor):
         return None
     axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    if len(axes) > 1:  # experts that ranks share out: on the mesh of the others, their axes are one, the last
+        return parameter.device_mesh.ndim - len(axes)
     return axes[0] if axes else None
 
 

@@ -156,20 +156,20 @@ class _CollectiveCounter(Watcher):
     def begin(self, repeats: int) -> None:
         self._repeats = repeats
 
-    def gather(self, unit: int, axis: Axis, num_ranks: int, num_bytes: int) -> None:
+    def gather(self, group: int, axis: Axis, num_ranks: int, num_bytes: int) -> None:
         self.counts[Collective("all_gather", axis, num_ranks, num_bytes)] += self._repeats
 
-    def reduce(self, unit: int, scattered: int, reduced: int) -> None:
-        if self._layout.shard > 1:
-            self.counts[Collective("reduce_scatter", "shard", self._layout.shard, scattered)] += self._repeats
+    def reduce(self, axis: Axis, num_ranks: int, scattered: int, reduced: int) -> None:
+        if num_ranks > 1:
+            self.counts[Collective("reduce_scatter", axis, num_ranks, scattered)] += self._repeats
         if self._layout.replicate > 1 and reduced:
             self.counts[Collective("all_reduce", "replicate", self._layout.replicate, reduced)] += self._repeats
 
     def compute(self, segment: Segment, unit: int, is_backward: bool, accumulates: bool) -> None:
-        num_ranks = self._layout.context
         for work, count in segment.work:
             if work.operation is not None:
-                self.counts[Collective(work.operation, "context", num_ranks, work.num_bytes)] += count * self._repeats
+                num_ranks = self._layout.size_of(work.axis)
+                self.counts[Collective(work.operation, work.axis, num_ranks, work.num_bytes)] += count * self._repeats
 
 
 _NORM_BYTES, _LOSS_BYTES, _MESSAGE_BYTES = 4, 8, 8 * 8
@@ -224,7 +224,7 @@ class Rates:
 
     def kernel(self, work: Work) -> float:
         """Return the time of one kernel in seconds, by the roofline model (Williams et al. 2009)."""
-        rates = {"matmul": self.matmul, "attention": self.attention}.get(work.kind)
+        rates = {"matmul": self.matmul, "grouped": self.matmul, "attention": self.attention}.get(work.kind)
         compute_s = 0.0
         if rates:
             size = min(work.element_size, 4)
@@ -237,7 +237,7 @@ class Rates:
         Ranks are numbered along `shard` first.  Traffic between nodes goes through each rank's own network card.  A
         ring moves (n - 1) / n of the bytes through each rank; an all-reduce moves twice that.
         """
-        stride = layout.shard if axis == "replicate" else 1
+        stride = {"replicate": layout.shard, "outer": layout.expert}.get(axis, 1)
         within = max(1, min(num_ranks, self.ranks_per_node // stride))
         num_nodes = -(-num_ranks // within)
         rounds = 2 if operation == "all_reduce" else 1
@@ -301,18 +301,18 @@ class _Clock(Watcher):
             if work.operation is None:
                 kernels_s += count * self._rates.kernel(work)
             else:
-                num_ranks, num_bytes = layout.context, work.num_bytes
-                sent_s += count * self._rates.collective(work.operation, layout, "context", num_ranks, num_bytes)
+                num_ranks, num_bytes = layout.size_of(work.axis), work.num_bytes
+                sent_s += count * self._rates.collective(work.operation, layout, work.axis, num_ranks, num_bytes)
         return kernels_s, sent_s, sum(count for _, count in segment.work)
 
-    def gather(self, unit: int, axis: Axis, num_ranks: int, num_bytes: int) -> None:
+    def gather(self, group: int, axis: Axis, num_ranks: int, num_bytes: int) -> None:
         seconds = self._rates.collective("all_gather", self._layout, axis, num_ranks, num_bytes)
         start = max(self._gathers_free, self._gathers_may)
-        self._gathered[unit] = self._gathers_free = start + num_bytes // num_ranks * 2 / self._rates.memory + seconds
+        self._gathered[group] = self._gathers_free = start + num_bytes // num_ranks * 2 / self._rates.memory + seconds
         self._communicates(seconds)
 
-    def wait_for_gather(self, unit: int, num_bytes: int, is_forward: bool) -> None:
-        self._wait_until(self._gathered.pop(unit, 0.0))
+    def wait_for_gather(self, group: int, num_bytes: int, is_forward: bool) -> None:
+        self._wait_until(self._gathered.pop(group, 0.0))
         if is_forward and self._copied_before is not None:
             self._gathers_may = max(self._gathers_may, self._copied_before)
         self.copy(num_bytes)
@@ -321,14 +321,14 @@ class _Clock(Watcher):
         else:
             self._gathers_may = max(self._gathers_may, self._now)
 
-    def reduce(self, unit: int, scattered: int, reduced: int) -> None:
+    def reduce(self, axis: Axis, num_ranks: int, scattered: int, reduced: int) -> None:
         layout, rates = self._layout, self._rates
         if self._last_scatter is not None:  # wait until its buffer is released
             self._wait_until(self._last_scatter)
         self.copy(scattered)
         self._scatters_free = max(self._scatters_free, self._now)
-        if layout.shard > 1:
-            seconds = rates.collective("reduce_scatter", layout, "shard", layout.shard, scattered)
+        if num_ranks > 1:
+            seconds = rates.collective("reduce_scatter", layout, axis, num_ranks, scattered)
             self._scatters_free += seconds
             self._communicates(seconds)
         self._last_scatter = self._scatters_free

@@ -78,7 +78,8 @@ def choose_auto(config: RunConfig, given: Given) -> RunConfig:
         activation_checkpoint=settings["train.activation_checkpoint"],
         micro_batch_size=settings["train.micro_batch_size"],
     )
-    return replace(config, fsdp=fsdp, train=train, mesh=replace(config.mesh, context=settings["mesh.context"]))
+    groups = {name: settings[f"mesh.{name}"] for name in ("context", "expert", "expert_method")}
+    return replace(config, fsdp=fsdp, train=train, mesh=replace(config.mesh, **groups))
 
 
 def describe_choice(choice: Choice | None) -> str:

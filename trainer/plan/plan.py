@@ -128,7 +128,7 @@ def make_plan(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe
 
     `probe` is an existing probe of the same model, units and dtypes; by default a new one is made.
     """
-    probe = probe or Probe(config, machine.device_type)
+    probe = probe or Probe(config, machine.device_type, machine.imbalance)
     trace = probe.trace(int(config.train.micro_batch_size), config.train.activation_checkpoint)
     return Plan(config, mesh, machine, trace, layout_of(config, trace, mesh), probe)
 
@@ -140,7 +140,10 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
     reshard = resolve_resharding(setting, [unit.name for unit in trace.units[: trace.root]], mesh.shard)
     divisions = {
         parameter.name: divide(
-            parameter.shape, mesh.shard, 1, num_dims_to_divide(parameter.shape, config, after_forward)
+            parameter.shape,
+            mesh.shard,
+            config.expert if parameter.is_of_experts else 1,
+            num_dims_to_divide(parameter.shape, config, after_forward),
         )
         for unit, after_forward in zip(trace.units, (*reshard, True), strict=True)
         for parameter in unit.parameters
@@ -155,6 +158,7 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
         cpu_offload=fsdp.cpu_offload,
         has_reference_model=config.has_reference_model,
         context=config.context,
+        expert=config.expert,
         averages=config.train.ema > 0,
         prefetch_forward=fsdp.prefetch_forward,
         prefetch_backward=fsdp.prefetch_backward,

@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,8 +28,8 @@ from trainer.config import RunConfig, find_slices
 from trainer.config.rules import compiles_when_planned
 from trainer.data.opening import open_source
 from trainer.errors import UserError, setting_error
+from trainer.experts import Estimate, fake_tensors, find_experts, imagine_group
 from trainer.loss import by_row, find_loss
-from trainer.model.experts import fake_tensors
 from trainer.model.network import build_network, flops_of
 from trainer.model.parameters import tied_names
 from trainer.model.recompute import OperatorId
@@ -45,9 +45,12 @@ from trainer.sequence import sliced
 class Probe:
     """Traces one micro-batch of a configuration's model, which is built once, on the meta device."""
 
-    def __init__(self, config: RunConfig, device_type: str) -> None:
-        """`device_type` is `cuda`, which traces with the fused kernels of a GPU, or `cpu`."""
-        self.config, self.device_type = config, device_type
+    def __init__(self, config: RunConfig, device_type: str, imbalance: float = 1.0) -> None:
+        """`device_type` is `cuda`, which traces with the fused kernels of a GPU, or `cpu`.
+
+        imbalance: see `Machine`.
+        """
+        self.config, self.device_type, self._imbalance = config, device_type, imbalance
         self._model = build_network(config)
         self._traces: dict[tuple[int, int | str], Trace] = {}
 
@@ -87,7 +90,7 @@ class Probe:
 
     def _run(self, micro_batch_size: int, checkpointing: int | str, shortens: bool) -> Trace:
         model = copy.deepcopy(self._model)
-        made = _trace(model, self.config, micro_batch_size, checkpointing, self.device_type, shortens)
+        made = _trace(model, self.config, micro_batch_size, checkpointing, self.device_type, shortens, self._imbalance)
         # The trace attended to full rows; that affects FLOPs only, not what the kernels save.
         return made.with_attention(self._attended / self.config.data.seq_len)
 
@@ -99,11 +102,18 @@ def _trace(
     checkpointing: int | str,
     device_type: str,
     shortens: bool,
+    imbalance: float = 1.0,
 ) -> Trace:
     units = find_units(model, config.recipe, config.fsdp.wrap)
     blocks = find_blocks(model, config.recipe)
     kept = saved_by_budget(model, blocks, config, checkpointing, micro_batch_size)
-    facts = _unit_facts(model, units, optimizer_state_sizes(model, config.optim), _muon_blocks(model, config))
+    experts = find_experts(model, config.recipe).values()
+    shared_out = {id(parameter) for module in experts for parameter in module.parameters()}
+    moments = optimizer_state_sizes(model, config.optim)
+    facts = _unit_facts(model, units, moments, _muon_blocks(model, config), shared_out)
+    estimate = Estimate()
+    if config.expert > 1:
+        estimate = imagine_group([*experts], config.expert, config.mesh.expert_method, imbalance)
     if device_type == "cuda":  # imitated, since autograd in a CPU build of torch refuses fake CUDA tensors
         use_gpu_kernels(model)
     compute_dtype = getattr(torch, config.fsdp.param_dtype)
@@ -138,7 +148,7 @@ def _trace(
             recorder.mark("end", len(units))
     events = tuple(without_block_marks(repetition.repeated(recorder.events)))
     facts = _without_unused(facts, repetition.with_skipped(meter.unused(model)))
-    return Trace(events, facts, buffer_bytes, 2 * 8 * math.prod(shape))
+    return Trace(events, facts, buffer_bytes, 2 * 8 * math.prod(shape)).with_grouped(estimate.filled)
 
 
 def _checkpoint(
@@ -169,6 +179,7 @@ def _unit_facts(
     units: Sequence[ShardUnit],
     moments: Mapping[int, tuple[int, float]],
     muon_blocks: Mapping[int, tuple[int, ...]],
+    of_experts: Collection[int],
 ) -> tuple[UnitFacts, ...]:
     """Return the units in forward order, then the root; each has the parameters that no unit inside it holds."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -191,6 +202,7 @@ def _unit_facts(
                         parameter.element_size(),
                         *moments.get(id(parameter), (0, 0)),
                         muon_blocks.get(id(parameter)),
+                        id(parameter) in of_experts,
                     )
                 )
         found[number] = UnitFacts(name, tuple(own), is_embedding_unit(modules, model))

@@ -67,6 +67,8 @@ def _left_out(plan: Plan) -> list[str]:
         lines.append("not counted: time for copies to and from host memory, and for the optimizer there")
     if config.train.compile is True and plan.machine.device_type == "cpu":
         lines.append("not counted: savings by torch.compile on a CPU")
+    if config.expert > 1 and config.mesh.expert_method == "exchange":
+        lines.append("not counted: the host's wait for the number of rows in each layer")
     return lines
 
 
@@ -79,7 +81,7 @@ def memory_text(plan: Plan) -> str:
 def choice_text(choice: Choice, width: int | None = None) -> str:
     """Return the resolved `auto` settings and the runners-up as plain text; `width` is as for `table_lines`."""
     heads, rows = _choice_rows(choice)
-    lines = table_lines(heads, rows, width, text_columns=range(5))
+    lines = table_lines(heads, rows, width, text_columns=range(len(heads) - 2))
     return "\n".join([f"auto: {choice.num_candidates} candidates", *lines])
 
 
@@ -96,11 +98,15 @@ def _heading(plan: Plan) -> list[str]:
 
 
 def _choice_rows(choice: Choice) -> tuple[list[str], list[list[str]]]:
-    """Return the headers and rows of the table of choices: five text columns, then two of numbers."""
+    """Return the headers and rows of the table of choices: text columns, then two of numbers."""
     heads = ["", "resharding", "checkpointing", "micro-batch", "context", "GiB", "s per step"]
+    if choice.plan.config.recipe.experts is not None:
+        heads.insert(-2, "experts")
     rows = []
     for number, plan in enumerate((choice.plan, *choice.runners_up)):
         values = [short(value) for value in chosen_settings(plan.config).values()]
+        if plan.config.expert > 1:
+            values[-1] += f" {plan.config.mesh.expert_method}"
         figures = [f"{plan.needed_gib:.4g}", f"{plan.time.total_s:.4g}"]
         rows.append(["chosen" if number == 0 else str(number + 1), *values, *figures])
     return heads, rows
@@ -192,7 +198,12 @@ def to_json(plan: Plan, choice: Choice | None = None) -> dict[str, Any]:
         "model": plan.config.model.name,
         "parameters": plan.num_parameters,
         "units": plan.trace.root,
-        "mesh": {"replicate": plan.mesh.replicate, "shard": plan.mesh.shard, "context": plan.config.context},
+        "mesh": {
+            "replicate": plan.mesh.replicate,
+            "shard": plan.mesh.shard,
+            "context": plan.config.context,
+            "expert": plan.config.expert,
+        },
         "num_ranks": plan.mesh.num_ranks,
         "num_micro_batches": plan.num_micro_batches,
         "device": plan.machine.name,
