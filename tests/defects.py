@@ -380,6 +380,42 @@ DEFECTS: list[Defect] = [
         "self.weight_VD = part_VD.float() if self.weight_VD is None",
         "self.weight_VD = part_VD if self.weight_VD is None",
     ),
+    # -- experts -------------------------------------------------------------------------------------------------
+    Defect(
+        "no-padding-is-too-much",
+        "placement",
+        "choose_dim",
+        "(1 + most_padding) * shape[0]",
+        "(8 + most_padding) * shape[0]",
+    ),
+    Defect(
+        "columns-of-another-rank",
+        "placement",
+        "local_box",
+        "mesh.get_local_rank(axis)",
+        "mesh.size(axis) - 1 - mesh.get_local_rank(axis)",
+    ),
+    Defect(
+        "gradients-of-experts-are-sums",
+        "experts-refused",
+        "_compute",
+        "scale_gradient(out_RD, 1 / group.size)",
+        "scale_gradient(out_RD, 1.0)",
+    ),
+    Defect(
+        "tokens-of-the-wrong-experts",
+        "experts",
+        "_gathered",
+        "chosen_TA.long() - group.rank * num_local",
+        "chosen_TA.long() - (group.size - 1 - group.rank) * num_local",
+    ),
+    Defect(
+        "experts-gathered-on-the-whole-axis",
+        "experts-planned",
+        "trainer.plan.step:_Group.__init__",
+        "layout.shard // layout.expert if self.is_shared_out else layout.shard",
+        "layout.shard",
+    ),
     # -- the optimizer -------------------------------------------------------------------------------------------
     Defect(
         "embeddings-decay",
@@ -611,9 +647,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "rows-rounded-down",
         "from-hugging-face",
-        "local_rows",
-        "rows_a_rank = -(-num_rows // tensor.device_mesh.size(split[0]))",
-        "rows_a_rank = num_rows // tensor.device_mesh.size(split[0])",
+        "trainer.model.placement:cut",
+        "size = -(-(stop - start) // count)",
+        "size = (stop - start) // count",
     ),
     Defect(
         "stored-the-wrong-way",

@@ -115,7 +115,7 @@ def check_experts(world: World, model: nn.Module, mesh: DeviceMesh, loader: obje
 
 
 class _Trial:
-    """Tries in which trained parameters, one or two, a module is linear, while its parameters are gathered: a forward hook."""
+    """Tries in which trained parameters, one or two, a module is linear, from its forward hook `run`."""
 
     def __init__(self) -> None:
         self.linear: list[tuple[str, ...]] = []
