@@ -456,8 +456,8 @@ DEFECTS: list[Defect] = [
         "shards-draw-alike",
         "rounding",
         "random_bits",
-        "places = origin[1] + torch.arange(count",
-        "places = torch.arange(count",
+        "(origin[1] + numbers) * _GOLDEN",
+        "numbers * _GOLDEN",
     ),
     # -- the data ------------------------------------------------------------------------------------------------
     Defect(

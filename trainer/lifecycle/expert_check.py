@@ -69,7 +69,8 @@ class _Observer:
         def add(gradient_SD: torch.Tensor) -> None:
             found.of_outputs += (gradient_SD.double() * out_SD.detach().double()).sum()
 
-        out_SD.register_hook(add)
+        if out_SD.requires_grad:
+            out_SD.register_hook(add)
 
 
 def check_experts(world: World, model: nn.Module, mesh: DeviceMesh, loader: object, config: RunConfig) -> None:
@@ -86,7 +87,8 @@ def check_experts(world: World, model: nn.Module, mesh: DeviceMesh, loader: obje
     handle = next(iter(modules.values())).register_forward_hook(trial.run)
     batch = loader.first_tokens(min(_NUM_TOKENS, config.data.seq_len))
     targets = torch.where(batch["targets"] == IGNORE, batch["tokens"], batch["targets"])
-    batch = {name: entry.to(world.device) for name, entry in {**batch, "targets": targets}.items()}
+    # Without the entry that says which rows are a preference pair: the loss here is that of tokens.
+    batch = {name: entry.to(world.device) for name, entry in {**batch, "targets": targets}.items() if name != "pair"}
     devices = [world.device] if world.device.type == "cuda" else []
     # Eager, because compiling for these sizes would not help the run, which has other sizes.
     with (

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
-from trainer.config import expert_choices
+from trainer.config import MeshShape, RunConfig, expert_choices
 from trainer.config.experts import resolve_expert_method, with_expert
 from trainer.errors import UserError
 from trainer.model.shard import check_sharding
@@ -51,18 +52,25 @@ def tokens_at_break_even(plan: Plan) -> float | None:
     return max(layers) / (12 * dim * num_chosen)
 
 
+def possible_choices(config: RunConfig, mesh: MeshShape, ranks_per_node: int) -> list[RunConfig]:
+    """Return the choices of `mesh.expert` (`expert_choices`) for which ranks can divide the experts of the model."""
+    found = []
+    for choice in expert_choices(config, mesh, ranks_per_node):
+        with contextlib.suppress(UserError):
+            check_sharding(choice, mesh.shard)
+            found.append(choice)
+    return found
+
+
 def _alternatives(plan: Plan) -> Iterator[Plan]:
     """Yield the plans with experts shared out within a node, and among 16, 32 or 64 ranks."""
     per_node = plan.machine.rates.ranks_per_node
-    sizes = {one.expert for one in expert_choices(plan.config, plan.mesh, per_node)}
+    automatic = with_expert(plan.config, 1, "auto")
+    sizes = {one.expert for one in possible_choices(automatic, plan.mesh, per_node)}
     inside = max((size for size in sizes if 1 < size <= per_node), default=1)
     for size in sorted({inside, *(size for size in sizes if size > per_node)} - {1}):
-        config = resolve_expert_method(with_expert(plan.config, size, plan.config.mesh.expert_method), per_node)
-        try:
-            check_sharding(config, plan.mesh.shard)
-            yield make_plan(config, plan.mesh, plan.machine)
-        except UserError:  # this model's experts cannot be divided so
-            continue
+        config = resolve_expert_method(with_expert(plan.config, size, "auto"), per_node)
+        yield make_plan(config, plan.mesh, plan.machine)
 
 
 def _padding(plan: Plan) -> str | None:

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from trainer.config import AUTO, MeshShape, RunConfig, context_choices, expert_choices
+from trainer.config import AUTO, MeshShape, RunConfig, context_choices
 from trainer.errors import UserError
 from trainer.model.shard import checkpointing_choices
+from trainer.plan.experts import possible_choices
 from trainer.plan.machine import Machine
 from trainer.plan.plan import Plan, make_plan
 from trainer.plan.probe import Probe
@@ -90,7 +91,7 @@ def fastest_choice(config: RunConfig, mesh: MeshShape, machine: Machine) -> Choi
 def _with_experts(config: RunConfig, mesh: MeshShape, machine: Machine) -> Choice:
     if config.mesh.expert != AUTO:
         return _Search(config, mesh, machine).best()
-    return _smallest_of((expert_choices(config, mesh, machine.rates.ranks_per_node),), mesh, machine)
+    return _smallest_of((possible_choices(config, mesh, machine.rates.ranks_per_node),), mesh, machine)
 
 
 def _smallest_of(groups: Iterable[Sequence[RunConfig]], mesh: MeshShape, machine: Machine) -> Choice:
@@ -305,8 +306,8 @@ def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
     for sliced in context_choices(config, mesh, per_node) if config.recipe.context else []:
         if config.context < sliced.context and per_node % sliced.context == 0:
             yield f"mesh.context={sliced.context}", sliced, mesh
-    for shared_out in expert_choices(config, mesh, per_node):
-        if config.expert < shared_out.expert and shared_out.mesh.context != AUTO:
+    for shared_out in possible_choices(config, mesh, per_node) if config.recipe.experts is not None else []:
+        if config.expert < shared_out.expert:
             method = shared_out.mesh.expert_method
             yield f"mesh.expert={shared_out.expert} mesh.expert_method={method}", shared_out, mesh
     for factor in (2, 4, 8, 16, 32, 64, 128, 256):
