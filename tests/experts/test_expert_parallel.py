@@ -82,7 +82,7 @@ OTHERS = [
     [TWO, GATHER, "train.ema=0.9", "model.balance=0.1"],
     [TWO, EXCHANGE, "optim.name=muon", "optim.muon.dtype=float32", "optim.muon.variant=normuon"],
     [TWO, EXCHANGE, "train.activation_checkpoint=budget:0.3"],
-    [TWO, EXCHANGE, "train.freeze=[layers.0.moe.experts.w1,*.router]"],
+    [TWO, EXCHANGE, 'train.freeze=["layers.0.moe.experts.w1","*.router"]'],
 ]
 
 
