@@ -96,6 +96,7 @@ def outcomes(folder: Path, names: list[str]) -> dict[str, str]:
         "rotated, gather": (Trainer, [GATHER], patched(dispatch, "_gathered", rotated(dispatch._gathered))),
         "order": (Trainer, [GATHER], patched(trainer.model.shard, "share_out", other_order)),
         "bfloat16": (Trainer, [GATHER, "fsdp.param_dtype=bfloat16"], patched(time, "altzone", 0)),
+        "bfloat16 weights": (Trainer, [EXCHANGE, "train.weights_dtype=bfloat16"], patched(time, "altzone", 0)),
         "bfloat16 scale": (
             Trainer,
             [GATHER, "fsdp.param_dtype=bfloat16"],
@@ -142,12 +143,13 @@ def test_what_is_wrong_is_refused_before_the_first_step(tmp_path: Path) -> None:
 
 @pytest.mark.campaign
 def test_what_else_is_wrong_is_refused(tmp_path: Path) -> None:
-    names = ["scale, gather", "rotated, gather", "bfloat16", "bfloat16 scale", "frozen"]
+    names = ["scale, gather", "rotated, gather", "bfloat16", "bfloat16 weights", "bfloat16 scale", "frozen"]
     found = run_ranks(2, outcomes, tmp_path, names)[0]
     print(found)
     assert "is 2 times" in found["scale, gather"]
     assert "whose ranks hold other ones" in found["rotated, gather"]
     assert found["bfloat16"].startswith("passed in ")
+    assert found["bfloat16 weights"].startswith("passed in "), "their gradients are rounded, too"
     assert "times what its outputs demand" in found["bfloat16 scale"]
     assert "the gradient of w2 is 2 times" in found["frozen"], "whatever is trained and linear"
 

@@ -27,6 +27,8 @@ FEW = ["model.num_experts=2", "model.num_chosen=2"]
 """Not one of two: these weights come to a near tie, where the last bit of a sum decides which one it is."""
 ODD = [*FEW, "model.expert_dim=26"]
 """Two experts, and a width that four ranks do not divide."""
+MUON = ["optim.name=muon", "optim.muon.dtype=float32"]
+ROUNDED = ["train.weights_dtype=bfloat16", "optim.state_dtype=bfloat16"]
 TINY = [
     *("model.balance=0", "model.num_layers=2", "model.dim=32", "model.num_heads=4", "model.head_dim=8"),
     *("model.expert_dim=24", "model.num_experts=4", "model.num_chosen=2", "data.source=synthetic", "data.seq_len=32"),
@@ -56,7 +58,7 @@ def train_each(folder: Path, runs: list[list[str]], num_steps: int) -> list[dict
 
 def expected_of(folder: Path, runs: list[list[str]], num_steps: int) -> list[dict[str, list[float]]]:
     """Return what each run is on one rank: only what concerns the model and the optimizer is left of it."""
-    of_model = ("model.", "optim.", "train.freeze", "train.ema")
+    of_model = ("model.", "optim.", "train.freeze", "train.ema", "train.weights_dtype")
     kept = [[item for item in run if item.startswith(of_model)] for run in runs]
     different = [list(run) for run in dict.fromkeys(map(tuple, kept))]
     found = run_ranks(1, train_each, folder / "one", different, num_steps)[0]
@@ -67,7 +69,7 @@ EVERYDAY = [
     [TWO, EXCHANGE, "mesh.replicate=2", "train.activation_checkpoint=full"],
     [FOUR, GATHER, "fsdp.accumulate=sharded"],
     [TWO, GATHER, "mesh.context=2", "train.activation_checkpoint=selective"],
-    [TWO, EXCHANGE, *ODD, "optim.name=muon", "optim.muon.dtype=float32"],
+    [TWO, EXCHANGE, *ODD, *MUON],
     [*ODD, "mesh.shard=4"],
 ]
 POLICIES = [
@@ -77,12 +79,14 @@ POLICIES = [
 MESHES = [[TWO], [FOUR], [TWO, "mesh.replicate=2"]]
 EVERY = [[*mesh, method, *policy] for mesh in MESHES for method in (EXCHANGE, GATHER) for policy in ([], *POLICIES)]
 OTHERS = [
-    *([*FEW, "mesh.shard=4"], [*FEW, "mesh.replicate=2"], [*ODD, "mesh.shard=4", "optim.name=muon"]),
+    *([*FEW, "mesh.shard=4"], [*FEW, "mesh.replicate=2"], [*ODD, "mesh.shard=4", *MUON]),
     *([TWO, EXCHANGE, *FEW], [TWO, GATHER, *ODD], [TWO, GATHER, "fsdp.cpu_offload=true"]),
     [TWO, EXCHANGE, "fsdp.prefetch_forward=1", "fsdp.prefetch_backward=1", "fsdp.separate_reduce=true"],
     [TWO, GATHER, "train.ema=0.9", "model.balance=0.1"],
-    [TWO, EXCHANGE, "optim.name=muon", "optim.muon.dtype=float32", "optim.muon.variant=normuon"],
+    [TWO, EXCHANGE, *MUON, "optim.muon.variant=normuon"],
     [TWO, EXCHANGE, "train.activation_checkpoint=budget:0.3"],
+    [*ODD, "mesh.shard=4", *ROUNDED],
+    [TWO, EXCHANGE, *ROUNDED],
     [TWO, EXCHANGE, 'train.freeze=["layers.0.moe.experts.w1","*.router"]'],
 ]
 

@@ -163,10 +163,13 @@ def _wrong_gradients(
     of_outputs = torch.stack([seen[name].of_outputs for name in names])
     totals = world.sum_on_device(torch.stack((of_weights, of_outputs)))
     replicas = world.size // mesh.size(mesh.ndim - 1)
-    for name, found, expected in zip(
-        names, (totals[0] * world.size / replicas).tolist(), totals[1].tolist(), strict=True
-    ):
-        if not abs(found - expected) <= _GRADIENT_TOLERANCE[config.fsdp.param_dtype] * abs(expected):
+    fsdp = config.fsdp
+    dtypes = {fsdp.param_dtype, fsdp.reduce_dtype, config.train.weights_dtype}  # each of them rounds gradients
+    tolerance = max(_GRADIENT_TOLERANCE[dtype] for dtype in dtypes)
+    # Gradients are means over all ranks, and each replica has added the same.
+    pairs = torch.stack((totals[0] * world.size / replicas, totals[1]), dim=1).tolist()
+    for name, (found, expected) in zip(names, pairs, strict=True):
+        if not abs(found - expected) <= tolerance * abs(expected):
             ratio = found / expected if expected else float("inf")
             yield f"{name}: the gradient of {' and '.join(linear)} is {ratio:.6g} times what its outputs demand"
 
