@@ -25,7 +25,7 @@ from trainer.experts import ExpertGroup, dispatch, grouped_mm, mix, sharing
 from trainer.model.shard import check_sharding
 from trainer.plan.experts import advice_on_experts, tokens_at_break_even
 from trainer.plan.machine import find_machine
-from trainer.plan.plan import make_plan, planned
+from trainer.plan.plan import make_plan, without_data
 from trainer.plan.search import fastest_choice
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -240,33 +240,35 @@ LARGE = [
 def test_the_planner_says_when_an_expert_axis_pays() -> None:
     """Below F E / 4 A = 8192 tokens a micro-batch it does, where experts take longer to move than to compute."""
     machine, shape = find_machine("h100"), MeshShape(1, 16)
-    few = planned(config_of("x", *LARGE, "train.global_batch_size=16"))
+    few = without_data(config_of("x", *LARGE, "train.global_batch_size=16"))
     plan = make_plan(few, shape, machine)
     assert tokens_at_break_even(plan) == 8192
     (said,) = advice_on_experts(plan)
     assert "instead of" in said, said
     assert said.startswith("experts: mesh.expert=")
     assert "(1,024 tokens per micro-batch, against 8,192)" in said
-    many = planned(config_of("x", *LARGE, "data.seq_len=16384", "train.global_batch_size=16"))
+    many = without_data(config_of("x", *LARGE, "data.seq_len=16384", "train.global_batch_size=16"))
     assert ["would not make the step shorter" in line for line in advice_on_experts(make_plan(many, shape, machine))]
     chosen = fastest_choice(replace(few, mesh=replace(few.mesh, expert=AUTO)), shape, machine)
     assert chosen.plan.config.expert > 1
     assert chosen.plan.time.total_s < plan.time.total_s
-    dense = planned(load_config("llama3_1b", ["train.global_batch_size=16", "data.source=synthetic"]))
+    dense = without_data(load_config("llama3_1b", ["train.global_batch_size=16", "data.source=synthetic"]))
     assert not list(advice_on_experts(make_plan(dense, shape, machine)))
 
 
 def test_an_imbalance_of_the_router_costs_time_and_memory() -> None:
-    config = planned(config_of("x", *LARGE, "mesh.expert=8", EXCHANGE, "train.global_batch_size=16"))
+    config = without_data(config_of("x", *LARGE, "mesh.expert=8", EXCHANGE, "train.global_batch_size=16"))
     even, skewed = (
         make_plan(config, MeshShape(1, 16), replace(find_machine("h100"), imbalance=imbalance)) for imbalance in (1, 2)
     )
     assert skewed.time.total_s > 1.05 * even.time.total_s
     assert skewed.memory.peak.total > even.memory.peak.total
-    gather = planned(config_of("x", *LARGE, FOUR, GATHER, "train.global_batch_size=16"))
+    gather = without_data(config_of("x", *LARGE, FOUR, GATHER, "train.global_batch_size=16"))
     plan = make_plan(gather, MeshShape(1, 16), find_machine("h100"))
     grouped = [w.flops * n for event in plan.trace.events for w, n in event.before.work if w.kind == "grouped"]
-    alone = make_plan(planned(config_of("x", *LARGE, "train.global_batch_size=16")), MeshShape(1, 16), plan.machine)
+    alone = make_plan(
+        without_data(config_of("x", *LARGE, "train.global_batch_size=16")), MeshShape(1, 16), plan.machine
+    )
     expected = [w.flops * n for event in alone.trace.events for w, n in event.before.work if w.kind == "grouped"]
     assert sum(grouped) == pytest.approx(sum(expected), rel=1e-6), "buffers for the worst case are not computed"
 

@@ -17,7 +17,7 @@ from tests.trainer.test_exactness import relative
 from trainer import RunConfig, Trainer, load_config
 from trainer.config import MeshShape
 from trainer.plan.machine import find_machine
-from trainer.plan.plan import make_plan, planned
+from trainer.plan.plan import make_plan, without_data
 
 CAMPAIGN = pytest.mark.campaign
 STEPS = 20
@@ -240,7 +240,7 @@ MORE_PLANNED = [
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [*PLANNED, *(pytest.param(run, marks=CAMPAIGN) for run in MORE_PLANNED)])
 def test_a_run_sends_what_was_planned(overrides: list[str], tmp_path: Path) -> None:
-    config = planned(config_of(tmp_path, *overrides))
+    config = without_data(config_of(tmp_path, *overrides))
     replicate = max(1, config.mesh.replicate)
     plan = make_plan(config, MeshShape(replicate, 4 // replicate), find_machine("cpu"))
     found = run_ranks(4, measure, tmp_path / "run", overrides)

@@ -281,7 +281,7 @@ def test_what_ends_a_turn_of_the_template_ends_samples_texts_and_those_of_the_ex
     tokenizer = find_tokenizer(trainer.config.data.tokenizer)
     ends = {tokenizer.library.token_to_id(text) for text in ("</s>", "<|im_end|>")}
     nothing: Any = None
-    assert Samples(trainer.config, nothing, nothing, nothing, nothing)._ends == ends
+    assert Samples(trainer.config, nothing, nothing, nothing, nothing)._end_ids == ends
     trainer.close()
     export_checkpoint(tmp_path / "run", tmp_path / "out")
     for name in ("config.json", "generation_config.json"):

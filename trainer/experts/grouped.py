@@ -1,7 +1,7 @@
 """Grouped matrix products: each row of a matrix is multiplied with the matrix of its group, such as an expert.
 
 Group sizes are known only on the device, so the products are custom operators: fake tensors, compiled code and
-activation checkpointing see a single operator, whatever its implementation.
+activation checkpointing see a single operator, whatever its implementation.  This module does not depend on recipes.
 """
 
 from __future__ import annotations

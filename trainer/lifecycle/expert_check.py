@@ -32,7 +32,7 @@ from trainer.experts import find_experts, watched
 from trainer.loss import IGNORE, find_loss
 from trainer.model.gradients import gradient_sync, reshard
 from trainer.model.parameters import local, local_box
-from trainer.sequence import whole
+from trainer.sequence import full_sequences
 
 _NUM_TOKENS = 32
 """Tokens of the test input on each rank."""
@@ -93,7 +93,7 @@ def check_experts(world: World, model: nn.Module, mesh: DeviceMesh, loader: obje
     # Eager, because compiling for these sizes would not help the run, which has other sizes.
     with (
         watched(modules, observer.watch),
-        whole(),
+        full_sequences(),
         torch.compiler.set_stance("force_eager"),
         torch.random.fork_rng(devices=devices),
         gradient_sync(model, True, config.fsdp),

@@ -68,7 +68,7 @@ def note_expert_mesh(expert_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
 
 
 def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
-    """Return the mesh whose ranks hold a parameter, divided or as replicas; None if it is in this process alone.
+    """Return the mesh whose ranks hold a parameter, divided or as replicas; None if only this process holds it.
 
     For experts that ranks share out, it is the mesh of the model's other parameters.
     """
