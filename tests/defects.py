@@ -438,6 +438,42 @@ DEFECTS: list[Defect] = [
         "self.weight_VD = grad_VD.float() if self.weight_VD is None",
         "self.weight_VD = grad_VD if self.weight_VD is None",
     ),
+    # -- experts -------------------------------------------------------------------------------------------------
+    Defect(
+        "no-padding-is-too-much",
+        "placement",
+        "choose_dim",
+        "(1 + most_padding) * shape[0]",
+        "(8 + most_padding) * shape[0]",
+    ),
+    Defect(
+        "columns-of-another-rank",
+        "placement",
+        "local_box",
+        "mesh.get_local_rank(axis)",
+        "mesh.size(axis) - 1 - mesh.get_local_rank(axis)",
+    ),
+    Defect(
+        "gradients-of-experts-are-sums",
+        "experts-refused",
+        "_compute",
+        "scale_gradient(out_RD, 1 / group.size)",
+        "scale_gradient(out_RD, 1.0)",
+    ),
+    Defect(
+        "tokens-of-the-wrong-experts",
+        "experts",
+        "_gathered",
+        "chosen_TA.long() - group.rank * num_local",
+        "chosen_TA.long() - (group.size - 1 - group.rank) * num_local",
+    ),
+    Defect(
+        "experts-gathered-on-the-whole-axis",
+        "experts-planned",
+        "trainer.plan.step:_Group.__init__",
+        "layout.shard // layout.expert if self.is_shared_out else layout.shard",
+        "layout.shard",
+    ),
     # -- the optimizer -------------------------------------------------------------------------------------------
     Defect(
         "embeddings-decay",
@@ -449,9 +485,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "rows-of-the-next-rank",
         "muon",
-        "Ownership.first_row",
-        "min(length, s * -(-length // self.shard))",
-        "min(length, s * (length // self.shard))",
+        "trainer.model.placement:Division.box",
+        "divmod(rank, self.expert)",
+        "divmod(rank ^ 1, self.expert)",
     ),
     Defect(
         "momentum-of-what-is-not-finite",
@@ -506,8 +542,8 @@ DEFECTS: list[Defect] = [
         "shards-draw-alike",
         "rounding",
         "random_bits",
-        "places = origin[1] + torch.arange(count",
-        "places = torch.arange(count",
+        "(origin[1] + numbers) * _GOLDEN",
+        "numbers * _GOLDEN",
     ),
     # -- the data ------------------------------------------------------------------------------------------------
     Defect(
@@ -697,9 +733,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "rows-rounded-down",
         "from-hugging-face",
-        "local_rows",
-        "rows_a_rank = -(-num_rows // tensor.device_mesh.size(split[0]))",
-        "rows_a_rank = num_rows // tensor.device_mesh.size(split[0])",
+        "trainer.model.placement:cut",
+        "size = -(-(stop - start) // count)",
+        "size = (stop - start) // count",
     ),
     Defect(
         "stored-the-wrong-way",

@@ -18,6 +18,7 @@ no process is left over.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import random
@@ -50,6 +51,7 @@ class Mesh:
     replicate: int = 1
     shard: int = 1
     context: int = 1
+    expert: int = 1
 
     @property
     def ranks(self) -> int:
@@ -57,14 +59,16 @@ class Mesh:
 
     @property
     def overrides(self) -> list[str]:
-        return [f"mesh.replicate={self.replicate}", f"mesh.shard={self.shard}", f"mesh.context={self.context}"]
+        return [f"mesh.{each.name}={getattr(self, each.name)}" for each in dataclasses.fields(self)]
 
     def __str__(self) -> str:
-        return f"{self.replicate}x{self.shard}" + (f"/context {self.context}" if self.context > 1 else "")
+        groups = {"context": self.context, "expert": self.expert}
+        return f"{self.replicate}x{self.shard}" + "".join(f"/{name} {n}" for name, n in groups.items() if n > 1)
 
 
 MESHES = [Mesh(), Mesh(1, 2), Mesh(2, 1), Mesh(2, 2), Mesh(1, 3), Mesh(1, 4)]
 CONTEXT_MESHES = [Mesh(1, 2, 2), Mesh(2, 2, 2), Mesh(1, 4, 2)]
+EXPERT_MESHES = [Mesh(1, 2, 1, 2), Mesh(2, 2, 1, 2), Mesh(1, 4, 1, 2), Mesh(1, 4, 1, 4)]
 
 
 @dataclass(frozen=True)
@@ -212,7 +216,7 @@ def draw(seed: int, material: Path) -> Case:
     overrides += [f"train.steps={steps}", f"train.global_batch_size={GLOBAL_BATCH}", f"run.seed={drawn.randint(0, 99)}"]
 
     context = kind in ("tokens", "text", "synthetic") and model in ("llama", "qwen3") and documents == "joined"
-    meshes = MESHES + (CONTEXT_MESHES if context and not has_lora else [])
+    meshes = MESHES + (CONTEXT_MESHES if context and not has_lora else []) + EXPERT_MESHES * (model == "moe")
     mesh, micro_batch_size = drawn.choice(meshes), drawn.choice([1, 2])
     # Only fp32 without dropout is promised to agree between meshes.  Which experts a token goes to is decided by
     # comparing, so that the last bit can change a whole token's output.

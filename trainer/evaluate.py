@@ -60,6 +60,7 @@ _EVALUATION_OVERRIDES = {
     "mesh.replicate": "1",
     "mesh.shard": "-1",
     "mesh.context": "1",
+    "mesh.expert": "1",
     "run.on_end": "null",
     "checkpoint.resume": "none",
     "checkpoint.dir": "null",

@@ -159,6 +159,9 @@ class Recipe:
     hf: the mapping to Hugging Face; needed to export to and import from that format.
     context: declares that only `trainer.sequence.attend` and `trainer.sequence.positions` mix or count tokens, so
         ranks may hold slices of sequences (`mesh.context`).
+    experts: the modules of experts, a name such as "layers.*.moe.experts".  It declares that their parameters are all
+        stacked by expert along dimension 0, and that they are only called through `trainer.experts.mix`, so ranks may
+        share out the experts (`mesh.expert`).
     blocks: fused weights, which Muon orthogonalizes block by block.  Maps patterns of parameter names to the number of
         equal blocks, or to the number of rows of each: {"*.attention.qkv.weight": 3}.
     """
@@ -176,6 +179,7 @@ class Recipe:
     flops: Callable[[Any, float], float] | None = None
     hf: HuggingFace | None = None
     context: bool = False
+    experts: str | None = None
     blocks: Mapping[str, int | Sequence[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -19,7 +19,9 @@ from trainer.data.loader import Batch, EvalLoader, TrainLoader, attended_length
 from trainer.data.opening import open_source, resolve_from_data
 from trainer.data.transfer import prefetch_to_device
 from trainer.distributed.world import World
+from trainer.experts import global_balance
 from trainer.lifecycle.assembly import assemble_run
+from trainer.lifecycle.expert_check import check_experts
 from trainer.lifecycle.selfcheck import check_context, check_documents, check_same_run, check_shape, check_start
 from trainer.lifecycle.state import seed_everything
 from trainer.lifecycle.summary import show_result, start_facts, start_notes, start_record
@@ -27,11 +29,10 @@ from trainer.loss import count_targets, find_loss
 from trainer.metrics.callbacks import loss_by_source
 from trainer.metrics.record import Record
 from trainer.metrics.step_metrics import Amount, Update
-from trainer.model.experts import global_balance
 from trainer.model.gradients import evaluation_mode, gradient_sync, norm_and_clip_factor, replicate
 from trainer.model.network import build_network, flops_of
 from trainer.model.parameters import tied_names
-from trainer.model.shard import apply_sharding
+from trainer.model.shard import apply_sharding, meshes_of_experts
 from trainer.model.units import ShardUnit
 from trainer.model.widths import find_growth
 from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer
@@ -65,6 +66,7 @@ class Trainer:
 
         slice_sequences(self.config, self.world)
         self.mesh = self.build_mesh()
+        self.expert_mesh = self.world.expert_mesh_of(self.shape, self.config.expert)
         self.units: list[ShardUnit] = []
         self.ties: list[list[str]] = []
         self.model = self.build_model()
@@ -105,7 +107,7 @@ class Trainer:
         def build_sharded() -> tuple[torch.nn.Module, list[ShardUnit]]:
             model = build_network(config)
             ties = tied_names(model)
-            units = apply_sharding(model, recipe, config, self.mesh)
+            units = apply_sharding(model, recipe, config, self.mesh, self.expert_mesh)
             if config is self.config:
                 self.units, self.ties = units, ties
             return model, units
@@ -300,8 +302,11 @@ class Trainer:
         self.lifecycle.check_may_begin()
         self.world.agreed(self.folder.acquire)
         if self.config.run.selfcheck:
-            check_start(self.world, self.model, self.mesh, self.ties, self.loader, self.exempt_from_selfcheck())
+            meshes = meshes_of_experts(self.model, self.recipe, self.expert_mesh)
+            exempt = self.exempt_from_selfcheck()
+            check_start(self.world, self.model, self.mesh, self.ties, self.loader, exempt, meshes)
             check_context(self.world, self.model, self.loader, self.config)
+            check_experts(self.world, self.model, self.mesh, self.loader, self.config)
         check_documents(self.world, self.model, self.loader, self.config)
         self.resume.supersede()
         self.forecast.begin(self.model, self.optimizer)

@@ -31,5 +31,6 @@ register(
         flops=flops,
         hf=HUGGINGFACE,
         context=True,
+        experts="layers.*.moe.experts",
     )
 )

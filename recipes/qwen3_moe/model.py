@@ -16,9 +16,9 @@ from trainer.recipes._layers import Embedding, Head, Linear
 from trainer.recipes.qwen3.model import Qwen3Attention
 from trainer.recipes.qwen3_moe.config import Qwen3MoeConfig
 
-from trainer import sequence
+from trainer import experts, sequence
+from trainer.experts import BalanceLoss, choices_of, grouped_mm
 from trainer.loss import IGNORE
-from trainer.model.experts import BalanceLoss, grouped_mm
 from trainer.sequence import Documents
 
 
@@ -47,18 +47,11 @@ class Experts(nn.Module):
         nn.init.normal_(self.w3, std=self.std)
         nn.init.normal_(self.w2, std=self.out_std)
 
-    def forward(self, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights_SA: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of the outputs of each token's experts, (S, D)."""
-        # Sort token-expert pairs by expert, so that the rows of each expert are contiguous.
-        order_M = chosen_SA.flatten().argsort(stable=True)
-        ends_E = choices_of(chosen_SA, self.w1.shape[0]).cumsum(0).to(torch.int32)
-        x_MD = x_SD[order_M // chosen_SA.shape[1]]
+    def forward(self, x_MD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        """Return the outputs for rows in the order of experts, (M, D); those of each expert end before row `ends_E`."""
         gate_MF = F.silu(grouped_mm(x_MD, self.w1.transpose(1, 2), ends_E))
         hidden_MF = gate_MF * grouped_mm(x_MD, self.w3.transpose(1, 2), ends_E)
-        out_MD = grouped_mm(hidden_MF, self.w2.transpose(1, 2), ends_E)
-        # Restore the order of the tokens; a scatter-add instead would not be deterministic on a GPU.
-        out_SAD = out_MD[order_M.argsort()].unflatten(0, chosen_SA.shape)
-        return (out_SAD * weights_SA.unsqueeze(-1)).sum(1)
+        return grouped_mm(hidden_MF, self.w2.transpose(1, 2), ends_E)
 
 
 class MixtureOfExperts(nn.Module):
@@ -78,20 +71,13 @@ class MixtureOfExperts(nn.Module):
         weights_SA, chosen_SA = probs_SE.topk(self.num_chosen)
         if self.normalize:
             weights_SA = weights_SA / weights_SA.sum(-1, keepdim=True)
-        out_SD = self.experts(x_SD, chosen_SA, weights_SA.to(x_SD.dtype))
+        out_SD = experts.mix(self.experts, x_SD, chosen_SA, weights_SA.to(x_SD.dtype))
         out_BTD = out_SD.view_as(x_BTD)
         if counts_BT is None:
             return out_BTD, None
         counts_S = counts_BT.flatten()
         choices_E = choices_of(chosen_SA, probs_SE.shape[1], counts_S)
         return out_BTD, Load(choices_E, (probs_SE * counts_S.unsqueeze(1)).sum(0))
-
-
-def choices_of(chosen_SA: torch.Tensor, num_experts: int, counts_S: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the number of tokens routed to each expert, (E,), among all tokens or those that `counts_S` marks."""
-    ones_SA = torch.ones_like(chosen_SA) if counts_S is None else counts_S.unsqueeze(1).expand_as(chosen_SA).long()
-    zeros_E = torch.zeros(num_experts, dtype=torch.int64, device=chosen_SA.device)
-    return zeros_E.scatter_add(0, chosen_SA.flatten(), ones_SA.flatten())
 
 
 class Qwen3MoeBlock(nn.Module):

@@ -24,6 +24,7 @@ import trainer.checkpoint.reader
 import trainer.checkpoint.storage
 import trainer.checkpoint.writer
 import trainer.distributed.exchange
+import trainer.experts.dispatch
 import trainer.sequence.attention
 from tests.helpers.forked import Forked, start_run
 from tests.helpers.ranks import Ran
@@ -147,6 +148,8 @@ _PLACES: dict[str, tuple[Any, str]] = {
     "load": (trainer.checkpoint.reader, "read_tensors"),
     "attend": (trainer.sequence.attention, "gather_parts"),
     "attend backward": (trainer.distributed.exchange, "sum_parts"),
+    "experts": (trainer.experts.dispatch, "exchange_rows"),
+    "experts backward": (trainer.distributed.exchange, "exchange_rows"),
 }
 """Functions that can fail or hang, by what they do."""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from trainer.recipes.llama.config import LlamaConfig
+from trainer.recipes.qwen3_moe.config import Qwen3MoeConfig
 
 from trainer import Recipe, RunConfig, Trainer, register
 from trainer.sequence import full_sequences
@@ -269,6 +270,18 @@ register(Recipe("llama_whole_logits", LlamaConfig, whole_logits, _units))
 _LLAMA = "trainer.recipes.llama.model:Llama"
 register(
     Recipe("llama_faulty", LlamaConfig, _LLAMA, _units, trainer="tests.helpers.faults:FaultyTrainer", context=True)
+)
+
+
+register(
+    Recipe(
+        "moe_faulty",
+        Qwen3MoeConfig,
+        "trainer.recipes.qwen3_moe.model:Qwen3Moe",
+        _units,
+        trainer="tests.helpers.faults:FaultyTrainer",
+        experts="layers.*.moe.experts",
+    )
 )
 
 

@@ -147,6 +147,9 @@ class CollectiveLog(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[tuple[str, int, int]] = Counter()
+        """The sizes of exchanges of rows depend on tokens: they are -1 here."""
+        self.exchanged = 0
+        """Bytes that these exchanges have brought."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind is DTensor for kind in types):
@@ -164,6 +167,10 @@ class CollectiveLog(TorchDispatchMode):
             self.counts["reduce_scatter", args[0].shape[0], sizes[0]] += 1
         elif name == "exchange_parts":
             self.counts["all_to_all", args[0].shape[0], sizes[0]] += 1
+        elif name == "exchange_rows":
+            row = sizes[0] // max(1, args[0].shape[0])
+            self.counts["all_to_all", len(args[1]), -1] += 1
+            self.exchanged += sum(args[2]) * row if args[0].shape[0] else 0
         elif name == "alltoall_base_":
             self.counts["all_to_all", len(args[3]), sizes[0]] += 1
         elif name == "allreduce_":

@@ -23,7 +23,8 @@ def planned_again(config: RunConfig, mesh: MeshShape, machine: Machine) -> Plan:
     """Do what `make_plan` does, with the probe of an earlier plan."""
     train = {name: value for name, value in vars(config.train).items() if name not in _LENGTHS}
     data = config.data if config.data.arrangement == "masked" else config.data.seq_len  # how long documents are
-    shape = (data, config.rows_per_sample, config.context, machine.device_type)
+    groups = (config.context, config.expert, config.mesh.expert_method)
+    shape = (data, config.rows_per_sample, groups, machine.device_type)
     key = repr((config.recipe, config.model, config.lora, config.fsdp, config.optim, train, shape))
     if key not in _probes:
         _probes[key] = Probe(config, machine.device_type)

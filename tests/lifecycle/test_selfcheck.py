@@ -309,7 +309,7 @@ def test_every_byte_counts() -> None:
     """A flipped bit anywhere, and two blocks that have changed places."""
 
     def checksum(tensor: torch.Tensor) -> int:
-        return selfcheck._checksum(selfcheck._Piece("x", "", tensor, 0, 1, 1, copies=2))
+        return selfcheck._checksum(selfcheck._Piece("x", "", tensor, ((0, 1), (0, 1)), (1, 1), copies=2))
 
     for dtype, size in ((torch.float32, 3 * 8192 + 5), (torch.bfloat16, 8192 * 4 + 3), (torch.uint8, 5)):
         data = torch.arange(size).to(dtype)
@@ -329,10 +329,18 @@ def test_every_byte_counts() -> None:
 def test_pieces_make_up_the_whole(total: int) -> None:
     import numpy as np
 
-    piece = selfcheck._Piece("w", "", torch.empty(0), 0, 0, total, copies=1)
-    table = np.array([[[0, 3, 0]], [[2, 3, 0]], [[0, 0, 0]]])
+    one = ((0, 1), (0, 1))
+    piece = selfcheck._Piece("w", "", torch.empty(0), one, (total, 1), copies=1)
+    table = np.array([[[0, 3, 0, 1, 0]], [[2, 5, 0, 1, 0]], [[0, 0, 0, 1, 0]]])
     lines = list(selfcheck._compare_pieces([piece], table))
     assert lines[0] == "rank 1: the pieces of w overlap: rows 2 to 4 here; expected: from row 3 on"
     assert (len(lines) == 1) == (total == 5)
-    twice = list(selfcheck._compare_pieces([replace(piece, total=3)], np.array([[[0, 3, 0]], [[0, 3, 0]]])))
+    halves = np.array([[[0, 3, 0, 1, 0]], [[0, 3, 0, 1, 0]]])
+    twice = list(selfcheck._compare_pieces([replace(piece, totals=(3, 1))], halves))
     assert twice == ["ranks 0, 1: rows 0 to 2 of w are on 2 ranks; expected: 1"]
+    square = replace(piece, totals=(4, 4))
+    quarters = [[0, 2, 0, 2, 0], [0, 2, 2, 4, 0], [2, 4, 0, 2, 0], [2, 4, 2, 4, 0]]
+    assert not list(selfcheck._compare_pieces([square], np.array(quarters)[:, None]))
+    quarters[3] = [2, 4, 3, 4, 0]
+    (line,) = selfcheck._compare_pieces([square], np.array(quarters)[:, None])
+    assert line == "rank 3: the pieces of w leave a gap: columns 3 to 3 of rows 2 to 3 here; expected: from column 2 on"

@@ -91,7 +91,11 @@ def part_of(init: Callable[[Layer], None], rows: slice, seed: int = 7) -> dict[s
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(materialize, "_copy_shard", keep)
-        patch.setattr(materialize, "local_rows", lambda parameter: (rows.start, rows.stop))
+        patch.setattr(
+            materialize,
+            "local_box",
+            lambda parameter: ((rows.start, rows.stop), *((0, n) for n in parameter.shape[1:])),
+        )
         materialize.materialize(layer, seed, torch.device("cpu"))
     return kept
 

@@ -27,8 +27,8 @@ from tests.weights.test_huggingface import (
 from trainer import load_config, load_weights
 from trainer.data.loader import TrainLoader
 from trainer.data.source import Source
+from trainer.experts import BalanceLoss, grouped_mm
 from trainer.export import command_line as main
-from trainer.model.experts import BalanceLoss, grouped_mm
 from trainer.plan.probe import _trace as trace
 
 STEPS = 20

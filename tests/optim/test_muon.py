@@ -208,13 +208,13 @@ def busiest_over_mean(matrices: Sequence[Matrix], owners: Sequence[int], ranks: 
 @pytest.mark.parametrize(("replicate", "shard"), [(1, 8), (8, 8), (1, 64), (2, 4)])
 def test_the_work_is_balanced(replicate: int, shard: int) -> None:
     matrices = llama_matrices(4096, 14336, 32, 1024)
-    owners = assign_owners(matrices, lambda matrix, s: matrix.rows // shard, replicate, shard)
+    owners = assign_owners(matrices, lambda matrix, s: matrix.numel // shard, replicate, shard)
     assert busiest_over_mean(matrices, owners, replicate * shard) < 1.1
 
 
 def test_experts_stay_where_they_are() -> None:
     experts = split_into_matrices(0, (64, 128, 256))
-    owners = assign_owners(experts, lambda matrix, s: 128 * (matrix.start // 128 // 8 == s), 1, 8)
+    owners = assign_owners(experts, lambda matrix, s: matrix.numel * (matrix.expert // 8 == s), 1, 8)
     assert owners == [expert // 8 for expert in range(64)]
 
 

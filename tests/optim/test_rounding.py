@@ -22,6 +22,8 @@ from trainer import RunConfig, Trainer, UserError, load_config
 from trainer.config import OptimSection, check_config
 from trainer.export import export_checkpoint
 from trainer.model.parameters import local
+from trainer.model.placement import Box
+from trainer.optim import adamw
 from trainer.optim.adamw import (
     FusedAdamW,
     RoundingAdamW,
@@ -108,6 +110,19 @@ def test_bits_are_those_of_the_place() -> None:
     assert len(keys.unique()) > 0.999 * keys.numel()
 
 
+@pytest.mark.parametrize("box", [((1, 3), (0, 6), (0, 5)), ((0, 4), (2, 4), (0, 5)), ((1, 3), (0, 6), (3, 5))])
+def test_bits_of_a_shard_are_those_of_its_elements(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Along whichever dimension it is cut, and wherever it is divided once more."""
+    monkeypatch.setattr("trainer.optim.adamw.local_box", lambda parameter: box)
+    place = adamw._shard_position(torch.empty(4, 6, 5), "w", 0)
+    own = torch.tensor([*place, *adamw._CONTIGUOUS[len(place) - 2 :]], dtype=torch.int32)
+    start = torch.tensor([int(own[0]), 0, 0, 0], dtype=torch.int32)
+    whole = random_bits(start, 4 * 6 * 5).view(4, 6, 5)
+    expected = whole[tuple(slice(*span) for span in box)].flatten()
+    found = torch.cat([random_bits(adamw._moved(own, first), 4) for first in range(0, len(expected), 4)])
+    assert torch.equal(found, expected)
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # The optimizer
 
@@ -123,11 +138,11 @@ def own_adamw(model: nn.Module, state_dtype: torch.dtype, stochastic: bool = Tru
     return RoundingAdamW(groups, names, 0, 1e-2, (0.9, 0.999), 1e-8, state_dtype, stochastic)
 
 
-def test_random_bits_are_for_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a shard along another dimension than the first, which cannot say which rows it holds."""
-    monkeypatch.setattr("trainer.optim.adamw.local_rows", lambda parameter: None)
+def test_random_bits_are_for_a_known_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which elements of a parameter are here must be known."""
+    monkeypatch.setattr("trainer.optim.adamw.local_box", lambda parameter: None)
     model = small_model(torch.bfloat16)
-    with pytest.raises(UserError, match=r"rounding=stochastic: 0\.weight is not split .*\n.*rounding=nearest"):
+    with pytest.raises(UserError, match=r"rounding=stochastic: 0\.weight is sharded .*\n.*rounding=nearest"):
         own_adamw(model, torch.bfloat16)
     optimizer = own_adamw(model, torch.bfloat16, stochastic=False)
     before = [p.detach().clone() for p in model.parameters()]

@@ -17,12 +17,11 @@ import pytest
 import torch
 import torch._subclasses.fake_tensor
 import torch.distributed as dist
-import torch.distributed.tensor._utils
 import torch.nn.attention.varlen  # registers its operator
 import torch.utils._python_dispatch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fully_shard
 from torchdata.stateful_dataloader import stateful_dataloader
 
 from tests.helpers.forked import REPOSITORY
@@ -76,8 +75,9 @@ PRIVATE: dict[str, Callable[[], object]] = {
         _fully_shard._get_post_forward_mesh_info, "reshard_after_forward", "mesh_info"
     ),
     "torch.distributed.fsdp._fully_shard._fully_shard": lambda: _fully_shard,
-    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": lambda: _takes(
-        torch.distributed.tensor._utils.compute_local_shape_and_global_offset, "global_shape", "mesh", "placements"
+    "torch.distributed.fsdp._fully_shard._fsdp_common": lambda: (
+        _takes(_fsdp_common.ShardPlacementResult, "placement", "mesh_info")
+        and _takes(_fsdp_common.HSDPMeshInfo, "mesh", "shard_mesh_dim", "replicate_mesh_dim")
     ),
     # tensors without values, trees
     "torch._subclasses.fake_tensor.FakeTensorMode": lambda: torch._subclasses.fake_tensor.FakeTensorMode(),

@@ -25,10 +25,11 @@ from tests.helpers.ranks import run_ranks
 from trainer import Recipe, UserError
 from trainer.config.pretrained import model_config_of
 from trainer.model.materialize import materialize
+from trainer.model.parameters import local_rows
 from trainer.recipe import HuggingFace, Transposed, all_recipes, find_recipe
 from trainer.weights import sources as weights
 from trainer.weights.exporting import export
-from trainer.weights.sources import SafetensorsFolder, WeightSource, fill, full_state_dict, local_rows, named_weights
+from trainer.weights.sources import SafetensorsFolder, WeightSource, fill, full_state_dict, named_weights
 
 LLAMA, GPT2, QWEN3, QWEN3_MOE = map(find_recipe, ("llama", "gpt2", "qwen3", "qwen3_moe"))
 TINY = LLAMA.config(vocab_size=263, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=64)
@@ -431,7 +432,9 @@ def fill_each(folder: Path, meshes: list[tuple[int, ...]]) -> list[str]:
             expected, read = plain.state_dict(), sum(source.num_bytes.values())
             held = 0
             for name, weight in named_weights(model).items():
-                start, stop = local_rows(weight)
+                rows = local_rows(weight)
+                assert rows is not None
+                start, stop = rows
                 local = weight.to_local() if hasattr(weight, "to_local") else weight
                 part = expected[name][start:stop] if weight.ndim else expected[name]
                 held += local.nbytes if name in source.shapes else 0

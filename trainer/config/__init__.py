@@ -7,6 +7,7 @@ process is spawned.
 from __future__ import annotations
 
 from trainer.config.changes import compare_configs, compare_stored, stored_value
+from trainer.config.experts import expert_choices, resolve_expert_method
 from trainer.config.load import (
     declared_by_yaml,
     declared_keys,
@@ -63,6 +64,7 @@ __all__ = [
     "declared_by_yaml",
     "declared_keys",
     "description",
+    "expert_choices",
     "find_deadline",
     "find_mesh_shape",
     "find_phases",
@@ -71,6 +73,7 @@ __all__ = [
     "read_yaml",
     "recipe_files",
     "resolve_context_method",
+    "resolve_expert_method",
     "smallest_mesh",
     "source_names",
     "stored_value",

@@ -76,7 +76,7 @@ def find_mesh_shape(mesh: MeshSection, world_size: int, local_world_size: int) -
 def smallest_mesh(config: RunConfig) -> MeshShape:
     """Return the smallest mesh that fits a configuration, to use if the number of ranks is unknown."""
     mesh, reshard = config.mesh, config.fsdp.reshard_after_forward
-    requested = [*(reshard if isinstance(reshard, list) else [reshard]), mesh.context]
+    requested = [*(reshard if isinstance(reshard, list) else [reshard]), mesh.context, mesh.expert]
     sizes = [size for size in requested if isinstance(size, int)]
     shard = mesh.shard if isinstance(mesh.shard, int) and mesh.shard > 0 else math.lcm(*(max(1, n) for n in sizes))
     return MeshShape(max(1, mesh.replicate), shard)

@@ -68,6 +68,7 @@ _OTHER_NAMES = {
     "mesh.shard": "mesh data_parallel_shard_degree dp_shard fsdp_size",
     "mesh.replicate": "data_parallel_replicate_degree dp_replicate",
     "mesh.context": "context_parallel_size context_parallel_degree cp_size",
+    "mesh.expert": "expert_parallel_size expert_parallel_degree expert_model_parallel_size ep_size",
     "fsdp.cpu_offload": "offload_params enable_cpu_offload",
     "fsdp.reshard_after_forward": "fsdp fsdp_reshard_after_forward sharding_strategy fsdp_sharding_strategy",
     "fsdp.param_dtype": "dtype torch_dtype mixed_precision_param",
@@ -80,7 +81,10 @@ _KEY_OF_NAME = {name: key for key, names in _OTHER_NAMES.items() for name in nam
 
 _COMPUTED = "it is computed from train.global_batch_size, train.micro_batch_size and the number of ranks"
 _BY_LAUNCHER = "start the run with torchrun or srun, which set this"
-_FSDP_ONLY = "only sharding and replication are supported (mesh.shard, mesh.replicate; mesh.context for long sequences)"
+_FSDP_ONLY = (
+    "only sharding and replication are supported (mesh.shard, mesh.replicate; mesh.context for long sequences, "
+    "mesh.expert for experts)"
+)
 _TRAINED_ON = "set data.train_on=assistant, or completion"
 _EVAL_BATCH = "leave it out: an evaluation takes as many sequences at a time as training, train.micro_batch_size"
 _ADVICE_FOR_NAME = {

@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer import gguf_model, hub
 from trainer.config.changes import compare_configs
+from trainer.config.experts import resolve_expert_method
 from trainer.config.initial_weights import (
     allows_other_tokenizer,
     check_initial_weights,
@@ -883,6 +884,12 @@ def context_method(config: RunConfig, resolution: Resolution) -> RunConfig:
     return resolve_context_method(config, resolution.world.env.local_world_size)
 
 
+def expert_method(config: RunConfig, resolution: Resolution) -> RunConfig:
+    """Resolve `mesh.expert_method=auto`, by the number of ranks on a node.  When: as `context_method`."""
+    assert resolution.world is not None
+    return resolve_expert_method(config, resolution.world.env.local_world_size)
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # The list
 
@@ -929,7 +936,9 @@ PASSES = (
     Pass("trim rows", "trainer.data.opening:trim_rows", "data", "the longest conversation"),
     Pass("epochs", "trainer.data.opening:epochs_to_steps", "data", "train.epochs of the data"),
     Pass("context method", context_method, "device", "suits the heads and nodes"),
+    Pass("expert method", expert_method, "device", "suits the experts and nodes"),
     Pass("auto", "trainer.plan.forecast:choose_auto", "device", "the planner's choice for this memory"),
     Pass("context method", context_method, "device", "suits the context the planner chose"),
+    Pass("expert method", expert_method, "device", "suits the experts' ranks the planner chose"),
 )
 """All passes, in their order.  Those that need data or a device are at the end: they run when their input exists."""

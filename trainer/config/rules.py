@@ -19,6 +19,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from trainer.config.experts import check_expert, with_expert
 from trainer.config.load import (
     CONFIG,
     declared_keys,
@@ -46,7 +47,10 @@ def check_config(config: RunConfig, world_size: int, local_world_size: int) -> M
     shape = find_mesh_shape(config.mesh, world_size, local_world_size)
     if config.mesh.context == AUTO:  # without a valid choice, check context=1 to report why
         config = next(iter(context_choices(config, shape, local_world_size)), with_context(config, 1))
+    if config.mesh.expert == AUTO:
+        config = with_expert(config, 1, config.mesh.expert_method)
     check_context(config, shape, local_world_size)
+    check_expert(config, shape, local_world_size)
     check_batch(config, shape)
     if not isinstance(config.train.compile, bool) and config.train.compile != AUTO:
         raise choice_error("train.compile", config.train.compile, [True, False, AUTO])

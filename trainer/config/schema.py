@@ -224,6 +224,19 @@ class MeshSection:
         "how slices attend to the full sequence: gather (each rank gathers keys and values), heads (ranks "
         "exchange slices for heads), or auto (heads if they divide evenly within one node, else gather)",
     )
+    expert: int | str = declare(
+        1,
+        "expert parallelism: number of consecutive ranks on the shard axis that share out the experts of each layer; "
+        "auto: let the planner choose",
+        at_least=1,
+        form=NUMBER_OR + AUTO,
+    )
+    expert_method: Literal["auto", "exchange", "gather"] = declare(
+        "auto",
+        "how tokens meet their experts: exchange (tokens travel to the ranks of their experts), gather (each rank "
+        "gathers all tokens of its group), or auto (gather if blocks are compiled or the group is within one node and "
+        "not larger than a token's number of experts, else exchange)",
+    )
 
 
 @dataclass(frozen=True)
@@ -669,6 +682,11 @@ class RunConfig:
     def context(self) -> int:
         """Number of ranks that split each sequence; `mesh.context` must be resolved already."""
         return int(self.mesh.context)
+
+    @property
+    def expert(self) -> int:
+        """Number of ranks that share out the experts; `mesh.expert` must be resolved already."""
+        return int(self.mesh.expert)
 
     def num_groups(self, num_ranks: int) -> int:
         """Return the number of data-parallel groups; with context parallelism each consists of `context` ranks."""

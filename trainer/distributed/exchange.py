@@ -7,6 +7,7 @@ not depend on the rank.  Each operator waits for its collective on the stream on
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,12 +18,22 @@ all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None)
 _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _groups: dict[str, dist.ProcessGroup] = {}
+_purposes: dict[str, str] = {}
 
 
-def register_group(group: dist.ProcessGroup) -> str:
+def register_group(group: dist.ProcessGroup, purpose: str) -> str:
     """Register a process group for these operators, and return the name to pass to them."""
-    _groups[group.group_name] = group
+    _groups[group.group_name], _purposes[group.group_name] = group, purpose
     return group.group_name
+
+
+def purpose_of(frame: FrameType | None) -> str:
+    """Return the purpose of the group for whose collective a thread waits, by its current frame; empty if for none."""
+    while frame is not None:
+        if frame.f_code.co_filename == __file__ and frame.f_locals.get("group") in _purposes:
+            return _purposes[frame.f_locals["group"]]
+        frame = frame.f_back
+    return ""
 
 
 @torch.library.custom_op("meshtrainer::gather_parts", mutates_args=())
@@ -38,7 +49,10 @@ def gather_parts(part: torch.Tensor, num_parts: int, group: str) -> torch.Tensor
 
 @torch.library.custom_op("meshtrainer::sum_parts", mutates_args=())
 def sum_parts(parts: torch.Tensor, group: str) -> torch.Tensor:
-    """Return the sum over all ranks of their parts for this rank, of shape parts.shape[1:].  One reduce-scatter."""
+    """Return the sum over all ranks of their parts for this rank, of shape parts.shape[1:].  One reduce-scatter.
+
+    Backward: one all-gather.
+    """
     part = parts.new_empty(parts.shape[1:])
     _reduce_scatter_single(part.view(-1), parts.contiguous().view(-1), group=_groups[group])
     return part
@@ -53,6 +67,17 @@ def exchange_parts(parts: torch.Tensor, group: str) -> torch.Tensor:
     received = torch.empty_like(parts, memory_format=torch.contiguous_format)
     dist.all_to_all_single(received.view(-1), parts.contiguous().view(-1), group=_groups[group])
     return received
+
+
+@torch.library.custom_op("meshtrainer::exchange_rows", mutates_args=())
+def exchange_rows(rows: torch.Tensor, sent: list[int], received: list[int], group: str) -> torch.Tensor:
+    """Send `sent[n]` consecutive rows to the n-th rank of a group; return the received rows in rank order.
+
+    received: the number of rows from each rank.  One all-to-all.  Backward: one all-to-all.
+    """
+    arrived = rows.new_empty((sum(received), *rows.shape[1:]))
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=_groups[group])
+    return arrived
 
 
 @gather_parts.register_fake
@@ -70,6 +95,11 @@ def _(parts: torch.Tensor, group: str) -> torch.Tensor:
     return torch.empty_like(parts, memory_format=torch.contiguous_format)
 
 
+@exchange_rows.register_fake
+def _(rows: torch.Tensor, sent: list[int], received: list[int], group: str) -> torch.Tensor:
+    return rows.new_empty((sum(received), *rows.shape[1:]))
+
+
 def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.group = inputs[-1]
 
@@ -79,4 +109,24 @@ gather_parts.register_autograd(
 )
 exchange_parts.register_autograd(
     lambda ctx, grad_parts: (exchange_parts(grad_parts, ctx.group), None), setup_context=_keep_group
+)
+
+
+def _keep_parts(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    parts, ctx.group = inputs
+    ctx.num_parts = parts.shape[0]
+
+
+sum_parts.register_autograd(
+    lambda ctx, grad_part: (gather_parts(grad_part, ctx.num_parts, ctx.group), None), setup_context=_keep_parts
+)
+
+
+def _keep_splits(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, ctx.sent, ctx.received, ctx.group = inputs
+
+
+exchange_rows.register_autograd(
+    lambda ctx, grad_rows: (exchange_rows(grad_rows, ctx.received, ctx.sent, ctx.group), None, None, None),
+    setup_context=_keep_splits,
 )

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 REPLICATE, SHARD, CONTEXT = "replicate", "shard", "context"
 """Names of the mesh axes, and of the context-parallel groups inside `shard`."""
+OUTER, EXPERT = "outer", "expert"
+"""Names of the axes into which the mesh of experts divides `shard`."""
 
 _ANSWER_S = 5.0
 """Time limit for a response of the store."""
@@ -162,7 +164,22 @@ class World(Channel):
 
         All ranks must call this.  The axes' process groups get this run's timeout.
         """
-        axes = {REPLICATE: shape.replicate, SHARD: shape.shard} if shape.is_hybrid else {SHARD: shape.shard}
+        return self._mesh({REPLICATE: shape.replicate, SHARD: shape.shard}, shape.is_hybrid)
+
+    def expert_mesh_of(self, shape: MeshShape, expert: int) -> DeviceMesh | None:
+        """Create the mesh of parameters that `expert` consecutive ranks share out; None for one rank.
+
+        The axes are (outer, expert), or (replicate, outer, expert): `shape` with its shard axis divided in two.  All
+        ranks must call this.
+        """
+        if expert == 1:
+            return None
+        axes = {REPLICATE: shape.replicate, OUTER: shape.shard // expert, EXPERT: expert}
+        return self._mesh(axes, shape.is_hybrid)
+
+    def _mesh(self, axes: dict[str, int], is_hybrid: bool) -> DeviceMesh:
+        if not is_hybrid:
+            del axes[REPLICATE]
         sizes, names = tuple(axes.values()), tuple(axes)
         mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
         for axis in names:
@@ -181,7 +198,7 @@ class World(Channel):
         ranks = list(range(first, first + num_ranks))
         group = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=True, group_desc=CONTEXT)
         self._groups.append(group)
-        return register_group(group)
+        return register_group(group, CONTEXT)
 
     def sum_on_device(self, value: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all ranks, in place on its device.  One all-reduce on the default group."""

@@ -16,6 +16,7 @@ import fnmatch
 import importlib.util
 import inspect
 import json
+import math
 import platform
 import sys
 import zlib
@@ -29,7 +30,6 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainer.config import MeshShape, RunConfig, Slices, check_config
@@ -42,7 +42,7 @@ from trainer.errors import TrainingFailed, UserError, setting_error
 from trainer.loss import IGNORE, find_loss
 from trainer.metrics.sinks import warn
 from trainer.model.gradients import evaluation_mode, replicas_of, reshard
-from trainer.model.parameters import tied_names
+from trainer.model.parameters import local_box, tied_names
 from trainer.sequence import current_slices, full_sequences, use_slices
 
 DATA = "data"
@@ -161,15 +161,16 @@ def _list_ranks(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class _Piece:
-    """This rank's piece of one parameter: `length` of `total` rows along one dim, from `start` on."""
+    """This rank's piece of one parameter."""
 
     name: str
     facts: str
     """Properties that must be the same on all ranks."""
     tensor: torch.Tensor
-    start: int
-    length: int
-    total: int
+    spans: tuple[tuple[int, int], tuple[int, int]]
+    """The [start, stop) along dimension 0 and along the other one that is divided; (0, 1) without another one."""
+    totals: tuple[int, int]
+    """The size of the parameter along these dimensions."""
     copies: int
     """Number of ranks that hold the same piece."""
 
@@ -182,7 +183,7 @@ class _Report:
     digest: int
     """Digest of the parameters' properties, which must be the same on all ranks."""
     pieces: NDArray[np.int64]
-    """One row per parameter: start, length, checksum."""
+    """One row per parameter: start and stop along both dimensions, and a checksum."""
     order: tuple[int, int, int, str] | None
     """Position in the data, number of samples, seed, and a digest of the data; None if the data is not checked."""
     samples: NDArray[np.int64] | None
@@ -196,18 +197,21 @@ def check_start(
     ties: Sequence[Sequence[str]],
     loader: object,
     exempt: Iterable[str] = (),
+    meshes: Mapping[str, DeviceMesh] | None = None,
 ) -> None:
     """Check parameters and data; raise TrainingFailed on all ranks with the problems of all ranks.
 
     Every trainable parameter must be sharded over the last axis of `mesh` and replicated over the one before, or be
-    unsharded with its gradient averaged (`trainer.model.gradients`).  The shards must cover the parameter without
-    overlap.  Replicas, and frozen unsharded parameters, must be bitwise equal.  The samples that the ranks read for the
-    next step must be the global batch: each sample once, in order, or once for each rank that holds a slice of it.
+    unsharded with its gradient averaged (`trainer.model.gradients`).  Parameters in `meshes` must be sharded over the
+    last two axes of their own mesh.  The shards must cover the parameter without overlap.  Replicas, and frozen
+    unsharded parameters, must be bitwise equal.  The samples that the ranks read for the next step must be the global
+    batch: each sample once, in order, or once for each rank that holds a slice of it.
 
     ties: groups of names, which must still be the same parameter.
     exempt: patterns of parameter names to skip, and `DATA`.
+    meshes: of parameters that ranks share out, by name.
 
-    Reads each replicated parameter once.  Two gathers, of 24 bytes per parameter and 8 per sample.
+    Reads each replicated parameter once.  Two gathers, of 40 bytes per parameter and 8 per sample.
     """
     exempt = tuple(exempt)
     replicas = replicas_of(model)
@@ -219,15 +223,18 @@ def check_start(
         for name, parameter in model.named_parameters():
             if not _matches(name, exempt):
                 is_reduced = channel.size == 1 or (replicas is not None and replicas.averages(parameter))
-                problem, piece = _inspect(name, parameter, mesh, channel.size, is_reduced)
+                own_mesh = (meshes or {}).get(name)
+                problem, piece = _inspect(
+                    name, parameter, own_mesh or mesh, own_mesh is not None, channel.size, is_reduced
+                )
                 problems += [problem] if problem else []
                 pieces.extend([piece] if piece else [])
         checked_loader = loader if isinstance(loader, TrainLoader) and not _matches(DATA, exempt) else None
-        table = [(piece.start, piece.length, _checksum(piece)) for piece in pieces]
+        table = [(*piece.spans[0], *piece.spans[1], _checksum(piece)) for piece in pieces]
         return _Report(
             problems,
             zlib.crc32("\n".join(f"{piece.name}: {piece.facts}" for piece in pieces).encode()),
-            np.array(table, dtype=np.int64).reshape(-1, 3),
+            np.array(table, dtype=np.int64).reshape(-1, 5),
             checked_loader.order if checked_loader is not None else None,
             checked_loader.next_samples() if checked_loader is not None else None,
         )
@@ -274,10 +281,11 @@ def _find_untied(model: nn.Module, ties: Sequence[Sequence[str]], exempt: Sequen
 
 
 def _inspect(
-    name: str, parameter: nn.Parameter, mesh: DeviceMesh, world_size: int, is_reduced: bool
+    name: str, parameter: nn.Parameter, mesh: DeviceMesh, is_shared_out: bool, world_size: int, is_reduced: bool
 ) -> tuple[str, _Piece | None]:
     """Return the problem with a parameter, and this rank's piece of it, if there is one to compare.
 
+    is_shared_out: whether the last axis of `mesh` is that of experts, so that two axes divide the parameter.
     is_reduced: whether its gradient needs no FSDP, because it is averaged anyway or there is one rank.
     """
     shape, is_trainable = tuple(parameter.shape), parameter.requires_grad
@@ -286,29 +294,39 @@ def _inspect(
         return f"{name} is on the meta device; expected: filled with values", None
     if not isinstance(parameter, DTensor):
         if is_trainable and not is_reduced:
-            return (
-                f"{name} is not sharded, so that its gradient is not reduced; expected: {_expected_placement(mesh)}",
-                None,
-            )
-        return "", _Piece(name, f"{facts}, whole", parameter, 0, 1, 1, world_size)
-    *outer, last = parameter.placements
-    if parameter.device_mesh != mesh or outer != [Replicate()] * len(outer) or not isinstance(last, Shard):
+            expected = _expected_placement(mesh, is_shared_out)
+            return f"{name} is not sharded, so that its gradient is not reduced; expected: {expected}", None
+        return "", _Piece(name, f"{facts}, whole", parameter, ((0, 1), (0, 1)), (1, 1), world_size)
+    num_split = 2 if is_shared_out else 1
+    outer, split = parameter.placements[:-num_split], parameter.placements[-num_split:]
+    is_split = all(type(placed).__name__ in _SHARDS[is_shared_out] for placed in split)
+    is_by_expert = not is_shared_out or split[-1] == Shard(0)
+    box = local_box(parameter)
+    is_as_wanted = is_split and is_by_expert and all(placed == Replicate() for placed in outer)
+    if parameter.device_mesh != mesh or not is_as_wanted or box is None:
         if not is_trainable:
             return "", None  # a frozen parameter may have any placement
-        placement = f"{tuple(parameter.placements)} on {_describe_axes(parameter.device_mesh)}"
-        return f"{name} is placed {placement}; expected: {_expected_placement(mesh)}", None
-    local, dim = parameter.to_local(), last.dim
-    local_shape, offset = compute_local_shape_and_global_offset(shape, mesh, parameter.placements)
-    copies = mesh.size() // mesh.size(mesh.ndim - 1)
+        placed = f"{tuple(parameter.placements)} on {_describe_axes(parameter.device_mesh)}"
+        return f"{name} is placed {placed}; expected: {_expected_placement(mesh, is_shared_out)}", None
+    local, dim = parameter.to_local(), split[0].dim  # type: ignore[attr-defined]
+    copies = mesh.size() // math.prod(mesh.shape[-num_split:])
     facts = f"{facts}, sharded on dim {dim} over {_describe_axes(mesh)}"
-    piece = _Piece(name, facts, local, offset[dim], local.shape[dim], shape[dim], copies)
-    if tuple(local.shape) != tuple(local_shape):
-        return f"{name} has shape {tuple(local.shape)} here; expected: {tuple(local_shape)} of {shape}", piece
+    inner = (box[dim], shape[dim]) if dim else ((0, 1), 1)
+    piece = _Piece(name, facts, local, (box[0], inner[0]), (shape[0], inner[1]), copies)
+    local_shape = tuple(stop - start for start, stop in box)
+    if tuple(local.shape) != local_shape:
+        return f"{name} has shape {tuple(local.shape)} here; expected: {local_shape} of {shape}", piece
     return "", piece
 
 
-def _expected_placement(mesh: DeviceMesh) -> str:
-    placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
+_SHARDS = {False: ("Shard",), True: ("Shard", "_StridedShard")}
+"""Names of the placements that divide a parameter, by whether ranks share out its rows: FSDP then divides it further,
+with strides."""
+
+
+def _expected_placement(mesh: DeviceMesh, is_shared_out: bool) -> str:
+    num_split = 2 if is_shared_out else 1
+    placements = (*[Replicate()] * (mesh.ndim - num_split), *[Shard(0)] * num_split)
     return f"a DTensor placed {placements} on {_describe_axes(mesh)}"
 
 
@@ -342,33 +360,54 @@ def _checksum(piece: _Piece) -> int:
 
 
 def _compare_pieces(pieces: Sequence[_Piece], tables: NDArray[np.int64]) -> Iterator[str]:
-    """Yield inconsistencies between ranks.  tables: start, length and checksum by rank and parameter."""
-    for index, piece in enumerate(pieces):
-        holders: dict[tuple[int, int], list[int]] = {}
-        for rank, (start, length) in enumerate(tables[:, index, :2].tolist()):
-            if length:
-                holders.setdefault((start, length), []).append(rank)
-        end = 0
-        for (start, length), ranks in sorted(holders.items()):
-            rows = f"{start} to {start + length - 1}"
-            if start != end:
-                problem = "overlap" if start < end else "leave a gap"
-                yield (
-                    f"{_list_ranks(ranks)}: the pieces of {piece.name} {problem}: rows {rows} here; "
-                    f"expected: from row {end} on"
-                )
-            if len(ranks) != piece.copies:
-                found = f"are on {len(ranks)} ranks; expected: {piece.copies}"
-                yield f"{_list_ranks(ranks)}: rows {rows} of {piece.name} {found}"
-            end = max(end, start + length)
-            checksums: list[int] = tables[ranks, index, 2].tolist()
-            majority = max(checksums, key=checksums.count)  # with two replicas, the first one
-            for rank, checksum in zip(ranks, checksums, strict=True):
-                if checksum != majority:
-                    reference_rank = ranks[checksums.index(majority)]
-                    yield f"rank {rank}: {piece.name} differs from its replica on rank {reference_rank}"
-        if end != piece.total:
-            yield f"all ranks: the pieces of {piece.name} end at row {end}; expected: {piece.total}"
+    """Yield inconsistencies between ranks.  tables: both spans and checksum by rank and parameter."""
+    for number, piece in enumerate(pieces):
+        rows: dict[tuple[int, int], list[int]] = {}
+        for rank, (start, stop, other_start, other_stop) in enumerate(tables[:, number, :4].tolist()):
+            if start < stop and other_start < other_stop:
+                rows.setdefault((start, stop), []).append(rank)
+        yield from _tiling(piece.name, "row", "", rows, piece.totals[0])
+        for (start, stop), ranks in sorted(rows.items()):
+            columns: dict[tuple[int, int], list[int]] = {}
+            for rank in ranks:
+                columns.setdefault(tuple(tables[rank, number, 2:4].tolist()), []).append(rank)
+            if piece.totals[1] > 1:
+                of_rows = f" of rows {start} to {stop - 1}"
+                yield from _tiling(piece.name, "column", of_rows, columns, piece.totals[1])
+            for holders in columns.values():
+                yield from _compare_copies(piece, (start, stop), holders, tables[holders, number, 4].tolist())
+
+
+def _tiling(
+    name: str, unit: str, where: str, holders: Mapping[tuple[int, int], Sequence[int]], total: int
+) -> Iterator[str]:
+    """Yield where spans, with the ranks that hold them, do not cover [0, total) exactly once."""
+    end = 0
+    for (start, stop), ranks in sorted(holders.items()):
+        if start != end:
+            wrong = "overlap" if start < end else "leave a gap"
+            yield (
+                f"{_list_ranks(ranks)}: the pieces of {name} {wrong}: {unit}s {start} to {stop - 1}{where} here; "
+                f"expected: from {unit} {end} on"
+            )
+        end = max(end, stop)
+    if end != total:
+        yield f"all ranks: the pieces of {name} end at {unit} {end}{where}; expected: {total}"
+
+
+def _compare_copies(
+    piece: _Piece, rows: tuple[int, int], ranks: Sequence[int], checksums: Sequence[int]
+) -> Iterator[str]:
+    if len(ranks) != piece.copies:
+        yield (
+            f"{_list_ranks(ranks)}: rows {rows[0]} to {rows[1] - 1} of {piece.name} are on {len(ranks)} ranks; "
+            f"expected: {piece.copies}"
+        )
+    right = max(checksums, key=checksums.count)  # the majority; of two replicas, the first one
+    for rank, checksum in zip(ranks, checksums, strict=True):
+        if checksum != right:
+            model = ranks[checksums.index(right)]
+            yield f"rank {rank}: {piece.name} differs from its replica on rank {model}"
 
 
 def _compare_data(reports: Sequence[_Report], loader: object) -> Iterator[str]:

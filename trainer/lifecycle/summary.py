@@ -24,7 +24,7 @@ from trainer.data.prompts import chat_end_ids, chat_prompt_tokens
 from trainer.data.source import SourceSubset
 from trainer.data.stdlib import Split, gzip_bits_per_byte, held_out_text
 from trainer.data.tokenizer import tokenizer_of
-from trainer.distributed.world import CONTEXT, REPLICATE, SHARD, World
+from trainer.distributed.world import CONTEXT, EXPERT, REPLICATE, SHARD, World
 from trainer.errors import UserError
 from trainer.lifecycle.resume import Resume
 from trainer.metrics.console import readable_bytes, readable_count, readable_duration
@@ -46,10 +46,11 @@ if TYPE_CHECKING:
 def mesh_sizes(mesh: DeviceMesh, config: RunConfig) -> dict[str, int]:
     """Return the size of each axis of a run's mesh, with `replicate` always first.
 
-    `context` is the size of the context-parallel groups, if it is above 1.
+    The sizes of the groups that share sequences or experts, if above 1, are added as `context` and `expert`.
     """
-    context = {CONTEXT: config.context} if config.context > 1 else {}
-    return {REPLICATE: 1, **dict(zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True)), **context}
+    groups = {CONTEXT: config.context, EXPERT: config.expert}
+    shared = {name: size for name, size in groups.items() if size > 1}
+    return {REPLICATE: 1, **dict(zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True)), **shared}
 
 
 def device_name(device: torch.device) -> str:
@@ -62,8 +63,11 @@ def start_facts(trainer: Trainer) -> Mapping[str, str]:
     config, world, mesh, model, loader = trainer.config, trainer.world, trainer.mesh, trainer.model, trainer.loader
     num_units, num_micro_batches, resumed_step = len(trainer.units), trainer.num_micro_batches, trainer.resume.step
     axes = zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True)
-    context, method = config.context, config.mesh.context_method
-    context_facts = f", {CONTEXT} {context} ({method}) inside {SHARD}" if context > 1 else ""
+    groups = (
+        (CONTEXT, config.context, config.mesh.context_method),
+        (EXPERT, config.expert, config.mesh.expert_method),
+    )
+    context_facts = "".join(f", {name} {size} ({method}) inside {SHARD}" for name, size, method in groups if size > 1)
     batch, micro_batch = config.train.global_batch_size, int(config.train.micro_batch_size)
     num_sequences = batch * config.rows_per_sample
     num_parameters, num_trained = count_parameters(model), count_trained_parameters(model)

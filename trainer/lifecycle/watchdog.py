@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_leaves
 from trainer.config import RunConfig
 from trainer.distributed import exchange
 from trainer.distributed.channel import TimedStore
-from trainer.distributed.world import CONTEXT, World
+from trainer.distributed.world import World
 from trainer.errors import EXIT_FAILED, PeerFailed, print_stderr
 from trainer.metrics.callbacks import Callback
 
@@ -338,9 +338,6 @@ class Watchdog(Callback):
         ):
             is_waiting = _is_in_a_collective(saving_frame)
             stack = [*stack, f"and the thread that saves, {self._save_stage()}, at", *_stack_lines(saving_frame)]
-        frame = main_frame
-        while frame is not None and frame.f_code.co_filename != exchange.__file__:
-            frame = frame.f_back
         return RankStatus(
             rank=self._world.rank,
             phase=phase,
@@ -352,7 +349,7 @@ class Watchdog(Callback):
             stack=stack,
             collectives=collectives,
             device="" if progress is None else progress.waiting_for,
-            group="" if frame is None else CONTEXT,
+            group=exchange.purpose_of(main_frame),
         )
 
 

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.errors import UserError
 from trainer.model.lora import LoraFactor, plain_name
-from trainer.model.parameters import local, local_rows, num_writes, seed_of, tied_names
+from trainer.model.parameters import local, local_box, num_writes, seed_of, tied_names
 
 
 def materialize(
@@ -177,8 +177,8 @@ def _is_filled_partially(parameter: torch.Tensor, full: torch.Tensor) -> bool:
     """Return whether to draw only part of a large tensor: this rank keeps few rows, or several threads can share the
     work.
     """
-    rows = local_rows(parameter)
-    helps = rows is not None and (2 * (rows[1] - rows[0]) <= full.shape[0] or torch.get_num_threads() > 1)
+    box = local_box(parameter)
+    helps = box is not None and (2 * (box[0][1] - box[0][0]) <= full.shape[0] or torch.get_num_threads() > 1)
     # Large enough to pay off, and made of complete groups.
     is_large = full.numel() >= MIN_ELEMENTS and full.numel() % _GROUP_SIZE == 0
     return helps and is_large and full.dtype == torch.float32 and full.is_contiguous()
@@ -220,17 +220,20 @@ def _copy_shard(parameter: torch.Tensor, full: torch.Tensor, deferred: DeferredF
     """Copy this rank's shard of `full` into `parameter`, or draw it.  No communication: every rank has the full
     tensor.
     """
-    rows = local_rows(parameter)
-    if rows is not None and deferred is not None:
-        columns, shard = math.prod(full.shape[1:]), local(parameter.detach())
-        shard.copy_(deferred.draw(rows[0] * columns, rows[1] * columns).view(shard.shape))
-    elif rows is not None and full.ndim:
-        local(parameter.detach()).copy_(full[rows[0] : rows[1]])  # copies only these rows to the device
+    box, kept = local_box(parameter), local(parameter.detach())
+    if box is not None and full.ndim:
+        rows, held = slice(*box[0]), (slice(None), *(slice(*span) for span in box[1:]))
+        if deferred is not None:
+            width = math.prod(full.shape[1:])
+            drawn = deferred.draw(rows.start * width, rows.stop * width).view(-1, *full.shape[1:])
+        else:
+            drawn = full[rows]
+        kept.copy_(drawn[held])  # copies only this part to the device
     elif isinstance(parameter, DTensor):
         part = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        local(parameter.detach()).copy_(local(part))
+        kept.copy_(local(part))
     else:
-        parameter.detach().copy_(full)
+        kept.copy_(full)
 
 
 def _poison(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from trainer.model.placement import Box, Division, cut
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
@@ -54,9 +58,23 @@ def mark_replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
     _replicated_on[parameter] = mesh
 
 
+_mesh_of_others: WeakKeyDictionary[DeviceMesh, DeviceMesh] = WeakKeyDictionary()
+"""For each mesh of experts, the mesh of the other parameters of its model, which has the same ranks."""
+
+
+def note_expert_mesh(expert_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
+    """Record that the parameters on `expert_mesh` belong to a model on `mesh`."""
+    _mesh_of_others[expert_mesh] = mesh
+
+
 def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
-    """Return the mesh whose ranks hold a parameter, divided or as replicas; None if only this process holds it."""
-    return parameter.device_mesh if isinstance(parameter, DTensor) else _replicated_on.get(parameter)
+    """Return the mesh whose ranks hold a parameter, divided or as replicas; None if only this process holds it.
+
+    For experts that ranks share out, it is the mesh of the model's other parameters.
+    """
+    if not isinstance(parameter, DTensor):
+        return _replicated_on.get(parameter)
+    return _mesh_of_others.get(parameter.device_mesh, parameter.device_mesh)
 
 
 def for_checkpoint(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -72,23 +90,51 @@ def for_checkpoint(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tenso
     return DTensor.from_local(tensor.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def local_rows(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return the rows of dimension 0 that this rank holds, as (start, stop); None if it is sharded in another way.
+def local_box(tensor: torch.Tensor) -> Box | None:
+    """Return the part of a tensor that this rank holds, as [start, stop) along each dimension; None if unknown.
 
-    A dimension is split as by `torch.chunk`: the last ranks may have fewer rows, or none.
+    A dimension is split as by `torch.chunk`: the last ranks may have fewer rows, or none.  If several mesh axes split
+    one dimension, FSDP's (strided) is applied last.
     """
-    num_rows = tensor.shape[0] if tensor.ndim else 1
+    box = [(0, size) for size in tensor.shape] or [(0, 1)]
     if not isinstance(tensor, DTensor):
-        return 0, num_rows
-    split = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    if not split:
-        return 0, num_rows
-    placement = tensor.placements[split[0]]
-    if len(split) > 1 or type(placement) is not Shard or placement.dim != 0:
+        return tuple(box)
+    split = [(axis, placed) for axis, placed in enumerate(tensor.placements) if not placed.is_replicate()]
+    if not all(isinstance(placed, (Shard, _StridedShard)) for _, placed in split):
         return None
-    rows_a_rank = -(-num_rows // tensor.device_mesh.size(split[0]))
-    start = min(num_rows, tensor.device_mesh.get_local_rank(split[0]) * rows_a_rank)
-    return start, min(num_rows, start + rows_a_rank)
+    for axis, placed in sorted(split, key=lambda pair: isinstance(pair[1], _StridedShard)):
+        dim, mesh = placed.dim, tensor.device_mesh  # type: ignore[attr-defined]
+        box[dim] = cut(box[dim], mesh.get_local_rank(axis), mesh.size(axis))
+    return tuple(box)
+
+
+def local_rows(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Return the rows of dimension 0 that this rank holds, as (start, stop); None if sharded in any other way."""
+    box = local_box(tensor)
+    if box is None or any(span != (0, size) for span, size in zip(box[1:], tensor.shape[1:], strict=True)):
+        return None
+    return box[0]
+
+
+def division_of(parameter: torch.Tensor) -> Division | None:
+    """Return how a parameter is divided among the ranks of the shard axis; None if in another way than here.
+
+    A parameter that every rank holds in full is divided into one part.
+    """
+    if not isinstance(parameter, DTensor):
+        return Division()
+    mesh = parameter.device_mesh
+    split = [(placed, mesh.size(axis)) for axis, placed in enumerate(parameter.placements) if not placed.is_replicate()]
+    if not all(isinstance(placed, (Shard, _StridedShard)) for placed, _ in split) or len(split) > 2:
+        return None
+    if not split:
+        return Division()
+    (placed, parts), *rest = split
+    dim: int = placed.dim  # type: ignore[attr-defined]
+    if not rest:
+        return Division(dim, parts)
+    ((inner, num_ranks),) = rest
+    return Division(dim, parts, num_ranks) if inner.dim == 0 else None  # type: ignore[attr-defined]
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

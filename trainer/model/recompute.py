@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import sdpa_flop
 
-from trainer.model.experts import GROUPED, GROUPED_PRODUCT, fake_tensors
+from trainer.experts import GROUPED, GROUPED_PRODUCT, fake_tensors
 from trainer.model.parameters import storage_id
 from trainer.sequence.attention import OPERATORS
 

@@ -5,6 +5,7 @@ Only this module calls `fully_shard`; the training step does not depend on any o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,28 +16,39 @@ import torch._dynamo  # otherwise FSDP2's first hook imports it while the model 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp_common
 from torch.distributed.fsdp._fully_shard import _fully_shard as fully_shard_module
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from trainer.config import AUTO, FsdpSection, RunConfig, budget_of, find_slices
+from trainer.config.mesh import divisor
 from trainer.config.rules import compiles_blocks, offloaded_share
+from trainer.distributed.world import EXPERT, OUTER, REPLICATE
 from trainer.errors import UserError, setting_error
+from trainer.experts import find_experts, share_out
 from trainer.model.float8 import apply_float8
 from trainer.model.network import build_network, storage_dtype
 from trainer.model.offload import ActivationOffload
+from trainer.model.parameters import note_expert_mesh
+from trainer.model.placement import divide, divides_evenly, num_dims_to_divide
 from trainer.model.recompute import OperatorId, choose_saved_operators, save_all_costly, save_only
 from trainer.model.units import ShardUnit, find_blocks, find_units, is_embedding_unit
 from trainer.recipe import Recipe
 from trainer.sequence import use_slices
 
 
-def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: DeviceMesh) -> list[ShardUnit]:
+def apply_sharding(
+    model: nn.Module, recipe: Recipe, config: RunConfig, mesh: DeviceMesh, expert_mesh: DeviceMesh | None = None
+) -> list[ShardUnit]:
     """Checkpoint, compile and shard `model` in place, bottom-up: inside the units, the units, then the root.
 
-    The mesh is (shard,) or (replicate, shard).  Parameters become DTensors sharded on dim 0; on the meta device nothing
-    is allocated.  A model for which `is_unsharded` is true keeps plain parameters; call `replicate` once they have
-    values.  Returns the units in the order of the forward pass.
+    The mesh is (shard,) or (replicate, shard).  Parameters become DTensors, sharded on dim 0 or, where most of its
+    padding would be waste, on another one (`placement.choose_dim`); on the meta device nothing is allocated.  A model
+    for which `is_unsharded` is true keeps plain parameters; call `replicate` once they have values.  With an
+    `expert_mesh` (see `World.expert_mesh_of`) the parameters of experts are sharded on that.  Returns the units in the
+    order of the forward pass.
 
     Collective only if integer resharding creates process groups: one set, shared by all units.
     """
@@ -63,7 +75,9 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
     if is_unsharded(config, mesh.size(mesh.ndim - 1)):
         _cast_at_boundaries(model, units, config)
     else:
-        _shard(model, units, reshard, config, mesh)
+        if expert_mesh is not None:
+            _share_out_experts(model, recipe, units, config, mesh, expert_mesh)
+        _shard(model, units, reshard, config, mesh, expert_mesh)
     return units
 
 
@@ -79,21 +93,104 @@ def is_unsharded(config: RunConfig, num_shards: int) -> bool:
     return num_shards == 1 and is_one_dtype and not fsdp.cpu_offload
 
 
+def _share_out_experts(
+    model: nn.Module,
+    recipe: Recipe,
+    units: Sequence[ShardUnit],
+    config: RunConfig,
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh,
+) -> None:
+    """Make the parameters of experts DTensors on the expert axis, which `fully_shard` then shards further."""
+    modules = [*find_experts(model, recipe).values()]
+    check_experts(model, recipe, units, config, mesh.size(mesh.ndim - 1))
+    share_out(modules, expert_mesh[EXPERT], config.mesh.expert_method)
+    note_expert_mesh(expert_mesh, mesh)
+
+
+def check_experts(
+    model: nn.Module, recipe: Recipe, units: Sequence[ShardUnit], config: RunConfig, num_shards: int
+) -> None:
+    """Raise UserError if `mesh.expert` ranks cannot share out the experts of `model`; a no-op for one rank."""
+    size = config.expert
+    if size == 1:
+        return
+    inside = {id(child) for module in find_experts(model, recipe).values() for child in module.modules()}
+    for unit in units:
+        if any(id(module) in inside for module in unit.modules):
+            rule = f"makes experts a unit of their own ({unit}); with mesh.expert={size} units must contain them"
+            raise setting_error("fsdp.wrap", config.fsdp.wrap, rule, "block")
+    for name, module in find_experts(model, recipe).items():
+        for own, parameter in module.named_parameters():
+            num_experts, parts = parameter.shape[0], num_shards // size
+            if num_experts % size:
+                rule = f"must divide the {num_experts} experts of {name}"
+                raise setting_error("mesh.expert", size, rule, divisor(size, math.gcd(num_experts, num_shards)))
+            if not divides_evenly(parameter.shape, num_shards, size, num_dims_to_divide(parameter.shape, config, True)):
+                sizes = (num_experts // size, *parameter.shape[1:])
+                rule = f"leaves {name}.{own} of shape {sizes} to {parts} ranks, which divide none of its dimensions"
+                raise setting_error("mesh.expert", size, rule, 1)
+
+
+def meshes_of_experts(model: nn.Module, recipe: Recipe, expert_mesh: DeviceMesh | None) -> dict[str, DeviceMesh]:
+    """Return the mesh of each parameter that ranks share out, by name; empty without an `expert_mesh`."""
+    if expert_mesh is None:
+        return {}
+    modules = find_experts(model, recipe).items()
+    return {f"{name}.{own}": expert_mesh for name, module in modules for own, _ in module.named_parameters()}
+
+
 def _shard(
-    model: nn.Module, units: Sequence[ShardUnit], reshard: Sequence[bool | int], config: RunConfig, mesh: DeviceMesh
+    model: nn.Module,
+    units: Sequence[ShardUnit],
+    reshard: Sequence[bool | int],
+    config: RunConfig,
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None,
 ) -> None:
     """Call `fully_shard` on the units, innermost first, and on the model."""
     policy = _precision(config)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.fsdp.cpu_offload else OffloadPolicy()
     shard = partial(fully_shard, mesh=mesh, offload_policy=offload)
+    num_shards = mesh.size(mesh.ndim - 1)
+
+    of_experts = None if expert_mesh is None else _mesh_info_of_experts(expert_mesh)
+
+    def placement(after_forward: bool | int, parameter: nn.Parameter) -> Any:
+        is_shared_out = isinstance(parameter, DTensor)
+        num_dims = num_dims_to_divide(parameter.shape, config, after_forward)
+        placed = Shard(divide(parameter.shape, num_shards, config.expert if is_shared_out else 1, num_dims).dim)
+        if not is_shared_out:
+            return placed
+        assert of_experts is not None
+        return fsdp_common.ShardPlacementResult(placed, of_experts)
+
     with _shared_reshard_meshes():
         for unit, after_forward in sorted(zip(units, reshard, strict=True), key=lambda pair: -pair[0].depth):
             modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
-            shard(modules, reshard_after_forward=after_forward, mp_policy=policy(is_root=False))
+            shard(
+                modules,
+                reshard_after_forward=after_forward,
+                mp_policy=policy(is_root=False),
+                shard_placement_fn=partial(placement, after_forward),
+            )
         root_reshards = {"always": True, "never": False}.get(str(config.fsdp.reshard_after_forward))
-        shard(model, reshard_after_forward=root_reshards, mp_policy=policy(is_root=True))
+        shard(
+            model,
+            reshard_after_forward=root_reshards,
+            mp_policy=policy(is_root=True),
+            shard_placement_fn=partial(placement, True),
+        )
     _set_prefetch(units, config.fsdp)
     _set_communication(model, units, config.fsdp)
+
+
+def _mesh_info_of_experts(expert_mesh: DeviceMesh) -> Any:
+    """Return FSDP's description of the axes on which it shards experts; it demands one object for all parameters."""
+    if expert_mesh.ndim == 2:
+        return fsdp_common.FSDPMeshInfo(expert_mesh[OUTER], shard_mesh_dim=0)
+    mesh = expert_mesh[REPLICATE, OUTER]
+    return fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
 def _cast_at_boundaries(model: nn.Module, units: Sequence[ShardUnit], config: RunConfig) -> None:
@@ -116,11 +213,16 @@ def _cast_at_boundaries(model: nn.Module, units: Sequence[ShardUnit], config: Ru
         model.register_forward_hook(cast_output)
 
 
-def check_sharding(config: RunConfig) -> None:
-    """Build the model on the meta device, and raise UserError if units or their resharding do not fit it."""
+def check_sharding(config: RunConfig, num_shards: int = 1) -> None:
+    """Build the model on the meta device, and raise UserError if units, their resharding or `mesh.expert` do not fit.
+
+    num_shards: ranks of the shard axis, if known.
+    """
     model = build_network(config)
     units = find_units(model, config.recipe, config.fsdp.wrap)
     reshard_of_units(config.fsdp.reshard_after_forward, units, num_shards=1)
+    if num_shards > 1 and config.mesh.expert != AUTO:
+        check_experts(model, config.recipe, units, config, num_shards)
     _check_blocks(find_blocks(model, config.recipe), units, config)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from trainer.errors import setting_error
-from trainer.model.parameters import local, local_rows, seed_of
+from trainer.model.parameters import local, local_box, seed_of
 from trainer.optim.blockwise import MEAN, SQUARE, block_length
 
 _MAX_GRAPHS = 64
@@ -94,7 +94,7 @@ class RoundingAdamW(torch.optim.Optimizer):
     is 1, and gradients are divided by the attribute `grad_scale`, also a scalar tensor.
 
     names: of each parameter, by its id.  seed: for rounding.  stochastic: round stochastically instead of to nearest.
-    Raises UserError for stochastic rounding of a parameter that is sharded along a dimension other than the first.
+    Raises UserError for stochastic rounding of a parameter of which this rank does not know its part.
     """
 
     algorithm = "AdamW"
@@ -117,6 +117,7 @@ class RoundingAdamW(torch.optim.Optimizer):
         self._state_dtype, self._stochastic = state_dtype, stochastic
         parameters = [p for group in self.param_groups for p in group["params"]]
         self._positions = {id(p): _shard_position(p, names[id(p)], seed) if stochastic else (0, 0) for p in parameters}
+        """See `_shard_position`."""
         self._stacked: dict[tuple[int, ...], torch.Tensor] = {}
 
     @torch.no_grad()
@@ -162,26 +163,48 @@ class RoundingAdamW(torch.optim.Optimizer):
         return state
 
     def _shard_positions(self, parameters: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """Return the seed and the position of the first element of each shard: int32, (P, 4), copied to the device
-        once.
+        """Return the seed and the position of each shard, int32, copied to the device once.  See `random_bits`.
 
-        Padded to 4, so that each row starts at a multiple of 16 bytes, as compiled kernels require.
+        (P, 4) if all shards are contiguous, else (P, 8): each row starts at a multiple of 16 bytes, as compiled kernels
+        require.
         """
         key = tuple(id(p) for p in parameters)
         if key not in self._stacked:
-            places = [(*self._positions[number], 0, 0) for number in key]
-            self._stacked[key] = torch.tensor(places, dtype=torch.int32, device=device)
+            places = [self._positions[number] for number in key]
+            width = 8 if any(len(place) > 2 for place in places) else 4
+            rows = [(*place, *_CONTIGUOUS[len(place) - 2 : width - 2]) for place in places]
+            self._stacked[key] = torch.tensor(rows, dtype=torch.int32, device=device)
         return self._stacked[key]
 
 
-def _shard_position(parameter: torch.Tensor, name: str, seed: int) -> tuple[int, int]:
-    """Return the seed of a parameter's bits, and the number of its elements before this shard: int32, wrapped."""
-    rows = local_rows(parameter)
-    if rows is None:
-        rule = f"{name} is not split along its first dimension, and has no rows here to draw random bits for"
+_CONTIGUOUS_WIDTH = 4
+_CONTIGUOUS = (0, 0, 1, 0, 0, 0)
+"""What follows the seed and the first position of a contiguous shard: see `random_bits`."""
+
+
+def _shard_position(parameter: torch.Tensor, name: str, seed: int) -> tuple[int, ...]:
+    """Return the seed of a parameter's bits, and where this shard is in the full tensor; int32, wrapped.
+
+    The second number is the position of its first element.  A shard that is not contiguous consists of runs: there
+    follow two zeros, the length of a run, and the number of elements between two runs.
+    """
+    box, shape = local_box(parameter), parameter.shape
+    if box is None:
+        rule = f"{name} is sharded in an unknown way: which of its elements are here decides their random bits"
         raise setting_error("optim.rounding", "stochastic", rule, "nearest")
-    columns = math.prod(parameter.shape[1:])
-    return seed_of(seed, name) % 2**32 - 2**31, (rows[0] * columns + 2**31) % 2**32 - 2**31
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(max(1, len(shape)))]
+    first = sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
+    place = seed_of(seed, name) % 2**32 - 2**31, _wrapped(first)
+    divided = [dim for dim, span in enumerate(box) if dim and span != (0, shape[dim])]
+    if not divided:
+        return place
+    (dim,) = divided
+    run, whole = ((stop - start) * strides[dim] for start, stop in (box[dim], (0, shape[dim])))
+    return (*place, 0, 0, max(1, run), _wrapped(whole - run))
+
+
+def _wrapped(number: int) -> int:
+    return (number + 2**31) % 2**32 - 2**31
 
 
 def _numbers(
@@ -266,10 +289,17 @@ def _update_by_pieces(
     step = _PIECE_ELEMENTS[device] // length * length
     for start in range(0, count, step):
         piece = slice(start, min(count, start + step))
-        piece_origin = torch.stack((origin[0], origin[1] + start)) if start else origin
+        piece_origin = _moved(origin, start) if start else origin
         blocks = slice(piece.start // length, piece.stop // length)
         pieces = [tensor[piece] for tensor in tensors[:4]] + [scales[blocks] for scales in tensors[4:]]
         update(pieces, numbers, piece_origin, stochastic)
+
+
+def _moved(origin: torch.Tensor, start: int) -> torch.Tensor:
+    """Return the origin of the elements from number `start` of a shard on; see `random_bits`."""
+    if len(origin) <= _CONTIGUOUS_WIDTH:
+        return torch.stack((origin[0], origin[1] + start))
+    return torch.cat((origin[:2], origin[2:3] + start, origin[3:]))
 
 
 @cache
@@ -329,11 +359,16 @@ def keys_of(seeds: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
 def random_bits(origin: torch.Tensor, count: int) -> torch.Tensor:
     """Return 32 random bits for each of `count` consecutive elements of a tensor: int32 of shape (count,).
 
-    `origin`: int32, the key, and the row-major position of the first element in the full tensor.  Positions wrap
+    `origin`: int32, the key, and the row-major position of the first element in the full tensor.  For elements of a
+    shard that consists of runs, it has 8 entries: the key, the position of the shard's first element, the number of the
+    first element in the shard, 0, the length of a run, and the number of elements between two runs.  Positions wrap
     around.
     """
-    places = origin[1] + torch.arange(count, dtype=torch.int32, device=origin.device)
-    return mix((places * _GOLDEN) ^ origin[0])
+    numbers = torch.arange(count, dtype=torch.int32, device=origin.device)
+    if len(origin) > _CONTIGUOUS_WIDTH:
+        numbers = origin[2] + numbers
+        numbers = numbers + torch.div(numbers, origin[4], rounding_mode="floor") * origin[5]
+    return mix(((origin[1] + numbers) * _GOLDEN) ^ origin[0])
 
 
 def round_stochastically(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:

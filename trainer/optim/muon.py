@@ -23,10 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from trainer.errors import setting_error
-from trainer.model.parameters import local, mesh_of
+from trainer.model.parameters import division_of, local, mesh_of
+from trainer.model.placement import Box, Division
 
 JORDAN = ((3.4445, -4.7750, 2.0315),) * 5
 """The same polynomial five times: singular values end between 0.7 and 1.2."""
@@ -104,8 +105,10 @@ class Matrix:
 
     parameter: int
     """Index among the optimizer's parameters."""
+    expert: int
+    """Index along the first dimension of a parameter of shape (E, K, N); 0 for one of shape (K, N)."""
     start: int
-    """First row.  The rows of a parameter of shape (E, K, N) are its E * K vectors of N elements."""
+    """First of the K rows."""
     rows: int
     columns: int
 
@@ -124,14 +127,34 @@ def split_into_matrices(number: int, shape: Sequence[int], block_rows: Sequence[
     block_rows: the rows of each block of a fused two-dimensional weight, such as a query, key and value projection.
     """
     *experts, rows, columns = shape
-    count = experts[0] if experts else 1
-    starts, sizes = [], list(block_rows) or [rows]
+    count, found = experts[0] if experts else 1, []
     for expert in range(count):
-        start = expert * rows
-        for size in sizes:
-            starts.append((start, size))
+        start = 0
+        for size in list(block_rows) or [rows]:
+            found.append(Matrix(number, expert, start, size, columns))
             start += size
-    return [Matrix(number, start, size, columns) for start, size in starts]
+    return found
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a matrix that one rank holds."""
+
+    matrix: int
+    """Index of the matrix, in a bucket."""
+    start: int
+    """First row within the matrix."""
+    rows: int
+    first_column: int
+    columns: int
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.columns
+
+    def of(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Return these elements of the whole matrix: (rows, columns)."""
+        return matrix[self.start : self.start + self.rows, self.first_column : self.first_column + self.columns]
 
 
 def assign_owners(
@@ -139,9 +162,9 @@ def assign_owners(
 ) -> list[int]:
     """Return the owner of each matrix, a rank of a mesh of `replicate` x `shard` ranks, balanced by FLOPs.
 
-    held: the number of rows of a matrix that each replica's rank `s` holds.  A rank that holds an entire matrix owns
-    it if that keeps the balance, since then nothing is sent; this is how experts stay where they are.  The others go,
-    the costliest first, to the rank with the least work.  The result depends only on the arguments, so all ranks
+    held: the number of elements of a matrix that each replica's rank `s` holds.  A rank that holds an entire matrix
+    owns it if that keeps the balance, since then nothing is sent; this is how experts stay where they are.  The others
+    go, the costliest first, to the rank with the least work.  The result depends only on the arguments, so all ranks
     get the same one.
     """
     num_ranks = replicate * shard
@@ -151,7 +174,7 @@ def assign_owners(
     if shard > 1:
         fair = sum(matrix.flops for matrix in matrices) / num_ranks
         for i in costliest_first:
-            holder = next((s for s in range(shard) if held(matrices[i], s) == matrices[i].rows), None)
+            holder = next((s for s in range(shard) if held(matrices[i], s) == matrices[i].numel), None)
             if holder is not None:
                 rank = min((r * shard + holder for r in range(replicate)), key=lambda rank: (load[rank], rank))
                 if load[rank] + matrices[i].flops <= fair:
@@ -181,38 +204,52 @@ def cut_into_buckets(matrices: Sequence[Matrix], capacity: float) -> list[list[i
 
 
 class Ownership:
-    """Which rows of its parameters each rank of a mesh holds, and which matrices it owns.  Pure arithmetic.
+    """Which part of its parameters each rank of a mesh holds, and which matrices it owns.  Pure arithmetic.
 
-    shapes: of all parameters.  matrices: of all parameters.  bucket_numel: elements that both messages of a bucket
-    bring to a rank, if no single matrix exceeds it.
+    shapes, divisions: of all parameters.  matrices: of all parameters.  bucket_numel: elements that both messages of a
+    bucket bring to a rank, if no single matrix exceeds it.
     """
 
     def __init__(
         self,
         shapes: Sequence[Sequence[int]],
+        divisions: Sequence[Division],
         matrices: Sequence[Matrix],
         replicate: int,
         shard: int,
         bucket_numel: float,
     ) -> None:
         self.replicate, self.shard = replicate, shard
-        self._lengths = [(shape[0], math.prod(shape[1:-1])) for shape in shapes]
-        owners = assign_owners(matrices, lambda matrix, s: self.rows_of(matrix, s)[1], replicate, shard)
+        self._boxes = [
+            [_as_stack(division.box(shape, s)) for s in range(shard)]
+            for shape, division in zip(shapes, divisions, strict=True)
+        ]
+        owners = assign_owners(matrices, self._held_numel, replicate, shard)
         # A rank receives a share of the rows to own, 1 / (replicate * shard), and its own rows, 1 / shard.
         capacity = bucket_numel * shard / (1 + 1 / replicate)
         self.owned = [[(matrices[i], owners[i]) for i in bucket] for bucket in cut_into_buckets(matrices, capacity)]
         """The matrices of each bucket with their owners."""
 
-    def first_row(self, number: int, s: int) -> int:
-        """Return the first row of parameter `number` on rank `s` of a replica, divided as by `torch.chunk`."""
-        length, rows_each = self._lengths[number]
-        return min(length, s * -(-length // self.shard)) * rows_each
+    def _held_numel(self, matrix: Matrix, s: int) -> int:
+        (first, last), (top, bottom), (left, right) = self._boxes[matrix.parameter][s]
+        if not first <= matrix.expert < last:
+            return 0
+        num_rows = min(matrix.start + matrix.rows, bottom) - max(matrix.start, top)
+        return max(0, num_rows) * (right - left)
 
-    def rows_of(self, matrix: Matrix, s: int) -> tuple[int, int]:
-        """Return the first row within a matrix that rank `s` of a replica holds, and their number."""
-        start = max(matrix.start, self.first_row(matrix.parameter, s))
-        stop = min(matrix.start + matrix.rows, self.first_row(matrix.parameter, s + 1))
-        return start - matrix.start, max(0, stop - start)
+    def piece_of(self, number: int, matrix: Matrix, s: int) -> Piece:
+        """Return what rank `s` of a replica holds of a matrix, whose index in a bucket is `number`."""
+        experts, rows, columns = self._boxes[matrix.parameter][s]
+        if not experts[0] <= matrix.expert < experts[1]:
+            return Piece(number, 0, 0, 0, 0)
+        start, stop = max(matrix.start, rows[0]), min(matrix.start + matrix.rows, rows[1])
+        return Piece(number, start - matrix.start, max(0, stop - start), columns[0], columns[1] - columns[0])
+
+    def local_rows(self, matrix: Matrix, piece: Piece, s: int) -> slice:
+        """Return where a piece is among all rows of its parameter that rank `s` of a replica holds."""
+        experts, rows, _ = self._boxes[matrix.parameter][s]
+        start = (matrix.expert - experts[0]) * (rows[1] - rows[0]) + matrix.start + piece.start - rows[0]
+        return slice(start, start + piece.rows)
 
     def costs(self, rank: int) -> list[BucketCosts]:
         """Return what the update of each bucket costs a rank."""
@@ -220,7 +257,7 @@ class Ownership:
 
     def _costs(self, bucket: Sequence[tuple[Matrix, int]], rank: int) -> BucketCosts:
         r, s = divmod(rank, self.shard)
-        held = {id(matrix): self.rows_of(matrix, s)[1] * matrix.columns for matrix, _ in bucket}
+        held = {id(matrix): self._held_numel(matrix, s) for matrix, _ in bucket}
         flops: Counter[int] = Counter()
         for matrix, owner in bucket:
             flops[owner] += matrix.flops
@@ -239,6 +276,11 @@ class Ownership:
             num_shapes=len(largest),
             flops=max(flops.values()),
         )
+
+
+def _as_stack(box: Box) -> tuple[tuple[int, int], ...]:
+    """Return a box of a stack of matrices for that of a matrix."""
+    return box if len(box) == 3 else ((0, 1), *box)
 
 
 @dataclass(frozen=True)
@@ -267,7 +309,7 @@ class BucketCosts:
 
 
 class _Mesh:
-    """The ranks that hold parameters: `replicate` copies, each divided into the rows of `shard` ranks."""
+    """The ranks that hold parameters: `replicate` copies, each divided among `shard` ranks."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
         mesh = mesh_of(parameter)
@@ -301,17 +343,21 @@ class _Mesh:
 
 
 def _shard_axis(parameter: torch.Tensor) -> int | None:
-    """Return the mesh axis along which the rows of a parameter are divided; None if every rank has all of them."""
+    """Return the axis of `mesh_of(parameter)` along which parameters are divided; None if every rank has all of it."""
     if not isinstance(parameter, DTensor):
         return None
     axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    if not axes:
-        return None
-    placement = parameter.placements[axes[0]]
-    if len(axes) > 1 or type(placement) is not Shard or placement.dim != 0:
-        rule = f"a parameter of shape {tuple(parameter.shape)} is not divided along its first dimension"
+    if len(axes) > 1:  # experts that ranks share out: on the mesh of the others, their axes are one, the last
+        return parameter.device_mesh.ndim - len(axes)
+    return axes[0] if axes else None
+
+
+def _division_of(parameter: torch.Tensor) -> Division:
+    found = division_of(parameter)
+    if found is None:
+        rule = f"a parameter of shape {tuple(parameter.shape)} is sharded in an unknown way"
         raise setting_error("optim.name", "muon", rule, "adamw")
-    return axes[0]
+    return found
 
 
 def _group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -320,16 +366,6 @@ def _group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
     if sorted(ranks) != list(range(dist.get_world_size())):
         raise ValueError("muon: the mesh of a parameter must contain all ranks")
     return world
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Rows of a matrix that one rank holds."""
-
-    matrix: int
-    start: int
-    """First row within the matrix."""
-    rows: int
 
 
 class _Bucket:
@@ -344,9 +380,9 @@ class _Bucket:
         self.mine = [i for i, owner in enumerate(owners) if owner == mesh.rank]
         """The matrices that this rank owns."""
 
-        def pieces(indices: Iterable[int], s: int) -> list[_Piece]:
-            found = [_Piece(i, *layout.rows_of(matrices[i], s)) for i in indices]
-            return [piece for piece in found if piece.rows]
+        def pieces(indices: Iterable[int], s: int) -> list[Piece]:
+            found = [layout.piece_of(i, matrices[i], s) for i in indices]
+            return [piece for piece in found if piece.numel]
 
         def owned_by(rank: int) -> list[int]:
             return [i for i, owner in enumerate(owners) if owner == rank]
@@ -361,11 +397,11 @@ class _Bucket:
         self.to_holders = [self.from_holders[rank % mesh.shard] for rank in everyone]
         self.from_owners = [pieces(owned_by(rank), mesh.s) for rank in everyone]
 
-    def placed(self, pieces: Sequence[Sequence[_Piece]]) -> Iterator[tuple[_Piece, slice]]:
+    def placed(self, pieces: Sequence[Sequence[Piece]]) -> Iterator[tuple[Piece, slice]]:
         """Yield the pieces of a message, and where their elements are in it."""
         start = 0
         for piece in itertools.chain.from_iterable(pieces):
-            stop = start + piece.rows * self.matrices[piece.matrix].columns
+            stop = start + piece.numel
             yield piece, slice(start, stop)
             start = stop
 
@@ -376,9 +412,9 @@ class _Bucket:
             found[self.matrices[i].rows, self.matrices[i].columns].append(i)
         return found
 
-    def sizes(self, pieces: Sequence[Sequence[_Piece]]) -> list[int]:
+    def sizes(self, pieces: Sequence[Sequence[Piece]]) -> list[int]:
         """Return the elements of each peer's part of a message."""
-        return [sum(piece.rows * self.matrices[piece.matrix].columns for piece in part) for part in pieces]
+        return [sum(piece.numel for piece in part) for part in pieces]
 
 
 class _Layout(Ownership):
@@ -386,8 +422,8 @@ class _Layout(Ownership):
 
     def __init__(self, parameters: Sequence[torch.Tensor], matrices: Sequence[Matrix], bucket_numel: float) -> None:
         self.mesh = _Mesh(parameters[0])
-        shapes = [tuple(p.shape) for p in parameters]
-        super().__init__(shapes, matrices, self.mesh.replicate, self.mesh.shard, bucket_numel)
+        shapes, divisions = [tuple(p.shape) for p in parameters], [_division_of(p) for p in parameters]
+        super().__init__(shapes, divisions, matrices, self.mesh.replicate, self.mesh.shard, bucket_numel)
         self.buckets = [
             _Bucket([matrix for matrix, _ in bucket], [owner for _, owner in bucket], self) for bucket in self.owned
         ]
@@ -407,7 +443,7 @@ class Muon(torch.optim.Optimizer):
     blocks: the rows of each block of fused parameters, by the parameter's id.  dtype: of messages and iterations.
     bucket_bytes: what both messages of a bucket bring to a rank, if no single matrix exceeds it.
     Collectives in a step: two all-to-alls per bucket; for NorMuon also an all-reduce of one number per matrix.
-    Raises UserError for a parameter that is divided along a dimension other than the first.
+    Raises UserError for a parameter that is divided in an unknown way, or for NorMuon along its columns.
     """
 
     supports_found_inf = True
@@ -534,7 +570,7 @@ class _Step:
             del direction  # before the next one is made
         return _Message(sent, *sizes, self._mesh.shard_group, range(self._mesh.shard))
 
-    def _direction(self, matrix: Matrix, piece: _Piece) -> torch.Tensor:
+    def _direction(self, matrix: Matrix, piece: Piece) -> torch.Tensor:
         """Update the momentum of rows of a matrix and return Nesterov's direction: (rows, columns)."""
         rows = self._local_rows(matrix, piece)
         gradient, momentum = self._gradients[matrix.parameter][rows], self._momenta[matrix.parameter][rows]
@@ -546,9 +582,8 @@ class _Step:
         momentum.lerp_(gradient.to(momentum.dtype), 1 - beta)
         return gradient.to(momentum.dtype).lerp(momentum, beta)
 
-    def _local_rows(self, matrix: Matrix, piece: _Piece) -> slice:
-        start = matrix.start + piece.start - self._layout.first_row(matrix.parameter, self._mesh.s)
-        return slice(start, start + piece.rows)
+    def _local_rows(self, matrix: Matrix, piece: Piece) -> slice:
+        return self._layout.local_rows(matrix, piece, self._mesh.s)
 
     def _new_message(self, sizes: Sequence[int]) -> torch.Tensor:
         return torch.empty(sum(sizes), device=self._mesh.device, dtype=self._optimizer._dtype)
@@ -564,25 +599,26 @@ class _Step:
     def _orthogonalize(self, bucket: _Bucket, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Orthogonalize the matrices whose rows are in `received`, shape by shape, into the message `sent`."""
         parts: dict[int, list[torch.Tensor]] = defaultdict(list)
-        for piece, place in bucket.placed(bucket.from_holders):  # the holders are in the order of their rows
-            parts[piece.matrix].append(received[place].view(piece.rows, -1))
-        places: dict[int, list[tuple[_Piece, slice]]] = defaultdict(list)
+        for piece, place in bucket.placed(bucket.from_holders):  # holders are in the order of their rows or columns
+            parts[piece.matrix].append(received[place].view(piece.rows, piece.columns))
+        places: dict[int, list[tuple[Piece, slice]]] = defaultdict(list)
         for piece, place in bucket.placed(bucket.to_holders):
             places[piece.matrix].append((piece, place))
-        for shape, indices in bucket.mine_by_shape().items():
-            rows = [rows for i in indices for rows in parts.pop(i)]
-            done = orthogonalize(torch.cat(rows).view(-1, *shape), self._optimizer._coefficients)
+        for (rows, columns), indices in bucket.mine_by_shape().items():
+            batch = _assembled([parts.pop(i) for i in indices], rows, columns)
+            done = orthogonalize(batch, self._optimizer._coefficients)
+            del batch
             for i, matrix in zip(indices, done.unbind(), strict=True):
                 for piece, place in places[i]:
-                    sent[place].view(piece.rows, -1).copy_(matrix[piece.start : piece.start + piece.rows])
+                    sent[place].view(piece.rows, piece.columns).copy_(piece.of(matrix))
             del done, matrix  # before the next batch is made
 
     def _update_rows(self, bucket: _Bucket, received: torch.Tensor) -> None:
         """Update the local rows of the weights."""
         updates: dict[int, torch.Tensor] = {}
-        pieces: dict[int, _Piece] = {}
+        pieces: dict[int, Piece] = {}
         for piece, place in bucket.placed(bucket.from_owners):
-            updates[piece.matrix] = received[place].view(piece.rows, -1)
+            updates[piece.matrix] = received[place].view(piece.rows, piece.columns)
             pieces[piece.matrix] = piece
         if self._optimizer._normalizes_rows:
             updates = self._normalized(bucket, updates, pieces)
@@ -602,7 +638,7 @@ class _Step:
                 rows.copy_(torch.where(self._found_inf > 0, rows, new))
 
     def _normalized(
-        self, bucket: _Bucket, updates: Mapping[int, torch.Tensor], pieces: Mapping[int, _Piece]
+        self, bucket: _Bucket, updates: Mapping[int, torch.Tensor], pieces: Mapping[int, Piece]
     ) -> dict[int, torch.Tensor]:
         """Divide each row by the root of its running mean square, and give each matrix an orthogonal one's norm."""
         norms = torch.zeros(len(bucket.matrices), device=self._mesh.device, dtype=torch.float32)
@@ -668,8 +704,15 @@ class _Message:
         return torch.cat([split[i] for i in self._parts])
 
 
+def _assembled(parts: Sequence[Sequence[torch.Tensor]], rows: int, columns: int) -> torch.Tensor:
+    """Return matrices from their parts, which are all rows of one in order, or all of its columns: (B, R, N)."""
+    if all(part.shape[1] == columns for of_one in parts for part in of_one):
+        return torch.cat([part for of_one in parts for part in of_one]).view(-1, rows, columns)
+    return torch.stack([torch.cat(tuple(of_one), dim=int(of_one[0].shape[0] == rows)) for of_one in parts])
+
+
 def _as_rows(tensor: torch.Tensor | None) -> torch.Tensor:
     """Return this rank's rows of a parameter, or of a tensor like it: (rows, columns), a view."""
     assert tensor is not None
     part = local(tensor).detach()
-    return part.view(-1, tensor.shape[-1])
+    return part.view(-1, part.shape[-1])

@@ -10,6 +10,8 @@
   memory_gib=X       device memory, if it differs from the data sheet
   ranks_per_node=N   default 8 (cpu: 1)
   network_gbps=X     network bandwidth per rank to other nodes, in Gbit/s (default 400)
+  imbalance=X        rows of the busiest rank relative to the mean, where ranks share out experts (default 1: a router
+                     that is in balance; a learned one is not)
   --json             print the plan as JSON
   --picture FILE     draw memory over one step, as .png or .svg
   --calibrate        measure this machine first, and use the result for this device from now on; under torchrun or
@@ -24,7 +26,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainer.config import (
@@ -35,6 +37,7 @@ from trainer.config import (
     load_config,
     recipe_files,
     resolve_context_method,
+    resolve_expert_method,
 )
 from trainer.config.command_line import no_recipe, split_allow_import
 from trainer.config.messages import unexpected_argument, unknown_option
@@ -43,6 +46,7 @@ from trainer.distributed.environment import find_environment
 from trainer.errors import EXIT_DOES_NOT_FIT, EXIT_FINISHED, print_stderr, print_stdout, run_command, setting_error
 from trainer.model.shard import check_sharding
 from trainer.plan.calibrate import calibrate
+from trainer.plan.experts import advice_on_experts
 from trainer.plan.machine import Machine, find_machine
 from trainer.plan.plan import Plan, make_plan, without_data
 from trainer.plan.search import Choice, NothingFits, fastest_choice, remedies, uses_auto
@@ -62,6 +66,7 @@ class _Options:
     ranks: int | None = None
     ranks_per_node: int | None = None
     network_gbps: float = 400.0
+    imbalance: float = 1.0
     as_json: bool = False
     picture: Path | None = None
     calibrates: bool = False
@@ -91,11 +96,15 @@ def _plan(arguments: list[str]) -> int:
             return EXIT_FINISHED
     memory_gib = options.memory_gib or config.run.memory_gib
     machine = find_machine(options.device, memory_gib, options.ranks_per_node, options.network_gbps)
+    if options.imbalance < 1:
+        raise setting_error("imbalance", options.imbalance, "must be at least 1, as the busiest rank is", 1)
+    machine = replace(machine, imbalance=options.imbalance)
     num_ranks = options.ranks or _num_ranks(config, machine)
     config = without_data(config)
     mesh = check_config(config, num_ranks, min(num_ranks, machine.rates.ranks_per_node))
-    config = resolve_context_method(config, min(num_ranks, machine.rates.ranks_per_node))
-    check_sharding(config)
+    for resolve_method in (resolve_context_method, resolve_expert_method):
+        config = resolve_method(config, min(num_ranks, machine.rates.ranks_per_node))
+    check_sharding(config, mesh.shard)
     if advice := mesh.advice(min(num_ranks, machine.rates.ranks_per_node)):
         print_stderr(f"warning: {advice}")
     try:
@@ -106,6 +115,8 @@ def _plan(arguments: list[str]) -> int:
         return EXIT_DOES_NOT_FIT
     plan = choice.plan if choice else make_plan(config, mesh, machine)
     _show(plan, choice, options)
+    for line in advice_on_experts(plan) if choice is None and not options.as_json else ():
+        print_stdout(line)
     if plan.fits:
         return EXIT_FINISHED
     if not options.as_json:
@@ -141,6 +152,7 @@ def _parse(arguments: list[str]) -> tuple[_Options, list[str]]:
     """Split the arguments into the planner's options and the overrides of configuration keys."""
     options, overrides = _Options(), []
     numbers = {"memory_gib": float, "ranks": int, "nproc": int, "ranks_per_node": int, "network_gbps": float}
+    numbers["imbalance"] = float
     remaining = iter(arguments)
     for argument in remaining:
         key, equals, text = argument.partition("=")
@@ -179,7 +191,9 @@ def _number(key: str, text: str, kind: type[int] | type[float]) -> float:
         value = 0
     if not 0 < value < float("inf"):
         rule = "must be a whole number above 0" if kind is int else "must be a number above 0"
-        raise setting_error(key, text, rule, example={"memory_gib": 80, "network_gbps": 400}.get(key, 8))
+        raise setting_error(
+            key, text, rule, example={"memory_gib": 80, "network_gbps": 400, "imbalance": 1.5}.get(key, 8)
+        )
     return value
 
 

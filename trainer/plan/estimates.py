@@ -20,7 +20,7 @@ from typing import NamedTuple, get_args
 
 from trainer.optim.optimizer import AVERAGE_SIZE
 from trainer.plan.kernels import Work
-from trainer.plan.step import Axis, Kind, Layout, Operation, Step, Watcher, padded_numel
+from trainer.plan.step import Axis, Kind, Layout, Operation, Step, Watcher
 from trainer.plan.trace import Segment, Trace
 
 
@@ -130,7 +130,7 @@ def at_rest(trace: Trace, layout: Layout) -> dict[Kind, int]:
     if layout.cpu_offload:
         return kinds
     parameters = [p for unit in trace.units for p in unit.parameters]
-    shards = [(p, padded_numel(p, layout.shard) // layout.shard) for p in parameters]
+    shards = [(p, layout.shard_numel(p)) for p in parameters]
     kinds["parameters"] = (1 + layout.has_reference_model) * sum(numel * p.element_size for p, numel in shards)
     average = AVERAGE_SIZE * layout.averages
     kinds["optimizer"] = sum(int(numel * (p.moments * p.moment_size + average * p.is_trained)) for p, numel in shards)
@@ -161,20 +161,20 @@ class _CollectiveCounter(Watcher):
     def begin(self, repeats: int) -> None:
         self._repeats = repeats
 
-    def gather(self, unit: int, axis: Axis, num_ranks: int, num_bytes: int) -> None:
+    def gather(self, group: int, axis: Axis, num_ranks: int, num_bytes: int) -> None:
         self.counts[Collective("all_gather", axis, num_ranks, num_bytes)] += self._repeats
 
-    def reduce(self, unit: int, scattered: int, reduced: int) -> None:
-        if self._layout.shard > 1:
-            self.counts[Collective("reduce_scatter", "shard", self._layout.shard, scattered)] += self._repeats
+    def reduce(self, axis: Axis, num_ranks: int, scattered: int, reduced: int) -> None:
+        if num_ranks > 1:
+            self.counts[Collective("reduce_scatter", axis, num_ranks, scattered)] += self._repeats
         if self._layout.replicate > 1 and reduced:
             self.counts[Collective("all_reduce", "replicate", self._layout.replicate, reduced)] += self._repeats
 
     def compute(self, segment: Segment, unit: int, is_backward: bool, accumulates: bool) -> None:
-        num_ranks = self._layout.context
         for work, count in segment.work:
             if work.operation is not None:
-                self.counts[Collective(work.operation, "context", num_ranks, work.num_bytes)] += count * self._repeats
+                num_ranks = self._layout.size_of(work.axis)
+                self.counts[Collective(work.operation, work.axis, num_ranks, work.num_bytes)] += count * self._repeats
 
 
 _NORM_BYTES, _LOSS_BYTES, _MESSAGE_BYTES = 4, 8, 8 * 8
@@ -233,7 +233,7 @@ class Rates:
 
     def kernel(self, work: Work) -> float:
         """Return the time of one kernel in seconds, by the roofline model (Williams et al. 2009)."""
-        rates = {"matmul": self.matmul, "attention": self.attention}.get(work.kind)
+        rates = {"matmul": self.matmul, "grouped": self.matmul, "attention": self.attention}.get(work.kind)
         compute_s = 0.0
         if rates:
             size = min(work.element_size, 4)
@@ -246,7 +246,7 @@ class Rates:
         Ranks are numbered along `shard` first.  Traffic between nodes goes through each rank's own network card.  A
         ring moves (n - 1) / n of the bytes through each rank; an all-reduce moves twice that.
         """
-        stride = layout.shard if axis == "replicate" else 1
+        stride = {"replicate": layout.shard, "outer": layout.expert}.get(axis, 1)
         per_node = max(1, min(num_ranks, self.ranks_per_node // stride))
         num_nodes = -(-num_ranks // per_node)
         rounds = 2 if operation == "all_reduce" else 1
@@ -317,34 +317,35 @@ class _Clock(Watcher):
             if work.operation is None:
                 kernels_s += count * self._rates.kernel(work)
             else:
-                num_ranks, num_bytes = layout.context, work.num_bytes
-                sent_s += count * self._rates.collective(work.operation, layout, "context", num_ranks, num_bytes)
+                num_ranks, num_bytes = layout.size_of(work.axis), work.num_bytes
+                sent_s += count * self._rates.collective(work.operation, layout, work.axis, num_ranks, num_bytes)
         return kernels_s, sent_s, sum(count for _, count in segment.work)
 
-    def gather(self, unit: int, axis: Axis, num_ranks: int, num_bytes: int) -> None:
+    def gather(self, group: int, axis: Axis, num_ranks: int, num_bytes: int) -> None:
         seconds = self._rates.collective("all_gather", self._layout, axis, num_ranks, num_bytes)
         start = max(self._gathers_free, self._gathers_may)
-        self._gathered_at[unit] = self._gathers_free = start + num_bytes // num_ranks * 2 / self._rates.memory + seconds
+        copied_s = num_bytes // num_ranks * 2 / self._rates.memory
+        self._gathered_at[group] = self._gathers_free = start + copied_s + seconds
         self._add_communication(seconds)
 
-    def wait_for_gather(self, unit: int, num_bytes: int, is_forward: bool) -> None:
-        self._wait_until(self._gathered_at.pop(unit, 0.0))
+    def wait_for_gather(self, group: int, num_bytes: int, is_forward: bool) -> None:
+        self._wait_until(self._gathered_at.pop(group, 0.0))
         if is_forward and self._last_copy is not None:
             self._gathers_may = max(self._gathers_may, self._last_copy)
-        self._copy(num_bytes)
+        self.copy(num_bytes)
         if is_forward:
             self._last_copy = self._now
         else:
             self._gathers_may = max(self._gathers_may, self._now)
 
-    def reduce(self, unit: int, scattered: int, reduced: int) -> None:
+    def reduce(self, axis: Axis, num_ranks: int, scattered: int, reduced: int) -> None:
         layout, rates = self._layout, self._rates
         if self._last_scatter is not None:  # wait until its buffer is released
             self._wait_until(self._last_scatter)
-        self._copy(scattered)
+        self.copy(scattered)
         self._scatters_free = max(self._scatters_free, self._now)
-        if layout.shard > 1:
-            seconds = rates.collective("reduce_scatter", layout, "shard", layout.shard, scattered)
+        if num_ranks > 1:
+            seconds = rates.collective("reduce_scatter", layout, axis, num_ranks, scattered)
             self._scatters_free += seconds
             self._add_communication(seconds)
         self._last_scatter = self._scatters_free
@@ -382,7 +383,7 @@ class _Clock(Watcher):
         self.exposed_s += self._repeats * max(0.0, moment - self._now)
         self._now = max(self._now, moment)
 
-    def _copy(self, num_bytes: int) -> None:
+    def copy(self, num_bytes: int) -> None:
         seconds = 2 * num_bytes / self._rates.memory
         self._now += seconds
         self.copy_s += self._repeats * seconds

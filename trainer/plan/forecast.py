@@ -81,7 +81,8 @@ def choose_auto(config: RunConfig, resolution: Resolution) -> RunConfig:
         micro_batch_size=settings["train.micro_batch_size"],
         offload_activations=settings["train.offload_activations"],
     )
-    return replace(config, fsdp=fsdp, train=train, mesh=replace(config.mesh, context=settings["mesh.context"]))
+    groups = {name: settings[f"mesh.{name}"] for name in ("context", "expert", "expert_method")}
+    return replace(config, fsdp=fsdp, train=train, mesh=replace(config.mesh, **groups))
 
 
 def describe_choice(choice: Choice | None) -> str:

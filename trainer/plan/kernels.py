@@ -20,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_backward_flop, sdpa_flop
 
+from trainer.distributed.world import EXPERT
+from trainer.experts import GROUPED_PRODUCT
 from trainer.loss import use_gpu_chunks
-from trainer.model.experts import GROUPED_PRODUCT
 from trainer.sequence import attention
 
 aten = torch.ops.aten
@@ -31,11 +32,14 @@ class Work(NamedTuple):
     """The work of one kernel or collective: floating-point operations, and bytes read and written."""
 
     kind: str
-    """`matmul`, `attention`, `memory` (memory-bound), or the name of a collective issued within a pass."""
+    """`matmul`, `grouped` (matrix products of experts), `attention`, `memory` (memory-bound), or the name of a
+    collective issued within a pass."""
     flops: int
     num_bytes: int
     element_size: int
     """Bytes per element of the output; the speed of a matrix product depends on it."""
+    axis: Literal["context", "expert"] = "context"
+    """Of a collective: which ranks take part."""
 
     @property
     def operation(self) -> Literal["all_gather", "reduce_scatter", "all_to_all"] | None:
@@ -49,8 +53,11 @@ COLLECTIVES: Mapping[Any, Literal["all_gather", "reduce_scatter", "all_to_all"]]
     torch.ops.meshtrainer.gather_parts.default: "all_gather",
     torch.ops.meshtrainer.sum_parts.default: "reduce_scatter",
     torch.ops.meshtrainer.exchange_parts.default: "all_to_all",
+    torch.ops.meshtrainer.exchange_rows.default: "all_to_all",
 }
-"""Operators that are context-parallel collectives, among the ranks that hold slices of the same sequences."""
+"""Operators that are collectives among the ranks that hold slices of the same sequences, or share out experts."""
+
+_GROUPED = {torch.ops.meshtrainer.grouped_mm, torch.ops.meshtrainer.grouped_outer, GROUPED_PRODUCT.overloadpacket}
 
 _FREE = {
     aten.detach.default,
@@ -81,14 +88,15 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     sizes = [tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs)]
     if func in COLLECTIVES:
-        return Work(COLLECTIVES[func], 0, max(sizes), outputs[0].element_size())
+        axis: Literal["context", "expert"] = "expert" if args[-1] == EXPERT else "context"
+        return Work(COLLECTIVES[func], 0, max(sizes), outputs[0].element_size(), axis)
     num_bytes = sum(sizes)
     packet = func.overloadpacket
     if packet in _ATTENTION:
         return Work("attention", _attention_flops(packet, args, kwargs), num_bytes, outputs[0].element_size())
     if packet in flop_registry:
         flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
-        return Work("matmul", flops, num_bytes, outputs[0].element_size())
+        return Work("grouped" if packet in _GROUPED else "matmul", flops, num_bytes, outputs[0].element_size())
     return Work("memory", 0, num_bytes, outputs[0].element_size())
 
 

@@ -49,6 +49,8 @@ class Machine:
     reserved_gib: float
     is_measured: bool
     source: str
+    imbalance: float = 1.0
+    """Rows of the busiest rank relative to the mean, where ranks share out experts: what a learned router does."""
 
     @property
     def device_type(self) -> str:

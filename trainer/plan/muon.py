@@ -6,10 +6,11 @@ The code that training uses decides which rank owns which matrix (`trainer.optim
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from trainer.config.schema import MuonSection
+from trainer.model.placement import Division
 from trainer.optim.muon import JORDAN, BucketCosts, Ownership, split_into_matrices
 from trainer.plan.trace import ParameterFacts
 
@@ -24,12 +25,21 @@ class MuonUpdate:
     Sizes and collectives are those of rank 0.
     """
 
-    def __init__(self, parameters: Sequence[ParameterFacts], replicate: int, shard: int, config: MuonSection) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[ParameterFacts],
+        divisions: Mapping[str, Division],
+        replicate: int,
+        shard: int,
+        config: MuonSection,
+    ) -> None:
         shapes = [p.shape for p in parameters]
         matrices = [m for n, p in enumerate(parameters) for m in split_into_matrices(n, p.shape, p.muon_blocks or ())]
         self._itemsize = {"bfloat16": 2, "float32": 4}[config.dtype]
         bucket_numel = config.bucket_mib * 2**20 / self._itemsize
-        self._buckets = Ownership(shapes, matrices, replicate, shard, bucket_numel).costs(rank=0)
+        self._buckets = Ownership(
+            shapes, [divisions[p.name] for p in parameters], matrices, replicate, shard, bucket_numel
+        ).costs(rank=0)
         self._moment_size = max((p.element_size for p in parameters), default=4)
         self._replicate, self._shard = replicate, shard
         self._has_rows = config.variant == "normuon"

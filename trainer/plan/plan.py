@@ -14,6 +14,7 @@ from functools import cached_property
 from trainer.checkpoint.interval import Costs, costs_of
 from trainer.config import MeshShape, RunConfig
 from trainer.config.rules import offloaded_share
+from trainer.model.placement import divide, num_dims_to_divide
 from trainer.model.shard import is_unsharded, resolve_resharding
 from trainer.optim.optimizer import AVERAGE_SIZE
 from trainer.plan.estimates import Collective, Memory, StepTime, collectives_of, memory_of, time_of
@@ -128,7 +129,7 @@ def make_plan(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe
 
     `probe` is an existing probe of the same model, units and dtypes; by default a new one is made.
     """
-    probe = probe or Probe(config, machine.device_type)
+    probe = probe or Probe(config, machine.device_type, machine.imbalance)
     train = config.train
     share = offloaded_share(train.offload_activations)
     trace = probe.trace(int(train.micro_batch_size), train.activation_checkpoint, share)
@@ -140,6 +141,16 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
     fsdp = config.fsdp
     setting = fsdp.reshard_after_forward
     reshard = resolve_resharding(setting, [unit.name for unit in trace.units[: trace.root]], mesh.shard)
+    divisions = {
+        parameter.name: divide(
+            parameter.shape,
+            mesh.shard,
+            config.expert if parameter.is_of_experts else 1,
+            num_dims_to_divide(parameter.shape, config, after_forward),
+        )
+        for unit, after_forward in zip(trace.units, (*reshard, True), strict=True)
+        for parameter in unit.parameters
+    }
     muon_parameters = [p for unit in trace.units for p in unit.parameters if p.muon_blocks is not None and p.is_trained]
     return Layout(
         mesh.replicate,
@@ -150,13 +161,17 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
         cpu_offload=fsdp.cpu_offload,
         has_reference_model=config.has_reference_model,
         context=config.context,
+        expert=config.expert,
         averages=config.train.ema > 0,
         prefetch_forward=fsdp.prefetch_forward,
         prefetch_backward=fsdp.prefetch_backward,
         accumulates_shards=fsdp.accumulate == "sharded",
         reshard_after_backward=fsdp.reshard_after_backward,
         is_unsharded=is_unsharded(config, mesh.shard),
-        muon=MuonUpdate(muon_parameters, mesh.replicate, mesh.shard, config.optim.muon) if muon_parameters else None,
+        divisions=divisions,
+        muon=MuonUpdate(muon_parameters, divisions, mesh.replicate, mesh.shard, config.optim.muon)
+        if muon_parameters
+        else None,
     )
 
 

@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,8 +28,8 @@ from trainer.config import RunConfig, find_slices
 from trainer.config.rules import compiles_when_planned
 from trainer.data.opening import open_source
 from trainer.errors import UserError, setting_error
+from trainer.experts import Estimate, fake_tensors, find_experts, imagine_group
 from trainer.loss import by_row, find_loss
-from trainer.model.experts import fake_tensors
 from trainer.model.network import build_network, flops_of
 from trainer.model.offload import ActivationOffload, offloaded_blocks
 from trainer.model.parameters import tied_names
@@ -46,9 +46,12 @@ from trainer.sequence import use_slices
 class Probe:
     """Traces one micro-batch of a configuration's model, which is built once, on the meta device."""
 
-    def __init__(self, config: RunConfig, device_type: str) -> None:
-        """`device_type` is `cuda`, which traces with the fused kernels of a GPU, or `cpu`."""
-        self.config, self.device_type = config, device_type
+    def __init__(self, config: RunConfig, device_type: str, imbalance: float = 1.0) -> None:
+        """`device_type` is `cuda`, which traces with the fused kernels of a GPU, or `cpu`.
+
+        imbalance: see `Machine`.
+        """
+        self.config, self.device_type, self._imbalance = config, device_type, imbalance
         self._model = build_network(config)
         self._traces: dict[tuple[int, int | str, float], Trace] = {}
 
@@ -94,7 +97,16 @@ class Probe:
 
     def _run(self, micro_batch_size: int, checkpointing: int | str, offload: float, shortens: bool) -> Trace:
         model = copy.deepcopy(self._model)
-        trace = _trace(model, self.config, micro_batch_size, checkpointing, offload, self.device_type, shortens)
+        trace = _trace(
+            model,
+            self.config,
+            micro_batch_size,
+            checkpointing,
+            offload,
+            self.device_type,
+            shortens,
+            self._imbalance,
+        )
         # Attention in the trace spans full rows; that affects its FLOPs, not what its kernels save.
         return trace.with_attention(self._attended_length / self.config.data.seq_len)
 
@@ -107,11 +119,18 @@ def _trace(
     offload_share: float,
     device_type: str,
     shortens: bool,
+    imbalance: float = 1.0,
 ) -> Trace:
     units = find_units(model, config.recipe, config.fsdp.wrap)
     blocks = find_blocks(model, config.recipe)
     saved_operators = saved_by_budget(model, blocks, config, checkpointing, micro_batch_size)
-    facts = _unit_facts(model, units, optimizer_state_sizes(model, config.optim), _muon_blocks(model, config))
+    experts = find_experts(model, config.recipe).values()
+    shared_out = {id(parameter) for module in experts for parameter in module.parameters()}
+    moments = optimizer_state_sizes(model, config.optim)
+    facts = _unit_facts(model, units, moments, _muon_blocks(model, config), shared_out)
+    estimate = Estimate()
+    if config.expert > 1:
+        estimate = imagine_group([*experts], config.expert, config.mesh.expert_method, imbalance)
     if device_type == "cuda":  # imitated, since autograd in a CPU build of torch refuses fake CUDA tensors
         use_gpu_kernels(model)
     compute_dtype = getattr(torch, config.fsdp.param_dtype)
@@ -149,7 +168,7 @@ def _trace(
             recorder.mark("end", len(units))
     events = tuple(without_block_marks(repetition.repeated(recorder.events)))
     facts = _without_unused(facts, repetition.with_skipped(meter.unused(model)))
-    return Trace(events, facts, buffer_bytes, 2 * 8 * math.prod(shape))
+    return Trace(events, facts, buffer_bytes, 2 * 8 * math.prod(shape)).with_grouped(estimate.filled)
 
 
 def _checkpoint(
@@ -254,6 +273,7 @@ def _unit_facts(
     units: Sequence[ShardUnit],
     moments: Mapping[int, tuple[int, float]],
     muon_blocks: Mapping[int, tuple[int, ...]],
+    of_experts: Collection[int],
 ) -> tuple[UnitFacts, ...]:
     """Return the units in forward order, then the root, each with the parameters that no unit inside it holds."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -276,6 +296,7 @@ def _unit_facts(
                         parameter.element_size(),
                         *moments.get(id(parameter), (0, 0)),
                         muon_blocks.get(id(parameter)),
+                        id(parameter) in of_experts,
                     )
                 )
         facts[number] = UnitFacts(name, tuple(parameters), is_embedding_unit(modules, model))

@@ -1,4 +1,4 @@
-"""Resolves `auto`: the fastest resharding, checkpointing, micro-batch size and context size that fit in memory.
+"""Resolves `auto`: the fastest resharding, checkpointing, micro-batch size, and sizes of groups that fit in memory.
 
 The search evaluates candidates with the planner's model instead of trial launches; one candidate takes milliseconds.
 A unit that is not resharded after the forward pass saves one all-gather, but occupies memory until its backward pass.
@@ -8,7 +8,7 @@ largest k that fits by bisection, and then tunes the units one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,6 +16,7 @@ from trainer.config import AUTO, MeshShape, RunConfig, TrainSection, context_cho
 from trainer.config.rules import offloaded_share
 from trainer.errors import UserError
 from trainer.model.shard import checkpointing_choices
+from trainer.plan.experts import possible_choices
 from trainer.plan.machine import Machine
 from trainer.plan.plan import Plan, make_plan
 from trainer.plan.probe import Probe
@@ -50,17 +51,24 @@ class Choice:
 
     @property
     def settings(self) -> dict[str, object]:
-        return chosen_settings(self.plan.config)
+        config = self.plan.config
+        methods = {"mesh.expert": config.expert, "mesh.expert_method": config.mesh.expert_method}
+        return chosen_settings(config) | methods
 
 
 def chosen_settings(config: RunConfig) -> dict[str, object]:
-    """Return the settings that `auto` can choose, by key, with their values in `config`."""
+    """Return the settings that `auto` can choose, by key, with their values in `config`.
+
+    `mesh.expert` is left out of those of a model without experts.
+    """
+    has_experts = config.recipe.experts is not None or config.mesh.expert == AUTO
     return {
         "fsdp.reshard_after_forward": config.fsdp.reshard_after_forward,
         "train.activation_checkpoint": config.train.activation_checkpoint,
         "train.micro_batch_size": config.train.micro_batch_size,
         "mesh.context": config.mesh.context,
         "train.offload_activations": config.train.offload_activations,
+        **({"mesh.expert": config.mesh.expert} if has_experts else {}),
     }
 
 
@@ -80,28 +88,37 @@ def uses_auto(config: RunConfig) -> bool:
 def fastest_choice(config: RunConfig, mesh: MeshShape, machine: Machine) -> Choice:
     """Return the fastest choice of the `auto` settings in `config` that fits `machine`.
 
+    Of numbers of ranks that share sequences or experts, the smallest within the time tolerance of the fastest; those
+    that share sequences across nodes are tried only if nothing else fits.
+
     Raises NothingFits if no choice fits; its message lists changes to other settings that would.
     """
     if config.mesh.context != AUTO:
-        return _Search(config, mesh, machine).best()
-    return _with_context(config, mesh, machine)
-
-
-def _with_context(config: RunConfig, mesh: MeshShape, machine: Machine) -> Choice:
-    """Return the choice with the fewest ranks per sequence among those within the time tolerance of the fastest.
-
-    Context sizes that divide a node are tried first; sizes that span nodes are tried only if none of those fits.
-    """
+        return _with_experts(config, mesh, machine)
     per_node = machine.rates.ranks_per_node
     choices = context_choices(config, mesh, per_node)
     within_node = [candidate for candidate in choices if per_node % candidate.context == 0]
     across_nodes = [candidate for candidate in choices if per_node % candidate.context]
+    return _smallest_of((within_node, across_nodes), mesh, machine)
+
+
+def _with_experts(config: RunConfig, mesh: MeshShape, machine: Machine) -> Choice:
+    if config.mesh.expert != AUTO:
+        return _Search(config, mesh, machine).best()
+    return _smallest_of((possible_choices(config, mesh, machine.rates.ranks_per_node),), mesh, machine)
+
+
+def _smallest_of(groups: Iterable[Sequence[RunConfig]], mesh: MeshShape, machine: Machine) -> Choice:
+    """Return the first choice, in the order given, among those within the time tolerance of the fastest.
+
+    A group of configurations is tried only if nothing fits in the groups before it.
+    """
     fitting: list[Choice] = []
     errors: list[NothingFits] = []
-    for group in (within_node, across_nodes):
+    for group in groups:
         for candidate in group if not fitting else []:
             try:
-                fitting.append(_Search(candidate, mesh, machine).best())
+                fitting.append(_with_experts(candidate, mesh, machine))
             except NothingFits as error:
                 errors.append(error)
     if not fitting:
@@ -113,12 +130,12 @@ def _with_context(config: RunConfig, mesh: MeshShape, machine: Machine) -> Choic
 
 
 class _Search:
-    """Search over the `auto` settings of one configuration, with `mesh.context` already fixed."""
+    """Search over the `auto` settings of one configuration, with its groups of ranks already fixed."""
 
     def __init__(self, config: RunConfig, mesh: MeshShape, machine: Machine) -> None:
         self.config, self.mesh, self.machine = config, mesh, machine
         self.num_candidates = 0
-        self._probe = Probe(config, machine.device_type)
+        self._probe = Probe(config, machine.device_type, machine.imbalance)
 
     def best(self) -> Choice:
         fitting: list[Plan] = []
@@ -264,8 +281,9 @@ def remedies(plan: Plan, limit: int = 2) -> list[str]:
 
 
 def _traced_settings(config: RunConfig) -> tuple[object, ...]:
-    """Return the settings that a trace depends on: the dtypes and the context-parallel size."""
-    return config.fsdp.param_dtype, config.train.weights_dtype, config.optim.state_dtype, config.context
+    """Return the settings that a trace depends on: the dtypes, and the groups of ranks inside the shard axis."""
+    dtypes = config.fsdp.param_dtype, config.train.weights_dtype, config.optim.state_dtype
+    return *dtypes, config.context, config.expert, config.mesh.expert_method
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
@@ -304,6 +322,10 @@ def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
     for sliced in context_choices(config, mesh, per_node) if config.recipe.context else []:
         if config.context < sliced.context and per_node % sliced.context == 0:
             yield f"mesh.context={sliced.context}", sliced, mesh
+    for shared_out in possible_choices(config, mesh, per_node) if config.recipe.experts is not None else []:
+        if config.expert < shared_out.expert:
+            method = shared_out.mesh.expert_method
+            yield f"mesh.expert={shared_out.expert} mesh.expert_method={method}", shared_out, mesh
     for factor in (2, 4, 8, 16, 32, 64, 128, 256):
         larger = MeshShape(mesh.replicate, mesh.shard * factor)
         sequences = config.num_groups(larger.num_ranks) * int(train.micro_batch_size)

@@ -67,6 +67,8 @@ def _not_included(plan: Plan) -> list[str]:
         lines.append("not counted: time for copies to and from host memory, and for the optimizer there")
     if config.train.compile is True and plan.machine.device_type == "cpu":
         lines.append("not counted: savings by torch.compile on a CPU")
+    if config.expert > 1 and config.mesh.expert_method == "exchange":
+        lines.append("not counted: the host's wait for the number of rows in each layer")
     return lines
 
 
@@ -100,10 +102,13 @@ def _choice_rows(choice: Choice) -> tuple[list[str], list[list[str]]]:
     plans = (choice.plan, *choice.runners_up)
     offloads = any(plan.config.train.offload_activations != "none" for plan in plans)
     heads = ["", "resharding", "checkpointing", "micro-batch", "context", *(["offloaded"] if offloads else [])]
+    heads += ["experts"] if choice.plan.config.recipe.experts is not None else []
     heads += ["GiB", "s per step"]
     rows = []
     for number, plan in enumerate(plans):
         values = [short(value) for value in (chosen_settings if offloads else noted_settings)(plan.config).values()]
+        if plan.config.expert > 1:
+            values[-1] += f" {plan.config.mesh.expert_method}"
         estimates = [f"{plan.needed_gib:.4g}", f"{plan.time.total_s:.4g}"]
         rows.append(["chosen" if number == 0 else str(number + 1), *values, *estimates])
     return heads, rows
@@ -205,7 +210,12 @@ def to_json(plan: Plan, choice: Choice | None = None) -> dict[str, Any]:
         "model": plan.config.model.name,
         "parameters": plan.num_parameters,
         "units": plan.trace.root,
-        "mesh": {"replicate": plan.mesh.replicate, "shard": plan.mesh.shard, "context": plan.config.context},
+        "mesh": {
+            "replicate": plan.mesh.replicate,
+            "shard": plan.mesh.shard,
+            "context": plan.config.context,
+            "expert": plan.config.expert,
+        },
         "num_ranks": plan.mesh.num_ranks,
         "num_micro_batches": plan.num_micro_batches,
         "device": plan.machine.name,

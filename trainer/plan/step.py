@@ -10,10 +10,12 @@ Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_colle
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from trainer.model.gradients import bucket_numel, cut_into_buckets
+from trainer.model.placement import Division
 from trainer.plan.trace import ParameterFacts, Segment, Trace, UnitFacts
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ Kind = Literal[
     "temporaries",
     "buffers and inputs",
 ]
-Axis = Literal["shard", "replicate", "reshard", "context", "world"]
+Axis = Literal["shard", "replicate", "reshard", "outer", "context", "expert", "world"]
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
 
@@ -60,6 +62,8 @@ class Layout:
     """Whether gradients are reduced after each micro-batch (`fsdp.accumulate=sharded`)."""
     context: int = 1
     """Ranks of the shard axis that hold slices of the same sequences."""
+    expert: int = 1
+    """Ranks of the shard axis that share out the experts."""
     reshard_after_backward: bool = True
     """Whether every micro-batch gathers again; the last one of a step always leaves shards."""
     muon: MuonUpdate | None = None
@@ -67,10 +71,24 @@ class Layout:
     is_unsharded: bool = False
     """Whether each rank holds the full model as a plain module: nothing is gathered, and replicas average gradients in
     buckets."""
+    divisions: Mapping[str, Division] = field(default_factory=dict)
+    """How parameters are divided, by name; those that are not in it, along dimension 0."""
 
     @property
     def num_ranks(self) -> int:
         return self.replicate * self.shard
+
+    def size_of(self, axis: Literal["context", "expert"]) -> int:
+        return self.context if axis == "context" else self.expert
+
+    def division(self, parameter: ParameterFacts) -> Division:
+        """Return how a parameter is divided among the ranks of the shard axis."""
+        return self.divisions.get(parameter.name) or Division(0, self.shard)
+
+    def shard_numel(self, parameter: ParameterFacts) -> int:
+        """Return the number of elements that a rank holds of a parameter, with padding."""
+        division = self.division(parameter)
+        return division.gathered_numel(parameter.shape) // division.parts
 
 
 class Watcher:
@@ -84,9 +102,10 @@ class Watcher:
     def allocate(self, kind: Kind, num_bytes: int) -> None: ...
     def free(self, kind: Kind, num_bytes: int) -> None: ...
     def compute(self, segment: Segment, unit: int, is_backward: bool, accumulates: bool) -> None: ...
-    def gather(self, unit: int, axis: Axis, num_ranks: int, num_bytes: int) -> None: ...
-    def wait_for_gather(self, unit: int, num_bytes: int, is_forward: bool) -> None: ...
-    def reduce(self, unit: int, scattered: int, reduced: int) -> None: ...  # reduced=0: no all-reduce among replicas
+    def gather(self, group: int, axis: Axis, num_ranks: int, num_bytes: int) -> None: ...
+    def wait_for_gather(self, group: int, num_bytes: int, is_forward: bool) -> None: ...
+    def copy(self, num_bytes: int) -> None: ...
+    def reduce(self, axis: Axis, num_ranks: int, scattered: int, reduced: int) -> None: ...  # reduced=0: no all-reduce
     def offload(self, num_bytes: int) -> None: ...  # waits for the copies of the block before
     def prefetch(self, num_bytes: int) -> None: ...
     def wait_for_prefetch(self) -> None: ...
@@ -95,7 +114,7 @@ class Watcher:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Bytes of a unit on this rank, padded as FSDP pads: dim 0 of each parameter to a multiple of the shard axis."""
+    """Bytes of a group of parameters on this rank, padded as FSDP pads: dim 0 of each parameter to equal shards."""
 
     stored: tuple[int, ...]
     """Of each parameter's shard, as it is stored."""
@@ -111,44 +130,62 @@ class _Sizes:
     """Of all gradients, padded, in the dtype of the reduction."""
     final: int
     """Of the shards of all gradients, as they are stored."""
+    rearranged: int
+    """Of the gathered parameters that are divided along another dimension than the first: they are copied once more."""
+    rearranged_gradients: int
+    """Of the gradients of these parameters, as autograd makes them."""
+    largest_rearranged_gradient: int
 
 
-def _sizes_of(unit: UnitFacts, layout: Layout) -> _Sizes:
-    trained = [parameter for parameter in unit.parameters if parameter.is_trained]
-    padded = [padded_numel(parameter, layout.shard) for parameter in unit.parameters]
-    stored = [n // layout.shard * parameter.element_size for n, parameter in zip(padded, unit.parameters, strict=True)]
-    trained_numel = sum(padded_numel(parameter, layout.shard) for parameter in trained)
+def _sizes_of(parameters: Sequence[ParameterFacts], layout: Layout, parts: int) -> _Sizes:
+    trained = [parameter for parameter in parameters if parameter.is_trained]
+    padded = [layout.division(parameter).gathered_numel(parameter.shape) for parameter in parameters]
+    stored = [n // parts * parameter.element_size for n, parameter in zip(padded, parameters, strict=True)]
+    trained_numel = sum(layout.division(parameter).gathered_numel(parameter.shape) for parameter in trained)
     element_size = trained[0].element_size if trained else 4
+    own_numel = [parameter.numel // layout.division(parameter).expert for parameter in trained]
+    rearranged = [
+        numel * layout.param_size
+        for numel, parameter in zip(own_numel, trained, strict=True)
+        if layout.division(parameter).dim
+    ]
     return _Sizes(
         stored=tuple(stored),
         unsharded=tuple(n * layout.param_size for n in padded),
         cast=tuple(
             n * layout.param_size * (parameter.element_size != layout.param_size)
-            for n, parameter in zip(padded, unit.parameters, strict=True)
+            for n, parameter in zip(padded, parameters, strict=True)
         ),
-        gradients=sum(parameter.numel for parameter in trained) * layout.param_size,
-        accumulated=tuple(parameter.numel * layout.reduce_size for parameter in trained),
+        gradients=sum(own_numel) * layout.param_size,
+        accumulated=tuple(numel * layout.reduce_size for numel in own_numel),
         reduced=trained_numel * layout.reduce_size,
-        final=trained_numel // layout.shard * element_size,
+        final=trained_numel // parts * element_size,
+        rearranged=sum(
+            n * layout.param_size
+            for n, parameter in zip(padded, parameters, strict=True)
+            if layout.division(parameter).dim
+        ),
+        rearranged_gradients=sum(rearranged),
+        largest_rearranged_gradient=max(rearranged, default=0),
     )
 
 
-def padded_numel(parameter: ParameterFacts, num_shards: int) -> int:
-    """Return the number of elements after padding dim 0 of the parameter to a multiple of `num_shards`."""
-    if not parameter.shape:
-        return num_shards
-    rows = -(-parameter.shape[0] // num_shards) * num_shards
-    return rows * (parameter.numel // parameter.shape[0]) if parameter.shape[0] else 0
-
-
 class _Group:
-    """The state of one unit's parameters (torch's FSDPParamGroup)."""
+    """The state of parameters that are gathered together (torch's FSDPParamGroup).
 
-    def __init__(self, number: int, unit: UnitFacts, layout: Layout) -> None:
-        self.number = number
-        self.sizes = _sizes_of(unit, layout)
-        self.reshard = layout.reshard[number]
-        self.is_gathered_back = not (unit.is_embedding_unit and layout.reshard_after_backward)
+    These are the parameters of a unit, or, if ranks share out experts, those of its experts or its other ones.
+    """
+
+    def __init__(
+        self, number: int, unit: int, facts: UnitFacts, parameters: Sequence[ParameterFacts], layout: Layout
+    ) -> None:
+        self.number, self.unit = number, unit
+        self.is_shared_out = layout.expert > 1 and any(parameter.is_of_experts for parameter in parameters)
+        self.axis: Axis = "outer" if self.is_shared_out else "shard"
+        self.num_ranks = layout.shard // layout.expert if self.is_shared_out else layout.shard
+        self.sizes = _sizes_of(parameters, layout, self.num_ranks)
+        self.reshard = layout.reshard[unit]
+        self.is_gathered_back = not (facts.is_embedding_unit and layout.reshard_after_backward)
         """Whether the backward pass gathers it."""
         self.state: Literal["sharded", "resharded", "unsharded"] = "sharded"
         self.is_pending = False
@@ -166,6 +203,21 @@ class _Group:
     @property
     def is_empty(self) -> bool:
         return not self.sizes.stored
+
+
+def _groups_of(units: Sequence[UnitFacts], layout: Layout) -> list[list[_Group]]:
+    """Return the groups of each unit: one, or two if it has experts that ranks share out, in FSDP's order."""
+    found: list[list[_Group]] = []
+    number = 0
+    for unit, facts in enumerate(units):
+        by_mesh: dict[bool, list[ParameterFacts]] = {}
+        for parameter in facts.parameters:
+            by_mesh.setdefault(layout.expert > 1 and parameter.is_of_experts, []).append(parameter)
+        found.append([])
+        for parameters in by_mesh.values() or ([],):
+            found[-1].append(_Group(number, unit, facts, parameters, layout))
+            number += 1
+    return found
 
 
 @dataclass
@@ -186,7 +238,8 @@ class Step:
     def __init__(self, trace: Trace, layout: Layout, num_micro_batches: int, watcher: Watcher) -> None:
         self.trace, self.layout, self.watcher = trace, layout, watcher
         self.num_micro_batches = num_micro_batches
-        self._groups = [_Group(number, unit, layout) for number, unit in enumerate(trace.units)]
+        self._groups = _groups_of(trace.units, layout)
+        """By unit."""
         self._order: list[_Group] = []
         self._gathered: int = 0  # bytes of the forward pass's last all-gather, kept until the next copy-out
         self._reducing: deque[int] = deque()
@@ -205,20 +258,21 @@ class Step:
     def _micro_batch(self, is_last: bool, repeats: int) -> None:
         self.watcher.begin(repeats)
         is_backward = False
-        self._adds_in_place = any(group.adds_in_place for group in self._groups)
+        self._adds_in_place = any(group.adds_in_place for groups in self._groups for group in groups)
         for event in self.trace.events:
-            group = self._groups[event.unit]
+            groups = self._groups[event.unit]
             is_backward = is_backward or event.mark in ("pre_backward", "end")
-            adds_in_place = group.adds_in_place if event.mark == "post_backward" else self._adds_in_place
+            adds_in_place = groups[0].adds_in_place if event.mark == "post_backward" else self._adds_in_place
             self._compute(event.before, event.unit, is_backward, adds_in_place)
             if event.mark == "pre_forward":
-                self._pre_forward(group)
+                self._pre_forward(groups)
             elif event.mark == "post_forward":
-                self._post_forward(group, is_backward)
+                self._post_forward(groups, is_backward)
             elif event.mark == "pre_backward":
-                self._pre_backward(group)
+                self._pre_backward(groups)
             elif event.mark == "post_backward":
-                self._post_backward(group, is_last)
+                for group in reversed(groups):
+                    self._post_backward(group, is_last)
             elif event.mark == "offload":
                 self.watcher.offload(event.num_bytes)
             elif event.mark == "prefetch":
@@ -236,26 +290,27 @@ class Step:
 
     # -- forward -------------------------------------------------------------------------------------------------
 
-    def _pre_forward(self, group: _Group) -> None:
-        if group.is_empty:
-            return
-        is_first = group.phase != "forward"
-        group.phase = "forward"
-        self._unshard(group)
-        self._wait(group, is_forward=True)
-        if is_first:
-            next_units = range(group.number + 1, min(group.number + 1 + self.layout.prefetch_forward, self.trace.root))
-            for number in next_units if group.number != self.trace.root else ():
-                self._unshard(self._groups[number])
+    def _pre_forward(self, groups: Sequence[_Group]) -> None:
+        unit, is_first = groups[0].unit, groups[0].phase != "forward"
+        for group in groups:
+            if not group.is_empty:
+                group.phase = "forward"
+                self._unshard(group)
+                self._wait(group, is_forward=True)
+        if is_first and unit != self.trace.root:
+            for ahead in self._groups[unit + 1 : min(unit + 1 + self.layout.prefetch_forward, self.trace.root)]:
+                for group in ahead:
+                    self._unshard(group)
 
-    def _post_forward(self, group: _Group, is_backward: bool) -> None:
-        if not group.is_empty:
-            if not is_backward:
-                self._reshard_after_forward(group)
-                group.order.append(len(self._order))
-                self._order.append(group)
-            group.phase = "idle"
-        if group.number == self.trace.root and self._gathered:
+    def _post_forward(self, groups: Sequence[_Group], is_backward: bool) -> None:
+        for group in groups:
+            if not group.is_empty:
+                if not is_backward:
+                    self._reshard_after_forward(group)
+                    group.order.append(len(self._order))
+                    self._order.append(group)
+                group.phase = "idle"
+        if groups[0].unit == self.trace.root and self._gathered:
             self.watcher.free("all-gather buffers", self._gathered)
             self._gathered = 0
 
@@ -285,14 +340,15 @@ class Step:
         self.watcher.allocate("all-gather buffers", gathered)
         if copied:
             self.watcher.free("all-gather buffers", copied)
-        self.watcher.gather(group.number, "reshard" if group.state == "resharded" else "shard", num_ranks, gathered)
+        axis: Axis = "reshard" if group.state == "resharded" else group.axis
+        self.watcher.gather(group.number, axis, num_ranks, gathered)
 
     def _unshard_back(self, group: _Group) -> None:
         if group.is_gathered_back:
             self._unshard(group)
 
     def _ranks_of(self, group: _Group) -> int:
-        return int(group.reshard) if group.state == "resharded" else self.layout.shard
+        return int(group.reshard) if group.state == "resharded" else group.num_ranks
 
     def _wait(self, group: _Group, is_forward: bool) -> None:
         if not group.is_pending:
@@ -304,6 +360,7 @@ class Step:
             self._copy_shards(group)
         else:
             self.watcher.allocate("unsharded parameters", gathered)
+            self._rearrange("all-gather buffers", group.sizes.rearranged, group.sizes.rearranged)
         self.watcher.wait_for_gather(group.number, gathered if num_ranks > 1 else 0, is_forward)
         if group.state == "resharded":
             self.watcher.free("parameters", sum(n // int(group.reshard) for n in group.sizes.unsharded))
@@ -313,6 +370,13 @@ class Step:
             self._gathered = gathered if num_ranks > 1 else 0
         elif num_ranks > 1:
             self.watcher.free("all-gather buffers", gathered)
+
+    def _rearrange(self, kind: Kind, num_bytes: int, buffer: int) -> None:
+        """Copy what is divided along another dimension than the first, between the order of shards and its own."""
+        if num_bytes:
+            self.watcher.allocate(kind, buffer)
+            self.watcher.copy(num_bytes)
+            self.watcher.free(kind, buffer)
 
     def _copy_shards(self, group: _Group) -> None:
         """Copy each parameter, on a shard axis of one rank; a cast copy lives until the next one is made."""
@@ -334,18 +398,38 @@ class Step:
 
     # -- backward ------------------------------------------------------------------------------------------------
 
-    def _pre_backward(self, group: _Group) -> None:
-        if group.is_empty or group.phase == "pre_backward":
+    def _pre_backward(self, groups: Sequence[_Group]) -> None:
+        if groups[0].is_empty or groups[0].phase == "pre_backward":
             return
-        group.phase = "pre_backward"
-        self._unshard_back(group)
-        self._wait(group, is_forward=False)
-        position = group.order.pop() if group.order else 0
-        if self.layout.prefetch_backward and group.number != self.trace.root:
-            for number in range(group.number - 1, max(-1, group.number - 1 - self.layout.prefetch_backward), -1):
-                self._unshard_back(self._groups[number])
-        elif position > 0:
+        unit, ahead = groups[0].unit, self.layout.prefetch_backward
+        is_explicit = ahead > 0 and unit != self.trace.root
+        for index, group in enumerate(groups):
+            group.phase = "pre_backward"
+            self._unshard_back(group)
+            self._wait(group, is_forward=False)
+            position = group.order.pop() if group.order else 0
+            if not is_explicit:
+                self._prefetch_previous(position, index, len(groups))
+        for number in range(unit - 1, max(-1, unit - 1 - ahead), -1) if is_explicit else ():
+            for group in reversed(self._groups[number]):
+                self._unshard_back(group)
+
+    def _prefetch_previous(self, position: int, index: int, num_groups: int) -> None:
+        """Gather what was gathered before the group at `position`: the group before it or, if there are two groups in
+        its unit, all groups of the unit before, once the second one is there.
+        """
+        if num_groups == 1 and position > 0:
             self._unshard_back(self._order[position - 1])
+        if num_groups == 1 or index != 1:
+            return
+        own, before = self._order[position].unit, None
+        for group in reversed(self._order[:position]):
+            if group.unit == own:
+                continue
+            if before not in (None, group.unit):
+                break
+            before = group.unit
+            self._unshard_back(group)
 
     def _post_backward(self, group: _Group, is_last: bool) -> None:
         if group.is_empty or group.phase == "post_backward":
@@ -367,10 +451,11 @@ class Step:
             if new:
                 self._keep_gradients(group, new)
             return
-        if self._reducing:
+        while self._reducing and group is self._groups[group.unit][-1]:
             watcher.free("reduction buffers", self._reducing.popleft())
         if not new and not group.accumulated:
             return
+        self._rearrange("unsharded gradients", sizes.rearranged_gradients, sizes.largest_rearranged_gradient)
         watcher.allocate("reduction buffers", sizes.reduced)
         if new:
             self._free_gradients(new)
@@ -383,9 +468,9 @@ class Step:
     def _scatter(self, group: _Group, is_last: bool) -> None:
         """Reduce-scatter, all-reduce if there are replicas, and add to the gradients' shards."""
         sizes, watcher, layout = group.sizes, self.watcher, self.layout
-        scattered = sizes.reduced // layout.shard
+        scattered = sizes.reduced // group.num_ranks
         is_hybrid = layout.replicate > 1
-        watcher.reduce(group.number, sizes.reduced, scattered if is_last else 0)
+        watcher.reduce(group.axis, group.num_ranks, sizes.reduced, scattered if is_last else 0)
         watcher.allocate("reduction buffers", scattered)
         if is_hybrid and not is_last:  # the all-reduce waits until the last micro-batch
             watcher.free("reduction buffers", group.partial)
@@ -441,11 +526,11 @@ class Step:
     def _send_buckets(self, group: _Group) -> None:
         """All-reduce the buckets that `group` completes, in order, to average gradients over replicas."""
         for bucket in self._buckets:
-            bucket.pending_units.discard(group.number)
+            bucket.pending_units.discard(group.unit)
         while self._buckets and not self._buckets[0].pending_units:
             bucket = self._buckets.popleft()
             self.watcher.allocate("gradients", bucket.buffer)
-            self.watcher.reduce(group.number, bucket.buffer, bucket.buffer)
+            self.watcher.reduce("shard", 1, bucket.buffer, bucket.buffer)
             self.watcher.free("gradients", bucket.gradients)
 
     def _free_gradients(self, num_bytes: int) -> None:
@@ -454,7 +539,7 @@ class Step:
 
     def _end(self, is_last: bool) -> None:
         """Finish the backward pass as FSDP does after autograd: reduce the remaining groups, the root's first."""
-        for group in (self._groups[-1], *self._groups[:-1]):
+        for group in (group for groups in (self._groups[-1], *self._groups[:-1]) for group in reversed(groups)):
             self._post_backward(group, is_last)
             group.phase = "idle"
             group.order.clear()

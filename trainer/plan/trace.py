@@ -49,6 +49,8 @@ class ParameterFacts:
     """Bytes per element of those tensors."""
     muon_blocks: tuple[int, ...] | None = None
     """Rows of each block that Muon orthogonalizes, empty for undivided matrices; None for other optimizers."""
+    is_of_experts: bool = False
+    """Whether ranks may share out its rows (`Recipe.experts`)."""
 
     @property
     def numel(self) -> int:
@@ -99,9 +101,16 @@ class Segment:
 
     def with_attention(self, share: float) -> Segment:
         """Return the segment with attention's FLOPs multiplied by `share`."""
+        return self._scaled("attention", share)
+
+    def with_grouped(self, share: float) -> Segment:
+        """Return the segment with the FLOPs of grouped matrix products multiplied by `share`."""
+        return self._scaled("grouped", share)
+
+    def _scaled(self, kind: str, share: float) -> Segment:
         work = Counter[Work]()
         for kernel, count in self.work:
-            flops = round(kernel.flops * share) if kernel.kind == "attention" else kernel.flops
+            flops = round(kernel.flops * share) if kernel.kind == kind else kernel.flops
             work[kernel._replace(flops=flops)] += count
         return replace(self, work=tuple(work.items()))
 
@@ -137,6 +146,13 @@ class Trace:
         if share == 1.0:
             return self
         events = (replace(event, before=event.before.with_attention(share)) for event in self.events)
+        return replace(self, events=tuple(events))
+
+    def with_grouped(self, share: float) -> Trace:
+        """Return the trace for experts whose buffers hold tokens in only this share of their rows."""
+        if share == 1.0:
+            return self
+        events = (replace(event, before=event.before.with_grouped(share)) for event in self.events)
         return replace(self, events=tuple(events))
 
 

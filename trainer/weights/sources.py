@@ -25,7 +25,7 @@ from trainer.config.pretrained import INDEX, MAX_INDEX_BYTES, WEIGHTS, check_no_
 from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import read_json
 from trainer.model.network import HuggingFaceNames, MappedTensor
-from trainer.model.parameters import local, local_rows, tied_names
+from trainer.model.parameters import local, local_box, tied_names
 from trainer.recipe import Recipe, StoredTensors
 from trainer.recipe import WeightSource as WeightSource
 
@@ -42,9 +42,9 @@ def fill(
     `only` is a predicate on our names.  If given, only matching weights are copied, and others may be missing or extra
     in the source.
 
-    The model must be materialized, and may be sharded: each rank reads its own rows, a block at a time.  (A tensor
-    sharded along another dimension is read in full.)  Persistent buffers missing from the source keep their values.  No
-    collectives; one host sync.
+    The model must be materialized, and may be sharded: each rank reads its own rows, a block at a time, and of a tensor
+    sharded along another dimension all rows, of which it keeps its part.  Persistent buffers missing from the source
+    keep their values.  No collectives; one host sync.
 
     Raises UserError on all ranks, before anything is written, if the source does not fit the model (see
     `find_weights`).  Raises UserError on the ranks with NaN or infinity in their rows of a parameter; warns of matrices
@@ -55,8 +55,8 @@ def fill(
     is_zero: dict[str, torch.Tensor] = {}
     for name, stored in find_weights(model, source, setting, only).items():
         weight = model_weights[name].detach()
-        rows = local_rows(weight)
-        if rows is None:
+        box = local_box(weight)
+        if box is None:
             assert isinstance(weight, DTensor)
             full = source.read(stored)
             parts = distribute_tensor(full, weight.device_mesh, weight.placements, src_data_rank=None)
@@ -64,9 +64,9 @@ def fill(
         elif weight.ndim == 0:
             local(weight).copy_(source.read(stored))
         else:
-            first, last = rows
+            (first, last), held = box[0], (slice(None), *(slice(*span) for span in box[1:]))
             for start, stop in row_blocks(weight.shape, dtypes[stored], first, last):
-                local(weight)[start - first : stop - first].copy_(source.read(stored, start, stop))
+                local(weight)[start - first : stop - first].copy_(source.read(stored, start, stop)[held])
         if isinstance(model_weights[name], nn.Parameter):  # a buffer may well hold -inf, as a causal mask does
             is_finite[stored] = torch.isfinite(local(weight)).all()
             if weight.ndim > 1 and local(weight).numel():

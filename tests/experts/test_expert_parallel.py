@@ -1,0 +1,257 @@
+"""Experts shared out among ranks, or divided along another dimension: the same losses, gradients and checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.plan_truth import CollectiveLog, StorageMeter
+from tests.helpers.ranks import merged, run_ranks
+from tests.helpers.tiny import full
+from tests.trainer.test_exactness import relative
+from trainer import RunConfig, Trainer, load_config
+from trainer.config import MeshShape
+from trainer.plan.machine import find_machine
+from trainer.plan.plan import make_plan, without_data
+
+CAMPAIGN = pytest.mark.campaign
+STEPS = 20
+EXCHANGE, GATHER = "mesh.expert_method=exchange", "mesh.expert_method=gather"
+TWO, FOUR = "mesh.expert=2", "mesh.expert=4"
+FEW = ["model.num_experts=2", "model.num_chosen=2"]
+"""Not one of two: these weights come to a near tie, where the last bit of a sum decides which one it is."""
+ODD = [*FEW, "model.expert_dim=26"]
+"""Two experts, and a width that four ranks do not divide."""
+MUON = ["optim.name=muon", "optim.muon.dtype=float32"]
+ROUNDED = ["train.weights_dtype=bfloat16", "optim.state_dtype=bfloat16"]
+TINY = [
+    *("model.balance=0", "model.num_layers=2", "model.dim=32", "model.num_heads=4", "model.head_dim=8"),
+    *("model.expert_dim=24", "model.num_experts=4", "model.num_chosen=2", "data.source=synthetic", "data.seq_len=32"),
+    *("train.global_batch_size=8", "train.micro_batch_size=1", f"train.steps={STEPS}", "schedule.warmup_steps=5"),
+    *("run.threads=1", "run.device=cpu", "train.compile=false", "eval.every=0", "checkpoint.every=0", "log.every=1"),
+    "log.sample_tokens=0",
+]
+
+
+def config_of(folder: Path | str, *overrides: str) -> RunConfig:
+    return load_config("qwen3_moe_small", [*merged(TINY, overrides), f"run.dir={folder}"])
+
+
+def train_each(folder: Path, runs: list[list[str]], num_steps: int) -> list[dict[str, list[float]]]:
+    """Train with each list of overrides, one after another in one process group."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    found = []
+    for number, overrides in enumerate(runs):
+        trainer = Trainer(config_of(folder / str(number), *overrides))
+        records = list(itertools.islice(trainer.steps(), num_steps))
+        trainer.close()
+        found.append({field: [record[field] for record in records] for field in ("loss", "grad_norm")})
+    return found
+
+
+def expected_of(folder: Path, runs: list[list[str]], num_steps: int) -> list[dict[str, list[float]]]:
+    """Return what each run is on one rank: only what concerns the model and the optimizer is left of it."""
+    of_model = ("model.", "optim.", "train.freeze", "train.ema", "train.weights_dtype")
+    kept = [[item for item in run if item.startswith(of_model)] for run in runs]
+    different = [list(run) for run in dict.fromkeys(map(tuple, kept))]
+    found = run_ranks(1, train_each, folder / "one", different, num_steps)[0]
+    return [found[different.index(run)] for run in kept]
+
+
+EVERYDAY = [
+    [TWO, EXCHANGE, "mesh.replicate=2", "train.activation_checkpoint=full"],
+    [FOUR, GATHER, "fsdp.accumulate=sharded"],
+    [TWO, GATHER, "mesh.context=2", "train.activation_checkpoint=selective"],
+    [TWO, EXCHANGE, *ODD, *MUON],
+    [*ODD, "mesh.shard=4"],
+]
+POLICIES = [
+    *(["train.micro_batch_size=2"], ["train.activation_checkpoint=full"], ["train.activation_checkpoint=selective"]),
+    *(["fsdp.accumulate=sharded"], ["mesh.context=2"], ["fsdp.reshard_after_forward=never"]),
+]
+MESHES = [[TWO], [FOUR], [TWO, "mesh.replicate=2"]]
+EVERY = [[*mesh, method, *policy] for mesh in MESHES for method in (EXCHANGE, GATHER) for policy in ([], *POLICIES)]
+OTHERS = [
+    *([*FEW, "mesh.shard=4"], [*FEW, "mesh.replicate=2"], [*ODD, "mesh.shard=4", *MUON]),
+    *([TWO, EXCHANGE, *FEW], [TWO, GATHER, *ODD], [TWO, GATHER, "fsdp.cpu_offload=true"]),
+    [TWO, EXCHANGE, "fsdp.prefetch_forward=1", "fsdp.prefetch_backward=1", "fsdp.separate_reduce=true"],
+    [TWO, GATHER, "train.ema=0.9", "model.balance=0.1"],
+    [TWO, EXCHANGE, *MUON, "optim.muon.variant=normuon"],
+    [TWO, EXCHANGE, "train.activation_checkpoint=budget:0.3"],
+    [*ODD, "mesh.shard=4", *ROUNDED],
+    [TWO, EXCHANGE, *ROUNDED],
+    [TWO, EXCHANGE, 'train.freeze=["layers.0.moe.experts.w1","*.router"]'],
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("runs", "num_steps"),
+    [
+        (EVERYDAY, 8),
+        pytest.param(EVERY, STEPS, marks=CAMPAIGN),
+        pytest.param(OTHERS, STEPS, marks=CAMPAIGN),
+    ],
+    ids=["everyday", "every", "others"],
+)
+def test_losses_are_those_of_one_rank(runs: list[list[str]], num_steps: int, tmp_path: Path) -> None:
+    found = run_ranks(4, train_each, tmp_path / "four", runs, num_steps, timeout_s=1200)[-1]
+    for run, ours, theirs in zip(runs, found, expected_of(tmp_path, runs, num_steps), strict=True):
+        print(run, relative(ours["loss"], theirs["loss"]), relative(ours["grad_norm"], theirs["grad_norm"]))
+        assert relative(ours["loss"], theirs["loss"]) < 1e-6, run
+        assert relative(ours["loss"][:1], theirs["loss"][:1]) < 2e-7, run
+        assert relative(ours["grad_norm"], theirs["grad_norm"]) < 1e-5, run
+
+
+@pytest.mark.campaign
+def test_compiled_blocks_gather(tmp_path: Path) -> None:
+    runs = [[TWO, GATHER, "train.compile=true"]]
+    (ours,) = run_ranks(2, train_each, tmp_path / "two", runs, 3, timeout_s=900)[0]
+    (theirs,) = expected_of(tmp_path, runs, 3)
+    assert relative(ours["loss"], theirs["loss"]) < 1e-6
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+ON = {
+    "shard 4": ["mesh.shard=4"],
+    "shard 4 expert 2": [TWO, EXCHANGE],
+    "expert 4": [FOUR, GATHER],
+    "2 x 2 expert 2": [TWO, GATHER, "mesh.replicate=2"],
+}
+MORE = ["train.steps=15"]
+
+
+def digests(trainer: Trainer) -> dict[str, str]:
+    """Return a hash of each whole parameter and moment."""
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    found = {name: full(parameter) for name, parameter in trainer.model.named_parameters()}
+    for part in trainer.optimizer.parts:
+        for parameter, state in part.state.items():
+            found |= {f"{names[id(parameter)]} {key}": full(value) for key, value in state.items()}
+    return {key: hashlib.sha256(value.detach().numpy().tobytes()).hexdigest() for key, value in found.items()}
+
+
+def save_each(folder: Path, meshes: dict[str, list[str]], model: list[str]) -> dict[str, Any]:
+    """Train five steps on each mesh; return what was saved, and the losses of the next ten."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    found = {}
+    for name, overrides in meshes.items():
+        trainer = Trainer(config_of(folder / name, *overrides, *model, *MORE))
+        records = trainer.steps()
+        list(itertools.islice(records, 5))
+        path, saved = trainer.save_checkpoint(wait=True), digests(trainer)
+        found[name] = (path, saved, [record["loss"] for record in itertools.islice(records, 10)])
+        trainer.close()
+    return found
+
+
+def load_each(
+    folder: Path, saved: dict[str, Any], meshes: dict[str, list[str]], pairs: list[tuple[str, str]], model: list[str]
+) -> list[float]:
+    """Load a checkpoint of one mesh on another for each pair; return how far the next ten losses are off."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    found = []
+    for of, on in pairs:
+        path, expected, losses = saved[of]
+        config = config_of(folder / f"{of} to {on}", *meshes[on], *model, *MORE, f"checkpoint.resume={path}")
+        trainer = Trainer(config)
+        trainer.load_checkpoint()
+        assert digests(trainer) == expected, (of, on)
+        records = list(itertools.islice(trainer.steps(), 10))
+        found.append(relative([record["loss"] for record in records], losses))
+        trainer.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pairs", "model"),
+    [
+        ([("shard 4 expert 2", "2 x 2 expert 2"), ("expert 4", "shard 4")], []),
+        pytest.param(list(itertools.product(ON, ON)), [], marks=CAMPAIGN),
+        pytest.param(list(itertools.product([*ON][:2], [*ON][:2])), ODD, marks=CAMPAIGN),
+    ],
+    ids=["everyday", "every", "fewer experts than ranks"],
+)
+def test_a_checkpoint_goes_on_on_any_mesh(pairs: list[tuple[str, str]], model: list[str], tmp_path: Path) -> None:
+    needed = {name: ON[name] for name in dict.fromkeys(of for of, _ in pairs)}
+    saved = run_ranks(4, save_each, tmp_path, needed, model, timeout_s=900)[0]
+    found = run_ranks(4, load_each, tmp_path, saved, ON, pairs, model, timeout_s=900)[0]
+    assert max(found) < 1e-6, dict(zip(pairs, found, strict=True))
+    name = pairs[0][0]
+    one = {"one": ["train.micro_batch_size=8"]}
+    alone = run_ranks(1, load_each, tmp_path, saved, one, [(name, "one")], model)[0]
+    assert alone[0] < 1e-6
+    if len(pairs) > 4:  # and from one rank
+        whole = run_ranks(1, save_each, tmp_path / "from", one, model)[0]
+        back = run_ranks(4, load_each, tmp_path / "from", whole, ON, [("one", on) for on in ON], model)[0]
+        assert max(back) < 1e-6
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Plans
+
+
+def measure(folder: Path, overrides: list[str]) -> tuple[int, Counter[tuple[str, int, int]], int]:
+    """Return the peak of tensors in the third step, its collectives, and the bytes that exchanges of rows brought."""
+    trainer = Trainer(config_of(folder, *overrides))
+    meter, log = StorageMeter(), CollectiveLog()
+    batches = iter(trainer.loader)
+    for number in range(3):
+        micro_batches = list(itertools.islice(batches, trainer.num_micro_batches))
+        if number < 2:
+            trainer.train_step(micro_batches)
+            continue
+        with meter.running(), log:
+            states = [state for part in trainer.optimizer.parts for state in part.state.values()]
+            kept = [value for state in states for value in state.values() if value.ndim]
+            for tensor in (*trainer.model.parameters(), *trainer.model.buffers(), *kept):
+                meter.note(tensor)
+            trainer.train_step(micro_batches)
+    return meter.peak, log.counts, log.exchanged
+
+
+PLANNED = [[TWO, EXCHANGE, "mesh.replicate=2", "fsdp.accumulate=sharded"], [FOUR, GATHER], [*ODD, "mesh.shard=4"]]
+MORE_PLANNED = [
+    [TWO, EXCHANGE],
+    [TWO, EXCHANGE, "train.activation_checkpoint=full", "optim.name=muon"],
+    [TWO, GATHER, "fsdp.reshard_after_forward=never", "fsdp.param_dtype=bfloat16"],
+    [TWO, GATHER, "fsdp.prefetch_forward=1", "fsdp.prefetch_backward=2", "mesh.replicate=2"],
+    [TWO, EXCHANGE, "mesh.context=2", "mesh.context_method=gather"],
+    [*ODD, "mesh.shard=4", "optim.name=muon"],
+    [*FEW, "mesh.shard=4", "fsdp.param_dtype=bfloat16", "train.micro_batch_size=2"],
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [*PLANNED, *(pytest.param(run, marks=CAMPAIGN) for run in MORE_PLANNED)])
+def test_a_run_sends_what_was_planned(overrides: list[str], tmp_path: Path) -> None:
+    config = without_data(config_of(tmp_path, *overrides))
+    replicate = max(1, config.mesh.replicate)
+    plan = make_plan(config, MeshShape(replicate, 4 // replicate), find_machine("cpu"))
+    found = run_ranks(4, measure, tmp_path / "run", overrides)
+    expected, exchanged = Counter[tuple[str, int, int]](), 0
+    for (operation, axis, num_ranks, num_bytes), count in plan.collectives.items():
+        is_of_rows = (operation, axis) == ("all_to_all", "expert") and num_bytes != 8 * 4  # of an int64 an expert
+        exchanged += count * num_bytes * is_of_rows
+        size = -1 if is_of_rows else num_bytes
+        expected[operation, 0 if operation == "all_reduce" else num_ranks, size] += count
+    peaks, counts, brought = zip(*found, strict=True)
+    assert counts[0] == expected
+    assert sum(brought) == 4 * exchanged
+    print([plan.memory.peak.total / peak for peak in peaks])
+    assert abs(plan.memory.peak.total / max(peaks) - 1) < 0.03

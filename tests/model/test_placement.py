@@ -1,0 +1,93 @@
+"""Which dimension of a parameter is divided, and which part of it each rank holds."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.ranks import run_ranks
+from trainer import Trainer, load_config
+from trainer.model.parameters import division_of, local, local_box
+from trainer.model.placement import Division, choose_dim, divide
+from trainer.plan.machine import find_machine
+from trainer.plan.plan import make_plan, without_data
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts", "num_dims", "expected"),
+    [
+        ((128, 768, 2048), 512, 3, 2),  # 768 rows do not divide
+        ((128, 2048, 768), 512, 3, 1),
+        ((128, 768, 2048), 64, 3, 0),
+        ((128, 768, 2048), 96, 3, 1),  # fewer ranks than experts, but a third would be padding
+        ((128, 768, 2048), 512, 2, 0),  # rows stay whole: dimension 0 is padded after all
+        ((257, 4096), 4, 2, 0),  # 260 rows for 257 are cheaper than a copy
+        ((257, 4096), 64, 2, 1),
+        ((256, 7168, 2048), 2048, 3, 2),
+        ((3, 5), 4, 2, 0),  # nothing divides
+        ((64,), 512, 1, 0),
+        ((), 4, 0, 0),
+        ((0, 8), 4, 2, 0),
+    ],
+)
+def test_the_dimension_that_wastes_least(shape: tuple[int, ...], parts: int, num_dims: int, expected: int) -> None:
+    assert choose_dim(shape, parts, num_dims) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "shard", "expert"),
+    [((6, 8, 4), 4, 1), ((8, 3, 4), 4, 2), ((2, 3, 8), 8, 2), ((5, 3), 4, 1), ((4, 6, 5), 6, 2), ((8, 5), 8, 8)],
+)
+def test_the_parts_of_all_ranks_make_up_the_whole(shape: tuple[int, ...], shard: int, expert: int) -> None:
+    division = divide(shape, shard, expert, len(shape))
+    counted = torch.zeros(shape, dtype=torch.int64)
+    for rank in range(shard):
+        counted[tuple(slice(*span) for span in division.box(shape, rank))] += 1
+    assert counted.eq(1).all()
+    gathered = division.gathered_numel(shape)
+    assert gathered * expert >= counted.numel()
+    assert gathered % division.parts == 0
+    groups = itertools.groupby(range(shard), key=lambda rank: rank // expert)
+    for _, ranks in groups:  # consecutive ranks share out the experts
+        rows = {division.box(shape, rank)[0] for rank in ranks}
+        assert len(rows) == expert
+
+
+FEW = [
+    *("model.num_layers=2", "model.dim=32", "model.head_dim=8", "model.num_experts=2", "model.num_chosen=1"),
+    *("model.expert_dim=26", "data.source=synthetic", "data.seq_len=16", "train.global_batch_size=8"),
+    *("train.micro_batch_size=1", "run.threads=1", "eval.every=0", "checkpoint.every=0", "log.sample_tokens=0"),
+    *("train.compile=false", "run.device=cpu"),
+]
+
+
+def parts_held(folder: Path) -> list[str]:
+    """Return what differs between what the ranks hold, and what the planner says that they hold."""
+    config = load_config("qwen3_moe_small", [*FEW, "mesh.shard=4", f"run.dir={folder}"])
+    trainer = Trainer(config)
+    plan = make_plan(without_data(config), trainer.shape, find_machine("cpu"))
+    rank, found = trainer.mesh.get_local_rank("shard"), []
+    for name, parameter in trainer.model.named_parameters():
+        division = plan.layout.divisions[name]
+        whole = parameter.full_tensor()  # type: ignore[attr-defined]
+        box = division.box(parameter.shape, rank)
+        if not torch.equal(local(parameter), whole[tuple(slice(*span) for span in box)]):
+            found.append(f"{name} {box}")
+        if division_of(parameter) != division or local_box(parameter) != box:
+            found.append(f"{name}: {division_of(parameter)} {local_box(parameter)}")
+    dims = {name.rpartition(".")[2]: plan.layout.divisions[name].dim for name in plan.layout.divisions if "exp" in name}
+    trainer.close()
+    return [*found, f"w1 {dims['w1']}, w2 {dims['w2']}"]
+
+
+@pytest.mark.slow
+def test_ranks_hold_what_is_planned(tmp_path: Path) -> None:
+    assert run_ranks(4, parts_held, tmp_path) == [["w1 2, w2 1"]] * 4
+
+
+def test_division_of_a_whole_tensor_is_one_part() -> None:
+    assert division_of(torch.ones(3, 4)) == Division()
+    assert local_box(torch.ones(3, 4)) == ((0, 3), (0, 4))

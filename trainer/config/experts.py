@@ -1,0 +1,94 @@
+"""Expert parallelism: which sizes of `mesh.expert` a mesh, a model and the other settings allow."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from typing import Literal
+
+from trainer.config.mesh import MeshShape, divisor
+from trainer.config.schema import AUTO, RunConfig
+from trainer.errors import UserError, setting_error
+
+
+def with_expert(config: RunConfig, expert: int, method: Literal["auto", "exchange", "gather"]) -> RunConfig:
+    """Return the configuration with `mesh.expert` and `mesh.expert_method` set."""
+    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, expert=expert, expert_method=method))
+
+
+def resolve_expert_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
+    """Resolve `mesh.expert_method=auto` if ranks share out experts; return the configuration.
+
+    With `exchange`, whose shapes depend on the tokens, `train.compile=auto` becomes false.
+    """
+    mesh, train = config.mesh, config.train
+    if mesh.expert in (1, AUTO):
+        return config
+    method = mesh.expert_method
+    if method == "auto":
+        num_chosen = getattr(config.model, "num_chosen", 1)
+        is_cheap = ranks_per_node % config.expert == 0 and config.expert <= num_chosen
+        method = "gather" if train.compile is True or is_cheap else "exchange"
+        config = with_expert(config, config.expert, method)
+    if method == "exchange" and train.compile == AUTO:
+        config = dataclasses.replace(config, train=dataclasses.replace(train, compile=False))
+    return config
+
+
+def expert_choices(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> list[RunConfig]:
+    """Return one configuration for each `mesh.expert` and method that the mesh and the model allow.
+
+    Sizes ascend: the divisors of a node, then 16, 32 and 64 ranks.
+    """
+    methods: list[Literal["auto", "exchange", "gather"]] = [config.mesh.expert_method]
+    if methods == ["auto"]:
+        methods = ["gather", "exchange"]
+    sizes = [size for size in range(2, ranks_per_node + 1) if ranks_per_node % size == 0]
+    found = [with_expert(config, 1, config.mesh.expert_method)]
+    for size in sorted({*sizes, 16, 32, 64}) if config.recipe.experts is not None else []:
+        for method in methods:
+            tried = resolve_expert_method(with_expert(config, size, method), ranks_per_node)
+            with contextlib.suppress(UserError):
+                check_expert(tried, shape, ranks_per_node)
+                found.append(tried)
+    return found
+
+
+def check_expert(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> None:
+    """Raise UserError for an expert axis that does not fit the mesh, the model or the other settings."""
+    if isinstance(config.mesh.expert, (str, bool)):
+        raise setting_error("mesh.expert", config.mesh.expert, "must be a whole number, or auto", AUTO)
+    expert = config.expert
+    if expert == 1:
+        return
+    if config.recipe.experts is None:
+        rule = f"recipe {config.recipe.name!r} declares no experts that ranks could share out (Recipe(experts=...))"
+        raise setting_error("mesh.expert", expert, rule, 1)
+    num_experts = getattr(config.model, "num_experts", None)
+    if shape.shard % expert:
+        rule = f"must divide the shard axis, {shape.shard}: consecutive ranks of it share out the experts"
+        common = shape.shard if num_experts is None else math.gcd(shape.shard, num_experts)
+        raise setting_error("mesh.expert", expert, rule, divisor(expert, common))
+    if num_experts is not None and num_experts % expert:
+        rule = f"must divide model.num_experts={num_experts}"
+        raise setting_error("mesh.expert", expert, rule, divisor(expert, math.gcd(shape.shard, num_experts)))
+    method = resolve_expert_method(config, ranks_per_node).mesh.expert_method
+    if method == "gather" and ranks_per_node % expert:
+        rule = f"gathers all tokens of mesh.expert={expert} ranks, which span nodes of {ranks_per_node} ranks"
+        raise setting_error("mesh.expert_method", method, rule, "exchange")
+    if method == "exchange" and config.train.compile is True:
+        rule = f"compiled blocks cannot exchange tokens between mesh.expert={expert} ranks: sizes depend on the tokens"
+        raise setting_error("train.compile", True, rule, fix="set mesh.expert_method=gather, or train.compile=false")
+    _check_reshard(config)
+
+
+def _check_reshard(config: RunConfig) -> None:
+    setting = config.fsdp.reshard_after_forward
+    entries = setting if isinstance(setting, list) else [setting]
+    if any(isinstance(entry, int) and entry > 1 for entry in entries):
+        legal = [entry if isinstance(entry, str) else "always" for entry in entries]
+        rule = f"a number of ranks to reshard to cannot be combined with mesh.expert={config.expert}"
+        raise setting_error(
+            "fsdp.reshard_after_forward", setting, rule, legal if isinstance(setting, list) else "always"
+        )

@@ -1,0 +1,205 @@
+"""Computes the experts of tokens: here, or on the ranks that share out the experts (expert parallelism).
+
+With `exchange` each token travels to the ranks of its experts, by an all-to-all whose sizes the host must read; with
+`gather` every rank gets all tokens of the group and computes those of its experts, in shapes that are known in advance.
+
+Shape suffixes: D model width, E experts, A experts per token, S tokens of this rank, M token-expert pairs, N ranks of
+the group, L experts of a rank, T tokens of the group, P pairs of the group, R rows that this rank computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+
+from trainer.distributed.exchange import exchange_parts, exchange_rows, gather_parts, sum_parts
+
+GROUP = "expert_group"
+"""Attribute of a module whose experts are shared out."""
+
+
+@dataclass
+class Estimate:
+    """What a plan assumes instead of reading tokens: `imbalance` is the busiest rank's rows relative to the mean."""
+
+    imbalance: float = 1.0
+    filled: float = 1.0
+    """Share of the rows of gather's buffers that hold tokens; set when the model is traced."""
+
+
+@dataclass(frozen=True)
+class ExpertGroup:
+    """The ranks that share out the experts of a module, as seen from one of them."""
+
+    size: int
+    rank: int
+    method: str
+    """`exchange` or `gather`."""
+    name: str = ""
+    """Name of the process group, for `trainer.distributed.exchange`."""
+    estimate: Estimate | None = None
+    """In plans: what stands in for the router's choices."""
+    watch: Callable[..., None] | None = None
+    """In checks: is called with `mix`'s arguments besides the module, and its result."""
+
+
+def mix(experts: nn.Module, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights_SA: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sum of the outputs of each token's experts, (S, D).
+
+    experts: a module whose parameters are all stacked by expert along dimension 0, and which is called with rows in the
+    order of experts, and where each expert's rows end (int32): `experts(rows, ends)`.  There may be one more end than
+    experts; see `grouped_mm`.  chosen_SA: the experts of each token, all different.  weights_SA: their weights.
+
+    With expert parallelism, collectives of the group: with `exchange`, an all-to-all of counts and two of rows, and in
+    the backward pass the latter again; the host reads how many rows arrive.  With `gather`, all-gathers of tokens,
+    choices and weights, and a reduce-scatter of the results; in the backward pass an all-gather and two
+    reduce-scatters; S must be equal on all ranks.
+    """
+    group: ExpertGroup | None = getattr(experts, GROUP, None)
+    if group is None:
+        order_M, ends_E = _by_expert(chosen_SA.flatten(), _num_experts(experts))
+        out_MD = experts(x_SD[order_M // chosen_SA.shape[1]], ends_E)
+        return _summed(out_MD, order_M, weights_SA)
+    method = _exchanged if group.method == "exchange" else _gathered
+    out_SD = method(group, experts, x_SD, chosen_SA, weights_SA)
+    if group.watch is not None:
+        group.watch(x_SD, chosen_SA, weights_SA, out_SD)
+    return out_SD
+
+
+def choices_of(chosen: torch.Tensor, num_experts: int, counts_S: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the number of tokens routed to each expert, (E,), among all tokens or those that `counts_S` marks.
+
+    chosen: (S, A), or pairs (M,) without `counts_S`.
+    """
+    ones = torch.ones_like(chosen, dtype=torch.int64)
+    if counts_S is not None:
+        ones = counts_S.unsqueeze(1).expand_as(chosen).long()
+    zeros_E = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
+    return zeros_E.scatter_add(0, chosen.flatten(), ones.flatten())
+
+
+def _num_experts(experts: nn.Module) -> int:
+    return next(iter(experts.parameters())).shape[0]
+
+
+def _by_expert(chosen_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the order of token-expert pairs in which those of each expert are contiguous, and where each ends."""
+    return chosen_M.argsort(stable=True), choices_of(chosen_M, num_experts).cumsum(0).to(torch.int32)
+
+
+def _summed(out_MD: torch.Tensor, order_M: torch.Tensor, weights_SA: torch.Tensor) -> torch.Tensor:
+    """Bring rows back from the order of experts to that of tokens, and sum up those of each token."""
+    # A scatter-add instead would not be deterministic on a GPU.
+    out_SAD = out_MD[order_M.argsort()].unflatten(0, weights_SA.shape)
+    return (out_SAD * weights_SA.unsqueeze(-1)).sum(1)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Expert parallelism
+
+
+def _exchanged(
+    group: ExpertGroup, experts: nn.Module, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights_SA: torch.Tensor
+) -> torch.Tensor:
+    """Send each token to the ranks of its experts, and the results back."""
+    num_local = _num_local(experts, group)
+    order_M = chosen_SA.flatten().argsort(stable=True)
+    sent_NL = choices_of(chosen_SA, group.size * num_local).view(group.size, num_local)
+    received_NL = exchange_parts(sent_NL, group.name)
+    sent, received = _splits(group, sent_NL, received_NL, order_M.shape[0])
+    rows_RD = exchange_rows(x_SD[order_M // chosen_SA.shape[1]], sent, received, group.name)
+    # Rows arrive by rank, and by expert within a rank.
+    experts_NL = torch.arange(num_local, device=x_SD.device).repeat(group.size)
+    expert_R = experts_NL.repeat_interleave(received_NL.flatten(), output_size=sum(received))
+    order_R = expert_R.argsort(stable=True)
+    out_RD = _compute(group, experts, rows_RD[order_R], received_NL.sum(0).cumsum(0).to(torch.int32))
+    out_MD = exchange_rows(out_RD[order_R.argsort()], received, sent, group.name)
+    return _summed(out_MD, order_M, weights_SA)
+
+
+def _splits(
+    group: ExpertGroup, sent_NL: torch.Tensor, received_NL: torch.Tensor, num_sent: int
+) -> tuple[list[int], list[int]]:
+    """Return how many rows go to each rank, and come from each.  The host waits for the device."""
+    if group.estimate is None:
+        sent, received = torch.stack((sent_NL.sum(1), received_NL.sum(1))).tolist()
+        return sent, received
+    return _even(num_sent, group.size), _even(round(num_sent * group.estimate.imbalance), group.size)
+
+
+def _even(total: int, count: int) -> list[int]:
+    return [total // count + (number < total % count) for number in range(count)]
+
+
+def _gathered(
+    group: ExpertGroup, experts: nn.Module, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights_SA: torch.Tensor
+) -> torch.Tensor:
+    """Gather the tokens of the group, compute those of this rank's experts, and sum up the results on all ranks.
+
+    The buffers have rows for the worst case, in which this rank has all the experts that tokens choose.
+    """
+    num_local, num_chosen = _num_local(experts, group), chosen_SA.shape[1]
+    x_TD, chosen_TA, weights_TA = (
+        gather_parts(part, group.size, group.name).flatten(0, 1)
+        for part in (x_SD, chosen_SA.to(torch.int32), weights_SA)
+    )
+    local_TA = chosen_TA.long() - group.rank * num_local
+    is_here_TA = (local_TA >= 0) & (local_TA < num_local)
+    order_P, ends_L = _by_expert(torch.where(is_here_TA, local_TA, num_local).flatten(), num_local + 1)
+    num_rows = x_TD.shape[0] * min(num_chosen, num_local)
+    if group.estimate is not None:
+        group.estimate.filled = min(
+            1.0, group.estimate.imbalance * num_chosen / group.size / min(num_chosen, num_local)
+        )
+    out_RD = _compute(group, experts, x_TD[order_P[:num_rows] // num_chosen], ends_L.clamp(max=num_rows))
+    # Pairs of other ranks' experts come after these rows or are among their last, which are zero.
+    place_P = order_P.argsort().clamp(max=num_rows - 1)
+    weights_TA = torch.where(is_here_TA, weights_TA, 0)
+    out_TD = (out_RD[place_P].unflatten(0, weights_TA.shape) * weights_TA.unsqueeze(-1)).sum(1)
+    return sum_parts(out_TD.unflatten(0, (group.size, -1)), group.name)
+
+
+def _num_local(experts: nn.Module, group: ExpertGroup) -> int:
+    """Return the number of experts of a rank."""
+    first = next(iter(experts.parameters()))
+    return first.shape[0] // group.size if isinstance(first, DTensor) else first.shape[0]
+
+
+def _compute(group: ExpertGroup, experts: nn.Module, rows_RD: torch.Tensor, ends_L: torch.Tensor) -> torch.Tensor:
+    """Return what this rank's experts make of rows.
+
+    The gradient of their weights is a sum over the tokens of the group, while FSDP averages it only over the ranks that
+    hold the same experts, which are fewer by the size of the group.  So the gradient is divided by it where it arises:
+    on its way through the experts, gradients are smaller by that factor.
+    """
+    weights = {
+        name: parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        for name, parameter in experts.named_parameters()
+    }
+    rows_RD = scale_gradient(rows_RD, float(group.size))
+    out_RD: torch.Tensor = functional_call(experts, weights, (rows_RD, ends_L))
+    return scale_gradient(out_RD, 1 / group.size)
+
+
+def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return `x`, whose gradient will be multiplied by `factor`."""
+    scaled: torch.Tensor = _ScaledGradient.apply(x, factor)  # type: ignore[no-untyped-call]
+    return scaled
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * ctx.factor, None

@@ -1,0 +1,90 @@
+"""Shares out the experts of a model among the ranks of an expert group, before the model is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from trainer.distributed.exchange import register_group
+from trainer.distributed.world import EXPERT
+from trainer.errors import UserError
+from trainer.experts.dispatch import GROUP, Estimate, ExpertGroup
+from trainer.recipe import Recipe
+
+
+def find_experts(model: nn.Module, recipe: Recipe) -> dict[str, nn.Module]:
+    """Return the modules that `recipe.experts` names, by their names.  Raises UserError if there are none, or for a
+    module whose parameters are not all stacked by expert.
+    """
+    if recipe.experts is None:
+        return {}
+    found = {name: module for name, module in model.named_modules() if matches(name, recipe.experts)}
+    if not found:
+        raise UserError(f"recipe {recipe.name!r}: experts: the model has no module {recipe.experts!r}")
+    for name, module in found.items():
+        numbers = {parameter.shape[:1] for parameter in module.parameters()}
+        if len(numbers) != 1 or numbers == {torch.Size()}:
+            shapes = ", ".join(f"{own} {tuple(p.shape)}" for own, p in module.named_parameters())
+            raise UserError(f"recipe {recipe.name!r}: experts: {name} has parameters that are not stacked: {shapes}")
+    return found
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Return whether a dotted name matches a pattern, in which `*` stands for one part."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(want in ("*", part) for part, want in zip(parts, wanted, strict=True))
+
+
+def share_out(modules: Sequence[nn.Module], mesh: DeviceMesh, method: str) -> None:
+    """Give each rank of `mesh`, which has one axis, its experts of `modules`: consecutive rows of all parameters.
+
+    Parameters become DTensors; they must be on the meta device, and their number of rows a multiple of the mesh's size.
+    """
+    size = mesh.size()
+    group = ExpertGroup(size, mesh.get_local_rank(), method, register_group(mesh.get_group(), EXPERT))
+    for module in modules:
+        for owner in module.modules():
+            for name, parameter in [*owner.named_parameters(recurse=False)]:
+                rows = torch.empty_like(parameter[: parameter.shape[0] // size], device="meta")
+                shared = DTensor.from_local(
+                    rows, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
+                )
+                owner.register_parameter(name, nn.Parameter(shared, requires_grad=parameter.requires_grad))
+        setattr(module, GROUP, group)
+
+
+@contextmanager
+def watched(modules: Mapping[str, nn.Module], watch: Callable[..., None]) -> Iterator[None]:
+    """Call `watch(name, x, chosen, weights, out)` whenever ranks have computed one of these modules in the block."""
+    groups = {name: getattr(module, GROUP) for name, module in modules.items()}
+    for name, module in modules.items():
+        setattr(module, GROUP, replace(groups[name], watch=partial(watch, name)))
+    try:
+        yield
+    finally:
+        for name, module in modules.items():
+            setattr(module, GROUP, groups[name])
+
+
+def imagine_group(modules: Sequence[nn.Module], size: int, method: str, imbalance: float) -> Estimate:
+    """Leave in `modules`, which are on the meta device, the experts of one of `size` ranks, for a plan.
+
+    Its collectives are operators of a group called `expert`, and must run on fake tensors.  Returns the estimate that
+    stands in for what is read from tokens; running the model completes it.
+    """
+    estimate = Estimate(imbalance)
+    group = ExpertGroup(size, 0, method, EXPERT, estimate)
+    for module in modules:
+        for owner in module.modules():
+            for name, parameter in [*owner.named_parameters(recurse=False)]:
+                rows = parameter.detach()[: parameter.shape[0] // size].contiguous()
+                owner.register_parameter(name, nn.Parameter(rows, requires_grad=parameter.requires_grad))
+        setattr(module, GROUP, group)
+    return estimate

@@ -1,0 +1,229 @@
+"""Self-check of expert parallelism: the gradients of experts are right, and so are the ranks that compute them.
+
+Neither error would be visible: with gradients too large by the number of ranks the loss is right, and the curve only
+looks like one of a higher learning rate; with experts computed on the wrong ranks a model trains all the same, but its
+checkpoints are of another model.
+
+1. *Gradients.*  A mixture is linear in the last matrices of its experts, so by Euler's identity the product of these
+   with their gradient equals that of each token's output with its gradient, summed over all tokens.  Both are computed
+   from one short pass; the weights of no layer are gathered.
+2. *Owners.*  The output of one token is compared with what the experts that it chose make of it, whose weights are put
+   together from the ranks that hold them according to their placement.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.func import functional_call
+
+from trainer.config import RunConfig
+from trainer.data.loader import TrainLoader
+from trainer.distributed.world import World
+from trainer.errors import TrainingFailed
+from trainer.experts import find_experts, watched
+from trainer.loss import IGNORE, find_loss
+from trainer.model.gradients import gradient_sync, reshard
+from trainer.model.parameters import local, local_box
+from trainer.sequence import full_sequences
+
+_NUM_TOKENS = 32
+"""Tokens of the test input on each rank."""
+
+_GRADIENT_TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2}
+_OUTPUT_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+"""Relative tolerances, for a different order of summation."""
+
+
+@dataclass
+class _Seen:
+    """What one pass shows of a module of experts on this rank."""
+
+    of_outputs: torch.Tensor
+    """Products of outputs and their gradients, summed over tokens: a scalar."""
+    token: list[torch.Tensor]
+    """The first token's input (D,), the experts that it chose (A,), their weights (A,), and the output (D,)."""
+
+
+@dataclass
+class _Observer:
+    """Watches one forward and backward pass; recomputed forward passes show nothing new."""
+
+    seen: dict[str, _Seen] = field(default_factory=dict)
+
+    def watch(
+        self, name: str, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights_SA: torch.Tensor, out_SD: torch.Tensor
+    ) -> None:
+        if name in self.seen:
+            return
+        token = [tensor[0].detach().clone() for tensor in (x_SD, chosen_SA, weights_SA, out_SD)]
+        found = self.seen[name] = _Seen(torch.zeros((), dtype=torch.float64, device=x_SD.device), token)
+
+        def add(gradient_SD: torch.Tensor) -> None:
+            found.of_outputs += (gradient_SD.double() * out_SD.detach().double()).sum()
+
+        if out_SD.requires_grad:
+            out_SD.register_hook(add)
+
+
+def check_experts(world: World, model: nn.Module, mesh: DeviceMesh, loader: object, config: RunConfig) -> None:
+    """Raise TrainingFailed on all ranks if the gradients of experts, or the ranks that compute them, are wrong.
+
+    The test input is the beginning of this rank's next sample; gradients are deleted afterwards.  A no-op unless ranks
+    share out experts, or with a custom loader.  Collectives: those of a forward and a backward pass, a gather, three
+    all-reduces, and one of a token's experts for each layer.
+    """
+    if config.expert == 1 or not isinstance(loader, TrainLoader):
+        return
+    modules, observer = find_experts(model, config.recipe), _Observer()
+    trial = _Trial()
+    handle = next(iter(modules.values())).register_forward_hook(trial.run)
+    batch = loader.first_tokens(min(_NUM_TOKENS, config.data.seq_len))
+    targets = torch.where(batch["targets"] == IGNORE, batch["tokens"], batch["targets"])
+    # Without the entry that says which rows are a preference pair: the loss here is that of tokens.
+    batch = {name: entry.to(world.device) for name, entry in {**batch, "targets": targets}.items() if name != "pair"}
+    devices = [world.device] if world.device.type == "cuda" else []
+    # Eager, because compiling for these sizes would not help the run, which has other sizes.
+    with (
+        watched(modules, observer.watch),
+        full_sequences(),
+        torch.compiler.set_stance("force_eager"),
+        torch.random.fork_rng(devices=devices),
+        gradient_sync(model, True, config.fsdp),
+    ):
+        find_loss(model)(batch).backward()
+    handle.remove()
+    reshard(model)
+    lines = [
+        *_wrong_gradients(world, modules, observer.seen, _common(world.gather(trial.linear)), mesh, config),
+        *_wrong_owners(world, modules, observer.seen, mesh, config),
+    ]
+    for parameter in model.parameters():
+        parameter.grad = None
+    if lines:
+        way_out = "to skip the check: run.selfcheck=false"
+        raise TrainingFailed("self-check of mesh.expert: " + "\n  ".join([*lines[:10], way_out]))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Gradients
+
+
+class _Trial:
+    """Tries in which trained parameters, one or two, a module is linear, from its forward hook `run`."""
+
+    def __init__(self) -> None:
+        self.linear: list[tuple[str, ...]] = []
+        """By the rows that the module was first called with here; empty if it was called without rows."""
+        self._has_run = False
+
+    def run(self, module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        if self._has_run:
+            return
+        self._has_run = True
+        own = {name: parameter.detach() for name, parameter in module.named_parameters()}
+        trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        inputs, out = tuple(arg.detach() for arg in args), out.detach()
+        if not out.numel() or not out.any():
+            return
+        for names in itertools.chain(*(itertools.combinations(trained, size) for size in (1, 2))):
+            doubled = {name: 2 * own[name] if name in names else own[name] for name in own}
+            with torch.no_grad():
+                found = functional_call(module, doubled, inputs)
+            if (found - 2 * out).abs().max() <= 1e-2 * out.abs().max():
+                self.linear.append(names)
+
+
+def _common(of_ranks: list[list[tuple[str, ...]]]) -> tuple[str, ...]:
+    """Return the parameters in which the module is linear by the rows of all ranks that had any; empty if unknown."""
+    known = [names for names in of_ranks if names]
+    return next((names for names in known[0] if all(names in others for others in known)), ()) if known else ()
+
+
+def _wrong_gradients(
+    world: World,
+    modules: Mapping[str, nn.Module],
+    seen: Mapping[str, _Seen],
+    linear: tuple[str, ...],
+    mesh: DeviceMesh,
+    config: RunConfig,
+) -> Iterator[str]:
+    """Yield the modules for which Euler's identity does not hold, by parameters in which their output is linear."""
+    names = [name for name, module in modules.items() if _has_gradients(module, linear)]
+    if not names or not linear:
+        return
+    of_weights = torch.stack([_product(modules[name], linear) for name in names]).to(world.device)
+    of_outputs = torch.stack([seen[name].of_outputs for name in names])
+    totals = world.sum_on_device(torch.stack((of_weights, of_outputs)))
+    replicas = world.size // mesh.size(mesh.ndim - 1)
+    fsdp = config.fsdp
+    dtypes = {fsdp.param_dtype, fsdp.reduce_dtype, config.train.weights_dtype}  # each of them rounds gradients
+    tolerance = max(_GRADIENT_TOLERANCE[dtype] for dtype in dtypes)
+    # Gradients are means over all ranks, and each replica has added the same.
+    pairs = torch.stack((totals[0] * world.size / replicas, totals[1]), dim=1).tolist()
+    for name, (found, expected) in zip(names, pairs, strict=True):
+        if not abs(found - expected) <= tolerance * abs(expected):
+            ratio = found / expected if expected else float("inf")
+            yield f"{name}: the gradient of {' and '.join(linear)} is {ratio:.6g} times what its outputs demand"
+
+
+def _has_gradients(module: nn.Module, names: tuple[str, ...]) -> bool:
+    return all(module.get_parameter(name).grad is not None for name in names)
+
+
+def _product(module: nn.Module, names: tuple[str, ...]) -> torch.Tensor:
+    """Return the product of this rank's parts of parameters with their gradients: a scalar in float64."""
+    total = torch.zeros((), dtype=torch.float64)
+    for name in names:
+        parameter = module.get_parameter(name)
+        assert parameter.grad is not None
+        total = total.to(local(parameter).device)
+        total = total + (local(parameter.detach()).double() * local(parameter.grad).double()).sum()
+    return total
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Owners
+
+
+def _wrong_owners(
+    world: World, modules: Mapping[str, nn.Module], seen: Mapping[str, _Seen], mesh: DeviceMesh, config: RunConfig
+) -> Iterator[str]:
+    """Yield the modules whose output for the first token of rank 0 is not that of the experts that it chose."""
+    tolerance, dtype = _OUTPUT_TOLERANCE[config.fsdp.param_dtype], getattr(torch, config.fsdp.param_dtype)
+    for name, module in modules.items():
+        x_D, chosen_A, weights_A, out_D = (
+            world.sum_on_device(tensor.double() * (world.rank == 0)) for tensor in seen[name].token
+        )
+        ends_A = torch.arange(1, len(chosen_A) + 1, dtype=torch.int32, device=x_D.device)
+        own = {
+            key: _rows_of(parameter, chosen_A.long(), mesh, world.device).to(dtype)
+            for key, parameter in module.named_parameters()
+        }
+        with torch.no_grad():
+            rows_AD = x_D.to(dtype).expand(len(chosen_A), -1).contiguous()
+            out_AD = functional_call(module, own, (rows_AD, ends_A))
+        expected_D = (out_AD.double() * weights_A[:, None]).sum(0)
+        if not (out_D - expected_D).abs().max() <= tolerance * expected_D.abs().max():
+            experts = ", ".join(map(str, chosen_A.long().tolist()))
+            yield f"{name}: the output of a token is not that of its experts {experts}, whose ranks hold other ones"
+
+
+def _rows_of(parameter: torch.Tensor, rows_A: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> torch.Tensor:
+    """Return some rows of a parameter, (A, ...), from the ranks that hold them.  One all-reduce over the shard axis."""
+    box, held = local_box(parameter), local(parameter.detach())
+    assert box is not None
+    found = torch.zeros((len(rows_A), *parameter.shape[1:]), device=device)
+    columns = tuple(slice(*span) for span in box[1:])
+    for number, row in enumerate(rows_A.tolist()):
+        if box[0][0] <= row < box[0][1] and held.numel():
+            found[number][columns] = held[row - box[0][0]].to(device, torch.float32)
+    dist.all_reduce(found, group=mesh.get_group(mesh.ndim - 1))
+    return found

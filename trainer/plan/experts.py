@@ -1,0 +1,86 @@
+"""Says whether sharing out the experts (`mesh.expert`) would pay, and by how much."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from trainer.config import MeshShape, RunConfig, expert_choices
+from trainer.config.experts import resolve_expert_method, with_expert
+from trainer.errors import UserError
+from trainer.model.shard import check_sharding
+from trainer.plan.plan import Plan, make_plan
+
+_MIN_GAIN = 0.02
+"""A step that is shorter by less than this share is no gain."""
+
+
+def advice_on_experts(plan: Plan) -> Iterator[str]:
+    """Yield what `mesh.expert` would change for a model with experts on several ranks, if it is not set.
+
+    FSDP moves the weights of all experts, whatever the number of tokens; an expert axis moves tokens instead.  Between
+    nodes it moves fewer bytes below F E / 4 A tokens per micro-batch (F hidden width of an expert, E experts, A of them
+    per token): two gathers in 2 bytes and a reduction in 4 of the 3 D F E weights of a layer, D its width, against six
+    exchanges of D numbers of 2 bytes for each of a token's A rows, with full recomputation.
+    """
+    config, shard = plan.config, plan.mesh.shard
+    if config.recipe.experts is None or config.expert > 1 or shard == 1:
+        return
+    if (line := _padding(plan)) is not None:
+        yield line
+    num_tokens = int(config.train.micro_batch_size) * config.rows_per_sample * config.data.seq_len // config.context
+    break_even = tokens_at_break_even(plan)
+    rule = "" if break_even is None else f" ({num_tokens:,} tokens per micro-batch, against {break_even:,.0f})"
+    better = [other for other in _alternatives(plan) if other.fits or not plan.fits]
+    best = min(better, key=lambda other: other.time.total_s, default=None)
+    if best is None or (plan.fits and best.time.total_s > (1 - _MIN_GAIN) * plan.time.total_s):
+        yield f"experts: sharing them out (mesh.expert) would not make the step shorter{rule}"
+        return
+    yield (
+        f"experts: mesh.expert={best.config.expert} mesh.expert_method={best.config.mesh.expert_method} would take "
+        f"{best.time.total_s:.3g} s per step instead of {plan.time.total_s:.3g}, and {best.needed_gib:.4g} GiB instead "
+        f"of {plan.needed_gib:.4g}{rule}"
+    )
+
+
+def tokens_at_break_even(plan: Plan) -> float | None:
+    """Return F E / 4 A, or None if the model's configuration does not say how many experts a token has."""
+    num_chosen, dim = (getattr(plan.config.model, name, None) for name in ("num_chosen", "dim"))
+    layers = [sum(p.numel for p in unit.parameters if p.is_of_experts) for unit in plan.trace.units]
+    if not num_chosen or not dim or not any(layers):
+        return None
+    return max(layers) / (12 * dim * num_chosen)
+
+
+def possible_choices(config: RunConfig, mesh: MeshShape, ranks_per_node: int) -> list[RunConfig]:
+    """Return the choices of `mesh.expert` (`expert_choices`) for which ranks can divide the experts of the model."""
+    found = []
+    for choice in expert_choices(config, mesh, ranks_per_node):
+        with contextlib.suppress(UserError):
+            check_sharding(choice, mesh.shard)
+            found.append(choice)
+    return found
+
+
+def _alternatives(plan: Plan) -> Iterator[Plan]:
+    """Yield the plans with experts shared out within a node, and among 16, 32 or 64 ranks."""
+    per_node = plan.machine.rates.ranks_per_node
+    automatic = with_expert(plan.config, 1, "auto")
+    sizes = {one.expert for one in possible_choices(automatic, plan.mesh, per_node)}
+    inside = max((size for size in sizes if 1 < size <= per_node), default=1)
+    for size in sorted({inside, *(size for size in sizes if size > per_node)} - {1}):
+        config = resolve_expert_method(with_expert(plan.config, size, "auto"), per_node)
+        yield make_plan(config, plan.mesh, plan.machine)
+
+
+def _padding(plan: Plan) -> str | None:
+    """Return a warning if padding makes experts more than half as large again."""
+    experts = [p for unit in plan.trace.units for p in unit.parameters if p.is_of_experts]
+    gathered = sum(plan.layout.division(p).gathered_numel(p.shape) for p in experts)
+    share = gathered / max(1, sum(p.numel for p in experts))
+    if share <= 1.5:
+        return None
+    return (
+        f"warning: {plan.mesh.shard} ranks divide neither the experts nor their dimensions: with padding, {share:.2f} "
+        "times their bytes are gathered and reduced"
+    )
