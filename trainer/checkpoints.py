@@ -56,7 +56,7 @@ class CheckpointEntry:
     mesh: str = ""
     torch: str = ""
     state: str = "damaged"
-    """`whole` (manifest and sizes match), `verified` (checksums match too), `damaged` or `set aside`."""
+    """`whole` (manifest and sizes match), `verified` (checksums match too), `damaged` or `quarantined`."""
     damage: tuple[str, ...] = ()
     num_skipped: int = 0
     """Number of consecutive skipped steps when it was saved; if above 0, it is not resumed from automatically."""
@@ -86,12 +86,12 @@ def list_checkpoints(storage: Storage, verify: bool = False) -> list[CheckpointE
         found |= {step: _entry(storage, name_of(step), verify) for step in new}
         if not new or not found:
             break
-    aside = [CheckpointEntry(name, state="set aside") for name in storage.quarantined_names()]
+    quarantined = [CheckpointEntry(name, state="quarantined") for name in storage.quarantined_names()]
     still = [step for step in sorted(found) if not found[step].damage or storage.is_published(name_of(step))]
     entries, best = [found[step] for step in still], best_step(storage)
     for entry in entries:
         entry.is_best = entry.step is not None and entry.step == best
-    return [*entries, *aside]
+    return [*entries, *quarantined]
 
 
 def _entry(storage: Storage, name: str, verify: bool) -> CheckpointEntry:

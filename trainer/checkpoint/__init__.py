@@ -3,7 +3,7 @@
 A checkpoint is a folder such as `step_00000100` that is published atomically: it is complete or it does not exist.
 Two layers over the storage:
 
-    saver        when to save; retries; what happens before and after a save; which checkpoints are set aside
+    saver        when to save; retries; what happens before and after a save; which checkpoints are quarantined
     writer       makes one save: collects the state, plans, copies, writes, publishes and prunes
     reader       restores a state: finds checkpoints, compares them with the state, loads; reads weights by name
 

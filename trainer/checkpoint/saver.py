@@ -217,10 +217,10 @@ class Saver:
             for name in names:
                 own.storage.quarantine(name, DOUBTFUL)
         except Exception as error:  # the storage has failed as well: leave the checkpoints in place
-            self._warn(f"cannot set aside the checkpoints saved after step {since}: {describe(error)}")
+            self._warn(f"cannot quarantine the checkpoints saved after step {since}: {describe(error)}")
             return
         if names:
-            done = ", ".join(f"{name} was set aside as {DOUBTFUL}-{name}" for name in names)
+            done = ", ".join(f"{name} was quarantined as {DOUBTFUL}-{name}" for name in names)
             self._warn(f"every step since then failed: {done}; the same command resumes from the checkpoint before it")
 
     def wait_for_deleting(self) -> None:

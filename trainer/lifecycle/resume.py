@@ -74,7 +74,7 @@ class Resume:
         if self._world.is_main:
             for name, damage in found.damaged.items():
                 listed = "\n".join(f"  {line}" for line in damage)
-                warn(f"checkpoint {name} is damaged and was set aside:\n{listed}")
+                warn(f"checkpoint {name} is damaged and was quarantined:\n{listed}")
             for warning in found.warnings:
                 warn(f"{found.path}: {warning}")
         return found
