@@ -1,12 +1,12 @@
-"""Deliberate defects: each is planted in a copy of the project, and the tests of the promise that it breaks must fail.
+"""Deliberate defects: each is planted in a copy of the project, where a test of the promise that it breaks must fail.
 
-    python -m tests.defects                     # all of them, against the tests of `make test`, where they should do
-    python -m tests.defects --campaign          # against those of the campaign too
-    python -m tests.defects loss-scale --keep   # one, in a copy that is left for a look
+    python -m tests.defects                     # all of them, against the tests of `make test`
+    python -m tests.defects --campaign          # also against the tests of the campaign
+    python -m tests.defects loss-scale --keep   # a single one; the copy is kept
 
-Each is a small mistake in one function, of a kind that happens: a wrong scale, a missed flush, a swapped axis.  It is
-found by the function's name, so that moving or reformatting code does not concern it.  A defect that no test finds
-means that a test is missing, or that it cannot fail.
+Each is a small, realistic mistake in one function: a wrong scale, a missing flush, swapped axes. It is located by the
+function's name, so that moving or reformatting code does not affect it. If no test finds a defect, a test is missing
+or cannot fail.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from tests.promises import path_of, read_promises
 
 @dataclass(frozen=True)
 class Defect:
-    """Inside one function, the code `old` becomes `new`: this breaks `promise`, a row of README.md beside this file."""
+    """Replaces the code `old` by `new` in one function; this breaks `promise`, a row of tests/README.md."""
 
     name: str
     promise: str
     where: str
-    """The function, method, class or module constant, such as `Trainer.train_step`, wherever its file is.
+    """The function, method, class or module constant, such as `Trainer.train_step`, in any file.
 
-    If several modules define the name, its module comes first: `trainer.run:_read`.
+    If several modules define the name, it is prefixed with the module: `trainer.run:_read`.
     """
     old: str
-    """A part of its code that occurs there once.  Spaces, line breaks and trailing commas do not matter."""
+    """Code that occurs exactly once there. Spaces, line breaks and trailing commas do not matter."""
     new: str
     by_campaign: bool = False
-    """Whether finding it takes the campaign's tests of the promise: all others are found by those of `make test`."""
+    """True if only the campaign's tests of the promise find it; all others are found by `make test`."""
 
     def plant(self, root: Path) -> None:
         """Change the code below `root`."""
@@ -69,9 +69,9 @@ class Defect:
 
 @cache
 def definitions(root: Path) -> dict[str, list[tuple[Path, int, int]]]:
-    """Return each definition's file, and where its text begins and ends there in characters.
+    """Return the file of each definition, and the character range of its text in that file.
 
-    The keys are dotted names, `Trainer.train_step`, and the same after their modules, `trainer.trainer:Trainer.close`.
+    The keys are dotted names, with and without their module: `Trainer.close` and `trainer.trainer:Trainer.close`.
     """
     found: dict[str, list[tuple[Path, int, int]]] = {}
     for top in ("trainer", "recipes"):
@@ -84,7 +84,7 @@ def definitions(root: Path) -> dict[str, list[tuple[Path, int, int]]]:
 
 
 def _spans(text: str) -> Iterator[tuple[str, int, int]]:
-    """Yield each function, class and assignment of a module: its dotted name, and where it begins and ends."""
+    """Yield the dotted name and character range of each function, class and assignment in a module."""
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -107,7 +107,7 @@ def _spans(text: str) -> Iterator[tuple[str, int, int]]:
 
 
 def find_code(text: str, code: str) -> list[tuple[int, int]]:
-    """Return where `code` begins and ends in `text`, whatever the line breaks and trailing commas are."""
+    """Return the character ranges of `code` in `text`, ignoring line breaks and trailing commas."""
     words, wanted = _words(text), [word for word, _, _ in _words(code)]
     ends = range(len(words) - len(wanted) + 1)
     hits = [start for start in ends if [word for word, _, _ in words[start : start + len(wanted)]] == wanted]
@@ -151,7 +151,7 @@ DEFECTS: list[Defect] = [
         "if not is_locked or is_same_file(descriptor, path):",
         "if True:",
     ),
-    # -- saving as it pays ---------------------------------------------------------------------------------------
+    # -- when to save --------------------------------------------------------------------------------------------
     Defect(
         "each-rank-decides-when-to-save",
         "pays",
@@ -173,7 +173,7 @@ DEFECTS: list[Defect] = [
         "(operator.is_fused and not is_fused)",
         "0",
     ),
-    # -- streaks of skipped updates ------------------------------------------------------------------------------
+    # -- streaks of skipped steps --------------------------------------------------------------------------------
     Defect(
         "save-postponed-for-good",
         "streaks",
@@ -821,7 +821,7 @@ DEFECTS: list[Defect] = [
         "if piece.copies == 1 or tensor.numel() == 0",
         "if piece.copies <= 2 or tensor.numel() == 0",
     ),
-    # -- what it says --------------------------------------------------------------------------------------------
+    # -- console and reports ------------------------------------------------------------------------------------
     Defect(
         "lines-held-back",
         "metrics-file",
@@ -865,7 +865,7 @@ DEFECTS: list[Defect] = [
         'Collective("all_gather", axis, num_ranks, num_bytes)] += self._repeats',
         'Collective("all_gather", axis, num_ranks, num_bytes)] += 1',
     ),
-    # -- what comes from elsewhere -------------------------------------------------------------------------------
+    # -- untrusted input -----------------------------------------------------------------------------------------
     Defect(
         "stored-may-import",
         "stored-is-data",
@@ -1005,14 +1005,14 @@ DEFECTS: list[Defect] = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the tests said of a defect."""
+    """The outcome of the tests for one defect."""
 
     defect: Defect
     found_by: str
     """The first test that failed; empty if none did."""
     seconds: float
     exit_code: int
-    """Of pytest: 0 where all tests passed in spite of the defect."""
+    """pytest's exit code: 0 if all tests passed in spite of the defect."""
     output: str
 
     @property

@@ -1,4 +1,4 @@
-"""Trains under the stand-in with a line for every step, and lets the host wait for the device in none.
+"""Trains on fake GPUs with a log line for each step, and raises if the host waits for the device.
 
 python tests/fake_gpu/lines.py OVERRIDE...
 """

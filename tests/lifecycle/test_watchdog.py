@@ -105,7 +105,7 @@ def test_the_rank_that_sleeps_is_named(place: str, rank: int, tmp_path: Path, mo
     assert row.endswith("late")
     stack = ran.stderr.partition(f"rank {rank} is at\n")[2].splitlines()
     assert f"in {function}" in "\n".join(stack)
-    assert any(line.endswith("in fall_asleep") for line in stack)
+    assert any(line.endswith("in hang") for line in stack)
     assert "Traceback" not in ran.stderr
     assert ran.status["state"] == "failed"
     assert ran.status["reason"].startswith(f"watchdog: rank {rank} made no progress in {phase}")

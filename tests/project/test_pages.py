@@ -1,7 +1,7 @@
-"""Every command and every piece of Python of the README, and of docs/ page after page, each in one folder.
+"""Every command and every Python block of the README and of docs/, page after page, run in one folder per page.
 
-Commands run as they are typed.  What they need and no page makes (a book, chats, a Hugging Face folder) lies there
-beforehand, and is tiny; models are made small by settings that stand behind those of the page.
+Commands run as typed. Inputs that no page creates (a book, chats, a Hugging Face folder) are provided and tiny; models
+are made small by settings appended to those of the page.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def test_every_command_of_every_page_in_order(pages: list[Path], tmp_path: Path)
 
 
 def test_the_first_hour_of_a_newcomer(tmp_path: Path) -> None:
-    """In a fresh clone, each step one command, and nothing deleted or edited by hand."""
+    """In a fresh clone, one command per step; nothing is deleted or edited by hand."""
     clone = tmp_path / "clone"
     for taken in first_hour.walk(clone, first_hour.SMALL):
         print(f"{taken.seconds:5.1f} s  {taken.step.aim}", flush=True)
