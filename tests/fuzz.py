@@ -306,7 +306,7 @@ def _start(case: Case, run_dir: Path, mesh: Mesh, micro_batch_size: int, logs: P
 
 
 def _finish(started: Forked, what: str) -> None:
-    codes = started.wait_as_a_launcher(START_S)
+    codes = started.wait_like_launcher(START_S)
     if set(codes) != {0}:
         raise Mismatch(f"{what}: exit codes {codes}\n{started.stderr}")
 
@@ -327,7 +327,7 @@ def _disturb(started: Forked, disturbance: Disturbance, run_dir: Path) -> bool:
         each.kill()
     if disturbance.kind == "kill one":
         started.processes[disturbance.rank].kill()
-    codes = started.wait_as_a_launcher(START_S)
+    codes = started.wait_like_launcher(START_S)
     if disturbance.kind == "stop" and not set(codes) <= {0, 75, -signal.SIGTERM}:  # the last: before Python listens
         raise Mismatch(f"{disturbance}: exit codes {codes}\n{started.stderr}")
     if 2 in codes:

@@ -79,7 +79,7 @@ def run_command(folder: Path, *arguments: str, launcher: Sequence[str] = (), tim
     ranks = next((int(item[6:]) for item in arguments if re.fullmatch(r"nproc=\d+", item)), 1)
     with tempfile.TemporaryDirectory() as logs:
         started = start_run(arguments, Path(logs), ranks, nproc_worker_variables(ranks) if ranks > 1 else {})
-        codes = set(started.wait_as_a_launcher(timeout_s))
+        codes = set(started.wait_like_launcher(timeout_s))
         if codes & {2, 75}:  # the other ranks were terminated, some before they handled signals
             codes.discard(-signal.SIGTERM)
         assert min(codes) >= 0 or not codes & {2, 75}, f"a rank has crashed: {codes}\n{started.stderr}"
@@ -95,7 +95,7 @@ def run_python_module(module: str, *arguments: object, cwd: Path = REPOSITORY, t
     """Run `python -m module arguments...` in a forked process."""
     with tempfile.TemporaryDirectory() as logs:
         started = fork(run_module, [module, list(map(str, arguments))], Path(logs), cwd=cwd)
-        (code,) = started.wait_as_a_launcher(timeout_s)
+        (code,) = started.wait_like_launcher(timeout_s)
         return Ran(code, started.stdout, started.stderr, cwd)
 
 

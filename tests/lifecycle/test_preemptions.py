@@ -1,4 +1,4 @@
-"""Twenty preemptions of one run, at random moments: it comes back each time, and nobody can tell by its losses."""
+"""Twenty preemptions of one run at random moments: it continues each time, with the losses of an undisturbed run."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from trainer.config.command_line import parse
 def test_distillation_from_a_second_sharded_model(tmp_path: Path) -> None:
     overrides = tiny_overrides("train.steps=12", "optim.lr=0.02", f"run.dir={tmp_path / 'run'}")
     started = fork(run_script, ["examples/distill.py", ["recipe=llama_small", *overrides]], tmp_path, ranks=2)
-    assert started.wait_as_a_launcher(240) == [0, 0], started.stderr
+    assert started.wait_like_launcher(240) == [0, 0], started.stderr
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["kind"] == "train"]
     assert losses[-1] < losses[0]
