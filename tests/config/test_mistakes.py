@@ -247,7 +247,7 @@ MISTAKES = {
 
 HELD_ELSEWHERE = {
     21: "test_data.py::test_held_out_shards_must_be_others_and_made_alike",
-    30: "test_faults.py::test_a_folder_belongs_to_one_run",
+    30: "test_faults.py::test_folder_belongs_to_one_run",
     31: "test_bad_input.py::test_a_mistake_does_not_alter_an_existing_run",
     32: "test_config.py::test_what_a_resume_may_change",
     33: "test_processes.py::test_a_finished_run_started_again_does_nothing",
@@ -255,7 +255,7 @@ HELD_ELSEWHERE = {
     35: "test_run_folders.py::test_config_yaml_refers_to_its_own_folder",
     36: "test_run_folders.py::test_changed_folder_loses_no_line_and_touches_no_other",
     37: "test_run_folders.py::test_changed_folder_loses_no_line_and_touches_no_other",
-    38: "test_faults.py::test_all_are_damaged",
+    38: "test_faults.py::test_all_checkpoints_are_damaged",
     39: "test_stopping.py::test_closed_terminal_and_quit_signal_stop_the_run",
     40: "test_stopping.py::test_a_pipe_that_is_closed_early_breaks_no_command",
     41: "test_stopping.py::test_second_interrupt_ends_a_stuck_run_cleanly",
