@@ -246,7 +246,7 @@ MISTAKES = {
 }  # fmt: skip
 
 HELD_ELSEWHERE = {
-    21: "test_data.py::test_held_out_shards_must_be_others_and_made_alike",
+    21: "test_data.py::test_held_out_shards_must_differ_and_have_the_same_tokenizer",
     30: "test_faults.py::test_folder_belongs_to_one_run",
     31: "test_bad_input.py::test_a_mistake_does_not_alter_an_existing_run",
     32: "test_config.py::test_what_a_resume_may_change",
