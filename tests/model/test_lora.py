@@ -161,15 +161,15 @@ def test_targets_are_module_names_or_suffixes() -> None:
             network(all_linear)
 
 
-def test_target_that_matches_only_part_of_a_name_is_rejected() -> None:
-    """Mixtures of experts have no gate_proj that can have an adapter, and lists from elsewhere name it."""
+def test_target_without_a_layer_is_rejected() -> None:
+    """Common lists contain gate_proj, which mixtures of experts do not have as a layer for adapters."""
     layers = nn.ModuleDict({"q_proj": nn.Linear(2, 2), "v_proj": nn.Linear(2, 2)})
     for targets in (["q_proj", "v_proj", "gate_proj"], ["gate_proj"]):
         with pytest.raises(UserError, match=r"no layer is named 'gate_proj'; .*: q_proj, v_proj$"):
             find_layers(layers, [], targets)
 
 
-def test_layer_names_of_peft_are_recognized() -> None:
+def test_layer_names_of_transformers_are_recognized() -> None:
     config = load_config("llama_small", tiny_overrides())
     theirs = build_network(replace(config, lora=LoraSection(rank=4, targets=["q_proj", "down_proj"])))
     ours = build_network(replace(config, lora=LoraSection(rank=4, targets=["wq", "w2"])))
