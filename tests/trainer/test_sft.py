@@ -232,7 +232,7 @@ NO_PROMPT = CHATML.partition("\n{% if add_generation_prompt")[0]
 def test_one_command_trains_a_folder_and_a_second_one_chats_with_it(
     template: str, header: list[str], tmp_path: Path
 ) -> None:
-    """A model with random weights learns the answers of 60 conversations, although its own end token is a different one.
+    """A model with random weights learns the answers of 60 conversations, although its end token differs.
 
     Without a generation prompt it also learns to write the header of its turn, which no client adds.
     """
