@@ -1,6 +1,7 @@
 """Generates the reference pages of docs/ from the code: every setting with its type, default and meaning.
 
-python docs/generate.py writes them; with --check it names the stale ones and exits with 1.
+It also writes the table of docs/checkpoints.md that lists the settings a resume refuses to change.
+python docs/generate.py writes the pages; with --check it names the stale ones and exits with 1.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import RunConfig, declared_keys, type_name
+from trainer.config.changes import _FIXED_ON_RESUME, _FREE_ON_RESUME
 from trainer.recipe import all_recipes
 
 FOLDER = Path(__file__).parent
@@ -20,6 +22,11 @@ _PAGES = {
     "configuration_scale.md": ("More settings", ("mesh", "fsdp", "checkpoint", "log", "lora", "dpo")),
 }
 _MODELS = "configuration_models.md"
+_CHECKPOINTS = "checkpoints.md"
+_BEGIN, _END = (
+    "<!-- refused on resume: begin, written by python docs/generate.py -->",
+    "<!-- refused on resume: end -->",
+)
 _NOTE = "This page is generated from the code by `python docs/generate.py`."
 _INTRO = f"""\
 {_NOTE} `--help SECTION` prints the same in a
@@ -63,7 +70,24 @@ def pages() -> dict[str, str]:
     ]
     intro = f"{_NOTE} See also [Settings](configuration.md).\n"
     found[_MODELS] = f"# Fields of the models\n\n{intro}\n" + "\n".join(models)
+    before, begin, rest = (FOLDER / _CHECKPOINTS).read_text().partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    assert begin, f"{_CHECKPOINTS} has no marker {_BEGIN}"
+    assert end, f"{_CHECKPOINTS} has no marker {_END}"
+    found[_CHECKPOINTS] = f"{before}{begin}\n\n{_refused_on_resume()}\n{end}{after}"
     return found
+
+
+def _refused_on_resume() -> str:
+    """Return the table of settings that a resume refuses to change, with the exceptions, by section."""
+    lines = ["| section | refused | may change |", "|---|---|---|"]
+    for section in dict.fromkeys(prefix.partition(".")[0] for prefix in _FIXED_ON_RESUME):
+        fixed = [f"{prefix}*" if prefix.endswith(".") else prefix for prefix in _FIXED_ON_RESUME]
+        refused = ", ".join(f"`{key}`" for key in fixed if key.startswith(f"{section}."))
+        free = ", ".join(f"`{key}`" for key in _FREE_ON_RESUME if key.startswith(f"{section}."))
+        others = "" if f"{section}." in _FIXED_ON_RESUME else "all others"
+        lines.append(f"| `{section}` | {refused} | {free or others} |")
+    return "\n".join(lines) + "\n"
 
 
 def _section(name: str) -> str:
@@ -80,12 +104,12 @@ def _table(title: str, text: str, keys: Mapping[str, dataclasses.Field[Any]], se
         if own == section and (meaning or name != "name"):
             assert meaning, f"{key} has no meaning"
             kind = str(item.metadata.get("form", type_name(item.type)))
-            default = "" if item.default is dataclasses.MISSING else _written(item.default)
+            default = "" if item.default is dataclasses.MISSING else _format(item.default)
             lines.append(f"| `{key}` | {_cell(kind)} | {_cell(default)} | {_cell(meaning)} |")
     return "\n".join(lines) + "\n"
 
 
-def _written(value: object) -> str:
+def _format(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)

@@ -39,7 +39,7 @@ class Defect:
     where: str
     """The function, method, class or module constant, such as `Trainer.train_step`, in any file.
 
-    If several modules define the name, it is prefixed with the module: `trainer.run:_read`.
+    If several modules define the name, it is prefixed with the module: `trainer.run:_load`.
     """
     old: str
     """Code that occurs exactly once there. Spaces, line breaks and trailing commas do not matter."""
@@ -122,12 +122,12 @@ def _words(text: str) -> list[tuple[str, int, int]]:
 
 
 DEFECTS: list[Defect] = [
-    Defect("not-looked-at-again", "cut-short", "write_files", "if kept != data:", "if not data:"),
+    Defect("not-looked-at-again", "cut-short", "write_files", "if stored != data:", "if not data:"),
     Defect(
         "name-taken-at-its-word",
         "damage",
         "read_manifest",
-        "named not in (None, manifest.step)",
+        "step_of_folder not in (None, manifest.step)",
         "False",
     ),
     Defect(
@@ -185,8 +185,16 @@ DEFECTS: list[Defect] = [
         "pruned-in-a-streak",
         "streaks",
         "Checkpoints._save",
-        "is_in_doubt = snapshot.num_skipped > 0 or state.num_skipped > 0",
-        "is_in_doubt = snapshot.num_skipped > 0",
+        "not failed and snapshot.num_skipped == 0 and state.num_skipped == 0",
+        "not failed and snapshot.num_skipped == 0",
+    ),
+    # -- old names -----------------------------------------------------------------------------------------------
+    Defect(
+        "old-property-unread",
+        "old-names",
+        "Renamed.__get__",
+        "return getattr(owner if instance is None else instance, self._new_name)",
+        "return getattr(owner, self._new_name)",
     ),
     # -- the step ------------------------------------------------------------------------------------------------
     Defect(
@@ -200,14 +208,14 @@ DEFECTS: list[Defect] = [
         "aliases-forgotten",
         "mistakes-advice",
         "trainer.config.load:assign",
-        'raise choice_error(key, value, choices, aliases=legal[key].metadata.get("aliases")) from error',
+        'raise choice_error(key, value, choices, aliases=known_keys[key].metadata.get("aliases")) from error',
         "raise choice_error(key, value, choices) from error",
     ),
     Defect(
         "printed-unchecked",
         "print-config",
-        "trainer.run:_read",
-        "        _check_as_printed(config, arguments.nproc, env)",
+        "trainer.run:_load",
+        "        _check_to_print(config, arguments.nproc, env)",
         "        pass",
     ),
     Defect(
@@ -347,7 +355,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "evaluates-what-was-drawn",
         "evaluate",
-        "trainer.evaluate:_fill",
+        "trainer.evaluate:_load_checkpoint",
         "    fill(trainer.model, stored, stored.description, only=only)",
         "    pass",
     ),
@@ -355,8 +363,8 @@ DEFECTS: list[Defect] = [
         "evaluated-as-its-own-reference",
         "tuned-models",
         "trainer.evaluate:_first_weights",
-        "    if beside is None:",
-        "    if beside is None or True:",
+        "    if external is None:",
+        "    if external is None or True:",
         by_campaign=True,
     ),
     Defect(
@@ -377,8 +385,8 @@ DEFECTS: list[Defect] = [
         "chunks-added-in-bf16",
         "loss",
         "_Gradients.add",
-        "self.weight_VD = part_VD.float() if self.weight_VD is None",
-        "self.weight_VD = part_VD if self.weight_VD is None",
+        "self.weight_VD = grad_VD.float() if self.weight_VD is None",
+        "self.weight_VD = grad_VD if self.weight_VD is None",
     ),
     # -- the optimizer -------------------------------------------------------------------------------------------
     Defect(
@@ -534,7 +542,7 @@ DEFECTS: list[Defect] = [
         "stored-settings-win",
         "resume-changes",
         "OptimizerState.load_state_dict",
-        'if k not in ("lr", "initial_lr") and v != built.get(k)',
+        'if k not in ("lr", "initial_lr") and v != initial.get(k)',
         'if k not in ("lr", "initial_lr")',
     ),
     Defect(
@@ -569,8 +577,8 @@ DEFECTS: list[Defect] = [
         "begins-anew-without-a-word",
         "checkpoints-gone",
         "EarlierAttempts.check",
-        "if found is None:",
-        "if found is None and past.source_file == STATUS:",
+        "if restored is None:",
+        "if restored is None and progress.source_file == STATUS:",
     ),
     Defect(
         "superseded-lines-erased",
@@ -626,8 +634,8 @@ DEFECTS: list[Defect] = [
         "shape-of-the-recipe-kept",
         "source-says-what-it-is",
         "model_of_weights",
-        "is_set = key in given.untyped.assignments or (name in free and key in given.untyped.values)",
-        "is_set = key in given.untyped.assignments or key in given.untyped.values",
+        "is_set = key in resolution.untyped.assignments or (name in free and key in resolution.untyped.values)",
+        "is_set = key in resolution.untyped.assignments or key in resolution.untyped.values",
     ),
     Defect(
         "other-scaling-passed",
@@ -676,8 +684,8 @@ DEFECTS: list[Defect] = [
         "owner-taken-for-dead",
         "owner",
         "FolderLock._is_dead",
-        'or _start_of(owner["pid"]) != owner["started"]',
-        'or _start_of(owner["pid"]) == owner["started"]',
+        'or _process_start_time(owner["pid"]) != owner["started"]',
+        'or _process_start_time(owner["pid"]) == owner["started"]',
     ),
     Defect(
         "status-in-place",
@@ -690,7 +698,7 @@ DEFECTS: list[Defect] = [
         "lost-folder-not-followed",
         "lost-folders",
         "Relocation.check",
-        "self._checkpoints.move_to(place)",
+        "self._checkpoints.move_to(storage)",
         "pass",
     ),
     Defect(
@@ -718,7 +726,7 @@ DEFECTS: list[Defect] = [
         "no-meeting",
         "meeting",
         "World._open_group",
-        "agree_to_start(store, rank, size, meeting_s.total_seconds(), problem)",
+        "agree_to_start(store, rank, size, rendezvous_timeout.total_seconds(), problem)",
         "pass",
     ),
     Defect(
@@ -740,8 +748,8 @@ DEFECTS: list[Defect] = [
         "nohup-overruled",
         "closed-terminal",
         "caught_signals",
-        "if number not in _MAY_BE_IGNORED or",
-        "if number in _MAY_BE_IGNORED or",
+        "if number not in _KEPT_IF_IGNORED or",
+        "if number in _KEPT_IF_IGNORED or",
         by_campaign=True,
     ),
     Defect(
@@ -832,7 +840,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "steps-twice",
         "metrics-file",
-        "_stays",
+        "_is_kept",
         'not in _WRITTEN_AGAIN or record["step"] <= resumed_step',
         'not in _WRITTEN_AGAIN or record["step"] <= resumed_step + 1',
     ),
@@ -870,8 +878,8 @@ DEFECTS: list[Defect] = [
         "stored-may-import",
         "stored-is-data",
         "config_from_yaml",
-        "return _build(Given(Path(origin), values=values, allow_import=allow_import, is_stored=True))",
-        "return _build(Given(Path(origin), values=values, allow_import=(), is_stored=True))",
+        "return _build(Resolution(Path(origin), values=values, allow_import=allow_import, is_stored=True))",
+        "return _build(Resolution(Path(origin), values=values, allow_import=(), is_stored=True))",
     ),
     Defect(
         "escaped-resolver",
@@ -905,8 +913,8 @@ DEFECTS: list[Defect] = [
         "killed-by-whom",
         "killed-rank",
         "describe_killed",
-        "if end.exitcode < 0 and end.timestamp <= first + 1}",
-        "if end.exitcode > 0 and end.timestamp <= first + 1}",
+        "if end.exitcode < 0 and end.timestamp <= first_death + 1}",
+        "if end.exitcode > 0 and end.timestamp <= first_death + 1}",
     ),
     Defect(
         "notice-once",
@@ -990,7 +998,7 @@ DEFECTS: list[Defect] = [
         "slices-unchecked",
         "context-refused",
         "trainer.lifecycle.selfcheck:check_context",
-        "if not abs(one - other) <= tolerance * abs(one):",
+        "if not abs(full_loss - slice_loss) <= tolerance * abs(full_loss):",
         "if abs(one) > 1e30:",
     ),
     Defect(
@@ -999,6 +1007,20 @@ DEFECTS: list[Defect] = [
         "TokenSource._read_rows",
         "if self._can_hold_unknown_ids and rows.max(initial=0) >= self.vocab_size:",
         "if self._can_hold_unknown_ids and rows.max(initial=0) > 10**6:",
+    ),
+    Defect(
+        "offload-keeps-memory",
+        "offload",
+        "_Call.drop_from_device",
+        "storage.on_device = None",
+        "storage.on_device = storage.on_device",
+    ),
+    Defect(
+        "offloaded-views-lose-their-offset",
+        "offload",
+        "_View.tensor",
+        "data.as_strided(self.shape, self.stride, self.offset)",
+        "data.as_strided(self.shape, self.stride, 0)",
     ),
 ]
 

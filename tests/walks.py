@@ -74,7 +74,7 @@ def walk(name: str, files: dict[str, list[str]]) -> Iterator[None]:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    inside = [Path(file).relative_to(SOURCE).as_posix() for file in found if Path(file).is_relative_to(SOURCE)]
+    inside = [Path(file).relative_to(SOURCE).as_posix() for file in list(found) if Path(file).is_relative_to(SOURCE)]
     files[name] = [file for file in inside if file not in LEFT_OUT]
 
 

@@ -116,8 +116,8 @@ class Simulated:
         self.now += RESTART_S
 
     def _since(self, policy: AdaptiveInterval) -> float:
-        assert policy._since is not None
-        return policy._since
+        assert policy._last_save is not None
+        return policy._last_save
 
     def _costs(self, found: RunHistory | None) -> Costs:
         return costs_of(CONFIG, self.num_nodes, SHARD_BYTES, found)

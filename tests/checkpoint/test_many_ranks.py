@@ -23,23 +23,24 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.helpers.ranks import run_tiny
 from tests.helpers.runs import Shared
 from trainer import load_config
-from trainer.checkpoint.dcp import held_boxes, load
 from trainer.checkpoint.layout import (
     Box,
     Boxes,
     Layout,
     ReadRequest,
     WrittenChunks,
-    at,
     choose_writers,
     from_runs,
+    held_boxes,
     layout_from_json,
     layout_of,
     layout_to_json,
+    plan_reads,
     to_runs,
+    value_at,
 )
 from trainer.checkpoint.manifest import Manifest, read_manifest
-from trainer.checkpoint.storage import COMMIT, LocalStorage, crc32
+from trainer.checkpoint.storage import COMMIT, Damaged, LocalStorage, crc32
 from trainer.model.network import build_network
 
 Result = TypeVar("Result")
@@ -101,7 +102,7 @@ def test_column_is_restored_from_its_runs(seed: int) -> None:
         first, step = draw.randrange(100), draw.choice([0, 1, -3, 2**40])
         column += [first + step * n for n in range(draw.randrange(1, 5))]
     runs = to_runs(np.array(column, dtype=np.int64))
-    assert from_runs(runs).tolist() == column == [at(runs, row) for row in range(len(column))]
+    assert from_runs(runs).tolist() == column == [value_at(runs, row) for row in range(len(column))]
     assert to_runs(np.arange(5, 5 + 7 * 512, 7)) == [5, 7, 512]
     assert len(to_runs(np.array([16] * 511 + [12]))) == 6
 
@@ -189,7 +190,7 @@ def test_layout_is_restored_also_from_the_previous_format() -> None:
         }
     chunks = layout["a"].chunks
     assert [chunk.offsets for chunk in chunks] == [(0, 0), (3, 0), (6, 0), (9, 0)]
-    assert [chunk.file for chunk in chunks.meeting((4, 1), (3, 1))] == ["__1_0.distcp", "__2_0.distcp"]
+    assert [chunk.file for chunk in chunks.overlapping((4, 1), (3, 1))] == ["__1_0.distcp", "__2_0.distcp"]
     assert len(chunks) == 4
 
 
@@ -200,28 +201,26 @@ def test_chunk_that_was_not_written_is_detected() -> None:
         layout_of(planned, [written(held[0], 0)])
 
 
-class Recording:
-    """Stands in for the reader of files: notes what it was to read."""
-
-    def __init__(self) -> None:
-        self.parts: list[ReadRequest] = []
-
-    def read_parts(self, parts: list[ReadRequest]) -> None:
-        self.parts += parts
-
-    @property
-    def files(self) -> set[str]:
-        return {part.chunk.file for part in self.parts if part.target.numel()}
+def files_read(reads: Sequence[ReadRequest]) -> set[str]:
+    return {read.chunk.file for read in reads if read.target.numel()}
 
 
 @pytest.mark.parametrize(("num_ranks", "rank", "files"), [(4, 2, {2}), (3, 0, {0, 1}), (1, 0, {0, 1, 2, 3})])
 def test_rank_reads_only_its_own_rows(num_ranks: int, rank: int, files: set[int]) -> None:
     _, text = layout_on({"d": SMALL["d"]}, 4)
-    reader = Recording()
     with sharded({"d": SMALL["d"]}, (num_ranks,), rank) as targets:
-        load(targets, layout_from_json(text), reader)
-    assert reader.files == {f"__{number}_0.distcp" for number in files}
-    assert sum(part.target.numel() for part in reader.parts) == 2 * (np.diff(rows_on(64, rank, num_ranks))[0])
+        reads = plan_reads(targets, layout_from_json(text))
+    assert files_read(reads) == {f"__{number}_0.distcp" for number in files}
+    assert sum(read.target.numel() for read in reads) == 2 * (np.diff(rows_on(64, rank, num_ranks))[0])
+
+
+def test_a_part_that_no_chunk_covers_is_an_error() -> None:
+    _, text = layout_on({"d": SMALL["d"]}, 4)
+    with (
+        sharded({"d": (80, 2)}, (4,), 3) as targets,
+        pytest.raises(Damaged, match="the chunks in the checkpoint do not cover it"),
+    ):
+        plan_reads(targets, layout_from_json(text))
 
 
 @pytest.mark.slow
@@ -290,11 +289,11 @@ def test_planning_to_save_and_load_70b_on_512_ranks() -> None:
         boxes, message = cost_of("a rank plans a save", lambda: _told_of(tensors))
         assert sum(int(np.prod(box.sizes)) for box in boxes) == sum(t.to_local().numel() for t in tensors.values())
         print(f"its message is {len(message) / 1e6:.2f} MB")
-        reader = cost_of("a rank plans a load", lambda: _read_of(tensors, text))
-    assert reader.files == {f"__{RANK}_0.distcp"}
+        reads = cost_of("a rank plans a load", lambda: plan_reads(tensors, layout_from_json(text)))
+    assert files_read(reads) == {f"__{RANK}_0.distcp"}
     with sharded(shapes, (384,), RANK) as tensors:
-        reader = cost_of("a rank of 384 plans a load", lambda: _read_of(tensors, text))
-    assert reader.files == {f"__{number}_0.distcp" for number in files_of(shapes, 384)}
+        reads = cost_of("a rank of 384 plans a load", lambda: plan_reads(tensors, layout_from_json(text)))
+    assert files_read(reads) == {f"__{number}_0.distcp" for number in files_of(shapes, 384)}
     assert layout_from_json(text).keys() == layout.keys()
 
 
@@ -311,9 +310,3 @@ def files_of(shapes: Shapes, num_ranks: int) -> set[int]:
 def _told_of(tensors: dict[str, torch.Tensor]) -> tuple[list[Box], bytes]:
     boxes = held_boxes(tensors)
     return boxes, pickle.dumps(as_boxes(boxes))
-
-
-def _read_of(tensors: dict[str, torch.Tensor], text: str) -> Recording:
-    reader = Recording()
-    load(tensors, layout_from_json(text), reader)
-    return reader

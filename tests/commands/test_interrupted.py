@@ -15,7 +15,7 @@ import torch
 from trainer import export, load_config
 from trainer.errors import EXIT_INTERRUPTED, run_command
 from trainer.files import checked
-from trainer.metrics.sinks import _remembered_id
+from trainer.metrics.sinks import _stored_id
 from trainer.plan.machine import calibration_path, write_calibration
 from trainer.report import __main__ as report
 from trainer.run import run_trainer
@@ -79,7 +79,7 @@ def test_plain_weight_file_is_complete_or_absent(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(torch, "save", save)
     with pytest.raises(KeyboardInterrupt):
-        export._write_plain(torch.nn.Linear(1, 1), tmp_path / "weights.pt")
+        export._write_state_dict(torch.nn.Linear(1, 1), tmp_path / "weights.pt")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -97,6 +97,6 @@ def test_calibration_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.M
 def test_an_empty_name_in_weights_and_biases_is_none(tmp_path: Path) -> None:
     """A disk that was full as the run began has left the file empty."""
     (tmp_path / "id").touch()
-    name = _remembered_id(tmp_path, None)
+    name = _stored_id(tmp_path, None)
     assert name
-    assert _remembered_id(tmp_path, "another") == name
+    assert _stored_id(tmp_path, "another") == name

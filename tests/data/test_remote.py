@@ -404,7 +404,7 @@ class Stalling(SyntheticSource):
 @pytest.mark.parametrize("is_late", [True, False], ids=["this rank's data are late", "another rank's are"])
 def test_step_without_data_is_abandoned_on_a_stop(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """However early the next micro-batch is requested: a rank that read it itself could not stop."""
-    monkeypatch.setattr(lifecycle, "PATIENCE_S", -1.0)
+    monkeypatch.setattr(lifecycle, "DATA_TIMEOUT_S", -1.0)
     monkeypatch.setattr("trainer.data.loader._IDLE_CALLER_S", math.inf)
     come, asked, said = threading.Event(), threading.Event(), []
     source = Stalling(come)

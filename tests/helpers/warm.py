@@ -12,10 +12,10 @@ from trainer import load_config
 from trainer.config import MeshShape
 from trainer.data.stdlib import StdlibCorpus
 from trainer.plan.machine import find_machine
-from trainer.plan.plan import planned
+from trainer.plan.plan import without_data
 
 cache_probes()
 StdlibCorpus()
 for size in (1, 2):
     tiny = load_config("llama_small", tiny_overrides(f"train.micro_batch_size={size}"))
-    plan_with_cached_probe(planned(tiny), MeshShape(1, 1), find_machine("cpu"))
+    plan_with_cached_probe(without_data(tiny), MeshShape(1, 1), find_machine("cpu"))

@@ -16,6 +16,7 @@ import torch
 from tests.helpers.tiny import lines, tiny_config
 from trainer import Trainer, UserError, load_config, load_weights
 from trainer.checkpoint.reader import find_checkpoint
+from trainer.checkpoint.writer import RankReport
 from trainer.checkpoints import list_checkpoints
 from trainer.config import check_config
 from trainer.export import command_line as export
@@ -90,7 +91,7 @@ class OnceFull(Scripted):
         store = self.checkpoints
         write = type(store)._write_own
         if self.state.step == 4:
-            store._write_own = lambda *_: (None, "no space left")  # type: ignore[method-assign]
+            store._write_own = lambda *_: RankReport("no space left")  # type: ignore[method-assign]
             self.saver.schedule.failed = lambda: None  # type: ignore[method-assign]  # nor is it tried again
         else:
             store._write_own = functools.partial(write, store)  # type: ignore[method-assign]

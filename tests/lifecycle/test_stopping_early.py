@@ -119,8 +119,8 @@ def test_signal_after_the_first_step_only_sets_a_request() -> None:
     before = signal.getsignal(signal.SIGTERM)
     request.install()
     try:
-        request.stop_promptly()
-        request.stop_in_order()
+        request.enable_prompt_stop()
+        request.disable_prompt_stop()
         signal.raise_signal(signal.SIGTERM)
         stop_if_asked()
         assert request.reason() == "SIGTERM"
@@ -189,7 +189,7 @@ def test_tokenized_chats_are_continued(damage: str, tmp_path: Path, monkeypatch:
     monkeypatch.setattr("trainer.data.chat.store._PART_S", 0.0)
     with pytest.raises(StopRequested) as raised:
         open_chats(data, None, "train")
-    assert "20 conversations are tokenized" in raised.value.kept
+    assert "20 conversations are tokenized" in raised.value.note
     parts = sorted((tmp_path / "cache").glob("*.part-*"))
     assert len(parts) == 20
     if damage != "none":

@@ -279,7 +279,7 @@ def test_generated_text_equals_that_of_transformers(folders: Any, tokens: torch.
     how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = there.generate(tokens[:1], **how)
     assert torch.equal(model.generate(tokens[:1], **how), expected)
-    reader = TextGenerator(model, torch.device("cpu"), "bytes", "model", {}).read()
+    reader = TextGenerator(model, torch.device("cpu"), "bytes", "model", {}).build_decoder()
     assert [*generate_tokens(reader, tokens[0].tolist(), 8, GREEDY, torch.Generator())] == expected[0, -8:].tolist()
 
 

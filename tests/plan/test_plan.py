@@ -25,7 +25,7 @@ from trainer import RunConfig, Trainer, UserError, load_config
 from trainer.config import AUTO, MeshShape, check_config, description, recipe_files
 from trainer.plan.__main__ import command_line
 from trainer.plan.machine import GIB, Machine, find_machine
-from trainer.plan.plan import Plan, make_plan, planned
+from trainer.plan.plan import Plan, make_plan, without_data
 from trainer.plan.probe import Probe
 from trainer.plan.search import chosen_settings, fastest_choice
 from trainer.recipe import find_recipe
@@ -38,7 +38,7 @@ MIXED = "fsdp.reshard_after_forward=[always,always,8,8,2,never,never,never]"
 
 def config_of(recipe: str, *overrides: str, shape: MeshShape, micro_batches: int = 1) -> RunConfig:
     """Return a configuration whose step has so many micro-batches on each rank of `shape`."""
-    config = planned(load_config(recipe, overrides))
+    config = without_data(load_config(recipe, overrides))
     micro = config.train.micro_batch_size
     batch = shape.num_ranks * (1 if micro == AUTO else int(micro)) * micro_batches
     return replace(config, train=replace(config.train, global_batch_size=batch))
@@ -251,7 +251,7 @@ MORE_REAL = [
 def test_memory_and_collectives_of_a_real_run_are_as_planned(nproc: int, overrides: list[str], tmp_path: Path) -> None:
     common = ["data.source=synthetic", "run.threads=1", "train.micro_batch_size=2", f"run.dir={tmp_path / 'run'}"]
     arguments = [*common, *overrides]
-    config = planned(load_config("llama_small", arguments))
+    config = without_data(load_config("llama_small", arguments))
     shape = MeshShape(max(1, config.mesh.replicate), int(config.mesh.shard))
     plan = make_plan(config, shape, find_machine("cpu"))
     found = run_ranks(nproc, measure, arguments)
@@ -362,9 +362,9 @@ def machine_of_recipe(recipe: str) -> tuple[int, Machine]:
 
 
 def fits(recipe: str, ranks: int, machine: Machine, *overrides: str) -> bool:
-    config = planned(load_config(recipe, overrides))
+    config = without_data(load_config(recipe, overrides))
     if config.train.micro_batch_size == AUTO:  # takes what there is room for: one at the least
-        config = planned(load_config(recipe, [*overrides, "train.micro_batch_size=1"]))
+        config = without_data(load_config(recipe, [*overrides, "train.micro_batch_size=1"]))
     plan = make_plan(config, check_config(config, ranks, min(ranks, machine.rates.ranks_per_node)), machine)
     print(f"{recipe} {' '.join(overrides)} on {ranks} x {machine.name}: {plan.needed_gib:.1f} GiB")
     return plan.fits

@@ -24,7 +24,7 @@ from trainer.config import MeshShape
 from trainer.model.recompute import OperatorId
 from trainer.plan.kernels import Operator, Work, fuse
 from trainer.plan.machine import find_machine
-from trainer.plan.plan import Plan, make_plan, planned
+from trainer.plan.plan import Plan, make_plan, without_data
 
 H100 = "{like: h100, power_w: 500, memory_gib: 96, memory_tb_s: 2.4}"
 LLAMA3_8B = ["dim=4096", "num_layers=32", "num_heads=32", "num_kv_heads=8", "ffn_dim=14336", "vocab_size=128256"]
@@ -89,7 +89,7 @@ def plan_of(row: Row, device: str) -> Plan:
         f"train.compile={str(row.compiled).lower()}",
         f"train.float8={row.float8}",
     ]
-    config = planned(load_config("llama3_8b", overrides))
+    config = without_data(load_config("llama3_8b", overrides))
     found = trainer.plan.probe.saved_by_budget
 
     def kept(model: object, blocks: Sequence[object], *others: object) -> list[frozenset[OperatorId]]:
@@ -139,7 +139,7 @@ def moved(reads: list[int], writes: list[int], is_fused: bool = True, kind: str 
 def test_chain_of_elementwise_operators_is_one_kernel() -> None:
     """1 -> 2 -> 3 -> 4, and a product reads 3: the kernel reads 1 and writes 3 and 4; 2 stays in registers."""
     chain = [moved([1], [2]), moved([2], [3]), moved([3], [4]), moved([3], [9], is_fused=False, kind="matmul")]
-    work, never_made = fuse(chain, kept={4, 9})
+    work, never_made = fuse(chain, live_after={4, 9})
     assert {kernel.kind: (kernel.num_bytes, count) for kernel, count in work.items()} == {
         "memory": (300, 1),
         "matmul": (200, 1),
@@ -150,14 +150,14 @@ def test_chain_of_elementwise_operators_is_one_kernel() -> None:
 def test_product_separates_kernels() -> None:
     """A residual, 2, is read by a norm before a product, and added to the product's result."""
     residual = [moved([1], [2]), moved([2], [3]), moved([3], [4], False, "matmul"), moved([2, 4], [5])]
-    work, never_made = fuse(residual, kept={5})
+    work, never_made = fuse(residual, live_after={5})
     assert work[Work("memory", 0, 300, 2)] == 2
     assert never_made == set(), "2 and 3 are written: another kernel reads them"
 
 
 def test_operators_with_a_common_input_share_a_kernel() -> None:
-    assert sum(fuse([moved([1], [2]), moved([1], [3])], kept={2, 3})[0].values()) == 1
-    assert fuse([moved([1], [2]), moved([4], [3])], kept={2, 3})[0] == {Work("memory", 0, 200, 2): 2}
+    assert sum(fuse([moved([1], [2]), moved([1], [3])], live_after={2, 3})[0].values()) == 1
+    assert fuse([moved([1], [2]), moved([4], [3])], live_after={2, 3})[0] == {Work("memory", 0, 200, 2): 2}
 
 
 @pytest.mark.slow

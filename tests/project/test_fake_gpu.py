@@ -44,6 +44,12 @@ OPTIONS: dict[str, list[str]] = {
     "bf16 throughout": [*BF16, "fsdp.reduce_dtype=bfloat16", "train.global_batch_size=16"],
     "compiled, recomputed in part": ["train.activation_checkpoint=selective", "fsdp.param_dtype=bfloat16"],
     "float8": ["train.float8=tensorwise", "fsdp.param_dtype=bfloat16", "model.dim=64", "model.num_heads=4"],
+    "offloaded": ["train.offload_activations=1", "train.compile=false", "model.num_layers=4", "data.seq_len=256"],
+    "offloaded, compiled": [*BF16, "train.offload_activations=0.5", "model.num_layers=4", "data.seq_len=256"],
+    "offloaded, recomputed in part": [
+        *("train.offload_activations=1", "train.activation_checkpoint=selective", "train.compile=false"),
+        *("model.num_layers=4", "data.seq_len=256"),
+    ],
     "in order": ["run.deterministic=true", "train.compile=false"],
 }
 

@@ -19,13 +19,13 @@ import pytest
 
 from tests.helpers.faults import Fault, start
 from trainer import UserError
-from trainer.distributed.environment import SPAWNED_BY_US, STARTED, note_start, take_start
+from trainer.distributed.environment import SPAWNED_BY_US, STARTED, record_start_time, take_start_time
 from trainer.metrics.goodput import Goodput, TimeLedger, find_goodput
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import JsonLines
 from trainer.report.__main__ import command_line
 from trainer.report.charts import NUM_COLUMNS, columns, draw_png
-from trainer.report.history import NUM_POINTS, PANELS, read_run, thinned
+from trainer.report.history import NUM_POINTS, PANELS, downsample, read_run
 from trainer.report.live import Server, watch
 from trainer.report.page import write_comparison, write_page
 
@@ -165,11 +165,11 @@ def test_clock_that_goes_back_gives_no_negative_times() -> None:
 
 def test_start_time_is_that_of_the_command_and_counted_once() -> None:
     env: dict[str, str] = {}
-    note_start(12.5, env)
-    assert (take_start(env), take_start(env)) == (12.5, None)
+    record_start_time(12.5, env)
+    assert (take_start_time(env), take_start_time(env)) == (12.5, None)
     worker = {SPAWNED_BY_US: "2", STARTED: "7.25"}
-    note_start(12.5, worker)
-    assert take_start(worker) == 7.25, "a worker began with the command that started it"
+    record_start_time(12.5, worker)
+    assert take_start_time(worker) == 7.25, "a worker began with the command that started it"
 
 
 @pytest.mark.slow
@@ -576,7 +576,7 @@ def test_thinned_series_keep_mean_minimum_and_maximum() -> None:
     size = 7 * NUM_POINTS
     table = {"step": np.arange(1.0, size + 1), "loss": random.normal(size=size), "lr": np.ones(size)}
     table["loss"][[5, 4000]] = 99.0, math.nan
-    found = thinned(table)
+    found = downsample(table)
     assert {column.size for column in found.values()} == {NUM_POINTS}
     assert (found["step"][0], found["step"][-1]) == (7, size)
     assert found["loss_high"][0] == 99.0
@@ -584,9 +584,9 @@ def test_thinned_series_keep_mean_minimum_and_maximum() -> None:
     assert np.all(found["loss_low"] <= found["loss"])
     assert np.isfinite(found["loss"]).all(), "one value that is missing leaves no gap among others"
     assert "lr_low" not in found
-    assert np.isnan(thinned({**table, "loss": np.full(size, math.nan)})["loss_low"]).all()
+    assert np.isnan(downsample({**table, "loss": np.full(size, math.nan)})["loss_low"]).all()
     few = {"step": np.arange(3.0), "loss": np.arange(3.0)}
-    assert thinned(few) == few
+    assert downsample(few) == few
 
 
 @pytest.mark.campaign

@@ -23,7 +23,7 @@ from trainer.config.mesh import with_context
 from trainer.data.loader import EvalLoader, TrainLoader, slice_batch
 from trainer.data.opening import open_source
 from trainer.plan.machine import find_machine
-from trainer.plan.plan import make_plan, planned
+from trainer.plan.plan import make_plan, without_data
 from trainer.plan.search import fastest_choice, remedies
 from trainer.sequence import Documents, attend, attention, positions, use_slices
 
@@ -186,7 +186,7 @@ def test_slice_needs_the_memory_of_a_sequence_of_its_length(
     def peak(num_tokens: int, *overrides: str) -> int:
         given = [f"data.seq_len={num_tokens}", "model.max_seq_len=8192", f"train.activation_checkpoint={checkpointing}"]
         given += [f"model.num_kv_heads={num_kv_heads}", "train.micro_batch_size=1"]
-        config = planned(load_config("llama_small", [*given, *overrides]))
+        config = without_data(load_config("llama_small", [*given, *overrides]))
         return make_plan(config, MeshShape(1, 8), find_machine("cpu")).memory.peak.total
 
     batch = f"train.global_batch_size={8 // context}"
@@ -201,7 +201,7 @@ def test_slice_needs_the_memory_of_a_sequence_of_its_length(
 @pytest.mark.campaign
 def test_planner_chooses_slices_if_a_sequence_does_not_fit() -> None:
     given = ["data.seq_len=4096", "model.max_seq_len=4096", "train.micro_batch_size=1", "train.global_batch_size=8"]
-    config, mesh = planned(load_config("llama_small", tiny_overrides(*given))), MeshShape(1, 8)
+    config, mesh = without_data(load_config("llama_small", tiny_overrides(*given))), MeshShape(1, 8)
     plain = make_plan(config, mesh, find_machine("h100"))
     eighth = make_plan(resolve_context_method(with_context(config, 8), 8), mesh, plain.machine)
     assert eighth.memory.peak.total < 0.25 * plain.memory.peak.total
@@ -368,5 +368,5 @@ def test_recipe_that_mixes_tokens_outside_attention_is_rejected(recipe: str, tmp
     ran = run_command(tmp_path / "run", "recipe=llama_small", *model, *settings)
     assert ran.exit_code == 2, ran.stderr
     assert "mixes or counts tokens outside trainer.sequence" in ran.stderr
-    assert re.search(r"tokens is [\d.]+ in the whole and [\d.]+ in slices", ran.stderr)
+    assert re.search(r"tokens is [\d.]+ on full sequences and [\d.]+ on slices", ran.stderr)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -16,13 +16,13 @@ from trainer.config import RunConfig
 from trainer.metrics.goodput import RunHistory
 
 LONGEST_S = 7200.0
-"""Upper limit of the interval: checkpoints protect against more than node failures."""
+"""Upper limit of the interval, since checkpoints protect against more than node failures."""
 SHORTEST_S = 1.0
 """Lower limit of the interval, for saves too short to measure."""
-_ROOM = 1.2
+_SAVE_MARGIN = 1.2
 """Lower limit of the interval as a multiple of the duration of a save, so that saves do not overlap."""
-_BYTES_A_SECOND, _BLOCKED_BYTES_A_SECOND = 0.2e9, 1e9
-"""Assumed speed of a rank's save, and of the copy that training waits for, until a save has been timed."""
+_WRITE_BYTES_PER_S, _COPY_BYTES_PER_S = 0.2e9, 1e9
+"""Assumed speed of a rank's save, and of the copy for which training pauses, until a save has been timed."""
 _START_S = 180.0
 """Assumed time from detecting a failure to the first step after it."""
 
@@ -47,24 +47,24 @@ class Costs:
         every_s = self.mtbf_s + self.blocked_s  # if a save takes longer than the time between failures
         if ratio < 1:
             every_s = math.sqrt(2 * self.blocked_s * self.mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9)
-        return max(SHORTEST_S, _ROOM * self.total_s, min(LONGEST_S, every_s))
+        return max(SHORTEST_S, _SAVE_MARGIN * self.total_s, min(LONGEST_S, every_s))
 
     def goodput(self, every_s: float) -> float:
         """Return the fraction of time that makes lasting progress if a save starts every `every_s` seconds."""
-        kept = math.exp(-self.total_s / self.mtbf_s) * max(0.0, every_s - self.blocked_s)
+        saved_s = math.exp(-self.total_s / self.mtbf_s) * max(0.0, every_s - self.blocked_s)
         num_failures = min(700.0, every_s / self.mtbf_s)
-        return kept / math.expm1(num_failures) / (self.mtbf_s + self.restart_s)
+        return saved_s / math.expm1(num_failures) / (self.mtbf_s + self.restart_s)
 
     def losses(self, every_s: float) -> dict[str, float]:
         """Return the fraction of time lost to each cause, to first order."""
-        to_progress = {  # relative to the time spent on lasting progress
+        lost = {  # relative to the time spent on lasting progress
             "pausing for saves": self.blocked_s / every_s,
             "repeating lost work": every_s / 2 / self.mtbf_s,
             "saves that did not finish": self.total_s / self.mtbf_s,
             "restarts": self.restart_s / self.mtbf_s,
         }
-        whole = 1 + sum(to_progress.values())
-        return {kind: each / whole for kind, each in to_progress.items()}
+        total = 1 + sum(lost.values())
+        return {cause: time / total for cause, time in lost.items()}
 
 
 _ADVICE = {
@@ -75,36 +75,36 @@ _ADVICE = {
         "shorten the time from a failure until training resumes: run.step_timeout_s, a spare node, a faster start"
     ),
 }
-"""How to reduce each kind of loss."""
+"""How to reduce each loss of time, by its cause."""
 
 
-def costs_of(config: RunConfig, num_nodes: int, shard_bytes: float, found: RunHistory | None = None) -> Costs:
+def costs_of(config: RunConfig, num_nodes: int, shard_bytes: float, history: RunHistory | None = None) -> Costs:
     """Return the costs of saves and failures: measured if possible, otherwise from settings and assumptions.
 
     The failure rate is the posterior mean of a gamma distribution: `checkpoint.node_mtbf_h` counts as one observed
     failure, so that a few early failures change little and many outweigh the setting.
-    shard_bytes: bytes that a rank writes in one save.  found: the run's measurements; None before it has started.
+    shard_bytes: bytes that a rank writes in one save.  history: the run's measurements; None before it has started.
     """
-    found = found or RunHistory()
-    rate = (found.failures + 1) / (found.node_s + 3600 * config.checkpoint.node_mtbf_h)
+    history = history or RunHistory()
+    rate = (history.failures + 1) / (history.node_s + 3600 * config.checkpoint.node_mtbf_h)
     total_s = estimated_save_s(shard_bytes)
-    blocked_s = shard_bytes / _BLOCKED_BYTES_A_SECOND if config.checkpoint.mode == "async" else total_s
-    restart_s = found.restart_s or config.run.step_limit_s + _START_S
-    if found.saves:
-        blocked_s = sorted(blocked for blocked, _ in found.saves)[len(found.saves) // 2]  # the median
-        total_s = max(total for _, total in found.saves)
+    blocked_s = shard_bytes / _COPY_BYTES_PER_S if config.checkpoint.mode == "async" else total_s
+    restart_s = history.restart_s or config.run.step_limit_s + _START_S
+    if history.saves:
+        blocked_s = sorted(blocked for blocked, _ in history.saves)[len(history.saves) // 2]  # the median
+        total_s = max(total for _, total in history.saves)
     return Costs(blocked_s, total_s, restart_s, 1 / (rate * num_nodes))
 
 
 def estimated_save_s(shard_bytes: float) -> float:
     """Return the assumed duration, in seconds, of a save in which each rank writes `shard_bytes`."""
-    return shard_bytes / _BYTES_A_SECOND
+    return shard_bytes / _WRITE_BYTES_PER_S
 
 
 def describe_costs(costs: Costs, every_s: float, num_nodes: int) -> dict[str, str]:
-    """Describe what to expect with a save every `every_s` seconds, and what to shorten; one text per topic."""
+    """Describe the expected goodput with a save every `every_s` seconds, and how to improve it; one text per topic."""
     losses = costs.losses(every_s)
-    worst = max(losses, key=lambda name: losses[name])
+    worst = max(losses, key=lambda cause: losses[cause])
     nodes = f"{num_nodes} nodes" if num_nodes > 1 else "1 node"
     best = "" if math.isclose(every_s, costs.best_s, rel_tol=0.05) else f"; best: every {readable_span(costs.best_s)}"
     at_best = f", {_percent(costs.goodput(costs.best_s))} at best" if best else ""

@@ -1,6 +1,7 @@
 """Layout of a checkpoint: which bytes of which file hold each chunk of each tensor, and which rank writes it.
 
-The layout is stored as compact JSON.  DCP's metadata holds the same information as a pickle, where a single flipped bit
+The layout is stored as compact JSON.  It is also stored as the `.metadata` of torch.distributed.checkpoint (DCP), so
+that torch's own tools can load a checkpoint.  That one is never read here: it is a pickle, where a single flipped bit
 once caused an allocation of 20 GB.
 
 Offsets and sizes of many chunks are integer columns, one row per chunk instead of one object.  A 70B model and its
@@ -12,6 +13,7 @@ sizes, evenly spaced offsets and the same position in each rank's file.
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,7 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.checkpoint.storage import Blocks
+from trainer.checkpoint.storage import Blocks, Damaged
+from trainer.model.parameters import local
 
 # ---------------------------------------------------------------------------------------------------------------
 # Columns of integers
@@ -36,13 +39,13 @@ Ints = tuple[int, ...]
 def to_runs(column: Rows) -> list[int]:
     """Compress a column into runs; `from_runs` is the inverse."""
     steps = np.diff(column)
-    turns = [*(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]  # where the step changes
+    changes = [*(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]  # where the step changes
     runs: list[int] = []
-    start = turn = 0
+    start = change = 0
     while start < len(column):
-        while turn < len(turns) - 1 and turns[turn] <= start:
-            turn += 1
-        stop = min(len(column), max(start, turns[turn]) + 1)
+        while change < len(changes) - 1 and changes[change] <= start:
+            change += 1
+        stop = min(len(column), max(start, changes[change]) + 1)
         runs += (int(column[start]), int(steps[start]) if stop - start > 1 else 0, stop - start)
         start = stop
     return runs
@@ -50,11 +53,11 @@ def to_runs(column: Rows) -> list[int]:
 
 def from_runs(runs: Runs) -> Rows:
     """Expand runs into the column that `to_runs` compressed."""
-    parts = [first + step * np.arange(n) for first, step, n in zip(runs[::3], runs[1::3], runs[2::3], strict=True)]
-    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+    values = [first + step * np.arange(n) for first, step, n in zip(runs[::3], runs[1::3], runs[2::3], strict=True)]
+    return np.concatenate(values) if values else np.empty(0, dtype=np.int64)
 
 
-def at(runs: Runs, row: int) -> int:
+def value_at(runs: Runs, row: int) -> int:
     """Return the value of a compressed column in one row.  Raises IndexError."""
     for first, step, count in zip(runs[::3], runs[1::3], runs[2::3], strict=True):
         if row < count:
@@ -88,28 +91,25 @@ class Boxes:
         return cls(keys, rows_of(offsets, width, 0), rows_of(sizes, width, 1))
 
     @classmethod
-    def joined(cls, many: Sequence[Boxes]) -> Boxes:
-        """Concatenate several tables."""
-        width = max((boxes.sizes.shape[1] for boxes in many), default=0)
-        keys = [key for boxes in many for key in boxes.keys]
-        offsets, sizes = (
-            np.concatenate(
-                [
-                    np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=missing)
-                    for rows in columns or [np.empty((0, width), np.int64)]
-                ]
-            )
-            for columns, missing in (([b.offsets for b in many], 0), ([b.sizes for b in many], 1))
-        )
-        return cls(keys, offsets, sizes)
+    def concatenate(cls, tables: Sequence[Boxes]) -> Boxes:
+        """Return one table with the rows of several."""
+        width = max((table.sizes.shape[1] for table in tables), default=0)
+
+        def padded(all_rows: Sequence[Rows], missing: int) -> Rows:
+            columns = [np.pad(r, ((0, 0), (0, width - r.shape[1])), constant_values=missing) for r in all_rows]
+            return np.concatenate(columns) if columns else np.empty((0, width), np.int64)
+
+        keys = [key for table in tables for key in table.keys]
+        return cls(keys, padded([table.offsets for table in tables], 0), padded([table.sizes for table in tables], 1))
 
     def __len__(self) -> int:
         return len(self.keys)
 
-    def numbers(self, known: Mapping[str, int]) -> Rows:
-        """Return the tensor number of each box, from `known`.  Raises ValueError for a key that is missing there."""
+    def tensor_numbers(self, keys: Iterable[str]) -> Rows:
+        """Return the index of each box's key in `keys`.  Raises ValueError for a box of another tensor."""
+        numbers = {key: number for number, key in enumerate(keys)}
         try:
-            return np.fromiter(map(known.__getitem__, self.keys), dtype=np.int64, count=len(self.keys))
+            return np.fromiter(map(numbers.__getitem__, self.keys), dtype=np.int64, count=len(self.keys))
         except KeyError as error:
             raise ValueError(f"{error.args[0]}: not all ranks hold this tensor") from None
 
@@ -118,7 +118,7 @@ class Boxes:
 # Chunks and tensors
 
 Tensors = Mapping[str, torch.Tensor]
-"""Tensors by key: DTensors, of which each rank holds a shard, or plain tensors that are the same on all ranks."""
+"""Tensors by key: DTensors, or plain tensors that are the same on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -152,22 +152,24 @@ class Chunks:
         return sum(self.columns[0][2::3])
 
     def __iter__(self) -> Iterator[Chunk]:
-        return self._made(np.column_stack([from_runs(runs) for runs in self.columns]))
+        return self._chunks_of(np.column_stack([from_runs(runs) for runs in self.columns]))
 
-    def meeting(self, offsets: Ints, sizes: Ints) -> list[Chunk]:
+    def overlapping(self, offsets: Ints, sizes: Ints) -> list[Chunk]:
         """Return the chunks that overlap a box."""
         spans = tuple(map(tuple, self.columns[1 : 1 + 2 * self._num_dims]))
-        found = _meeting(spans, offsets, sizes) if spans else range(len(self))
-        return list(self._made(np.array([[at(runs, row) for runs in self.columns] for row in found], dtype=np.int64)))
+        rows = _overlapping_rows(spans, offsets, sizes) if spans else range(len(self))
+        return list(
+            self._chunks_of(np.array([[value_at(runs, row) for runs in self.columns] for row in rows], dtype=np.int64))
+        )
 
-    def _made(self, rows: Rows) -> Iterator[Chunk]:
+    def _chunks_of(self, rows: Rows) -> Iterator[Chunk]:
         n = self._num_dims
         for file, *numbers in rows.tolist():
             yield Chunk(tuple(numbers[:n]), tuple(numbers[n : 2 * n]), self._files[file], *numbers[2 * n :])
 
 
 @lru_cache(maxsize=1024)
-def _meeting(spans: tuple[Runs, ...], offsets: Ints, sizes: Ints) -> tuple[int, ...]:
+def _overlapping_rows(spans: tuple[Runs, ...], offsets: Ints, sizes: Ints) -> tuple[int, ...]:
     """Return the rows of the boxes that overlap a given box.  spans: offsets of the boxes, then their sizes.
 
     Cached: tensors of the same shape, such as a parameter of every layer and its two moments, have the same boxes.
@@ -175,8 +177,8 @@ def _meeting(spans: tuple[Runs, ...], offsets: Ints, sizes: Ints) -> tuple[int, 
     columns = np.stack([from_runs(runs) for runs in spans])
     starts, extents = np.split(columns, 2)
     first, last = np.transpose([offsets]), np.transpose([np.add(offsets, sizes)])
-    meets = np.maximum(starts, first) < np.minimum(starts + extents, last)
-    return tuple(np.flatnonzero(meets.all(axis=0)).tolist())
+    overlaps = np.maximum(starts, first) < np.minimum(starts + extents, last)
+    return tuple(np.flatnonzero(overlaps.all(axis=0)).tolist())
 
 
 @dataclass
@@ -203,8 +205,10 @@ class ReadRequest:
     chunk: Chunk
     dtype: torch.dtype
     offsets: tuple[int, ...]
+    """Start of the box within the chunk."""
     sizes: tuple[int, ...]
     target: torch.Tensor
+    """Of shape `sizes`."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +221,44 @@ class Box:
     dtype: torch.dtype
 
 
+def held_boxes(tensors: Tensors) -> list[Box]:
+    """Return the boxes of `tensors` on this rank: a DTensor's local shard, all of a plain tensor.  No collective."""
+    # Imported here because it pulls in some 70 modules (2.5 MiB, 0.05 s).
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), is_coordinator=True)
+    boxes = []
+    for item in planner.create_local_plan().items:
+        data = item.tensor_data
+        assert data is not None
+        boxes.append(Box(item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.dtype))
+    return boxes
+
+
+def plan_reads(targets: Tensors, layout: Layout) -> list[ReadRequest]:
+    """Return the reads that fill this rank's parts of `targets` (DTensors of any mesh, or plain tensors).
+
+    Each target has the shape of its stored tensor.  No collective.  Raises Damaged if the stored chunks do not cover
+    a part, which torch.distributed.checkpoint does not check.
+    """
+    requests = []
+    for box in held_boxes(targets):
+        stored, target, num_missing = layout[box.key], local(targets[box.key].detach()), np.prod(box.sizes)
+        for chunk in stored.chunks.overlapping(box.offsets, box.sizes):
+            starts = np.maximum(box.offsets, chunk.offsets)
+            sizes = np.minimum(np.add(box.offsets, box.sizes), np.add(chunk.offsets, chunk.sizes)) - starts
+            within_chunk, within_target = starts - chunk.offsets, starts - box.offsets
+            overlap = tuple(slice(start, start + size) for start, size in zip(within_target, sizes, strict=True))
+            requests.append(
+                ReadRequest(chunk, stored.dtype, tuple(within_chunk.tolist()), tuple(sizes.tolist()), target[overlap])
+            )
+            num_missing -= np.prod(sizes)
+        if num_missing:
+            raise Damaged(f"{box.key}: the chunks in the checkpoint do not cover it")
+    return requests
+
+
 @dataclass(frozen=True)
 class PlannedTensor:
     """The planned chunks of one tensor: offsets and sizes, one row per chunk, in ascending order."""
@@ -227,28 +269,29 @@ class PlannedTensor:
     sizes: Rows
 
     def num_missing(self, offsets: Rows, sizes: Rows) -> int:
-        """Return how many planned chunks are missing from the given ones."""
+        """Return how many of the planned chunks are not among the given ones."""
         if np.array_equal(offsets, self.offsets) and np.array_equal(sizes, self.sizes):
             return 0
-        wanted, found = (
+        planned, written = (
             {tuple(row) for row in np.column_stack(columns).tolist()}
             for columns in ((self.offsets, self.sizes), (offsets, sizes))
         )
-        return len(wanted - found)
+        return len(planned - written)
 
 
 @dataclass(frozen=True)
 class WrittenChunks:
-    """The chunks in one rank's file, as columns: boxes, and the position of each (start, length, data start)."""
+    """The chunks in one rank's data file, as columns."""
 
     file: str
     boxes: Boxes
     places: Rows
+    """Start, length and data start of each chunk in the file."""
 
 
 @dataclass
 class WriteResult:
-    """What one rank wrote: its chunks, with the key of each tensor, and the checksums of its file."""
+    """The data file that one rank wrote: its chunks, with the key of each tensor, and its checksums."""
 
     file: str
     blocks: Blocks
@@ -259,37 +302,65 @@ class WriteResult:
         return sum(length for length, _ in self.blocks)
 
     @property
-    def placed(self) -> WrittenChunks:
+    def written_chunks(self) -> WrittenChunks:
         """The part that rank 0 needs for the layout.  The checksums are stored in a separate file."""
         boxes = Boxes.of((key, chunk.offsets, chunk.sizes) for key, chunk in self.chunks)
         places = rows_of([(chunk.start, chunk.length, chunk.data_start) for _, chunk in self.chunks], 3, 0)
         return WrittenChunks(self.file, boxes, places)
 
 
-def layout_of(planned: Mapping[str, PlannedTensor], placed: Sequence[WrittenChunks]) -> Layout:
+def layout_of(planned: Mapping[str, PlannedTensor], written: Sequence[WrittenChunks]) -> Layout:
     """Return the layout of all ranks' files.  Raises ValueError if a planned chunk was not written."""
-    files = [part.file for part in placed]
-    boxes = Boxes.joined([part.boxes for part in placed])
-    numbers = boxes.numbers({key: number for number, key in enumerate(planned)})
-    of_files = np.repeat(np.arange(len(placed)), [len(part.boxes) for part in placed])
-    order = np.lexsort((of_files, numbers))
-    bounds = np.searchsorted(numbers[order], np.arange(len(planned) + 1)).tolist()
-    places = np.concatenate([part.places for part in placed])
+    files = [chunks.file for chunks in written]
+    boxes = Boxes.concatenate([chunks.boxes for chunks in written])
+    tensor_numbers = boxes.tensor_numbers(planned)
+    file_numbers = np.repeat(np.arange(len(written)), [len(chunks.boxes) for chunks in written])
+    order = np.lexsort((file_numbers, tensor_numbers))
+    bounds = np.searchsorted(tensor_numbers[order], np.arange(len(planned) + 1)).tolist()
+    places = np.concatenate([chunks.places for chunks in written])
     layout: Layout = {}
     for (key, tensor), start, stop in zip(planned.items(), bounds, bounds[1:], strict=False):
-        own, width = order[start:stop], len(tensor.shape)
-        offsets, sizes = boxes.offsets[own, :width], boxes.sizes[own, :width]
+        rows, num_dims = order[start:stop], len(tensor.shape)
+        offsets, sizes = boxes.offsets[rows, :num_dims], boxes.sizes[rows, :num_dims]
         if missing := tensor.num_missing(offsets, sizes):
             raise ValueError(f"{key}: {missing} of its {len(tensor.offsets)} chunks have not been written")
-        table = np.column_stack((of_files[own], offsets, sizes, places[own]))
+        table = np.column_stack((file_numbers[rows], offsets, sizes, places[rows]))
         layout[key] = StoredTensor(tensor.dtype, tensor.shape, Chunks.of(files, table))
     return layout
 
 
 def layout_to_json(layout: Layout, files: Sequence[str]) -> str:
-    """Serialize a layout for `layout_from_json`, one short row per tensor.  files: in the order of the file numbers."""
+    """Serialize a layout for `layout_from_json`.  files: in the order of the file numbers."""
     tensors = {key: [str(t.dtype).removeprefix("torch."), t.shape, t.chunks.columns] for key, t in layout.items()}
     return json.dumps({"files": files, "tensors": tensors}, separators=(",", ":"))
+
+
+def pickled_metadata(layout: Layout, paths: Mapping[str, tuple[str, ...]]) -> bytes:
+    """Return the layout as DCP's `.metadata`.  paths: the path of each key in the nested state dict."""
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    tensors, places = {}, {}
+    for key, stored in layout.items():
+        chunks = list(stored.chunks)
+        tensors[key] = TensorStorageMetadata(
+            TensorProperties(dtype=stored.dtype),
+            torch.Size(stored.shape),
+            [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in chunks],
+        )
+        for number, chunk in enumerate(chunks):
+            index = MetadataIndex(key, torch.Size(chunk.offsets), number)
+            places[index] = _StorageInfo(chunk.file, chunk.start, chunk.length)
+    metadata = Metadata(tensors, planner_data=dict(paths), storage_data=places, storage_meta=StorageMeta())  # type: ignore[arg-type]
+    metadata.version = CURRENT_DCP_VERSION
+    return pickle.dumps(metadata)
 
 
 def layout_from_json(text: bytes | str) -> Layout:
@@ -328,9 +399,9 @@ def choose_writers(held: Sequence[Boxes], tensors: Tensors) -> tuple[list[Rows],
 
     held: the boxes that each rank holds.  Raises ValueError unless the boxes cover every tensor without overlap.
     """
-    boxes = Boxes.joined(held)
-    numbers = boxes.numbers({key: number for number, key in enumerate(tensors)})
-    ranks = np.repeat(np.arange(len(held)), [len(own) for own in held])
+    boxes = Boxes.concatenate(held)
+    numbers = boxes.tensor_numbers(tensors)
+    ranks = np.repeat(np.arange(len(held)), [len(table) for table in held])
     rows = np.column_stack((numbers, boxes.offsets, boxes.sizes))
     order = np.lexsort((ranks, *reversed(rows.T)))
     is_first = np.ones(len(order), dtype=bool)
@@ -340,12 +411,12 @@ def choose_writers(held: Sequence[Boxes], tensors: Tensors) -> tuple[list[Rows],
     writes = np.zeros(len(order), dtype=bool)
     starts = np.flatnonzero(is_first)
     num_bytes = boxes.sizes[order[starts]].prod(axis=1) * itemsizes[numbers[order[starts]]]
-    writes[order[starts + _chosen(ranks[order], starts, num_bytes, len(held))]] = True
-    ends = np.cumsum([len(own) for own in held])[:-1]
-    return np.split(writes, ends), _planned(rows[order[starts]], tensors)
+    writes[order[starts + _balanced_choice(ranks[order], starts, num_bytes, len(held))]] = True
+    ends = np.cumsum([len(table) for table in held])[:-1]
+    return np.split(writes, ends), _planned_tensors(rows[order[starts]], tensors)
 
 
-def _chosen(ranks: Rows, starts: Rows, num_bytes: Rows, num_ranks: int) -> Rows:
+def _balanced_choice(ranks: Rows, starts: Rows, num_bytes: Rows, num_ranks: int) -> Rows:
     """Return the index of each box's writer among its holders: the holder with the fewest bytes so far.
 
     ranks: the holders of all boxes, concatenated; those of box i begin at starts[i].
@@ -363,7 +434,7 @@ def _chosen(ranks: Rows, starts: Rows, num_bytes: Rows, num_ranks: int) -> Rows:
     return chosen
 
 
-def _planned(rows: Rows, tensors: Tensors) -> dict[str, PlannedTensor]:
+def _planned_tensors(rows: Rows, tensors: Tensors) -> dict[str, PlannedTensor]:
     """Return the planned chunks of each tensor.  rows: tensor number, offsets and sizes of each box, sorted.
 
     Raises ValueError unless the boxes cover every tensor.
@@ -372,12 +443,12 @@ def _planned(rows: Rows, tensors: Tensors) -> dict[str, PlannedTensor]:
     bounds = np.searchsorted(rows[:, 0], np.arange(len(tensors) + 1)).tolist()
     planned = {}
     for (key, tensor), start, stop in zip(tensors.items(), bounds, bounds[1:], strict=False):
-        own, shape = rows[start:stop], tuple(tensor.shape)
-        offsets, sizes = own[:, 1 : 1 + len(shape)], own[:, 1 + width : 1 + width + len(shape)]
-        # The boxes must cover the tensor.  DCP checks this only for several ranks, and never on load.
-        filled, numel = int(sizes.prod(axis=1).sum()), int(np.prod(shape, dtype=np.int64))
-        if filled != numel:
-            raise ValueError(f"{key}: the ranks hold {filled} of its {numel} elements")
+        boxes, shape = rows[start:stop], tuple(tensor.shape)
+        offsets, sizes = boxes[:, 1 : 1 + len(shape)], boxes[:, 1 + width : 1 + width + len(shape)]
+        # DCP checks that the boxes cover the tensor only for several ranks, and never on load.
+        num_held, numel = int(sizes.prod(axis=1).sum()), int(np.prod(shape, dtype=np.int64))
+        if num_held != numel:
+            raise ValueError(f"{key}: the ranks hold {num_held} of its {numel} elements")
         if (offsets + sizes > shape).any() or _overlap(offsets, sizes):
             raise ValueError(f"{key}: the ranks hold parts of it that overlap or lie outside of it")
         planned[key] = PlannedTensor(tensor.dtype, shape, offsets, sizes)
@@ -391,5 +462,5 @@ def _overlap(offsets: Rows, sizes: Rows) -> bool:
     if not (offsets[:, 1:] != 0).any():  # sharded along dim 0 only: compare neighbors
         return bool((offsets[1:, 0] < offsets[:-1, 0] + sizes[:-1, 0]).any())
     stops = offsets + sizes
-    meets = (offsets[:, None] < stops[None]).all(axis=2) & (offsets[None] < stops[:, None]).all(axis=2)
-    return bool(np.triu(meets, k=1).any())
+    overlaps = (offsets[:, None] < stops[None]).all(axis=2) & (offsets[None] < stops[:, None]).all(axis=2)
+    return bool(np.triu(overlaps, k=1).any())

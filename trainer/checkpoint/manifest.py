@@ -1,9 +1,9 @@
-"""The manifest lists the files of a checkpoint.  It is written last; a folder without it is not a checkpoint.
+"""The manifest lists the files of a checkpoint.  It is written last, and a folder without it is not a checkpoint.
 
 manifest.json               step, versions, mesh, size and CRC-32 of every other file, and its own SHA-256
-state.json                  small state other than tensors: counters, position in the data
-layout.json                 which bytes of which file hold which part of which tensor
-__0_0.distcp ...            the tensors, one file per rank, in DCP's format
+state.json                  the small state besides tensors: counters, position in the data
+layout.json                 which bytes of which file hold which chunk of which tensor
+__0_0.distcp ...            the tensors, one file per rank, in the format of torch.distributed.checkpoint
 __0_0.blocks.json ...       the block checksums of that file
 ranks/00000.safetensors     per-rank state, such as random states
 config.yaml                 the configuration of the run that wrote the checkpoint
@@ -57,14 +57,14 @@ class Manifest:
 
     @property
     def due(self) -> Sequence[int]:
-        """Earlier steps whose due saves this checkpoint replaces, if it was saved late."""
+        """Steps of earlier due saves that this checkpoint replaces, if it was saved late."""
         return tuple(self.extra.get("due", ()))
 
     @property
     def evaluation(self) -> Mapping[str, float]:
         """Losses of the evaluation at this step, by field; empty if the step was not evaluated."""
-        found: Mapping[str, float] = self.extra.get("evaluation", {})
-        return found
+        losses: Mapping[str, float] = self.extra.get("evaluation", {})
+        return losses
 
     @property
     def metric(self) -> str:
@@ -99,8 +99,14 @@ def name_of(step: int) -> str:
 
 def step_in(name: str) -> int | None:
     """Return the step in a checkpoint folder's name; None if the name is not that of a checkpoint."""
-    found = _NAME.fullmatch(name)
-    return int(found.group(1)) if found else None
+    match = _NAME.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def list_steps(storage: Storage) -> list[int]:
+    """Return the steps of the published checkpoints in `storage`, oldest first.  Some may be damaged."""
+    steps = ((name, step_in(name)) for name in storage.names())
+    return sorted(step for name, step in steps if step is not None and storage.is_published(name))
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -123,8 +129,8 @@ def read_manifest(storage: Storage) -> Manifest:
     except (ValueError, KeyError, AttributeError, TypeError, UnicodeDecodeError) as error:
         raise Damaged(f"{storage}/{COMMIT}: {error}") from error
     check_format(storage, content.get("format_version"))
-    manifest, named = Manifest(**content), step_in(split_parent(str(storage))[1])
-    if named not in (None, manifest.step):
+    manifest, step_of_folder = Manifest(**content), step_in(split_parent(str(storage))[1])
+    if step_of_folder not in (None, manifest.step):
         raise Damaged(f"{storage}: holds the checkpoint of step {manifest.step}; {name_of(manifest.step)} is its name")
     return manifest
 
@@ -174,25 +180,25 @@ def read_file(storage: Storage, manifest: Manifest, name: str) -> bytes:
 
 
 class StoredBlocks(Mapping[str, Blocks]):
-    """The block checksums of every data file, loaded on demand and verified.
+    """The block checksums of every data file, by its name, loaded on demand and verified.
 
     A rank reads only a few data files; if every rank loaded all checksums, 512 ranks would open a quarter of a million
     files.  Lookups raise Damaged.
     """
 
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
-        self._place, self._manifest = storage, manifest
+        self._storage, self._manifest = storage, manifest
         self._names = [name for name in manifest.files if is_data(name)]
-        self._read: dict[str, Blocks] = {}
+        self._loaded: dict[str, Blocks] = {}
 
     def __getitem__(self, name: str) -> Blocks:
-        if name not in self._read:
+        if name not in self._loaded:
             size, crc = self._manifest.files[name]
-            blocks = json.loads(read_file(self._place, self._manifest, blocks_name(name)))
+            blocks = json.loads(read_file(self._storage, self._manifest, blocks_name(name)))
             if checksum_of(blocks) != crc or sum(length for length, _ in blocks) != size:
-                raise Damaged(f"{self._place}/{blocks_name(name)}: does not belong to this manifest")
-            self._read[name] = blocks
-        return self._read[name]
+                raise Damaged(f"{self._storage}/{blocks_name(name)}: does not belong to this manifest")
+            self._loaded[name] = blocks
+        return self._loaded[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -205,15 +211,15 @@ class StoredBlocks(Mapping[str, Blocks]):
 
 
 def find_damage(storage: Storage, manifest: Manifest, depth: str, share: int = 0, num_shares: int = 1) -> list[str]:
-    """Return the problems found in one share of the files, one line each; empty if there are none.
+    """Return the problems in one share of the files, one line each; an empty list if there are none.
 
     depth: `sizes` checks sizes only; `frames` checks all bytes except those of tensors, which `read_tensors` verifies
     as it reads them; `full` checks all bytes.  `share` and `num_shares` divide the files among ranks.  The index for
     torch's tools is not checked, since nothing here depends on it.
     """
     damage = []
-    needed = sorted((name, size) for name, (size, _) in manifest.files.items() if name != INDEX)
-    for number, (name, size) in enumerate(needed):
+    checked = sorted((name, size) for name, (size, _) in manifest.files.items() if name != INDEX)
+    for number, (name, size) in enumerate(checked):
         if number % num_shares != share:
             continue
         try:
@@ -226,9 +232,9 @@ def find_damage(storage: Storage, manifest: Manifest, depth: str, share: int = 0
 
 
 def _check_file(storage: Storage, manifest: Manifest, name: str, size: int, depth: str) -> None:
-    found = storage.size(name)
-    if found != size:
-        raise Damaged(f"{storage}/{name}: has {found} bytes instead of {size}")
+    actual = storage.size(name)
+    if actual != size:
+        raise Damaged(f"{storage}/{name}: has {actual} bytes instead of {size}")
     if depth == "sizes":
         return
     if not is_data(name):
@@ -237,7 +243,7 @@ def _check_file(storage: Storage, manifest: Manifest, name: str, size: int, dept
     blocks = json.loads(read_file(storage, manifest, blocks_name(name)))
     reader = BlockReader(storage, name, blocks)
     try:
-        reader.check(small_only=depth == "frames")
+        reader.check(skip_tensors=depth == "frames")
     finally:
         reader.close()
 

@@ -1,4 +1,4 @@
-"""Finds checkpoints, compares one with the state to restore, and loads it; reads single weights for other commands.
+"""Finds checkpoints, compares one with the state to restore, and loads it; reads weights by name for other commands.
 
 Manifest, sizes and checksums are verified, in parallel across ranks.  If a checkpoint is damaged, it is reported and
 the previous one is tried.  All ranks restore the same checkpoint.
@@ -24,7 +24,15 @@ import safetensors.torch
 import torch
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.layout import Chunk, Layout, ReadRequest, StoredTensor, Tensors, layout_from_json
+from trainer.checkpoint.layout import (
+    Chunk,
+    Layout,
+    ReadRequest,
+    StoredTensor,
+    Tensors,
+    layout_from_json,
+    plan_reads,
+)
 from trainer.checkpoint.manifest import (
     PREFIX,
     Manifest,
@@ -32,12 +40,13 @@ from trainer.checkpoint.manifest import (
     StoredBlocks,
     check_format,
     find_damage,
+    list_steps,
     name_of,
     rank_file,
     read_file,
     read_manifest,
 )
-from trainer.checkpoint.retention import best_step, list_steps, newest_step
+from trainer.checkpoint.retention import best_step, newest_step
 from trainer.checkpoint.state_parts import StatePart, join, split
 from trainer.checkpoint.storage import (
     COMMIT,
@@ -84,20 +93,17 @@ class RestoredCheckpoint:
     """Settings that differ and are allowed to."""
 
 
-Compare = Callable[[str], tuple[list[str], list[str]]]
-"""Compares the current configuration with a checkpoint's, given as YAML.  Returns the differences that forbid resuming
-and those that do not, one line each.  Has no side effects."""
-
-
 @dataclass(frozen=True)
 class RestoreRequest:
-    """The state to restore, and under which conditions."""
+    """The state to restore, and the conditions for it."""
 
     state: TrainState
-    compare: Compare
+    compare: Callable[[str], tuple[list[str], list[str]]]
+    """Compares the current configuration with a checkpoint's, given as YAML.  Returns the differences that forbid
+    resuming and those that do not, one line each.  Has no side effects."""
     allowed: frozenset[str]
     """Keys and parts of the state that may differ (`checkpoint.allow_changes`)."""
-    careful: bool
+    verify_first: bool
     """Verify every byte before anything is overwritten, because the current state must not be lost."""
 
 
@@ -117,11 +123,11 @@ class CheckpointReader:
             storage = self.storage / name_of(step)
             try:
                 manifest = read_manifest(storage)
-                stored = read_file(storage, manifest, "config.yaml").decode()
+                config_yaml = read_file(storage, manifest, "config.yaml").decode()
             except (Damaged, FileNotFoundError, UserError):
                 continue
-            started = manifest.extra
-            return RunInfo(stored, manifest.mesh, str(started.get("job", "")), int(started.get("restarts", 0)))
+            extra = manifest.extra
+            return RunInfo(config_yaml, manifest.mesh, str(extra.get("job", "")), int(extra.get("restarts", 0)))
         return None
 
     @property
@@ -139,26 +145,26 @@ class CheckpointReader:
         """
         names = self.world.broadcast(self.world.agreed(self._candidates))
         damaged: dict[str, list[str]] = {}
-        put_off: dict[str, int] = {}
-        for name in chain.from_iterable((names, put_off)):  # read lazily: `put_off` fills up during the first pass
+        postponed: dict[str, int] = {}
+        for name in chain.from_iterable((names, postponed)):  # lazily: `postponed` fills up during the first pass
             storage = self.storage / name
             manifest, problem = self._manifest(storage)
-            found, damage = None, [problem]
+            restored, damage = None, [problem]
             if manifest is not None:
-                if manifest.num_skipped and name not in put_off:
-                    put_off[name] = manifest.num_skipped
+                if manifest.num_skipped and name not in postponed:
+                    postponed[name] = manifest.num_skipped
                     continue
-                found, damage = self._load(storage, manifest, request)
+                restored, damage = self._load(storage, manifest, request)
             if damage:
                 damaged[name] = damage
-            if found is not None:
+            if restored is not None:
                 self.world.agreed(lambda: self._quarantine(damaged, DAMAGED))
-                notes = _notes_on(put_off, found.manifest.step)
-                return dataclasses.replace(found, damaged=damaged, warnings=[*found.warnings, *notes])
+                warnings = [*restored.warnings, *_warnings_about(postponed, restored.manifest.step)]
+                return dataclasses.replace(restored, damaged=damaged, warnings=warnings)
         if damaged:
-            listed = "\n".join(f"  {line}" for lines in damaged.values() for line in lines)
+            problems = "\n".join(f"  {line}" for lines in damaged.values() for line in lines)
             raise TrainingFailed(
-                f"none of the {len(damaged)} checkpoints in {self.storage} is good:\n{listed}\n"
+                f"none of the {len(damaged)} checkpoints in {self.storage} is good:\n{problems}\n"
                 "  They have not been changed.  checkpoint.resume=none starts over and moves them aside"
             )
         return None
@@ -169,13 +175,13 @@ class CheckpointReader:
         Raises UserError if there is no checkpoint or it is incompatible, TrainingFailed if it is damaged.
         """
         manifest, problem = self._manifest(storage)
-        found, damage = None, [problem]
+        restored, damage = None, [problem]
         if manifest is not None:
-            found, damage = self._load(storage, manifest, request)
-        if found is None:
-            listed = "\n".join(f"  {line}" for line in damage)
-            raise TrainingFailed(f"the checkpoint {storage} is damaged:\n{listed}")
-        return found
+            restored, damage = self._load(storage, manifest, request)
+        if restored is None:
+            problems = "\n".join(f"  {line}" for line in damage)
+            raise TrainingFailed(f"the checkpoint {storage} is damaged:\n{problems}")
+        return restored
 
     def _quarantine(self, names: Iterable[str], why: str) -> None:
         if self.world.is_main:
@@ -190,7 +196,9 @@ class CheckpointReader:
 
     def _manifest(self, storage: Storage) -> tuple[Manifest | None, str]:
         """Return the manifest on all ranks, or None and the problem if it is damaged."""
-        manifest, problem = self.world.broadcast(self.world.agreed(lambda: _open(storage, self.world.is_main)))
+        manifest, problem = self.world.broadcast(
+            self.world.agreed(lambda: _open_manifest(storage) if self.world.is_main else (None, ""))
+        )
         return manifest, problem
 
     def _load(
@@ -198,17 +206,17 @@ class CheckpointReader:
     ) -> tuple[RestoredCheckpoint | None, list[str]]:
         """Restore from `storage`.  Returns the restored checkpoint, or None and the damage."""
         state = request.state
-        depth = "sizes" if not self._checksums else "full" if request.careful else "frames"
-        _, damage = self._attempt(lambda: _look_for_damage(storage, manifest, depth, self.world))
+        depth = "sizes" if not self._checksums else "full" if request.verify_first else "frames"
+        _, damage = self._attempt(lambda: _raise_if_damaged(storage, manifest, depth, self.world))
         if damage:
             return None, damage
         stored, damage = self._attempt(lambda: StoredState(storage, manifest, self.world))
         if stored is None or damage:
             return None, damage
         layout, blocks = stored.layout, StoredBlocks(storage, manifest)
-        different, changed = self.world.agreed(lambda: request.compare(stored.config_yaml))
+        refused, changed = self.world.agreed(lambda: request.compare(stored.config_yaml))
         left_out, warnings = self.world.agreed(
-            lambda: check_compatible(storage, different, state, stored, request.allowed)
+            lambda: check_compatible(storage, refused, state, stored, request.allowed)
         )
         targets = self.world.agreed(lambda: find_targets(state, layout, left_out))
         _, damage = self._attempt(lambda: read_tensors(storage, layout, blocks, targets, check=self._checksums))
@@ -216,7 +224,7 @@ class CheckpointReader:
             return None, damage
         self.world.agreed(lambda: apply(state, stored, targets, left_out))
         state.step = manifest.step
-        if stored.own is None:
+        if stored.per_rank_bytes is None:
             for part in state.per_rank_parts.values():
                 StatePart.of(part).restart(manifest.step)
             if stored.document.get("unlike"):
@@ -227,7 +235,7 @@ class CheckpointReader:
         return RestoredCheckpoint(str(storage), manifest, stored.config_yaml, warnings=warnings, changed=changed), []
 
     def _attempt(self, work: Callable[[], Result]) -> tuple[Result | None, list[str]]:
-        """Return this rank's result of `work`, and the damage that any rank found, the same lines on all ranks."""
+        """Return the result of `work` on this rank, and the damage that any rank found, one line each."""
         result, damage = None, ""
         try:
             result = work()
@@ -239,23 +247,23 @@ class CheckpointReader:
         return result, list(dict.fromkeys(lines))
 
 
-def _notes_on(put_off: Mapping[str, int], taken: int) -> list[str]:
-    """Return remarks on the checkpoints that were postponed because they were saved while steps were skipped."""
-    if name_of(taken) in put_off:
-        return [
-            f"was saved while steps were skipped ({put_off[name_of(taken)]} in a row); there is no other checkpoint"
-        ]
+def _warnings_about(postponed: Mapping[str, int], restored_step: int) -> list[str]:
+    """Return warnings about checkpoints that were saved while steps were skipped.
+
+    postponed: the number of consecutive skipped steps of each such checkpoint, by name.
+    """
+    name = name_of(restored_step)
+    if name in postponed:
+        return [f"was saved while steps were skipped ({postponed[name]} in a row); there is no other checkpoint"]
     return [
         f"is used instead of {name}, which was saved while steps were skipped ({number} in a row): that one is moved "
         "aside, and used only if checkpoint.resume names it"
-        for name, number in put_off.items()
+        for name, number in postponed.items()
     ]
 
 
-def _open(storage: Storage, is_main: bool) -> tuple[Manifest | None, str]:
-    """Read the manifest on rank 0.  Returns None and the problem if it is damaged."""
-    if not is_main:
-        return None, ""
+def _open_manifest(storage: Storage) -> tuple[Manifest | None, str]:
+    """Return the manifest, or None and the problem if it is damaged."""
     try:
         return read_manifest(storage), ""
     except Damaged as error:
@@ -272,7 +280,7 @@ def _open(storage: Storage, is_main: bool) -> tuple[Manifest | None, str]:
         return None, f"{storage}/{COMMIT}: {describe(error)}"
 
 
-def _look_for_damage(storage: Storage, manifest: Manifest, depth: str, world: World) -> None:
+def _raise_if_damaged(storage: Storage, manifest: Manifest, depth: str, world: World) -> None:
     damage = find_damage(storage, manifest, depth, world.rank, world.size)
     if damage:
         raise Damaged("\n".join(damage))
@@ -282,7 +290,6 @@ def _look_for_damage(storage: Storage, manifest: Manifest, depth: str, world: Wo
 # Comparing a checkpoint with the state to restore
 
 _ALLOW_HINT = re.compile(r"allow it: checkpoint\.allow_changes=\[([^\]]+)\]")
-
 
 _NUM_LINES, _NUM_CHARACTERS = 4, 300
 """Limits of the error message: one cause, such as a different width, shows up in every tensor."""
@@ -294,19 +301,20 @@ class IncompatibleCheckpoint(UserError):
     `lines` holds all differences, settings first; the message shows some of them.
     """
 
-    def __init__(self, storage: Storage, different: list[str], unfit: Mapping[str, list[str]]) -> None:
-        """different: one line per differing setting.  unfit: other differences, by part of the state."""
-        of_parts = [line for lines in unfit.values() for line in lines]
-        self.lines = [*different, *of_parts]
-        has_new_optimizer = any(line.startswith("optim.name:") for line in different)  # explains its state
-        advised = [
-            line for name, lines in unfit.items() if name != "optimizer" or not has_new_optimizer for line in lines
+    def __init__(self, storage: Storage, settings: list[str], by_part: Mapping[str, list[str]]) -> None:
+        """settings: one line per differing setting.  by_part: other differences, by part of the state."""
+        of_parts = [line for lines in by_part.values() for line in lines]
+        self.lines = [*settings, *of_parts]
+        has_new_optimizer = any(line.startswith("optim.name:") for line in settings)  # explains its state
+        to_advise_on = [
+            line for name, lines in by_part.items() if name != "optimizer" or not has_new_optimizer for line in lines
         ]
-        parts = [name for name, lines in unfit.items() if any(not _ALLOW_HINT.search(line) for line in lines)]
-        self._place, self._advice = storage, advice_for(different, advised, parts)
-        most = _NUM_LINES if len(self.lines) <= _NUM_LINES else _NUM_LINES - 1  # one line says how many more
-        first = [lines[0] for lines in unfit.values()]
-        self._shown = [*different, *first, *(line for line in of_parts if line not in first)][:most]
+        parts = [name for name, lines in by_part.items() if any(not _ALLOW_HINT.search(line) for line in lines)]
+        self._storage, self._advice = storage, advice_for(settings, to_advise_on, parts)
+        limit = _NUM_LINES if len(self.lines) <= _NUM_LINES else _NUM_LINES - 1  # one line for the number of others
+        first_of_parts = [lines[0] for lines in by_part.values()]
+        others = [line for line in of_parts if line not in first_of_parts]
+        self._shown = [*settings, *first_of_parts, *others][:limit]
         super().__init__(self.message())
 
     @property
@@ -321,106 +329,109 @@ class IncompatibleCheckpoint(UserError):
             shown.append(f"and {more} more differences" + f": {file}" * bool(file))
         elif file:
             shown.append(f"in full: {file}")
-        return f"cannot resume from {self._place}:\n" + "\n".join(f"  {line}" for line in (*shown, self._advice))
+        return f"cannot resume from {self._storage}:\n" + "\n".join(f"  {line}" for line in (*shown, self._advice))
 
 
 class StoredState:
-    """Everything in a checkpoint but the tensors.  Each file is verified as it is read."""
+    """Everything in a checkpoint besides the tensors.  Each file is verified as it is read."""
 
     def __init__(self, storage: Storage, manifest: Manifest, world: World) -> None:
         self.document: dict[str, Any] = json.loads(read_file(storage, manifest, "state.json"))
         self.layout = layout_from_json(read_file(storage, manifest, "layout.json"))
         self.config_yaml = read_file(storage, manifest, "config.yaml").decode()
         is_same_size = manifest.world_size == world.size
-        self.own = read_file(storage, manifest, rank_file(world.rank)) if is_same_size else None
-        """This rank's file of per-rank state; None if the checkpoint has a different number of ranks."""
+        self.per_rank_bytes = read_file(storage, manifest, rank_file(world.rank)) if is_same_size else None
+        """Content of this rank's file of per-rank state; None if the checkpoint has a different number of ranks."""
 
 
 def find_targets(state: TrainState, layout: Layout, left_out: set[str]) -> dict[str, torch.Tensor]:
-    """Return the tensor to read each stored tensor into: the live tensor if it exists and has the same shape."""
+    """Return a tensor to read each stored tensor into: the live one if its shape is the same, otherwise a new one."""
     targets: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for name, part in state.parts.items():
             if name in left_out:
                 continue
-            stored = _within(layout, name)
+            stored = _stored_in(layout, name)
             StatePart.of(part).prepare(stored)
-            _, live = split(part.state_dict(), (name,))
-            by_key = {".".join(path): tensor for path, tensor in live.items()}
-            for key in stored:
-                full = f"{name}.{key}"
-                tensor = by_key.get(full)
-                if tensor is None or tuple(tensor.shape) != stored[key].shape:
-                    tensor = torch.empty(stored[key].shape, dtype=stored[key].dtype)
-                targets[full] = tensor.detach()
+            _, tensors = split(part.state_dict(), (name,))
+            live = {".".join(path): tensor for path, tensor in tensors.items()}
+            for key_in_part, like in stored.items():
+                key = f"{name}.{key_in_part}"
+                tensor = live.get(key)
+                if tensor is None or tuple(tensor.shape) != like.shape:
+                    tensor = torch.empty(like.shape, dtype=like.dtype)
+                targets[key] = tensor.detach()
     return targets
 
 
-def _within(layout: Layout, name: str) -> dict[str, StoredTensor]:
-    return {key.removeprefix(f"{name}."): stored for key, stored in layout.items() if key.startswith(f"{name}.")}
+def _stored_in(layout: Layout, part: str) -> dict[str, StoredTensor]:
+    return {key.removeprefix(f"{part}."): stored for key, stored in layout.items() if key.startswith(f"{part}.")}
 
 
 def check_compatible(
-    storage: Storage, different: list[str], state: TrainState, stored: StoredState, allowed: frozenset[str]
+    storage: Storage, settings: list[str], state: TrainState, stored: StoredState, allowed: frozenset[str]
 ) -> tuple[set[str], list[str]]:
-    """Return the parts that may be left unrestored because the user allows it, and remarks to print.
+    """Return the parts not to restore, because they do not fit and the user allows it; and remarks to print.
 
-    Raises IncompatibleCheckpoint with all differences, `different` first.
+    settings: the settings that differ and must not, one line each.  Raises IncompatibleCheckpoint with these and all
+    differences of the state.
     """
     # The earliest checkpoints of this format did not list per-rank parts.
     parts = stored.document["parts"]
     per_rank_parts = stored.document.get("rank_parts", list(state.per_rank_parts))
-    known = {*state.parts, *state.per_rank_parts, *parts, *per_rank_parts}
-    for named in allowed:
-        if named.startswith("state.") and named.removeprefix("state.") not in known:
-            rule = f"the state has {', '.join(f'state.{name}' for name in sorted(known))}"
-            best = nearest(named.removeprefix("state."), known)
+    names = {*state.parts, *state.per_rank_parts, *parts, *per_rank_parts}
+    for entry in allowed:
+        if entry.startswith("state.") and entry.removeprefix("state.") not in names:
+            rule = f"the state has {', '.join(f'state.{name}' for name in sorted(names))}"
+            best = nearest(entry.removeprefix("state."), names)
             meant = [f"state.{best}"] if best else None
             fix = "" if best else "leave it out, or name one of these"
-            raise setting_error("checkpoint.allow_changes", [named], rule, meant=meant, fix=fix)
-    lines: dict[str, list[str]] = {}
+            raise setting_error("checkpoint.allow_changes", [entry], rule, meant=meant, fix=fix)
+    by_part: dict[str, list[str]] = {}
     left_out = set()
     for name, thing in [*state.parts.items(), *state.per_rank_parts.items()]:
-        part, unfit = StatePart.of(thing), list[str]()
+        part = StatePart.of(thing)
+        differences: list[str] | None = []
         if name not in (parts if name in state.parts else per_rank_parts):
-            unfit = [] if part.may_be_absent else [_other_state(name, "not in the checkpoint")]
+            differences = [] if part.may_be_absent else [_state_differs(name, "not in the checkpoint")]
         elif name in state.per_rank_parts:
-            if stored.own is None and not part.can_restart:
-                unfit = [_other_state(name, "per-rank state, saved with a different number of ranks")]
+            if stored.per_rank_bytes is None and not part.can_restart:
+                differences = [_state_differs(name, "per-rank state, saved with a different number of ranks")]
         else:
-            found = part.differences(parts[name], _within(stored.layout, name))
-            unfit = _sharded_differences(name, part, stored.layout) if found is None else found
-        if unfit and f"state.{name}" in allowed:
+            differences = part.differences(parts[name], _stored_in(stored.layout, name))
+            if differences is None:
+                differences = _sharded_differences(name, part, stored.layout)
+        if differences and f"state.{name}" in allowed:
             left_out.add(name)
-        elif unfit:
-            lines[name] = unfit
+        elif differences:
+            by_part[name] = differences
     for name in [*parts, *per_rank_parts]:
         if name not in {*state.parts, *state.per_rank_parts} and f"state.{name}" not in allowed:
-            lines[name] = [_other_state(name, "only in the checkpoint")]
+            by_part[name] = [_state_differs(name, "only in the checkpoint")]
     all_remarks: list[str] = []
     for name, thing in state.parts.items():
         if name in parts and f"state.{name}" not in allowed:
             changed, remarks = StatePart.of(thing).changes_outside(parts[name], allowed)
             if changed:
-                lines[name] = lines.get(name, []) + changed
+                by_part[name] = by_part.get(name, []) + changed
             all_remarks += remarks
-    if different or lines:
-        raise IncompatibleCheckpoint(storage, different, lines)
+    if settings or by_part:
+        raise IncompatibleCheckpoint(storage, settings, by_part)
     return left_out, all_remarks
 
 
-def advice_for(different: list[str], unfit: list[str], parts: Sequence[str] = ()) -> str:
+def advice_for(settings: list[str], of_parts: list[str], parts: Sequence[str] = ()) -> str:
     """Return advice on a checkpoint that was refused.
 
-    parts: parts of the state with differences that do not say how to allow them.
+    settings, of_parts: the differences in settings and in the state, one line each.  parts: the parts of the state with
+    a difference that does not include advice on how to allow it.
     """
-    keys = [line.partition(":")[0] for line in different] + [
-        part for line in unfit for part in _ALLOW_HINT.findall(line)
-    ]
-    if len(keys) < len(different) + len(unfit):
+    keys = [line.partition(":")[0] for line in settings]
+    keys += [key for line in of_parts for key in _ALLOW_HINT.findall(line)]
+    if len(keys) < len(settings) + len(of_parts):
         names = [f"state.{name}" for name in parts if name != "optimizer" or "model" not in parts]  # model implies it
-        whole = ["model" if key == "model.name" else key for key in keys]  # covers all its settings
-        allowed = shlex.quote(f"checkpoint.allow_changes=[{','.join(dict.fromkeys([*whole, *names]))}]")
+        keys = ["model" if key == "model.name" else key for key in keys]  # covers all its settings
+        allowed = shlex.quote(f"checkpoint.allow_changes=[{','.join(dict.fromkeys([*keys, *names]))}]")
         return (
             "to fix: undo the change, or train another run: run.name=NAME (train.init_from starts it from these "
             f"weights, if they fit); {allowed} starts what does not fit afresh"
@@ -430,16 +441,16 @@ def advice_for(different: list[str], unfit: list[str], parts: Sequence[str] = ()
     return f"to fix: undo the change, train another run (run.name=NAME), or allow it: {allowed}"
 
 
-def _other_state(name: str, where: str) -> str:
+def _state_differs(name: str, where: str) -> str:
     return f"state {name!r}: {where} (allow it: checkpoint.allow_changes=[state.{name}])"
 
 
 def _sharded_differences(name: str, part: StatePart, layout: Layout) -> list[str]:
-    """Return one line per DTensor of another shape."""
+    """Return one line per DTensor with a different shape."""
     with torch.no_grad():
-        _, live = split(part.state_dict(), (name,))
+        _, tensors = split(part.state_dict(), (name,))
     lines = []
-    for path, tensor in live.items():
+    for path, tensor in tensors.items():
         stored = layout.get(".".join(path))
         if isinstance(tensor, DTensor) and stored is not None and tuple(tensor.shape) != stored.shape:
             lines.append(
@@ -448,15 +459,15 @@ def _sharded_differences(name: str, part: StatePart, layout: Layout) -> list[str
     return lines
 
 
-def tensor_differences(own: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]) -> Iterator[str]:
-    """Yield one line per difference in keys, shapes and dtypes, in either direction."""
-    for key in [*own, *(key for key in stored if key not in own)]:
+def tensor_differences(live: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]) -> Iterator[str]:
+    """Yield one line per difference in keys, shapes and dtypes."""
+    for key in [*live, *(key for key in stored if key not in live)]:
         if key not in stored:
-            yield f"{key}: {_shape(own[key].shape)}, not in the checkpoint"
-        elif key not in own:
+            yield f"{key}: {_shape(live[key].shape)}, not in the checkpoint"
+        elif key not in live:
             yield f"{key}: {_shape(stored[key].shape)}, only in the checkpoint"
         else:
-            before, now = stored[key], own[key]
+            before, now = stored[key], live[key]
             if before.shape != tuple(now.shape):
                 yield f"{key}: shape {_shape(before.shape)} in the checkpoint, {_shape(now.shape)} now"
             if before.dtype != now.dtype:
@@ -472,12 +483,12 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def apply(state: TrainState, stored: StoredState, targets: Mapping[str, torch.Tensor], left_out: set[str]) -> None:
-    """Load every part's state.  Call this only after everything has been read and verified."""
+    """Load the state of every part.  Call this only after everything has been read and verified."""
     plain: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
-    if stored.own is not None:
-        header = json.loads(stored.own[8 : 8 + int.from_bytes(stored.own[:8], "little")])
-        plain, tensors = json.loads(header["__metadata__"]["state"]), safetensors.torch.load(stored.own)
+    if (content := stored.per_rank_bytes) is not None:
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])  # safetensors does not return it
+        plain, tensors = json.loads(header["__metadata__"]["state"]), safetensors.torch.load(content)
     differing = {key: tensors[key] for key in stored.document.get("unlike", []) if key in tensors}
     with torch.no_grad():
         for name, part in state.parts.items():
@@ -493,14 +504,14 @@ def apply(state: TrainState, stored: StoredState, targets: Mapping[str, torch.Te
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Return whether `path`, a folder or URL, is a single checkpoint, even if it is damaged or lacks its manifest."""
+    """Return whether `path`, a folder or URL, is a single checkpoint, even if it is damaged or has no manifest."""
     return not CHECKPOINT_FILES.isdisjoint(list_configured_folder(open_storage(path)))
 
 
 def find_checkpoints(path: str | os.PathLike[str]) -> Storage:
     """Return the folder of checkpoints at `path`, which is that folder itself or a run folder.  Raises UserError."""
     storage = open_storage(path)
-    for folder in (storage, storage / "checkpoints", *_elsewhere(storage)):
+    for folder in (storage, storage / "checkpoints", *_configured_folder(storage)):
         if any(name.startswith(PREFIX) for name in folder.names()) or folder.quarantined_names():
             return folder
     local = find_folder(path)
@@ -533,27 +544,27 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Storage:
     return folder / name_of(step)
 
 
-def _elsewhere(run: Storage) -> list[Storage]:
-    """Return the checkpoint folder from a run's stored configuration, or an empty list if it sets none."""
+def _configured_folder(run: Storage) -> list[Storage]:
+    """Return `checkpoint.dir` of a run's stored configuration, or an empty list if it is not set."""
     try:
         text = run.read(CONFIG).decode(errors="replace")
-        stored, run_dir = stored_value(text, "checkpoint.dir"), stored_value(text, "run.dir")
+        checkpoint_dir, run_dir = stored_value(text, "checkpoint.dir"), stored_value(text, "run.dir")
     except (OSError, UserError):  # not a run folder
         return []
-    if is_masked(stored):
+    if is_masked(checkpoint_dir):
         raise UserError(
-            f"{run}: its checkpoints are at {stored}, whose credentials are not stored; give the complete URL"
+            f"{run}: its checkpoints are at {checkpoint_dir}, but credentials are not stored; give the complete URL"
         )
-    if not (isinstance(stored, str) and stored):
+    if not (isinstance(checkpoint_dir, str) and checkpoint_dir):
         return []
-    return [open_storage(relocated(stored, str(run_dir or run), str(run)))]
+    return [open_storage(relocated(checkpoint_dir, str(run_dir or run), str(run)))]
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Weights by name, any rows of them, in one process and without a process group
+# Weights by name, entire or some rows, in one process and without a process group
 
 _TRIES = 50
-"""Attempts to open the newest checkpoint of a live run, if each one is pruned before it can be opened."""
+"""Attempts to open the newest checkpoint of a live run, in case each is pruned before it can be opened."""
 _AVERAGE = "ema.weights."
 """Prefix of the keys of averaged weights."""
 
@@ -566,7 +577,7 @@ class StoredWeights(StoredTensors):
 
         All files stay open, so that they remain readable if a live run prunes the checkpoint meanwhile.
 
-        Raises UserError if there is no checkpoint or it holds no average, TrainingFailed if it is damaged.
+        Raises UserError if there is no checkpoint or it has no average, TrainingFailed if it is damaged.
         """
         self.description = str(storage)
         try:
@@ -587,7 +598,7 @@ class StoredWeights(StoredTensors):
         except Damaged as error:
             raise TrainingFailed(f"the checkpoint {storage} is damaged:\n  {error}") from error
         self.layout = layout
-        self._stored = _within(layout, "model")
+        self._stored = _stored_in(layout, "model")
         if averaged and not any(key.startswith(_AVERAGE) for key in layout):
             raise UserError(f"{storage}: has no averaged weights: its run had train.ema=0")
         self._keys = {name: f"{_AVERAGE}{name}" for name in self._stored if averaged and f"{_AVERAGE}{name}" in layout}
@@ -634,64 +645,63 @@ def read_tensors(
 
     No collective.  Raises Damaged or OSError; some targets may then have been overwritten.
     """
-    from trainer.checkpoint.dcp import load
-
     reader = ChunkReader(storage, blocks, check)
     try:
-        load(targets, layout, reader)
+        reader.read_all(plan_reads(targets, layout))
     finally:
         reader.close()
 
 
 class ChunkReader:
-    """Reads parts of chunks from the files of one checkpoint."""
+    """Reads boxes within chunks from the data files of one checkpoint."""
 
     _NUM_THREADS = 2
     """The threads take the blocks of a file in turn: one waits for the disk while the other computes a checksum.  With
-    whole tensors per thread, which defeats the kernel's read-ahead, reading took 1.3 to 3 times as long."""
-    _WAITING_BYTES = 64 << 20
-    """Limit of the data in flight: reads that have started and are not yet finished."""
+    one tensor per thread, which defeats the kernel's read-ahead, reading took 1.3 to 3 times as long."""
+    _BYTES_IN_FLIGHT = 64 << 20
+    """Limit of the data in reads that have started and are not yet finished."""
 
     def __init__(self, storage: Storage, blocks: Mapping[str, Blocks], check: bool = True) -> None:
-        self._place, self._blocks, self._check = storage, blocks, check
-        self._open: dict[str, BlockReader] = {}
+        self._storage, self._blocks, self._check = storage, blocks, check
+        self._open_files: dict[str, BlockReader] = {}
 
-    def read_parts(self, parts: Iterable[ReadRequest]) -> None:
-        """Fill the targets, in file order."""
-        waiting: deque[_Reading] = deque()
+    def read_all(self, requests: Iterable[ReadRequest]) -> None:
+        """Fill the targets, in the order of the files."""
+        in_flight: deque[_Reading] = deque()
         with ThreadPoolExecutor(self._NUM_THREADS) as threads:
             try:
-                for part in sorted(parts, key=lambda part: (part.chunk.file, part.chunk.start)):
-                    if part.target.numel():
-                        waiting.append(self._begin(threads, part))
-                    while sum(reading.num_bytes for reading in waiting) > self._WAITING_BYTES:
-                        waiting.popleft().finish()
-                for reading in waiting:
+                for request in sorted(requests, key=lambda request: (request.chunk.file, request.chunk.start)):
+                    if request.target.numel():
+                        in_flight.append(self._begin(threads, request))
+                    while sum(reading.num_bytes for reading in in_flight) > self._BYTES_IN_FLIGHT:
+                        in_flight.popleft().finish()
+                for reading in in_flight:
                     reading.finish()
             except BaseException:
                 threads.shutdown(wait=True, cancel_futures=True)
                 raise
 
-    def _begin(self, threads: ThreadPoolExecutor, part: ReadRequest) -> _Reading:
-        """Start reading a part of a chunk, directly into the target if the target has the same memory layout."""
-        chunk, target = part.chunk, part.target
-        rows_only = part.sizes[1:] == chunk.sizes[1:]
-        row_bytes = int(np.prod(chunk.sizes[1:], dtype=np.int64)) * part.dtype.itemsize
-        start = chunk.data_start + (part.offsets[0] * row_bytes if rows_only and part.offsets else 0)
-        fits = rows_only and target.device.type == "cpu" and target.dtype == part.dtype and target.is_contiguous()
-        buffer = target if fits else torch.empty(part.sizes if rows_only else chunk.sizes, dtype=part.dtype)
-        jobs = [threads.submit(read) for read in self._file(chunk.file).parts(_bytes_of(buffer), start)]
-        if fits:
+    def _begin(self, threads: ThreadPoolExecutor, request: ReadRequest) -> _Reading:
+        """Start reading, directly into the target if the target has the same memory layout."""
+        chunk, target, offsets, sizes = request.chunk, request.target, request.offsets, request.sizes
+        reads_full_rows = sizes[1:] == chunk.sizes[1:]
+        row_bytes = int(np.prod(chunk.sizes[1:], dtype=np.int64)) * request.dtype.itemsize
+        start = chunk.data_start + (offsets[0] * row_bytes if reads_full_rows and offsets else 0)
+        is_same_layout = target.device.type == "cpu" and target.dtype == request.dtype and target.is_contiguous()
+        is_direct = reads_full_rows and is_same_layout
+        buffer = target if is_direct else torch.empty(sizes if reads_full_rows else chunk.sizes, dtype=request.dtype)
+        jobs = [threads.submit(read) for read in self._file(chunk.file).reads(_bytes_of(buffer), start)]
+        if is_direct:
             return _Reading(jobs, None, None, buffer.nbytes)
-        box = () if rows_only else tuple(slice(o, o + n) for o, n in zip(part.offsets, part.sizes, strict=True))
+        box = () if reads_full_rows else tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
         return _Reading(jobs, buffer[box], target, buffer.nbytes)
 
     def _file(self, name: str) -> BlockReader:
-        if name not in self._open:
+        if name not in self._open_files:
             if name not in self._blocks:
-                raise Damaged(f"{self._place}/{name}: is not in the manifest")
-            self._open[name] = BlockReader(self._place, name, self._blocks[name], self._check)
-        return self._open[name]
+                raise Damaged(f"{self._storage}/{name}: is not in the manifest")
+            self._open_files[name] = BlockReader(self._storage, name, self._blocks[name], self._check)
+        return self._open_files[name]
 
     def read_rows(self, chunk: Chunk, start: int, rows: torch.Tensor) -> None:
         """Read rows of one chunk, from row `start` on."""
@@ -699,13 +709,13 @@ class ChunkReader:
         self._file(chunk.file).read_into(_bytes_of(rows), position)
 
     def close(self) -> None:
-        for reader in self._open.values():
+        for reader in self._open_files.values():
             reader.close()
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """A read in progress of a part of a chunk."""
+    """A read in progress of a box within a chunk."""
 
     jobs: Sequence[Future[None]]
     source: torch.Tensor | None
@@ -728,21 +738,21 @@ def read_rows(
     storage: Storage, stored: StoredTensor, blocks: Mapping[str, Blocks], start: int = 0, stop: int | None = None
 ) -> torch.Tensor:
     """Return rows [start, stop) along dim 0 of one tensor, all by default, on the CPU.  Raises Damaged or OSError."""
-    rows = stored.shape[0] if stored.shape else 1
-    stop = rows if stop is None else stop
-    out = torch.empty((stop - start, *stored.shape[1:]) if stored.shape else (), dtype=stored.dtype)
+    num_rows = stored.shape[0] if stored.shape else 1
+    stop = num_rows if stop is None else stop
+    result = torch.empty((stop - start, *stored.shape[1:]) if stored.shape else (), dtype=stored.dtype)
     reader = ChunkReader(storage, blocks)
     try:
         offsets = (start, *(0 for _ in stored.shape[1:])) if stored.shape else ()
-        for chunk in stored.chunks.meeting(offsets, tuple(out.shape)):
-            first = chunk.offsets[0] if chunk.offsets else 0
-            height = chunk.sizes[0] if chunk.sizes else 1
-            low, high = max(start, first), min(stop, first + height)
-            whole = torch.empty((high - low, *chunk.sizes[1:]) if stored.shape else (), dtype=stored.dtype)
-            reader.read_rows(chunk, low - first, whole)
-            within = (low - start, *chunk.offsets[1:])
-            box = tuple(slice(o, o + n) for o, n in zip(within, whole.shape, strict=True)) if stored.shape else ()
-            out[box].copy_(whole)
+        for chunk in stored.chunks.overlapping(offsets, tuple(result.shape)):
+            chunk_start = chunk.offsets[0] if chunk.offsets else 0
+            chunk_stop = chunk_start + (chunk.sizes[0] if chunk.sizes else 1)
+            low, high = max(start, chunk_start), min(stop, chunk_stop)
+            rows = torch.empty((high - low, *chunk.sizes[1:]) if stored.shape else (), dtype=stored.dtype)
+            reader.read_rows(chunk, low - chunk_start, rows)
+            corner = (low - start, *chunk.offsets[1:])
+            box = tuple(slice(o, o + n) for o, n in zip(corner, rows.shape, strict=True)) if stored.shape else ()
+            result[box].copy_(rows)
     finally:
         reader.close()
-    return out
+    return result

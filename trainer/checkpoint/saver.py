@@ -1,7 +1,7 @@
-"""Decides when to save, makes each save, and retries failed ones.
+"""Decides when to save, starts each save, and retries failed ones.
 
-`Saver` is the manager: due saves, retries, the final save, what happens before and after each save, and what becomes of
-older checkpoints.  `Checkpoints` (writer.py) makes one save.
+`Saver` handles saves that are due, retries, the final save, and what happens before and after each save.  `Checkpoints`
+(writer.py) makes a single save.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _DISK_FULL_PAUSES_S = (5.0, 10.0, 20.0, 25.0)
 class Saver:
     """Saves a state at intervals, on request and at the end.  Methods are collective unless they say otherwise.
 
-    With `checkpoint.mode=async` at most one save is in flight.  The all-reduce of each step tells when it has ended on
-    every rank, so that collecting its result never waits.
+    With `checkpoint.mode=async` at most one save is in flight.  The all-reduce of each step tells all ranks when it has
+    ended everywhere, so collecting its result never waits.
     """
 
     def __init__(
@@ -85,8 +85,9 @@ class Saver:
         self._is_overdue = step_sync.register(lambda: checkpoints.is_overdue)
         self._may_retry = step_sync.register(lambda: self._world.is_main and self.schedule.may_retry())
         self._started: tuple[object, ...] | None = None
+        """The `_mark` of the state that was last passed to a save."""
         self._saved: tuple[object, ...] | None = None
-        """`_mark` of the newest checkpoint of this run."""
+        """The `_mark` of this run's newest checkpoint."""
         self.longest_s = 0.0
         """Duration of the longest save in seconds."""
 
@@ -109,7 +110,7 @@ class Saver:
 
     @property
     def best(self) -> tuple[float, int] | None:
-        """The loss and step of the best checkpoint; None if best checkpoints are not kept.  Not collective."""
+        """The loss and step of the best checkpoint; None without `checkpoint.keep_best`.  Not collective."""
         if self._config.keep_best:
             with suppress(OSError):
                 return find_best(self._checkpoints.storage)
@@ -120,8 +121,8 @@ class Saver:
 
         While steps are being skipped the state is not worth saving, so the save is postponed to the next good step.
         """
-        is_begun = self._started == self._mark(state)  # it was already saved as one of the best
-        if self._checkpoints.in_flight and (is_begun or (may_skip and self._config.when_busy == "skip")):
+        is_started = self._started == self._mark(state)  # because it was one of the best
+        if self._checkpoints.in_flight and (is_started or (may_skip and self._config.when_busy == "skip")):
             return
         self._step_metrics.settle()
         if state.num_skipped:
@@ -156,16 +157,15 @@ class Saver:
     def save_final(self, state: TrainState) -> None:
         """Make the final save: wait for the save in flight, then save with a few retries.
 
-        If the disk is full, keep retrying for about a minute, in case somebody frees some space.
+        If the disk is full, keep retrying for about a minute, in case some space is freed.
         """
         self.finish()
         error = ""
-        for number, pause_s in enumerate((*_FINAL_PAUSES_S, *_DISK_FULL_PAUSES_S)):
-            if self._is_saved(state) or (number >= len(_FINAL_PAUSES_S) and DISK_FULL_ADVICE not in error):
+        for attempt, pause_s in enumerate((*_FINAL_PAUSES_S, *_DISK_FULL_PAUSES_S)):
+            if self._is_saved(state) or (attempt >= len(_FINAL_PAUSES_S) and DISK_FULL_ADVICE not in error):
                 break
-            if number == len(_FINAL_PAUSES_S):
-                left_s = sum(_DISK_FULL_PAUSES_S)
-                self._warn(f"the final save waits up to {left_s:.0f} s for room on the disk: {error}")
+            if attempt == len(_FINAL_PAUSES_S):
+                self._warn(f"the final save waits up to {sum(_DISK_FULL_PAUSES_S):.0f} s for room on the disk: {error}")
             time.sleep(pause_s)
             self._start(state, background=False)
             error = self._collect(warns=False, is_last=True).error
@@ -175,23 +175,23 @@ class Saver:
             )
 
     def begin(self) -> list[str]:
-        """Start with the measurements of earlier attempts; return lines that describe the save policy."""
-        found = self._metrics.experience()
-        self.longest_s = max(self.longest_s, found.longest_save_s)
-        self.schedule.policy.update(found)
+        """Take over the measurements of earlier attempts; return lines that describe the save policy."""
+        history = self._metrics.experience()
+        self.longest_s = max(self.longest_s, history.longest_save_s)
+        self.schedule.policy.update(history)
         return self.schedule.policy.describe()
 
     def loaded(self, state: TrainState, is_own: bool) -> None:
-        """Note that a checkpoint was loaded.  If it is this run's own, it need not be saved again.  Not collective."""
+        """Record that a checkpoint was loaded.  This run's own need not be saved again.  Not collective."""
         self._saved = self._mark(state) if is_own else None
 
     @property
     def storage(self) -> str:
-        """The folder or URL that checkpoints go to."""
+        """The folder or URL of the checkpoints."""
         return str(self._checkpoints.storage)
 
     def forget(self) -> None:
-        """Note that the saved checkpoints are lost, so that the same step will be saved again.  Not collective."""
+        """Record that the saved checkpoints are lost, so that the same step will be saved again.  Not collective."""
         self._saved = None
 
     @property
@@ -200,28 +200,31 @@ class Saver:
         return self.longest_s or estimated_save_s(self._expected_bytes)
 
     def wait(self, timeout_s: float) -> None:
-        """Give the save in flight time to end before this rank exits.  Not collective."""
+        """Wait for the save in flight, at most `timeout_s`, before this rank exits.  Not collective."""
         self._checkpoints.wait(timeout_s)
 
-    def quarantine_since(self, since: int | None) -> None:
-        """Quarantine checkpoints saved since step `since`, after which every step was skipped.
+    def quarantine_since(self, first_step: int | None) -> None:
+        """Quarantine checkpoints of step `first_step` and later ones, after which every step was skipped.
 
         The next start then resumes from an older checkpoint, if there is one; no checkpoint is quarantined twice.
         Not collective: for rank 0 of a run that has failed.
         """
-        own = self._checkpoints
-        if since is None or not self._world.is_main or (own.in_flight and not own.is_written):
+        checkpoints = self._checkpoints
+        is_busy = checkpoints.in_flight is not None and not checkpoints.is_written
+        if first_step is None or not self._world.is_main or is_busy:
             return
         try:
-            names = own.retention.names_to_quarantine(since)
+            names = checkpoints.retention.names_to_quarantine(first_step)
             for name in names:
-                own.storage.quarantine(name, DOUBTFUL)
+                checkpoints.storage.quarantine(name, DOUBTFUL)
         except Exception as error:  # the storage has failed as well: leave the checkpoints in place
-            self._warn(f"cannot quarantine the checkpoints saved after step {since}: {describe(error)}")
+            self._warn(f"cannot quarantine the checkpoints saved after step {first_step}: {describe(error)}")
             return
         if names:
-            done = ", ".join(f"{name} was quarantined as {DOUBTFUL}-{name}" for name in names)
-            self._warn(f"every step since then failed: {done}; the same command resumes from the checkpoint before it")
+            renamed = ", ".join(f"{name} was quarantined as {DOUBTFUL}-{name}" for name in names)
+            self._warn(
+                f"every step since then failed: {renamed}; the same command resumes from the checkpoint before it"
+            )
 
     def wait_for_deleting(self) -> None:
         """Wait for the deletion of pruned checkpoints, up to a time limit.  Not collective."""
@@ -232,7 +235,7 @@ class Saver:
             warn(text)
 
     def _mark(self, state: TrainState) -> tuple[object, ...]:
-        """Return a key that identifies the state: its step, and its evaluation if best checkpoints are kept."""
+        """Return a key that identifies the state: its step, and with `checkpoint.keep_best` its evaluation."""
         return state.step, state.eval_pending, self._config.keep_best > 0 and tuple(state.evaluation.items())
 
     def _is_saved(self, state: TrainState) -> bool:
@@ -251,8 +254,7 @@ class Saver:
     def _collect(self, warns: bool = True, has_ended: bool = False, is_last: bool = False) -> SaveResult:
         """Collect and report the result of the save in flight, which is the same on all ranks.
 
-        Raises TrainingFailed if the storage does not respond, and, unless `is_last`, after too many consecutive
-        failures.
+        Raises TrainingFailed if the storage does not respond, or after too many consecutive failures unless `is_last`.
         """
         with self._watchdog.during("save"):
             result = self._checkpoints.take(has_ended)
@@ -283,7 +285,7 @@ class Saver:
 
 
 class SaveSchedule:
-    """Schedules saves by a policy, and retries failed ones after a pause that doubles with each further failure.
+    """Schedules saves by a policy, and retries failed ones after a pause that doubles with each failure.
 
     All ranks make the same calls.  Only rank 0 reads the clock: the step's all-reduce broadcasts its `may_retry`.
     """
@@ -296,8 +298,9 @@ class SaveSchedule:
         """Number of consecutive failed saves."""
         self._retry_at = 0.0
         self.is_postponed = False
-        """True if the save that is due was put off to the next step, because the state was not worth saving."""
-        self._owed: list[int] = []
+        """True if the save that is due was postponed to the next step, because the state was not worth saving."""
+        self._unsaved_steps: list[int] = []
+        """Steps after which a save was due that have not been saved since."""
 
     def may_retry(self) -> bool:
         """Return whether the pause after a failed save is over."""
@@ -307,16 +310,16 @@ class SaveSchedule:
         """Return whether to save after step `step`.  `may_retry`: rank 0's answer."""
         falls_due = self.policy.falls_due(step)
         if falls_due:
-            self._owed.append(step)
+            self._unsaved_steps.append(step)
         if self.num_failures:
             return may_retry
         return falls_due or self.is_postponed
 
     def begin(self, step: int) -> list[int]:
-        """Note that a save of step `step` begins; return the earlier steps whose due saves it replaces."""
+        """Record that a save of step `step` begins; return the steps of earlier due saves that it replaces."""
         self.is_postponed = False
         self.policy.began()
-        return [due for due in self._owed if due < step]
+        return [due for due in self._unsaved_steps if due < step]
 
     def failed(self) -> None:
         pause = min(self.FIRST_PAUSE_S * 2**self.num_failures, self.LONGEST_PAUSE_S)
@@ -325,7 +328,7 @@ class SaveSchedule:
 
     def succeeded(self, step: int) -> None:
         self.num_failures = 0
-        self._owed = [due for due in self._owed if due > step]
+        self._unsaved_steps = [due for due in self._unsaved_steps if due > step]
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -347,8 +350,8 @@ class SavePolicy:
     def began(self) -> None:
         """Record that a save begins."""
 
-    def update(self, found: RunHistory) -> None:
-        """Update the interval from what the run has measured.  Only the update on rank 0 matters."""
+    def update(self, history: RunHistory) -> None:
+        """Update the interval from the run's measurements.  Only the update on rank 0 matters."""
 
     def describe(self) -> list[str]:
         """Return lines that describe the policy to the user."""
@@ -386,7 +389,8 @@ class AdaptiveInterval(SavePolicy):
         """
         self._keep_every, self._num_nodes = config.keep_every, num_nodes
         self._costs_of, self._step_s, self._clock = costs, step_s, clock
-        self._since: float | None = None
+        self._last_save: float | None = None
+        """When the last save began, by `clock`; before the first save, when the first step ended."""
         self.costs = costs(None)
         self._is_time = step_sync.register(lambda: is_main and self.is_time())
 
@@ -395,21 +399,21 @@ class AdaptiveInterval(SavePolicy):
         return self.costs.best_s
 
     def is_time(self) -> bool:
-        """Return whether to save after the current step, because it ends closest to the time at which a save is due."""
+        """Return whether to save after the current step: it ends closer to the time of the save than the next one."""
         now = self._clock()
-        if self._since is None:
-            self._since = now
-        return now - self._since + 1.5 * self._step_s() >= self.every_s
+        if self._last_save is None:
+            self._last_save = now
+        return now - self._last_save + 1.5 * self._step_s() >= self.every_s
 
     def falls_due(self, step: int) -> bool:
         return self._is_time.any_yes or (self._keep_every > 0 and step % self._keep_every == 0)
 
     def began(self) -> None:
-        self._since = self._clock()
+        self._last_save = self._clock()
 
-    def update(self, found: RunHistory) -> None:
-        self.costs = self._costs_of(found)
+    def update(self, history: RunHistory) -> None:
+        self.costs = self._costs_of(history)
 
     def describe(self) -> list[str]:
-        said = describe_costs(self.costs, self.every_s, self._num_nodes)
-        return ["checkpoint.every=auto:", *(f"  {topic}: {text}" for topic, text in said.items())]
+        by_topic = describe_costs(self.costs, self.every_s, self._num_nodes)
+        return ["checkpoint.every=auto:", *(f"  {topic}: {text}" for topic, text in by_topic.items())]

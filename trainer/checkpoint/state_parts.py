@@ -1,6 +1,6 @@
-"""What a part of the state is to a checkpoint, and how a state dict is split into tensors and JSON.
+"""The interface of a part of the state; splits a state dict into tensors and JSON, and joins them again.
 
-There is no pickle, so that reading a checkpoint cannot run code.
+Nothing is pickled, so reading a checkpoint cannot run code.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 
 class Stateful(Protocol):
-    """Anything that can be saved and restored, such as a module of torch."""
+    """Anything that can be saved and restored, such as a torch module."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class StatePart:
-    """One part of the state: `state_dict`, `load_state_dict`, and methods with defaults for what is special about it.
+    """One part of the state, with `state_dict`, `load_state_dict`, and hooks that do nothing by default.
 
-    Classes of higher layers derive from it.  Any other object with the two methods can be a part as well, and may have
-    the other ones: `StatePart.of` returns it with the defaults for those that it lacks.
+    The trainer's classes derive from it.  Any object with the first two methods can be a part as well, and may define
+    hooks: `StatePart.of` adds the missing ones.
     """
 
     may_be_absent = False
-    """True if a checkpoint without this part can be restored: older ones do not have it."""
+    """True if older checkpoints lack this part, and can be restored without it."""
     can_restart = False
-    """True if `restart` replaces this rank's stored state, if the checkpoint has a different number of ranks."""
+    """True if `restart` can stand in for this rank's state, if the checkpoint has a different number of ranks."""
 
     def state_dict(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -44,19 +44,19 @@ class StatePart:
     def differences(self, plain: Any, stored: Mapping[str, StoredTensor]) -> list[str] | None:
         """Compare the part with its stored form, before anything is loaded.  Returns one line per difference.
 
-        `stored` maps keys within the part to stored tensors.  By default None: only shapes of DTensors are compared.
+        `stored` maps keys within the part to stored tensors.  None, the default, compares only the shapes of DTensors.
         """
         return None
 
     def prepare(self, stored: Mapping[str, StoredTensor]) -> None:
-        """Allocate the tensors that loading will fill; by default all exist already."""
+        """Allocate the tensors that loading will fill, unless all exist already."""
 
     def may_differ(self, key: str) -> bool:
-        """Return whether ranks may hold different values of this plain tensor; each rank then restores its own."""
+        """Return whether ranks may hold different values of this unsharded tensor; each rank then restores its own."""
         return False
 
     def changes_outside(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
-        """Compare what the part depends on outside the checkpoint, as a position depends on its data.
+        """Compare what the part depends on outside the checkpoint, as a position in the data depends on the data.
 
         Returns the changes since `plain` was stored, one line each: those that forbid resuming, and remarks.
         """
@@ -72,16 +72,16 @@ class StatePart:
 
 
 class _OtherPart(StatePart):
-    """An object that does not derive from StatePart, with its own methods where it has them."""
+    """An object that does not derive from StatePart, with the default hooks that it does not define itself."""
 
     def __init__(self, thing: Any) -> None:
-        own = ["state_dict", "load_state_dict"]
-        # The three belong together: the user's object may have a method `prepare` for another purpose.
+        names = ["state_dict", "load_state_dict"]
+        # Take all three or none: the user's object may have a method `prepare` for another purpose.
         comparing = ("differences", "prepare", "may_differ")
-        own += comparing if all(hasattr(thing, name) for name in comparing) else ()
-        own += [name for name in ("changes_outside", "restart", "may_be_absent") if hasattr(thing, name)]
-        vars(self).update({name: getattr(thing, name) for name in own})
-        self.can_restart = "restart" in own
+        names += comparing if all(hasattr(thing, name) for name in comparing) else ()
+        names += [name for name in ("changes_outside", "restart", "may_be_absent") if hasattr(thing, name)]
+        vars(self).update({name: getattr(thing, name) for name in names})
+        self.can_restart = "restart" in names
 
 
 _TAG = "!"
@@ -134,8 +134,7 @@ def _plain(value: Any, path: Path, tensors: dict[Path, torch.Tensor]) -> Any:
     if isinstance(value, (bytes, bytearray)):
         return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
     if isinstance(value, Mapping):
-        named = all(type(name) is str and name != _TAG for name in value)
-        if named:
+        if all(type(name) is str and name != _TAG for name in value):
             return {name: _plain(item, (*path, name), tensors) for name, item in value.items()}
         items = [[_plain(n, path, tensors), _plain(item, (*path, str(n)), tensors)] for n, item in value.items()]
         return {_TAG: "dict", "value": items}

@@ -5,7 +5,7 @@ flushed to disk and renamed.  An object store has no atomic rename: there the ma
 commit, and a folder without a manifest does not count.  Names are relative paths with slashes.  This module stores
 bytes and does not interpret them.
 
-Large files have a checksum per block, computed during the write, so that any part can be read and verified.  Without
+Large files have a checksum per block, computed during the write, so that any range can be read and verified.  Without
 checksums, 169 of 200 random bit flips in a torch.distributed.checkpoint data file load silently as wrong values.  Here
 a file is a sequence of blocks of at most `BLOCK_BYTES`, each with its CRC-32, and a reader verifies every block that it
 touches.  CRC-32 detects every single-bit error and every burst of up to 32 bits.  It protects against accidental
@@ -25,7 +25,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -39,7 +39,7 @@ COMMIT = "manifest.json"
 """Name of the manifest.  A folder without it is not a checkpoint."""
 DAMAGED, SUPERSEDED, DOUBTFUL = "damaged", "superseded", "doubtful"
 """Reasons for quarantining a checkpoint, which become prefixes of its name."""
-_ASIDE = (f"{DAMAGED}-", f"{SUPERSEDED}-", f"{DOUBTFUL}-")
+_QUARANTINED = (f"{DAMAGED}-", f"{SUPERSEDED}-", f"{DOUBTFUL}-")
 _WRITING, _REMOVED, _REPLACED = ".writing-", ".removed-", ".replaced-"
 _UNFINISHED = ".unfinished"
 """In an object store, the marker file of a folder that is being written or deleted."""
@@ -118,7 +118,7 @@ class Storage(Protocol):
         ...
 
     def clean(self, prefix: str) -> list[str]:
-        """Delete what interrupted writes of folders with this prefix left behind.  Returns their names."""
+        """Delete the leftovers of interrupted writes of folders with this prefix.  Returns their names."""
         ...
 
 
@@ -153,10 +153,10 @@ def list_configured_folder(storage: Storage) -> list[str]:
 
 def is_same_location(one: str, other: str) -> bool:
     """Return whether two paths or URLs refer to the same location, with links resolved."""
-    here, there = find_folder(one), find_folder(other)
-    if here is None or there is None:
+    folder, other_folder = find_folder(one), find_folder(other)
+    if folder is None or other_folder is None:
         return one.rstrip("/") == other.rstrip("/")
-    return os.path.realpath(here) == os.path.realpath(there)
+    return os.path.realpath(folder) == os.path.realpath(other_folder)
 
 
 def split_parent(path: str | os.PathLike[str]) -> tuple[str, str]:
@@ -215,7 +215,7 @@ class LocalStorage:
         for folder in {path.parent for path in (self.path / unpublished).rglob("*")}:
             sync_folder(folder)
         replaced = self.path / f"{_REPLACED}{name}"
-        if (self.path / name).exists():  # same step again; after a crash between the renames `recover` undoes the first
+        if (self.path / name).exists():  # the same step again; `recover` undoes a crash between the two renames
             os.rename(self.path / name, replaced)
         os.rename(self.path / unpublished, self.path / name)
         sync_folder(self.path)
@@ -223,11 +223,11 @@ class LocalStorage:
             shutil.rmtree(replaced)
 
     def quarantine(self, name: str, why: str) -> None:
-        os.rename(self.path / name, self.path / _free_name(f"{why}-{name}", self.names()))
+        os.rename(self.path / name, self.path / _unused_name(f"{why}-{name}", self.names()))
         sync_folder(self.path)
 
     def quarantined_names(self) -> list[str]:
-        return [name for name in self.names() if name.startswith(_ASIDE)]
+        return [name for name in self.names() if name.startswith(_QUARANTINED)]
 
     def unpublish(self, name: str) -> str:
         removed = f"{_REMOVED}{name}-{uuid.uuid4().hex[:8]}"
@@ -252,7 +252,7 @@ class LocalStorage:
 
 
 class PinnedStorage(LocalStorage):
-    """A folder whose files are held open, so that they stay readable even if the folder is deleted meanwhile.
+    """A folder with all files held open, so that they stay readable even if the folder is deleted meanwhile.
 
     For reading a checkpoint of a live run, which may prune it.
     """
@@ -262,14 +262,14 @@ class PinnedStorage(LocalStorage):
         super().__init__(path)
         self._descriptors: dict[str, int] = {}
         weakref.finalize(self, _close_all, self._descriptors)
-        _allow_open_files(len(names))
+        _raise_limit_of_open_files(len(names))
         for name in names:
             try:
                 self._descriptors[name] = os.open(path / name, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
                     raise
-                break  # the limit of open files: the others are opened on demand
+                break  # the limit of open files is reached: the others are opened on demand
 
     @contextlib.contextmanager
     def lasting(self) -> Iterator[str]:
@@ -279,8 +279,8 @@ class PinnedStorage(LocalStorage):
             for name, descriptor in self._descriptors.items():
                 (path / name).parent.mkdir(parents=True, exist_ok=True)
                 (path / name).symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
-            is_whole = all((path / name).exists() for name in self._descriptors)  # not every system has /proc
-            yield str(path if self._descriptors and is_whole else self.path)
+            links_work = all((path / name).exists() for name in self._descriptors)  # not every system has /proc
+            yield str(path if self._descriptors and links_work else self.path)
 
     def size(self, name: str) -> int:
         return os.fstat(self._descriptors[name]).st_size if name in self._descriptors else super().size(name)
@@ -299,22 +299,22 @@ def _close_all(descriptors: dict[str, int]) -> None:
         os.close(descriptor)
 
 
-def _allow_open_files(number: int) -> None:
-    """Raise this process's limit of open files, as far as permitted, to allow `number` more."""
+def _raise_limit_of_open_files(num_files: int) -> None:
+    """Allow this process to open `num_files` more files, as far as the system permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = number + 512
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    needed = num_files + 512
+    if soft != resource.RLIM_INFINITY and soft < needed:
         with contextlib.suppress(ValueError, OSError):
-            allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+            limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-def _free_name(name: str, taken: list[str]) -> str:
-    number, free = 1, name
-    while free in taken:
+def _unused_name(name: str, existing: list[str]) -> str:
+    number, unused = 1, name
+    while unused in existing:
         number += 1
-        free = f"{name}-{number}"
-    return free
+        unused = f"{name}-{number}"
+    return unused
 
 
 class _LocalFile:
@@ -369,10 +369,10 @@ class RemoteStorage:
     def names(self) -> list[str]:
         self.system.invalidate_cache()  # another process may have written since
         try:
-            found = self.system.ls(self.root, detail=False)
+            paths = self.system.ls(self.root, detail=False)
         except FileNotFoundError:
             return []
-        return sorted({path.rstrip("/").rpartition("/")[2] for path in found} - {""})
+        return sorted({path.rstrip("/").rpartition("/")[2] for path in paths} - {""})
 
     def is_published(self, name: str) -> bool:
         return COMMIT in (self / name).names()
@@ -401,8 +401,8 @@ class RemoteStorage:
 
     def begin(self, name: str) -> str:
         """Empty the folder: while it is written it has no manifest, so it is not a checkpoint."""
-        for aside in self._aside_in(name):
-            self._move_out(name, aside)
+        for quarantined in self._quarantined_in(name):
+            self._move_out(name, quarantined)
         self.delete(self.unpublish(name))
         self._mark(name)
         return name
@@ -418,29 +418,29 @@ class RemoteStorage:
         self.system.pipe_file(f"{self.root}/{name}/{_UNFINISHED}", b"")
 
     def quarantine(self, name: str, why: str) -> None:
-        """Rename only the manifest, since an object store copies what it moves.  `begin` moves the rest if it must."""
-        aside = _free_name(f"{why}-{name}", self.quarantined_names())
-        self.system.mv(f"{self.root}/{name}/{COMMIT}", f"{self.root}/{name}/{aside}-{COMMIT}")
+        """Rename only the manifest, since an object store copies what it moves.  `begin` moves the rest if needed."""
+        quarantined = _unused_name(f"{why}-{name}", self.quarantined_names())
+        self.system.mv(f"{self.root}/{name}/{COMMIT}", f"{self.root}/{name}/{quarantined}-{COMMIT}")
 
     def quarantined_names(self) -> list[str]:
         names = self.names()
-        moved = [name for name in names if name.startswith(_ASIDE)]
-        return sorted({*moved, *(aside for name in names for aside in self._aside_in(name))})
+        moved_out = [name for name in names if name.startswith(_QUARANTINED)]
+        return sorted({*moved_out, *(quarantined for name in names for quarantined in self._quarantined_in(name))})
 
-    def _aside_in(self, name: str) -> list[str]:
-        """Return the names under which the checkpoint in the folder `name` was quarantined."""
+    def _quarantined_in(self, name: str) -> list[str]:
+        """Return the names of the quarantined checkpoints that are still in the folder `name`."""
         suffix = f"-{COMMIT}"
         return [file.removesuffix(suffix) for file in (self / name).names() if file.endswith(suffix)]
 
-    def _move_out(self, name: str, aside: str) -> None:
-        """Move a quarantined checkpoint to a separate folder, manifest last, so that an interrupted move is redone."""
-        source, marker = f"{self.root}/{name}", f"{aside}-{COMMIT}"
+    def _move_out(self, name: str, quarantined: str) -> None:
+        """Move a quarantined checkpoint to its own folder, the manifest last, so that an interrupted move is redone."""
+        source, marker = f"{self.root}/{name}", f"{quarantined}-{COMMIT}"
         for path in self.system.find(source):
             relative = path[path.index(source) + len(source) + 1 :]
             if not relative.endswith(f"-{COMMIT}"):
-                self._make_folder(f"{self.root}/{aside}/{relative}".rpartition("/")[0])
-                self.system.mv(path, f"{self.root}/{aside}/{relative}")
-        self.system.mv(f"{source}/{marker}", f"{self.root}/{aside}/{marker}")
+                self._make_folder(f"{self.root}/{quarantined}/{relative}".rpartition("/")[0])
+                self.system.mv(path, f"{self.root}/{quarantined}/{relative}")
+        self.system.mv(f"{source}/{marker}", f"{self.root}/{quarantined}/{marker}")
 
     def unpublish(self, name: str) -> str:
         if COMMIT in (self / name).names():
@@ -453,15 +453,15 @@ class RemoteStorage:
             self.system.rm(f"{self.root}/{name}", recursive=True)
 
     def recover(self) -> None:
-        """Do nothing: only quarantined checkpoints are ever moved."""
+        """Does nothing: only quarantined checkpoints are ever moved."""
 
     def clean(self, prefix: str) -> list[str]:
-        files = {name: (self / name).names() for name in self.names() if name.startswith(prefix)}
-        leftovers = [
-            name for name, own in files.items() if _UNFINISHED in own and not any(f.endswith(COMMIT) for f in own)
-        ]
-        for name in leftovers:
-            self.delete(name)
+        leftovers = []
+        for name in self.names():
+            files = (self / name).names() if name.startswith(prefix) else []
+            if _UNFINISHED in files and not any(file.endswith(COMMIT) for file in files):
+                self.delete(name)
+                leftovers.append(name)
         return leftovers
 
 
@@ -484,9 +484,9 @@ class _RemoteFile:
 
 BLOCK_BYTES = 4 << 20
 _WRITE_BYTES, _READ_BYTES = 128 << 10, 512 << 10
-"""Bytes processed at a time: data that fits in a core's cache is read from memory once, although it is inspected,
-checksummed and copied.  Writing 1.2 GB took 0.9 s this way and 3.8 s in pieces of 4 MiB; reading took 0.33 s and
-0.48 s."""
+"""Data is processed in pieces that fit in a core's cache, so that it is read from memory once, although it is
+inspected, checksummed and copied.  Writing 1.2 GB took 0.9 s this way and 3.8 s in pieces of 4 MiB; reading took 0.33 s
+and 0.48 s."""
 
 Blocks = Sequence[Sequence[int]]
 """(length, CRC-32) of each block of a file, in order."""
@@ -500,7 +500,7 @@ class BlockWriter:
     """Writes a file sequentially and computes its block checksums.
 
     A large write (the bytes of a tensor) starts a new block, so that tensors are aligned with blocks.  Small writes in
-    between are collected into one block.  `throttle` is called after each large block with the seconds that it took, so
+    between are collected in one block.  `throttle` is called after each large block with the seconds that it took, so
     that a background writer can pause.
     """
 
@@ -512,7 +512,7 @@ class BlockWriter:
         self.blocks: list[tuple[int, int]] = []
         self._position = 0
         self._small_bytes, self._small_crc = 0, 0
-        self.inspect: Callable[[memoryview], None] = lambda part: None
+        self.inspect: Callable[[memoryview], None] = lambda content: None
         """Called with all data before it is written.  `write` raises whatever this raises."""
 
     def write(self, data: Any) -> int:
@@ -534,10 +534,10 @@ class BlockWriter:
     def _write_block(self, block: memoryview) -> None:
         crc, started = 0, time.perf_counter()
         for start in range(0, len(block), _WRITE_BYTES):
-            part = block[start : start + _WRITE_BYTES]
-            self.inspect(part)
-            crc = crc32(part, crc)
-            self._file.write(part)
+            piece = block[start : start + _WRITE_BYTES]
+            self.inspect(piece)
+            crc = crc32(piece, crc)
+            self._file.write(piece)
         self.blocks.append((len(block), crc))
         if self._throttle is not None:
             self._throttle(time.perf_counter() - started)
@@ -546,7 +546,7 @@ class BlockWriter:
         return self._position
 
     def flush(self) -> None:
-        """Do nothing: no data is buffered."""
+        """Does nothing: no data is buffered."""
 
     def close(self) -> None:
         self._end_small()
@@ -564,7 +564,7 @@ def checksum_of(blocks: Blocks) -> int:
 
 
 class BlockReader:
-    """Reads parts of a file and verifies every block that it touches, unless `checksums` is False."""
+    """Reads ranges of a file and verifies every block that it touches, unless `checksums` is False."""
 
     def __init__(self, storage: Storage, name: str, blocks: Blocks, checksums: bool = True) -> None:
         self.name, self._checksums = f"{storage}/{name}", checksums
@@ -578,48 +578,48 @@ class BlockReader:
 
     def read_into(self, buffer: memoryview, start: int) -> None:
         """Fill `buffer` with the bytes from position `start` on.  Raises Damaged or OSError."""
-        for read_part in self.parts(buffer, start):
-            read_part()
+        for read in self.reads(buffer, start):
+            read()
 
-    def parts(self, buffer: memoryview, start: int) -> Iterator[Callable[[], None]]:
+    def reads(self, buffer: memoryview, start: int) -> Iterator[Callable[[], None]]:
         """Yield callables that fill `buffer` from `start` on, one block each, in order.  Any thread may call them."""
         number, done = bisect.bisect_right(self._starts, start) - 1, 0
         while done < len(buffer):
             length = self._blocks[number][0]
-            skipped = start + done - self._starts[number]
-            wanted = min(length - skipped, len(buffer) - done)
-            yield partial(self._read_part, number, skipped, buffer[done : done + wanted])
-            done += wanted
+            offset = start + done - self._starts[number]
+            size = min(length - offset, len(buffer) - done)
+            yield partial(self._read_within_block, number, offset, buffer[done : done + size])
+            done += size
             number += 1
 
-    def check(self, small_only: bool = False) -> None:
-        """Read and verify all blocks; with `small_only`, only those that hold no tensor data."""
+    def check(self, skip_tensors: bool = False) -> None:
+        """Read and verify all blocks; with `skip_tensors`, only those without tensor data."""
         for number, (length, _) in enumerate(self._blocks):
-            if not (small_only and length >= BlockWriter.LARGE):
-                self._read_block(number, self._own_scratch()[:length])
+            if not (skip_tensors and length >= BlockWriter.LARGE):
+                self._read_block(number, self._thread_scratch()[:length])
 
-    def _read_part(self, number: int, skipped: int, part: memoryview) -> None:
+    def _read_within_block(self, number: int, offset: int, buffer: memoryview) -> None:
         length = self._blocks[number][0]
         if not self._checksums:
-            self._source.read_into(part, self._starts[number] + skipped)
-        elif len(part) == length:
-            self._read_block(number, part)
+            self._source.read_into(buffer, self._starts[number] + offset)
+        elif len(buffer) == length:
+            self._read_block(number, buffer)
         else:
-            block = self._own_scratch()[:length]
+            block = self._thread_scratch()[:length]
             self._read_block(number, block)
-            part[:] = block[skipped : skipped + len(part)]
+            buffer[:] = block[offset : offset + len(buffer)]
 
     def _read_block(self, number: int, buffer: memoryview) -> None:
         crc = 0
         for start in range(0, len(buffer), _READ_BYTES):
-            part = buffer[start : start + _READ_BYTES]
-            self._source.read_into(part, self._starts[number] + start)
-            crc = crc32(part, crc)
+            piece = buffer[start : start + _READ_BYTES]
+            self._source.read_into(piece, self._starts[number] + start)
+            crc = crc32(piece, crc)
         if crc != self._blocks[number][1]:
             first, last = self._starts[number], self._starts[number + 1] - 1
             raise Damaged(f"{self.name}: the checksum of bytes {first} to {last} differs")
 
-    def _own_scratch(self) -> memoryview:
+    def _thread_scratch(self) -> memoryview:
         """Return this thread's scratch buffer for one block."""
         if not hasattr(self._scratch, "memory"):
             self._scratch.memory = memoryview(bytearray(max((length for length, _ in self._blocks), default=0)))
@@ -634,18 +634,18 @@ class BlockReader:
 def check_visible(folder: Storage, name: str, size: int, rank: int) -> None:
     """Raise OSError unless rank 0 sees a file that another rank wrote, with the right size."""
     try:
-        found = folder.size(name)
+        visible = folder.size(name)
     except FileNotFoundError:
         raise OSError(
             f"{folder}/{name}, which rank {rank} has written, cannot be seen by rank 0: checkpoints need a folder "
             "shared by all nodes (run.dir, or checkpoint.dir)"
         ) from None
-    if found != size:
-        raise OSError(f"{folder}/{name}: rank {rank} has written {size} bytes, rank 0 sees {found}")
+    if visible != size:
+        raise OSError(f"{folder}/{name}: rank {rank} has written {size} bytes, rank 0 sees {visible}")
 
 
 def write_files(folder: Storage, contents: Mapping[str, bytes]) -> dict[str, tuple[int, int]]:
-    """Write small files and read each back, since storage may report success and keep only a part.
+    """Write small files and read each back, since storage may report success but store only a part.
 
     Returns their sizes and checksums.  Raises OSError.
     """
@@ -655,10 +655,10 @@ def write_files(folder: Storage, contents: Mapping[str, bytes]) -> dict[str, tup
             file.write(data)
         finally:
             file.close()
-        kept = folder.read(name)
-        if kept != data:
-            part = f"{len(kept)} of {len(data)} bytes" if len(kept) != len(data) else "other bytes"
-            raise OSError(f"{folder}/{name}: the storage has kept {part}, but reported no error")
+        stored = folder.read(name)
+        if stored != data:
+            what = f"{len(stored)} of {len(data)} bytes" if len(stored) != len(data) else "different bytes"
+            raise OSError(f"{folder}/{name}: the storage has kept {what}, but reported no error")
     return {name: (len(data), crc32(data)) for name, data in contents.items()}
 
 
@@ -666,23 +666,24 @@ def write_files(folder: Storage, contents: Mapping[str, bytes]) -> dict[str, tup
 # Errors of a save or load as one message for all ranks
 
 DISK_FULL_ADVICE = "to fix: free some space there, or set checkpoint.keep_last=1 or a checkpoint.dir on another disk"
-"""Ends the message of a save that failed because the disk is full.  A final save recognizes it and retries later."""
+"""Ends the message of a save that failed because the disk is full; the final save recognizes it and retries."""
 
 
 def describe(error: BaseException) -> str:
-    """Return an error's message, prefixed with its type unless it is one of ours; for a full disk, with advice."""
+    """Return an error's message, with advice if the disk is full; prefixed with its type unless it is one of ours."""
     text = str(error) or repr(error)
     if isinstance(error, OSError) and is_disk_full(error):
         text += f"; {DISK_FULL_ADVICE}"
     return text if isinstance(error, (UserError, Damaged)) else f"{type(error).__name__}: {text}"
 
 
-def merge_errors(errors: Any) -> str:
+def merge_errors(errors: Iterable[str]) -> str:
     """Merge the errors of all ranks into one message that names the ranks; empty if no rank failed."""
     ranks: dict[str, list[int]] = {}
     for rank, error in enumerate(errors):
         if error:
             ranks.setdefault(error, []).append(rank)
     return "; ".join(
-        f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}: {error}" for error, who in ranks.items()
+        f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))}: {error}"
+        for error, failed in ranks.items()
     )

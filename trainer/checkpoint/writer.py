@@ -1,12 +1,12 @@
 """Saves checkpoints: collects the state, copies it, writes, verifies, publishes and prunes.
 
 Training pauses only while the state is collected and copied.  A background thread on each rank then writes, using a
-separate channel for its collectives.  Every rank writes its file and flushes it to disk; rank 0 checks that nothing is
-missing, writes the manifest, publishes, and only then prunes.  An error on any rank is reported as the same message on
-all ranks.  A failed attempt is deleted, and published checkpoints are untouched.  If a rank dies during a save, or if
-the deletion fails as well, the unpublished folder remains until the next start of the run deletes it.
+separate channel for its collectives.  Every rank writes its files and flushes them to disk; rank 0 checks that nothing
+is missing, writes the manifest, publishes, and only then prunes.  All ranks report the same message for an error on any
+of them.  A failed attempt is deleted, and published checkpoints are untouched.  If a rank dies during a save, or if the
+deletion fails as well, the unpublished folder remains until the next start of the run deletes it.
 
-Read `Checkpoints.start` and `Checkpoints._save` first: what they call follows below, in the same order.
+Read `Checkpoints.start` and `Checkpoints._save` first: the functions that they call follow in the same order.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import safetensors.torch
@@ -39,8 +39,10 @@ from trainer.checkpoint.layout import (
     WriteResult,
     WrittenChunks,
     choose_writers,
+    held_boxes,
     layout_of,
     layout_to_json,
+    pickled_metadata,
 )
 from trainer.checkpoint.manifest import INDEX, PREFIX, Manifest, RunInfo, blocks_name, name_of, rank_file
 from trainer.checkpoint.reader import CheckpointReader
@@ -67,41 +69,10 @@ from trainer.model.parameters import local
 if TYPE_CHECKING:
     from trainer.lifecycle.state import TrainState
 
-Result = TypeVar("Result")
-
 _DELETE_TIMEOUT_S = 60.0
 _WAITING = "waiting for the other ranks"
 _FREE_MARGIN = 1.02
 """Free space that a save requires, as a multiple of its tensors' size.  Other files are negligible."""
-
-
-@dataclass(frozen=True)
-class SaveSettings:
-    """Settings of saving and retention."""
-
-    keep_last: int = 2
-    keep_every: int = 0
-    keep_best: int = 0
-    metric: str = "loss"
-    """The metric that ranks evaluations."""
-    checksums: bool = True
-    timeout_s: float = 3600.0
-    """Time limit of a save, after which the storage is considered lost."""
-
-    @classmethod
-    def of(cls, section: CheckpointSection, metric: str = "loss") -> SaveSettings:
-        """Build the settings from the configuration.
-
-        The timeout here is longer than `checkpoint.timeout_s`: the watchdog, if there is one, ends the run first.
-        """
-        return cls(
-            keep_last=section.keep_last,
-            keep_every=section.keep_every,
-            keep_best=section.keep_best,
-            metric=metric,
-            checksums=section.verify == "full",
-            timeout_s=1.2 * section.timeout_s + 30.0,
-        )
 
 
 @dataclass(frozen=True)
@@ -124,48 +95,71 @@ class SaveResult:
 
 
 @dataclass(frozen=True)
-class RankReport:
-    """What one rank has written, as it reports it to rank 0."""
+class Readiness:
+    """What one rank tells the others before anything is written."""
 
-    files: Mapping[str, tuple[int, int]]
+    mistake: str
+    """Why its state cannot be saved at all; empty if it can."""
+    failure: str
+    """Why its state could not be collected this time; empty if it was."""
+    needs_plan: bool
+    """True if the last plan does not match its tensors."""
+    digests: Mapping[str, PartDigest]
+    """Checksums of each part of its state."""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank has written, or why it could not, as it reports it to rank 0."""
+
+    error: str = ""
+    files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Size and checksum of each file."""
-    chunks: WrittenChunks | None
-    """The positions in its data file; None if they are those of the save before."""
+    chunks: WrittenChunks | None = None
+    """The positions in its data file; None if they are the same as in its last report."""
 
 
 class Checkpoints:
     """The checkpoints in one folder.  All ranks must call each method, unless it says otherwise."""
 
-    def __init__(self, storage: Storage, world: World, settings: SaveSettings, facts: RunInfo) -> None:
-        self.world, self.settings, self.facts = world, settings, facts
-        self._in_flight: Future[SaveResult] | None = None
+    def __init__(
+        self, storage: Storage, world: World, section: CheckpointSection, metric: str, run_info: RunInfo
+    ) -> None:
+        """metric: the field of an evaluation that ranks checkpoints."""
+        self.world, self._section, self._metric, self._run_info = world, section, metric, run_info
+        self._timeout_s = 1.2 * section.timeout_s + 30.0  # the watchdog, if there is one, ends the run first
+        self.in_flight: Future[SaveResult] | None = None
+        """The save that was started, until its result is taken."""
         self.move_to(storage)
         self._has_channels = False
         self._plans = SavePlans(world)
         self._staging = Staging(world.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_lower_priority)
         self.is_throttled = False
-        """True during a training step on the CPU, when the background writer should leave it memory bandwidth."""
+        """True during a training step on the CPU, to which the background writer should leave memory bandwidth."""
         self._overdue_at = 0.0
         self.stage = _WAITING
         """Description of what the save in flight is doing."""
         self._deleting: Future[None] | None = None
         self._warning = ""
-        self._sent_chunks: Any = None
+        """What went wrong in the last deletion."""
+        self._sent_chunks: list[tuple[str, Chunk]] | None = None
+        """The chunks of this rank's last report."""
         self._chunks_by_rank: dict[int, WrittenChunks] = {}
+        """The chunks of every rank's last report.  On rank 0 only."""
         self._layout_files: dict[str, bytes] = {}
+        """The files that describe those chunks, by name; empty if they must be built.  On rank 0 only."""
 
     def move_to(self, storage: Storage) -> None:
         """Save to this folder from now on.  No save may be in flight."""
-        assert self._in_flight is None, "its files are in the earlier place"
+        assert self.in_flight is None, "the save in flight writes to the old folder"
         self.storage = storage
-        self.reader = CheckpointReader(storage, self.world, self.settings.checksums)
+        self.reader = CheckpointReader(storage, self.world, checksums=self._section.verify == "full")
         """Access to existing checkpoints."""
-        kept = self.settings
-        self.retention = RetentionPolicy(storage, kept.keep_last, kept.keep_every, kept.keep_best, kept.metric)
+        self.retention = RetentionPolicy(storage, self._section, self._metric)
 
     def begin_step(self, step: int) -> None:
-        """Throttle background writing during a step on the CPU, for which it would take memory bandwidth."""
+        """Throttle background writing during a step on the CPU, from which it would take memory bandwidth."""
         self.is_throttled = self.world.device.type == "cpu"
 
     def end_step(self, step: int) -> None:
@@ -173,19 +167,14 @@ class Checkpoints:
         self.is_throttled = False
 
     @property
-    def in_flight(self) -> bool:
-        """True if a save has been started and its result has not been taken."""
-        return self._in_flight is not None
-
-    @property
     def is_written(self) -> bool:
         """True if the save in flight has ended on this rank."""
-        return self._in_flight is not None and self._in_flight.done()
+        return self.in_flight is not None and self.in_flight.done()
 
     @property
     def is_overdue(self) -> bool:
         """True if the save in flight has exceeded its time limit on this rank."""
-        return self.in_flight and not self.is_written and time.monotonic() > self._overdue_at
+        return self.in_flight is not None and not self.in_flight.done() and time.monotonic() > self._overdue_at
 
     def check(self, state: TrainState) -> None:
         """Raise UserError on all ranks if the state cannot be saved, before hours of training are spent on it."""
@@ -203,44 +192,46 @@ class Checkpoints:
         """Start saving `state` as it is now.
 
         With `background`, training pauses only for a copy; otherwise the state must not change until `take` returns
-        the result.  `due`: earlier steps whose due saves this save replaces.
+        the result.  `due`: steps of earlier due saves that this save replaces.
 
         No save may be in flight.  Raises UserError for state that cannot be saved at all.
         Collectives: one gather of small messages; the first time, also those of planning and of opening process groups.
         """
-        assert self._in_flight is None, "one save at a time: take() the result of the previous one first"
+        assert self.in_flight is None, "one save at a time: take() the result of the previous one first"
         started = time.perf_counter()
         if not self._has_channels:  # not opened earlier because each one costs some CPU time (see `Channel`)
             self._channel, self._results = self._open_channel(), self._open_channel()  # for the thread; for results
             self._has_channels = True
-        self._overdue_at = time.monotonic() + self.settings.timeout_s
-        snapshot, mistake, failure = None, None, ""
+        self._overdue_at = time.monotonic() + self._timeout_s
+        snapshot, mistake, failure = None, "", ""
         try:
             state.check_complete()
             snapshot = collect(state, self.world.size)
             snapshot.due = due
         except (TypeError, UserError) as error:
-            mistake = str(error)
+            mistake = str(error) or repr(error)
         except Exception as error:
             failure = f"cannot collect the state: {describe(error)}"
-        stale = snapshot is not None and signature_of(snapshot.tensors) != self._plans.signature
-        everybody = self.world.gather((mistake, failure, stale, snapshot.digests if snapshot else {}))
-        for rank, (mistake, *_) in enumerate(everybody):
-            if mistake is not None:
-                raise UserError(f"rank {rank}: {mistake}")
-        failed = merge_errors(failure for _, failure, *_ in everybody)
-        if failed or snapshot is None:
-            self._in_flight = _done(self._failed(state.step, failed, started))
+        needs_plan = snapshot is not None and signature_of(snapshot.tensors) != self._plans.signature
+        answers: list[Readiness] = self.world.gather(
+            Readiness(mistake, failure, needs_plan, snapshot.digests if snapshot else {})
+        )
+        for rank, answer in enumerate(answers):
+            if answer.mistake:
+                raise UserError(f"rank {rank}: {answer.mistake}")
+        failures = merge_errors(answer.failure for answer in answers)
+        if failures or snapshot is None:
+            self._fail_at_once(state.step, failures, started)
             return
-        differing_parts = parts_differing_between_ranks([digests for *_, digests in everybody])
+        differing_parts = parts_differing_between_ranks([answer.digests for answer in answers])
         if differing_parts:
             store_per_rank(state, snapshot, differing_parts, self.world)
-        if any(stale for _, _, stale, _ in everybody):
-            self._layout_files, self._chunks_by_rank, self._sent_chunks = {}, {}, None
+        if any(answer.needs_plan for answer in answers):
+            self._forget_layout()
             try:
                 self._plans.make(snapshot.tensors)
             except Exception as error:
-                self._in_flight = _done(self._failed(state.step, f"cannot plan: {describe(error)}", started))
+                self._fail_at_once(state.step, f"cannot plan: {describe(error)}", started)
                 return
         failure, tensors = "", snapshot.tensors
         if background:
@@ -249,7 +240,13 @@ class Checkpoints:
             except Exception as error:
                 failure = f"cannot copy the state: {describe(error)}"
         blocked_s = time.perf_counter() - started if background else None
-        self._in_flight = self._thread.submit(self._save, snapshot, tensors, failure, state, started, blocked_s)
+        self.in_flight = self._thread.submit(self._save, snapshot, tensors, failure, state, started, blocked_s)
+
+    def _fail_at_once(self, step: int, error: str, started: float) -> None:
+        """Make a save that failed before it could write anything the one in flight."""
+        elapsed, path = time.perf_counter() - started, f"{self.storage}/{name_of(step)}"
+        self.in_flight = Future()
+        self.in_flight.set_result(SaveResult(step, path, blocked_s=elapsed, total_s=elapsed, error=f"{path}: {error}"))
 
     def _save(
         self,
@@ -260,51 +257,57 @@ class Checkpoints:
         started: float,
         blocked_s: float | None,
     ) -> SaveResult:
-        """Write and publish.  All ranks execute the same collectives, even if some of them fail."""
+        """Write and publish, on the background thread.
+
+        All ranks execute the same collectives, even if some of them fail.  `error`: why this rank cannot write.
+        """
         final = name_of(snapshot.step)
-        outcome, lost_ranks, folder = ("", 0), False, self.storage / final
+        folder, failed, num_bytes = self.storage / final, "", 0
+        lost: Literal["", "ranks"] = ""
         try:
             (all_bytes,) = self._channel.sum([self._plans.num_bytes])
-            is_good = snapshot.num_skipped == 0 and state.num_skipped == 0
-            begun = self._in_stage(f"making {folder}", lambda: self._begin(final, int(all_bytes), may_prune=is_good))
-            unpublished, failed = self._channel.broadcast(begun)
+            unpublished = ""
+            if self.world.is_main:
+                with self._in_stage(f"making {folder}"):
+                    is_good = snapshot.num_skipped == 0 and state.num_skipped == 0
+                    unpublished, failed = self._begin(final, int(all_bytes), may_prune=is_good)
+            unpublished, failed = self._channel.broadcast((unpublished, failed))
             if not failed:
-                written = None
+                report = RankReport(error)
                 if not error:
-                    written, error = self._in_stage(
-                        f"writing {folder}", lambda: self._write_own(self.storage / unpublished, snapshot, tensors)
-                    )
-                everybody = self._channel.gather_to_main((error, written))
-                failed = merge_errors(error for error, _ in everybody)
-                reports = [report for _, report in everybody]
-                published = self._in_stage(
-                    f"publishing {folder}", lambda: self._finish(unpublished, final, snapshot, reports, failed)
-                )
-                outcome = self._channel.broadcast(published)
-            else:
-                outcome = (failed, 0)
-        except RuntimeError as gone:  # torch.distributed: another rank has died or timed out
-            outcome = (f"rank {self.world.rank}: lost the other ranks while saving: {describe(gone)}", 0)
-            lost_ranks = True
-        failed, num_bytes = outcome
+                    with self._in_stage(f"writing {folder}"):
+                        report = self._write_own(self.storage / unpublished, snapshot, tensors)
+                reports = self._channel.gather_to_main(report)
+                if self.world.is_main:
+                    with self._in_stage(f"publishing {folder}"):
+                        failed, num_bytes = self._finish(unpublished, final, snapshot, reports)
+                failed, num_bytes = self._channel.broadcast((failed, num_bytes))
+        except RuntimeError as died:  # torch.distributed: another rank has died or timed out
+            failed, num_bytes = f"rank {self.world.rank}: lost the other ranks while saving: {describe(died)}", 0
+            lost = "ranks"
         total_s = time.perf_counter() - started
+        warning = ""
         # If steps were being skipped then or are now, the older checkpoints may be the only good ones.
-        is_in_doubt = snapshot.num_skipped > 0 or state.num_skipped > 0
-        warning = "" if failed or is_in_doubt else self._in_stage(f"pruning {self.storage}", self._prune)
+        if self.world.is_main and not failed and snapshot.num_skipped == 0 and state.num_skipped == 0:
+            with self._in_stage(f"pruning {self.storage}"):
+                warning = self._prune()
         path = f"{self.storage}/{final}"
-        if failed:
-            failed = f"{path}: {failed}"
-        blocked_s = total_s if blocked_s is None else blocked_s
-        lost: Literal["", "ranks"] = "ranks" if lost_ranks else ""
-        return SaveResult(snapshot.step, path, num_bytes, blocked_s, total_s, failed, warning, lost)
+        return SaveResult(
+            step=snapshot.step,
+            path=path,
+            bytes=num_bytes,
+            blocked_s=total_s if blocked_s is None else blocked_s,
+            total_s=total_s,
+            error=f"{path}: {failed}" if failed else "",
+            warning=warning,
+            lost=lost,
+        )
 
     def _begin(self, final: str, all_bytes: int, may_prune: bool) -> tuple[str, str]:
-        """On rank 0, check the free space and create the folder.  Returns its temporary name, or an error.
+        """Check the free space and create the folder, on rank 0.  Returns its temporary name, and the error if any.
 
         With `may_prune`, checkpoints that this one makes obsolete are deleted beforehand if the disk is too full.
         """
-        if not self.world.is_main:
-            return "", ""
         try:
             self.wait_for_deleting()
             free = self.storage.free_bytes()
@@ -313,16 +316,16 @@ class Checkpoints:
                     self.storage.delete(self.storage.unpublish(name))
                 free = self.storage.free_bytes()
             if free is not None and free < all_bytes * _FREE_MARGIN:
-                lack = f"{self.storage} has {readable_size(free)} free, the checkpoint needs {readable_size(all_bytes)}"
-                return "", f"rank 0: {lack}; {DISK_FULL_ADVICE}"
+                problem = (
+                    f"{self.storage} has {readable_size(free)} free, the checkpoint needs {readable_size(all_bytes)}"
+                )
+                return "", f"rank 0: {problem}; {DISK_FULL_ADVICE}"
             return self.storage.begin(final), ""
         except Exception as error:
             return "", f"rank 0: {describe(error)}"
 
-    def _write_own(
-        self, folder: Storage, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor]
-    ) -> tuple[RankReport | None, str]:
-        """Write this rank's files.  Returns a report for rank 0, or an error."""
+    def _write_own(self, folder: Storage, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor]) -> RankReport:
+        """Write this rank's files; return a report for rank 0, which includes the error if any."""
         rank = self.world.rank
 
         def throttle(worked_s: float) -> None:
@@ -332,33 +335,31 @@ class Checkpoints:
 
         try:
             files = {}
-            written = write_tensors(folder, rank, self._plans.boxes, tensors, snapshot.weights, throttle)
+            written = write_tensors(folder, rank, self._plans.boxes, tensors, snapshot.limits, throttle)
             if written is not None:
                 files[written.file] = (written.num_bytes, checksum_of(written.blocks))
-                listed = json.dumps(written.blocks, separators=(",", ":")).encode()
-                files |= write_files(folder, {blocks_name(written.file): listed})
-            files |= write_files(folder, {rank_file(rank): snapshot.own})
+                checksums = json.dumps(written.blocks, separators=(",", ":")).encode()
+                files |= write_files(folder, {blocks_name(written.file): checksums})
+            files |= write_files(folder, {rank_file(rank): snapshot.per_rank_bytes})
         except Exception as error:
-            return None, f"{folder}: {describe(error)}"
+            return RankReport(f"{folder}: {describe(error)}")
         chunks = written.chunks if written is not None else []
         is_known = chunks == self._sent_chunks
         self._sent_chunks = chunks
-        return RankReport(files, None if is_known or written is None else written.placed), ""
+        return RankReport(files=files, chunks=None if is_known or written is None else written.written_chunks)
 
     def _finish(
-        self, unpublished: str, final: str, snapshot: Snapshot, reports: Sequence[RankReport | None], failed: str
+        self, unpublished: str, final: str, snapshot: Snapshot, reports: Sequence[RankReport]
     ) -> tuple[str, int]:
-        """On rank 0, publish the checkpoint or delete the failed attempt.  Returns the error and the total bytes."""
-        if not self.world.is_main:
-            return "", 0
+        """Publish the checkpoint or delete the failed attempt, on rank 0.  Returns the error if any, and all bytes."""
         for rank, report in enumerate(reports):
-            if report is not None and report.chunks is not None:
+            if report.chunks is not None:
                 self._chunks_by_rank[rank] = report.chunks
                 self._layout_files = {}
+        failed = merge_errors(report.error for report in reports)
         if not failed:
             try:
-                written = [report for report in reports if report is not None]  # no rank has failed
-                manifest = self._write_common(self.storage / unpublished, snapshot, written)
+                manifest = self._write_common(self.storage / unpublished, snapshot, reports)
                 self.storage.publish(unpublished, final)
             except Exception as error:
                 failed = f"rank 0: {describe(error)}"
@@ -371,19 +372,17 @@ class Checkpoints:
 
     def _write_common(self, folder: Storage, snapshot: Snapshot, reports: Sequence[RankReport]) -> Manifest:
         """Write the files that are common to all ranks, the manifest last."""
-        from trainer.checkpoint.dcp import pickled_metadata
-
         if not self._layout_files:
-            placed = list(self._chunks_by_rank.values())
-            layout = layout_of(self._plans.planned, placed)
+            written = list(self._chunks_by_rank.values())
+            layout = layout_of(self._plans.planned, written)
             self._layout_files = {
-                "layout.json": layout_to_json(layout, [part.file for part in placed]).encode(),
+                "layout.json": layout_to_json(layout, [chunks.file for chunks in written]).encode(),
                 INDEX: pickled_metadata(layout, snapshot.paths),
             }
         common = {
             **self._layout_files,
-            "state.json": snapshot.document.encode(),
-            "config.yaml": self.facts.config_yaml.encode(),
+            "state.json": snapshot.shared_json.encode(),
+            "config.yaml": self._run_info.config_yaml.encode(),
         }
         files = {name: entry for report in reports for name, entry in report.files.items()}
         for rank, report in enumerate(reports):
@@ -393,81 +392,79 @@ class Checkpoints:
         manifest = Manifest(
             step=snapshot.step,
             world_size=self.world.size,
-            mesh=dict(self.facts.mesh),
+            mesh=dict(self._run_info.mesh),
             torch=torch.__version__,
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             config_sha256=sha256(common["config.yaml"]).hexdigest(),
             files=files,
             extra={
-                "job": self.facts.job,
-                "restarts": self.facts.restarts,
+                "job": self._run_info.job,
+                "restarts": self._run_info.restarts,
                 "num_skipped": snapshot.num_skipped,
                 "due": list(snapshot.due),
                 "evaluation": dict(snapshot.evaluation),
-                "metric": self.settings.metric,
+                "metric": self._metric,
             },
         )
         write_files(folder, {COMMIT: manifest.to_json().encode()})
         return manifest
 
     def _prune(self) -> str:
-        """On rank 0, delete obsolete checkpoints.  Returns an error, which does not affect the save itself.
+        """Delete obsolete checkpoints, on rank 0.  Returns a warning if that failed, or if the last deletion did.
 
         They are unpublished immediately and deleted in the background, since unlinking gigabytes takes a while.
         """
-        if not self.world.is_main:
-            return ""
-        earlier, self._warning = self._warning, ""
+        warning, self._warning = self._warning, ""
         unpublished: list[str] = []
         try:
             for name in self.retention.obsolete():
                 unpublished.append(self.storage.unpublish(name))
         except Exception as error:
-            earlier = f"cannot delete old checkpoints: {describe(error)}"
+            warning = f"cannot delete old checkpoints: {describe(error)}"
         if unpublished:
-            self._deleting = self._thread.submit(
-                self._in_stage, f"deleting in {self.storage}", lambda: self._delete(unpublished)
-            )
-        return earlier
+            self._deleting = self._thread.submit(self._delete, unpublished)
+        return warning
 
     def _delete(self, names: list[str]) -> None:
-        try:
-            for name in names:
-                self.storage.delete(name)
-        except Exception as error:  # the next start deletes the rest
-            self._warning = f"cannot delete old checkpoints: {describe(error)}"
+        with self._in_stage(f"deleting in {self.storage}"):
+            try:
+                for name in names:
+                    self.storage.delete(name)
+            except Exception as error:  # the next start deletes the rest
+                self._warning = f"cannot delete old checkpoints: {describe(error)}"
 
     def take(self, has_ended: bool = False) -> SaveResult:
         """Wait for the save in flight and return its result, the same on all ranks.  Collective: one gather.
 
-        After the time limit of a save, the result says that the storage does not respond.  `has_ended`: the save has
-        ended on every rank, so that a rank that does not respond now is lost for reasons other than its storage.
+        After the time limit of a save, the result reports that the storage does not respond.  `has_ended`: the save has
+        ended on every rank, so the storage is not to blame if a rank does not respond now.
         """
-        future = self._in_flight
+        future = self.in_flight
         assert future is not None
         self.is_throttled = False  # training waits here
         try:
             result = future.result(max(0.0, self._overdue_at - time.monotonic()))
         except FutureTimeout:
             path = f"{self.storage}/{PREFIX}*"
-            late = f"rank {self.world.rank} is still {self.stage} after {self.settings.timeout_s:.0f} s"
+            late = f"rank {self.world.rank} is still {self.stage} after {self._timeout_s:.0f} s"
             result = SaveResult(-1, path, error=late, lost="storage")
         channel = self.world if has_ended else self._results
-        everybody = channel.gather((result.error, result.lost, self.stage))
-        lost = {kind for _, kind, _ in everybody}
-        if lost != {""}:
-            to_blame = [error for error, kind, stage in everybody if kind and stage != _WAITING]
-            first = next(error for error in [*to_blame, *(error for error, *_ in everybody)] if error)
-            result = dataclasses.replace(result, error=first, lost="storage" if "storage" in lost else "ranks")
+        answers = channel.gather((result.error, result.lost, self.stage))
+        all_lost = {lost for _, lost, _ in answers}
+        if all_lost != {""}:
+            # Prefer the error of a rank that was working to the errors of ranks that were waiting for it.
+            from_work = [error for error, lost, stage in answers if lost and stage != _WAITING]
+            first = next(error for error in [*from_work, *(error for error, *_ in answers)] if error)
+            result = dataclasses.replace(result, error=first, lost="storage" if "storage" in all_lost else "ranks")
             if result.lost == "ranks":  # messages of the failed save may be left in the old channel
                 self._channel = self._open_channel()
-                self._layout_files, self._chunks_by_rank, self._sent_chunks = {}, {}, None
-        self._in_flight = None
+                self._forget_layout()
+        self.in_flight = None
         return result
 
     def wait(self, timeout_s: float) -> None:
         """Give a save in flight time to end before this rank exits.  Not collective."""
-        future = self._in_flight
+        future = self.in_flight
         self.is_throttled = False
         if future is not None:
             with contextlib.suppress(FutureTimeout):
@@ -486,21 +483,20 @@ class Checkpoints:
             self.wait_for_deleting()
             self.storage.clean(PREFIX)
 
-    def _in_stage(self, stage: str, work: Callable[[], Result]) -> Result:
-        """Run a part of a save that may hang, with `stage` describing it meanwhile."""
+    @contextlib.contextmanager
+    def _in_stage(self, stage: str) -> Iterator[None]:
+        """Describe the work in the block, which may hang, as `stage`."""
         self.stage = stage
-        result = work()
+        yield
         self.stage = _WAITING
-        return result
 
-    def _failed(self, step: int, error: str, started: float) -> SaveResult:
-        elapsed = time.perf_counter() - started
-        path = f"{self.storage}/{name_of(step)}"
-        return SaveResult(step, path, 0, elapsed, elapsed, f"{path}: {error}")
+    def _forget_layout(self) -> None:
+        """Discard what rank 0 knows of the other ranks' files, so that every rank reports its chunks again."""
+        self._layout_files, self._chunks_by_rank, self._sent_chunks = {}, {}, None
 
     def _open_channel(self) -> Channel:
         # Ranks wait here for storage, which takes longer than any other message between ranks.
-        return self.world.open_channel(timedelta(seconds=2 * self.settings.timeout_s))
+        return self.world.open_channel(timedelta(seconds=2 * self._timeout_s))
 
 
 def _lower_priority() -> None:
@@ -509,14 +505,17 @@ def _lower_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # on Linux this affects only this thread
 
 
-def _done(result: SaveResult) -> Future[SaveResult]:
-    future: Future[SaveResult] = Future()
-    future.set_result(result)
-    return future
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # The state at one moment
+
+
+class PartDigest(NamedTuple):
+    """Checksums of one part of the state, by which ranks notice that theirs differ."""
+
+    values: int
+    """Of everything but the tensors."""
+    tensors: int
+    """Of the unsharded tensors."""
 
 
 @dataclass
@@ -526,22 +525,25 @@ class Snapshot:
     step: int
     tensors: dict[str, torch.Tensor]
     paths: dict[str, tuple[str, ...]]
+    """The path of each tensor in the nested state dict."""
     plain: dict[str, Any]
+    """Everything but the tensors, by part, as JSON values."""
     per_rank_plain: dict[str, Any]
     per_rank_tensors: dict[str, torch.Tensor]
     """CPU copies of this rank's per-rank tensors."""
-    digests: dict[str, tuple[int, int]]
-    """For each part, checksums of its plain values and of its unsharded tensors, which ranks compare."""
-    weights: Mapping[str, float]
+    digests: dict[str, PartDigest]
+    limits: Mapping[str, float]
+    """Magnitude limit of each weight, by key."""
     num_skipped: int
     evaluation: Mapping[str, float] = field(default_factory=dict)
     due: Sequence[int] = ()
-    """Earlier steps whose due saves this save replaces."""
+    """Steps of earlier due saves that this save replaces."""
     differing_keys: list[str] = field(default_factory=list)
-    """Keys of plain tensors whose values each rank stores separately."""
+    """Keys of unsharded tensors that each rank stores separately, because their values differ."""
 
     @property
-    def document(self) -> str:
+    def shared_json(self) -> str:
+        """Content of `state.json`, which is the same on all ranks."""
         content = {
             "step": self.step,
             "parts": self.plain,
@@ -551,7 +553,8 @@ class Snapshot:
         return json.dumps(content, indent=1)
 
     @property
-    def own(self) -> bytes:
+    def per_rank_bytes(self) -> bytes:
+        """Content of this rank's file of per-rank state."""
         return safetensors.torch.save(self.per_rank_tensors, metadata={"state": json.dumps(self.per_rank_plain)})
 
 
@@ -563,12 +566,12 @@ def collect(state: TrainState, num_ranks: int) -> Snapshot:
     digests = {}
     with torch.no_grad():
         for name, part in state.parts.items():
-            plain[name], found = split(part.state_dict(), (name,))
+            plain[name], part_tensors = split(part.state_dict(), (name,))
             if num_ranks > 1:
+                unsharded = [tensor for tensor in part_tensors.values() if not isinstance(tensor, DTensor)]
                 text = json.dumps(plain[name]).encode()
-                loose = [tensor for tensor in found.values() if not isinstance(tensor, DTensor)]
-                digests[name] = crc32(text), checksum_of_tensors(loose)
-            for path, tensor in found.items():
+                digests[name] = PartDigest(crc32(text), checksum_of_tensors(unsharded))
+            for path, tensor in part_tensors.items():
                 key = ".".join(path)
                 if key in tensors:
                     raise TypeError(f"two tensors of the state have the name {key}")
@@ -576,8 +579,8 @@ def collect(state: TrainState, num_ranks: int) -> Snapshot:
         per_rank_plain: dict[str, Any] = {}
         per_rank_tensors: dict[str, torch.Tensor] = {}
         for name, part in state.per_rank_parts.items():
-            per_rank_plain[name], found = split(part.state_dict(), (name,))
-            per_rank_tensors |= {".".join(path): copy_of(tensor) for path, tensor in found.items()}
+            per_rank_plain[name], part_tensors = split(part.state_dict(), (name,))
+            per_rank_tensors |= {".".join(path): copy_of(tensor) for path, tensor in part_tensors.items()}
     return Snapshot(
         step=state.step,
         tensors=tensors,
@@ -586,7 +589,7 @@ def collect(state: TrainState, num_ranks: int) -> Snapshot:
         per_rank_plain=per_rank_plain,
         per_rank_tensors=per_rank_tensors,
         digests=digests,
-        weights=state.weights,
+        limits=state.weights,
         num_skipped=state.num_skipped,
         evaluation=state.evaluation,
     )
@@ -600,22 +603,25 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
 def checksum_of_tensors(tensors: Sequence[torch.Tensor]) -> int:
     """Return the CRC-32 of the tensors' bytes.  GPU tensors are copied to the host in one transfer."""
     crc = 0
-    whole = [tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in tensors if tensor.numel()]
-    on_cpu = [part for part in whole if part.device.type == "cpu"]
-    elsewhere = [part for part in whole if part.device.type != "cpu"]
-    for part in [*on_cpu, *([torch.cat(elsewhere).cpu()] if elsewhere else [])]:
-        crc = crc32(part.numpy().data, crc)
+    all_bytes = [tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in tensors if tensor.numel()]
+    on_cpu = [content for content in all_bytes if content.device.type == "cpu"]
+    on_gpu = [content for content in all_bytes if content.device.type != "cpu"]
+    for content in [*on_cpu, *([torch.cat(on_gpu).cpu()] if on_gpu else [])]:
+        crc = crc32(content.numpy().data, crc)
     return crc
 
 
-def parts_differing_between_ranks(digests: list[dict[str, tuple[int, int]]]) -> list[str]:
-    """Return the parts whose plain tensors differ between ranks.  Raises UserError if plain values differ."""
+def parts_differing_between_ranks(digests: Sequence[Mapping[str, PartDigest]]) -> list[str]:
+    """Return the parts with unsharded tensors that differ between ranks.  Raises UserError if other values differ.
+
+    digests: one mapping per rank.
+    """
     differing = []
-    for name, (values, tensors) in digests[0].items():
-        others = [rank for rank, own in enumerate(digests) if name not in own or own[name][0] != values]
-        if others:
-            raise UserError(differs_message(name, "values", others[0]))
-        if any(own[name][1] != tensors for own in digests):
+    for name, expected in digests[0].items():
+        for rank, by_part in enumerate(digests):
+            if name not in by_part or by_part[name].values != expected.values:
+                raise UserError(differs_message(name, "values", rank))
+        if any(by_part[name].tensors != expected.tensors for by_part in digests):
             differing.append(name)
     return differing
 
@@ -629,22 +635,26 @@ def differs_message(name: str, what: str, rank: int) -> str:
 
 
 def store_per_rank(state: TrainState, snapshot: Snapshot, parts: list[str], channel: Channel) -> None:
-    """Move plain tensors whose values differ between ranks into each rank's own file.
+    """Move the unsharded tensors of `parts` that differ between ranks into each rank's own file.
 
     Raises UserError for a tensor that must not differ.  Collective: one gather.
     """
-    loose = {key: t for key, t in snapshot.tensors.items() if not isinstance(t, DTensor)}
-    loose = {key: t for key, t in loose.items() if key.startswith(tuple(f"{part}." for part in parts))}
-    checksums = channel.gather({key: checksum_of_tensors([tensor]) for key, tensor in loose.items()})
+    prefixes = tuple(f"{part}." for part in parts)
+    unsharded = {
+        key: tensor
+        for key, tensor in snapshot.tensors.items()
+        if not isinstance(tensor, DTensor) and key.startswith(prefixes)
+    }
+    checksums = channel.gather({key: checksum_of_tensors([tensor]) for key, tensor in unsharded.items()})
     for key, expected in checksums[0].items():
-        others = [rank for rank, own in enumerate(checksums) if own.get(key) != expected]
-        if not others:
+        differing_ranks = [rank for rank, by_key in enumerate(checksums) if by_key.get(key) != expected]
+        if not differing_ranks:
             continue
         name = max((part for part in parts if key.startswith(f"{part}.")), key=len)
         if not StatePart.of(state.parts[name]).may_differ(key.removeprefix(f"{name}.")):
-            raise UserError(differs_message(name, f"values in {key}", others[0]))
+            raise UserError(differs_message(name, f"values in {key}", differing_ranks[0]))
         snapshot.differing_keys.append(key)
-        snapshot.per_rank_tensors[key] = copy_of(loose[key])
+        snapshot.per_rank_tensors[key] = copy_of(unsharded[key])
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -682,16 +692,14 @@ class SavePlans:
         and a scatter of the result.
         """
 
-        def find_own() -> list[Box]:
-            from trainer.checkpoint.dcp import held_boxes
-
+        def boxes_here() -> list[Box]:
             # Rank 0 writes what is the same on all ranks.
             return held_boxes({k: t for k, t in tensors.items() if isinstance(t, DTensor) or self._channel.is_main})
 
-        own = self._channel.agreed(find_own)
-        held = self._channel.gather_to_main(Boxes.of((box.key, box.offsets, box.sizes) for box in own))
-        masks, self.planned = self._channel.agreed(lambda: choose_writers(held, tensors) if held else ([], {}))
-        self.boxes = [box for box, writes in zip(own, self._channel.scatter(masks), strict=True) if writes]
+        boxes = self._channel.agreed(boxes_here)
+        of_ranks = self._channel.gather_to_main(Boxes.of((box.key, box.offsets, box.sizes) for box in boxes))
+        masks, self.planned = self._channel.agreed(lambda: choose_writers(of_ranks, tensors) if of_ranks else ([], {}))
+        self.boxes = [box for box, writes in zip(boxes, self._channel.scatter(masks), strict=True) if writes]
         self.signature = signature_of(tensors)
 
 
@@ -702,8 +710,8 @@ class SavePlans:
 class Staging:
     """Host memory for a copy of the data that this rank writes, reused by every save.
 
-    It is one buffer, page-locked if the device is a GPU, so that copies run at full speed.  The first save pays for
-    allocating it.
+    It is one buffer, allocated by the first save, and page-locked if the device is a GPU, so that copies run at full
+    speed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -711,18 +719,18 @@ class Staging:
         self._buffer, self._is_locked = np.empty(0, dtype=np.uint8), False
 
     def copy(self, tensors: Tensors, boxes: Iterable[Box]) -> dict[str, torch.Tensor]:
-        """Return CPU copies of this rank's parts of the tensors in `boxes`.  Earlier copies are overwritten."""
-        parts = {box.key: local(tensors[box.key]) for box in boxes}
+        """Return CPU copies of this rank's shards of the tensors in `boxes`.  Earlier copies are overwritten."""
+        shards = {box.key: local(tensors[box.key]) for box in boxes}
         with torch.no_grad():
-            copies = _views(self._buffer_for(parts), parts)
-            for key, part in parts.items():
-                copies[key].copy_(part, non_blocking=True)
+            copies = _views(self._buffer_for(shards), shards)
+            for key, shard in shards.items():
+                copies[key].copy_(shard, non_blocking=True)
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
         return copies
 
-    def _buffer_for(self, parts: Tensors) -> np.ndarray[Any, Any]:
-        needed = sum(_padded(part) for part in parts.values())
+    def _buffer_for(self, shards: Tensors) -> np.ndarray[Any, Any]:
+        needed = sum(_padded_bytes(shard) for shard in shards.values())
         if needed > self._buffer.nbytes:
             self._unlock()
             self._buffer = np.empty(0, dtype=np.uint8)  # free it before the larger one is allocated
@@ -753,25 +761,28 @@ class Staging:
             torch.cuda.check_error(cudart.cudaHostUnregister(self._buffer.ctypes.data))
 
 
-def _padded(tensor: torch.Tensor) -> int:
+def _padded_bytes(tensor: torch.Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // 64) * 64
 
 
-def _views(buffer: np.ndarray[Any, Any], like: Tensors) -> dict[str, torch.Tensor]:
-    """Return tensors over parts of `buffer`, each with its own storage, since `torch.save` writes entire storages."""
+def _views(buffer: np.ndarray[Any, Any], tensors: Tensors) -> dict[str, torch.Tensor]:
+    """Return views of `buffer` with the dtypes and shapes of `tensors`.
+
+    Each has its own storage, since `torch.save` writes entire storages.
+    """
     views, start = {}, 0
-    for key, tensor in like.items():
+    for key, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
-        part = torch.from_numpy(buffer[start : start + size]) if size else torch.empty(0, dtype=torch.uint8)
-        views[key] = part.view(tensor.dtype).view(tensor.shape)
-        start += _padded(tensor)
+        content = torch.from_numpy(buffer[start : start + size]) if size else torch.empty(0, dtype=torch.uint8)
+        views[key] = content.view(tensor.dtype).view(tensor.shape)
+        start += _padded_bytes(tensor)
     return views
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The data file of one rank.  It has the format of DCP's (torch.distributed.checkpoint's) `FileSystemWriter`, so that
-# its `FileSystemReader` and other tools can read it.  In addition, checksums are computed during the write, the layout
-# is stored as JSON, and data is read directly into the target tensors.
+# The data file of one rank.  It has the format of torch.distributed.checkpoint's `FileSystemWriter`, so that torch's
+# `FileSystemReader` and other tools can read it.  In addition, checksums are computed during the write, the layout is
+# stored as JSON, and data is read directly into the target tensors.
 
 
 def write_tensors(
@@ -784,9 +795,10 @@ def write_tensors(
 ) -> WriteResult | None:
     """Write this rank's chunks into one file and flush it to disk; return None if it has no chunks.  No collective.
 
-    `tensors` are staged copies or the live tensors, which are then copied one by one during the write.  `throttle` is
-    called after each block with the seconds that the block took.  Raises OSError, and ValueError for a weight that is
-    not finite or reaches its magnitude limit.
+    `tensors` are staged copies or the live tensors; live ones are copied one by one during the write.  `limits`: the
+    magnitude limit of each weight, by key.  `throttle` is called after each block with the seconds that it took.
+
+    Raises OSError, and ValueError for a weight that is not finite or reaches its limit.
     """
     if not boxes:
         return None
@@ -794,20 +806,21 @@ def write_tensors(
     writer = BlockWriter(storage.create(name), throttle)
     chunks = []
     scratch = np.empty(0, dtype=np.uint8)
-    has_own_checksums = torch.serialization.get_crc32_options()
+    torch_computes_crc32 = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)  # torch's checksums are redundant: each block has one
     try:
         for box in boxes:
-            part = tensors[box.key]
-            if isinstance(part, DTensor) or part.untyped_storage().nbytes() != part.nbytes or part.device.type != "cpu":
-                part = local(part.detach())
-                if scratch.nbytes < part.nbytes:
-                    scratch = np.empty(part.nbytes, dtype=np.uint8)
-                part = _views(scratch, {box.key: part})[box.key].copy_(part)
-            look = _sanity_check(box.key, part.dtype, limits[box.key]) if box.key in limits else None
-            chunks.append((box.key, _write_chunk(writer, name, box, part, look)))
+            tensor = tensors[box.key]
+            is_staged = tensor.device.type == "cpu" and not isinstance(tensor, DTensor)
+            if not is_staged or tensor.untyped_storage().nbytes() != tensor.nbytes:
+                shard = local(tensor.detach())
+                if scratch.nbytes < shard.nbytes:
+                    scratch = np.empty(shard.nbytes, dtype=np.uint8)
+                tensor = _views(scratch, {box.key: shard})[box.key].copy_(shard)
+            check = _sanity_check(box.key, tensor.dtype, limits[box.key]) if box.key in limits else None
+            chunks.append((box.key, _write_chunk(writer, name, box, tensor, check)))
     finally:
-        torch.serialization.set_crc32_options(has_own_checksums)
+        torch.serialization.set_crc32_options(torch_computes_crc32)
         writer.close()
     return WriteResult(name, writer.blocks, chunks)
 
@@ -816,67 +829,69 @@ def _write_chunk(
     writer: BlockWriter,
     name: str,
     box: Box,
-    part: torch.Tensor,
-    look: Callable[[memoryview], None] | None,
+    tensor: torch.Tensor,
+    check: Callable[[memoryview], None] | None,
 ) -> Chunk:
-    locator = _DataLocator(writer, part, look)
+    locator = _DataLocator(writer, tensor, check)
     start = writer.tell()
-    torch.save(part, locator)  # type: ignore[arg-type]  # torch.save only calls write
+    torch.save(tensor, locator)  # type: ignore[arg-type]  # torch.save only calls write
     if locator.error is not None:
         raise locator.error
-    assert locator.data_start is not None or not part.nbytes, "torch.save writes a tensor's bytes in one piece"
+    assert locator.data_start is not None or not tensor.nbytes, "torch.save writes a tensor's bytes in one piece"
     return Chunk(box.offsets, box.sizes, name, start, writer.tell() - start, locator.data_start or start)
 
 
 class _DataLocator:
-    """Forwards the output of `torch.save`, and notes where the tensor's raw bytes begin."""
+    """Forwards the output of `torch.save`; finds out where the tensor's raw bytes begin, and checks them."""
 
-    def __init__(self, writer: BlockWriter, tensor: torch.Tensor, look: Callable[[memoryview], None] | None) -> None:
-        self._writer, self._address, self._bytes = writer, tensor.data_ptr(), tensor.nbytes
-        self._look = look
+    def __init__(self, writer: BlockWriter, tensor: torch.Tensor, check: Callable[[memoryview], None] | None) -> None:
+        self._writer, self._address, self._num_bytes = writer, tensor.data_ptr(), tensor.nbytes
+        self._check = check
         self.error: ValueError | None = None
+        """The error that the check raised."""
         self.data_start: int | None = None
 
     def write(self, data: Any) -> int:
-        if len(data) == self._bytes and np.frombuffer(data, dtype=np.uint8).ctypes.data == self._address:
+        if len(data) == self._num_bytes and np.frombuffer(data, dtype=np.uint8).ctypes.data == self._address:
             self.data_start = self._writer.tell()
-            if self._look is not None:
-                return self._write_inspected(data, self._look)
+            if self._check is not None:
+                return self._write_checked(data, self._check)
         return self._writer.write(data)
 
-    def _write_inspected(self, data: Any, look: Callable[[memoryview], None]) -> int:
-        def note(part: memoryview) -> None:
+    def _write_checked(self, data: Any, check: Callable[[memoryview], None]) -> int:
+        def inspect(content: memoryview) -> None:
             try:
-                look(part)
+                check(content)
             except ValueError as error:  # raised here, it would be masked by torch's error about the file
                 self.error = error
 
-        before, self._writer.inspect = self._writer.inspect, note
+        previous, self._writer.inspect = self._writer.inspect, inspect
         try:
             return self._writer.write(data)
         finally:
-            self._writer.inspect = before
+            self._writer.inspect = previous
 
     def flush(self) -> None: ...
 
 
 _EXPONENTS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
+"""The bits of the exponent."""
 _FLOATS = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 def _sanity_check(key: str, dtype: torch.dtype, limit: float) -> Callable[[memoryview], None] | None:
-    """Return a check of a weight's bytes; None for integers.
+    """Return a function that checks a weight's bytes; None for integers.
 
     The check raises ValueError if a value is not finite or reaches `limit` in magnitude.  It uses numpy in the writing
     thread, because torch would start OpenMP threads that compete with the training step.
     """
 
-    def look(part: memoryview) -> None:
+    def check(content: memoryview) -> None:
         if dtype in _FLOATS:
-            values = np.frombuffer(part, dtype=_FLOATS[dtype])
+            values = np.frombuffer(content, dtype=_FLOATS[dtype])
             largest = float(np.maximum(values.max(), -values.min()))
-        else:  # rounded down to a power of two; NaN or inf if there is one
-            exponent = int((np.frombuffer(part, dtype=np.uint16) & _EXPONENTS[dtype]).max())
+        else:  # numpy has no bfloat16: compare exponents, which round down to a power of two and keep NaN and inf
+            exponent = int((np.frombuffer(content, dtype=np.uint16) & _EXPONENTS[dtype]).max())
             largest = torch.tensor(exponent, dtype=torch.int16).view(dtype).item()
         if not np.isfinite(largest):
             raise ValueError(f"{key} has non-finite values; such weights are never published")
@@ -885,4 +900,4 @@ def _sanity_check(key: str, dtype: torch.dtype, limit: float) -> Callable[[memor
                 f"{key} holds values of {largest:.1e}, which is implausible; such weights are never published"
             )
 
-    return look if dtype in _FLOATS or dtype in _EXPONENTS else None
+    return check if dtype in _FLOATS or dtype in _EXPONENTS else None

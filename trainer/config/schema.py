@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from trainer.errors import masked, masked_command
 from trainer.recipe import Recipe, TrainerType, declare, find_recipe, resolve
+from trainer.renamed import Renamed
 
 # ---------------------------------------------------------------------------------------------------------------
 # Limits and values that several sections share
@@ -519,6 +520,12 @@ class TrainSection:
         aliases={"true": "full", "false": "none"},
         form="none, full, selective, auto, budget:<share>, or a whole number",
     )
+    offload_activations: float | int | str = declare(
+        "none",
+        "share of the blocks, spread evenly, whose activations wait in host memory for the backward pass; none, or "
+        "auto: let the planner choose between this and recomputation",
+        form="none, auto, or a share of the blocks from 0 to 1",
+    )
     compile: bool | str = declare(
         AUTO,
         "torch.compile each block; auto: on a GPU with a working compiler, not on a CPU",
@@ -628,6 +635,8 @@ class RunConfig:
     eval: EvalSection = field(default_factory=EvalSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     log: LogSection = field(default_factory=LogSection)
+
+    holds_reference, on_record = Renamed("has_reference_model"), Renamed("with_absolute_paths")
 
     @property
     def recipe(self) -> Recipe:

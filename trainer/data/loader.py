@@ -46,6 +46,7 @@ from trainer.data.shards import ShardError
 from trainer.data.source import Fingerprint, Source, as_mapping
 from trainer.distributed.stop_request import STOP_SIGNALS
 from trainer.errors import EXIT_FAILED, TrainingFailed, UserError, setting_error
+from trainer.renamed import Renamed
 from trainer.sequence import find_borders
 
 Batch: TypeAlias = "dict[str, Tensor]"
@@ -63,6 +64,9 @@ class TrainLoader:
     that is saved between two steps is exact.  It can be loaded on a different number of ranks or workers, and with a
     different micro-batch size or global batch size.  The global random number generators are not used.
     """
+
+    of, beginning, take_back = Renamed("from_config"), Renamed("first_tokens"), Renamed("rewind_step")
+    micro_batches_per_update, portions = Renamed("micro_batches_per_step"), Renamed("usage_by_phase")
 
     @classmethod
     def from_config(

@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
-from trainer.config.initial_weights import allows_another, find_weights_tokenizer, resumes
-from trainer.config.resolve import Given, run_passes
+from trainer.config.initial_weights import allows_other_tokenizer, find_weights_tokenizer, resumes
+from trainer.config.resolve import Resolution, run_passes
 from trainer.data.cache import find_cache_folders, get_or_build, in_writable_folder, storage_error
 from trainer.data.ingest.inputs import (
     SUPPORTED_SUFFIXES,
@@ -592,7 +592,7 @@ def check_tokenizer(source: Source, config: RunConfig) -> None:
 
     Text needs no check: `data.tokenizer`, which tokenizes it, was checked when the configuration was loaded.
     """
-    if config.data.source != "tokens" or source.tokenizer is None or allows_another(config) or resumes(config):
+    if config.data.source != "tokens" or source.tokenizer is None or allows_other_tokenizer(config) or resumes(config):
         return
     weights_tokenizer = find_weights_tokenizer(config)
     if weights_tokenizer is None or source.tokenizer == find_tokenizer(config.data.tokenizer, bos=config.data.bos).name:
@@ -614,15 +614,15 @@ _ROW_MULTIPLE = 64
 """The length of trimmed rows is a multiple of this, which kernels handle efficiently."""
 
 
-def resolve_from_data(config: RunConfig, given: Given | None = None) -> RunConfig:
+def resolve_from_data(config: RunConfig, resolution: Resolution | None = None) -> RunConfig:
     """Return the configuration with `data.trim_rows` applied to `data.seq_len` and `train.epochs` turned into steps.
 
     Opens the data only if one of these settings needs it.  Raises UserError as `open_source` does.
     """
-    return run_passes("data", config, given or Given())
+    return run_passes("data", config, resolution or Resolution())
 
 
-def trim_rows(config: RunConfig, given: Given) -> RunConfig:
+def trim_rows(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Shrink `data.seq_len` to the longest conversation in the training and evaluation data.
 
     Runs before `epochs_to_steps`, which counts the rows.
@@ -639,8 +639,8 @@ def trim_rows(config: RunConfig, given: Given) -> RunConfig:
     return dataclasses.replace(config, data=dataclasses.replace(data, seq_len=seq_len))
 
 
-def epochs_to_steps(config: RunConfig, given: Given) -> RunConfig:
-    """Replace `train.epochs` by the equivalent number of `train.steps`, but at least `train.small_model_steps`."""
+def epochs_to_steps(config: RunConfig, resolution: Resolution) -> RunConfig:
+    """Replace `train.epochs` by the equivalent `train.steps`, at least `train.small_model_steps`."""
     train = config.train
     if train.epochs is None:
         return config

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from trainer.data.shards import Shard, ShardError
 from trainer.data.stdlib import Split
+from trainer.renamed import Renamed
 
 IGNORE = -100
 """Target value that is excluded from the loss: the default `ignore_index` of `torch.nn.functional.cross_entropy`."""
@@ -70,6 +71,8 @@ class Source(ABC):
     is_local: bool = False
     rows_per_sample: int = 1
     shards: Sequence[Shard] = ()
+
+    is_here, stretch, sentence = Renamed("is_local"), Renamed("read_tokens"), Renamed("summary")
 
     @abstractmethod
     def __len__(self) -> int:

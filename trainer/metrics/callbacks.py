@@ -1,4 +1,4 @@
-"""Optional features of a run: the hooks that they can use, and those that are too small for a file of their own.
+"""Optional features of a run: the hooks that they can use, and the small ones themselves.
 
 Here: norms by unit, samples, garbage collection, and the loss by source of a mixture.  Profiles are in `profile.py`.
 """
@@ -36,11 +36,11 @@ from trainer.optim.average import WeightAverage
 
 
 class Callback:
-    """An optional feature of a run, called at certain moments.  Every hook does nothing unless it is overridden.
+    """An optional feature of a run.  Its hooks do nothing unless they are overridden.
 
     A callback never decides whether the run saves, evaluates or stops: `Trainer.fit` does.  All ranks have the same
-    callbacks in the same order, and call them at the same moments, so that hooks may be collective.  Hooks at the
-    beginning of something are called in the order of the callbacks, hooks at its end in reverse order.
+    callbacks in the same order and call them at the same moments, so hooks may be collective.  `begin_` hooks are
+    called in the order of the callbacks, `end_` hooks in reverse order.
     """
 
     def advice(self, step: int) -> str:
@@ -48,7 +48,7 @@ class Callback:
         return ""
 
     def begin_fit(self) -> None:
-        """Called when `Trainer.fit` begins.  A custom loop over `Trainer.steps` does not call it."""
+        """Called when `Trainer.fit` begins, but not in a custom loop over `Trainer.steps`."""
 
     def end_fit(self) -> None:
         """Called when `Trainer.fit` ends, also by an exception."""
@@ -87,7 +87,8 @@ class UnitNorms(Callback):
         self._parameters = parameters_by_unit(model, units)
         self._grad_norm = grad_norm
         self._is_due = False
-        self._found: HostScalars | None = None
+        self._pending: HostScalars | None = None
+        """Squared norms that are being computed, if they are due in this step."""
 
     def begin_step(self, step: int) -> None:
         self._is_due = self._log.norms_every > 0 and step % self._log.norms_every == 0
@@ -97,24 +98,24 @@ class UnitNorms(Callback):
         `shard` axis.
         """
         if self._is_due:
-            self._found = HostScalars(*self._squares())
+            self._pending = HostScalars(*self._squares())
 
     @torch.no_grad()
     def _squares(self) -> list[torch.Tensor]:
         """Return the squared norms over all ranks: first of each unit's gradients, then of each unit's weights."""
         device = torch.device(self._mesh.device_type)
         units = self._parameters.values()
-        gradients = [_square([p.grad for p in own if p.grad is not None], device) for own in units]
-        squares = torch.stack([*gradients, *(_square(own, device) for own in units)])
+        gradients = [_square([p.grad for p in unit if p.grad is not None], device) for unit in units]
+        squares = torch.stack([*gradients, *(_square(unit, device) for unit in units)])
         if self._mesh.size(self._mesh.ndim - 1) > 1:
             dist.all_reduce(squares, group=self._mesh.get_group(self._mesh.ndim - 1))
         return list(squares.unbind())
 
     def end_step(self, step: int) -> None:
         """Write the norms record if norms were due in this step.  Waits for the device in that case."""
-        if self._found is None:
+        if self._pending is None:
             return
-        norms, self._found = [math.sqrt(square) for square in self._found.read()], None
+        norms, self._pending = [math.sqrt(square) for square in self._pending.read()], None
         gradients, weights = norms[: len(self._parameters)], norms[len(self._parameters) :]
         clipped = math.sqrt(sum(norm**2 for norm in gradients))
         scale = self._grad_norm() / clipped if clipped else 1.0  # clipping scales all gradients by the same factor
@@ -141,7 +142,7 @@ def _square(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tens
 
 
 class Samples(Callback):
-    """Continues `log.prompts`, or answers them if the data is chats.  The seed is fixed, so that samples compare."""
+    """Continues `log.prompts`, or answers them if the data is chats.  The fixed seed makes them comparable."""
 
     def __init__(
         self, config: RunConfig, world: World, model: nn.Module, average: WeightAverage, metrics: Metrics
@@ -164,7 +165,7 @@ class Samples(Callback):
         return [(text, prompt_tokens(text, tokenizer)) for text in self._config.log.prompts]
 
     @cached_property
-    def _ends(self) -> set[int]:
+    def _end_ids(self) -> set[int]:
         """The tokens that end a document or an assistant's turn."""
         data = self._config.data
         if data.source == "chat":
@@ -183,14 +184,16 @@ class Samples(Callback):
         num_tokens, seq_len = config.log.prompt_tokens, config.data.seq_len
         compiles = compiles_blocks(config.train.compile, self._world.device.type)
         with self._average.swapped_in(), evaluation_mode(self._model):
-            for prompt, given in self._prompts:
-                tokens = generate_sample(self._model, self._world, given, num_tokens, seq_len, compiles, self._ends)
-                text = tokenizer.decode([token for token in tokens[len(given) :] if token not in self._ends])
+            for prompt, prompt_ids in self._prompts:
+                ids = generate_sample(
+                    self._model, self._world, prompt_ids, num_tokens, seq_len, compiles, self._end_ids
+                )
+                text = tokenizer.decode([token for token in ids[len(prompt_ids) :] if token not in self._end_ids])
                 self._metrics.write(Record(kind="sample", step=step, prompt=prompt, text=text))
 
 
 class GarbageCollection(Callback):
-    """Collects at the same steps on all ranks, since a collection at a random moment on one rank delays all others."""
+    """Collects garbage at the same steps on all ranks, since a collection on a single rank delays all others."""
 
     def __init__(self, every: int = 100, full_every: int = 1000) -> None:
         self.every, self.full_every = every, full_every
@@ -220,12 +223,12 @@ Log = Callable[[str, Amount, Amount | None], None]
 def loss_by_source(loss: Loss, loaders: Sequence[object], log: Log) -> Loss:
     """Return `loss`, wrapped to also log each source's mean as `loss_<source>` if a loader reads a mixture of sources.
 
-    The per-row losses are recorded by the cross-entropy functions of `trainer.loss`.  If a model computes its loss in
-    another way, they are unknown and the fields are null.
+    The cross-entropy functions of `trainer.loss` record the loss of each row.  If a model computes its loss in another
+    way, these are unknown and the fields are null.
     """
-    opened = [loader.source for loader in loaders if isinstance(loader, (TrainLoader, EvalLoader))]
-    mixed = next((source for source in opened if isinstance(source, MixedSource)), None)
-    return loss if mixed is None else _LossBySource(loss, list(mixed.sources), log)
+    sources = [loader.source for loader in loaders if isinstance(loader, (TrainLoader, EvalLoader))]
+    mixture = next((source for source in sources if isinstance(source, MixedSource)), None)
+    return loss if mixture is None else _LossBySource(loss, list(mixture.sources), log)
 
 
 class _LossBySource:
@@ -235,13 +238,13 @@ class _LossBySource:
     def __call__(self, batch: Batch) -> torch.Tensor:
         if SOURCE not in batch:
             return self._loss(batch)
-        with row_losses() as found:
+        with row_losses() as losses_B:
             loss = self._loss(batch)
         sources_B = batch[SOURCE]
         sums = torch.zeros(2, len(self._fields), dtype=torch.float64, device=sources_B.device)
-        if len(found) == 1 and found[0].shape == sources_B.shape:
+        if len(losses_B) == 1 and losses_B[0].shape == sources_B.shape:
             counts_B = (batch["targets"] != IGNORE).sum(-1)
-            sums.index_add_(1, sources_B, torch.stack([found[0], counts_B.double()]))
+            sums.index_add_(1, sources_B, torch.stack([losses_B[0], counts_B.double()]))
         for number, field in enumerate(self._fields):
             self._log(field, sums[0, number], sums[1, number])
         return loss

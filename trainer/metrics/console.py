@@ -1,6 +1,7 @@
 """Console output: a summary at the start, one line per logging interval, and a status bar on a terminal.
 
-It goes to a screen (a terminal or plain lines), which writes to a stream that can neither stop nor block the run.
+The output goes to a screen (a terminal or plain lines), which writes to a stream that can neither stop nor block the
+run.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from trainer.metrics.record import Record, logged_names
 from trainer.metrics.time_breakdown import KINDS
 
 _SMOOTHING = 0.7
-"""Weight of earlier lines in the moving average of the step time, which the remaining time is estimated from."""
+"""Weight of earlier lines in the moving average of the step time, from which the remaining time is estimated."""
 
-_DOING = {"evaluate": "evaluating", "save": "saving", "profile": "profiling"}
+_PHASE_LABELS = {"evaluate": "evaluating", "save": "saving", "profile": "profiling"}
 """Labels of the phases outside a step, as shown in the status bar."""
 
 
@@ -36,9 +37,9 @@ class ConsoleSink:
     def __init__(self, num_steps: int, screen: Screen, on_close: Callable[[], None] | None = None) -> None:
         self.num_steps = num_steps
         self._screen, self._on_close = screen, on_close
-        self._last: tuple[float, int] | None = None
+        self._drawn_at: float | None = None
         self._step_s = math.nan  # moving average over the lines
-        self._step, self._doing = 0, ""
+        self._step, self._phase_label = 0, ""
         self.first_step = ""
         """Status bar label for the first step, such as `compiling`; empty for an ordinary step."""
 
@@ -50,8 +51,9 @@ class ConsoleSink:
         if record.kind == "train":
             self._train(record)
         elif record.kind == "eval":
-            bits = [(1, f"{record['bits_per_byte']:.4f} bits/byte")] if "bits_per_byte" in record else []
-            fields = [(0, f"eval  step {record.step:>6}"), (0, f"loss {record.loss:.4f}"), *bits]
+            fields = [(0, f"eval  step {record.step:>6}"), (0, f"loss {record.loss:.4f}")]
+            if "bits_per_byte" in record:
+                fields.append((1, f"{record['bits_per_byte']:.4f} bits/byte"))
             self._print_with_logged(fields, record, "green")
         elif record.kind == "sample":
             self._print(f"sample step {record.step:>5}  {record.prompt}", "bold")
@@ -60,9 +62,9 @@ class ConsoleSink:
             norms = [(norm, name) for name, norm in record.grad_norm.items() if norm is not None]
             fields = [(0, f"norms step {record.step:>6}")]
             if norms:
-                (least, lowest), (most, highest) = min(norms), max(norms)
-                fields += [(0, f"gradients {least:.3g} to {most:.3g}")]
-                fields += [(1, f"largest: {highest}"), (2, f"smallest: {lowest}")]
+                (smallest, smallest_unit), (largest, largest_unit) = min(norms), max(norms)
+                fields += [(0, f"gradients {smallest:.3g} to {largest:.3g}")]
+                fields += [(1, f"largest: {largest_unit}"), (2, f"smallest: {smallest_unit}")]
             else:
                 fields.append((0, "not finite"))
             self._print_fitted(fields)
@@ -85,12 +87,14 @@ class ConsoleSink:
         self._screen.show_line(printable(text), style)
 
     def _print_fitted(self, fields: Sequence[tuple[int, str]], style: str = "") -> None:
-        self._print(fitted(fields, self._screen.width), style)
+        self._print(fit_to_width(fields, self._screen.width), style)
 
     def _train(self, record: Record) -> None:
-        known = not math.isnan(self._step_s)
-        self._step_s = _SMOOTHING * self._step_s + (1 - _SMOOTHING) * record.step_s if known else record.step_s
-        left = readable_duration(self._step_s * (self.num_steps - record.step))
+        if math.isnan(self._step_s):
+            self._step_s = record.step_s
+        else:
+            self._step_s = _SMOOTHING * self._step_s + (1 - _SMOOTHING) * record.step_s
+        eta = readable_duration(self._step_s * (self.num_steps - record.step))
         mean = record.get("mean_loss", record.loss)
         fields = [
             (0, f"step {record.step:>6}/{self.num_steps}"),
@@ -101,7 +105,7 @@ class ConsoleSink:
             (1, f"{readable_count(record.tokens_per_s)} target tok/s"),
             *([] if record.mfu is None else [(2, f"mfu {100 * record.mfu:.1f}%")]),
             (4, f"{record.peak_memory_gib:.2f} GiB"),
-            (0, f"eta {left}"),
+            (0, f"eta {eta}"),
         ]
         self._print_with_logged(fields, record)
 
@@ -110,11 +114,11 @@ class ConsoleSink:
 
         Logged fields that do not fit on a terminal line are wrapped onto further lines; none is omitted.
         """
-        logged = [f"{name} {_figure(record[name])}" for name in logged_names(record)]
+        logged = [f"{name} {_logged_value(record[name])}" for name in logged_names(record)]
         width = self._screen.width
-        whole = "  ".join([*(text for _, text in fields), *logged])
-        if width is None or len(whole) <= width:
-            self._print(whole, style)
+        full_line = "  ".join([*(text for _, text in fields), *logged])
+        if width is None or len(full_line) <= width:
+            self._print(full_line, style)
             return
         self._print_fitted(fields, style)
         line = ""
@@ -129,50 +133,50 @@ class ConsoleSink:
     def progress(self, step: int) -> None:
         """Update the status bar.  Called every step, redrawn at most five times per second."""
         now, self._step, self.first_step = time.perf_counter(), step, ""
-        if self._last is not None and now - self._last[0] < 0.2 and step < self.num_steps:
+        if self._drawn_at is not None and now - self._drawn_at < 0.2 and step < self.num_steps:
             return
-        self._last = (now, step)
+        self._drawn_at = now
         self._draw()
 
     def enter_phase(self, phase: str) -> None:
         """Show in the status bar which phase outside a step is running."""
-        doing = _DOING.get(phase, self.first_step)
-        if doing != self._doing:
-            self._doing = doing
+        label = _PHASE_LABELS.get(phase, self.first_step)
+        if label != self._phase_label:
+            self._phase_label = label
             self._draw()
 
     def _draw(self) -> None:
-        left = self._step_s * (self.num_steps - self._step)
-        note = self._doing or ("" if math.isnan(left) else f"eta {readable_duration(left)}")
+        remaining_s = self._step_s * (self.num_steps - self._step)
+        note = self._phase_label or ("" if math.isnan(remaining_s) else f"eta {readable_duration(remaining_s)}")
         self._screen.show_progress(self._step, self.num_steps, note)
 
 
-def fitted(fields: Sequence[tuple[int, str]], width: int | None) -> str:
-    """Join the fields into one line of at most `width` characters, dropping those with the highest numbers first.
+def fit_to_width(fields: Sequence[tuple[int, str]], width: int | None) -> str:
+    """Join fields, given as (priority, text), into one line of at most `width` characters.
 
-    Fields with number 0 are never dropped; if they alone are too long, their padding is removed.  If `width` is None,
-    nothing is dropped.
+    Those with the highest numbers are dropped first, those with priority 0 never; if they alone are too long, their
+    padding is removed.  If `width` is None, nothing is dropped.
     """
-    kept = list(fields)
-    while width is not None and len("  ".join(text for _, text in kept)) > width:
-        least = max(rank for rank, _ in kept)
-        if least == 0:
-            return " ".join(" ".join(text.split()) for _, text in kept)
-        kept = [(rank, text) for rank, text in kept if rank != least]
-    return "  ".join(text for _, text in kept)
+    fields = list(fields)
+    while width is not None and len("  ".join(text for _, text in fields)) > width:
+        last = max(priority for priority, _ in fields)
+        if last == 0:
+            return " ".join(" ".join(text.split()) for _, text in fields)
+        fields = [(priority, text) for priority, text in fields if priority != last]
+    return "  ".join(text for _, text in fields)
 
 
 def _shares(record: Record) -> str:
     """Format the time breakdown of a profile record."""
-    update = f"{record.update_s:.3g} s per step under the profiler"
+    step_time = f"{record.update_s:.3g} s per step under the profiler"
     if record.host is None:
-        return f"{update}; {record.trace}"
+        return f"{step_time}; {record.trace}"
     shares = ", ".join(f"{kind.replace('_', ' ')} {100 * record[kind]:.1f} %" for kind in KINDS)
-    return f"{update}: {shares}; {record.trace}"
+    return f"{step_time}: {shares}; {record.trace}"
 
 
-def _figure(value: Any) -> str:
-    """Format a user-logged value compactly; a mean over nothing (None) is shown as a dash."""
+def _logged_value(value: Any) -> str:
+    """Format a value from `Trainer.log`; a mean over nothing (None) is shown as a dash."""
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, (int, float)) else str(value)
@@ -185,10 +189,10 @@ def _number(value: float, form: str) -> str:
 def readable_duration(seconds: float) -> str:
     """Format a duration, such as 2h05m, 3m20s or 12s."""
     total = max(0, round(seconds))
-    hours, minutes, rest = total // 3600, total // 60 % 60, total % 60
+    hours, minutes, seconds = total // 3600, total // 60 % 60, total % 60
     if hours:
         return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+    return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
 
 
 def readable_count(count: float) -> str:
@@ -252,10 +256,10 @@ class PlainScreen:
         self._stream.flush()
 
     def show_progress(self, step: int, num_steps: int, note: str) -> None:
-        """No-op: there is no status bar."""
+        """Does nothing: there is no status bar."""
 
     def close(self) -> None:
-        """No-op: there is nothing to remove."""
+        """Does nothing: there is nothing to remove."""
 
 
 def find_screen(stream: TextIO) -> Screen:
@@ -274,25 +278,25 @@ def find_screen(stream: TextIO) -> Screen:
 class NonBlockingStream(io.TextIOBase):
     """A wrapper around a text stream that never blocks: if the stream is a pipe or a terminal, a thread writes to it.
 
-    The reader of a pipe or a terminal may exit (`| head`, a closed terminal), which makes the next write fail, or stop
-    reading (a pager, a suspended `tee`), which makes a write block forever.  Neither affects training.
+    The reader of a pipe or a terminal may exit (`| head`, a closed terminal), so that the next write fails, or stop
+    reading (a pager, a suspended `tee`), so that a write blocks forever.  Neither affects training.
 
-    Text is dropped silently while the reader is `_MAX_WAITING` writes behind, and if the reader has not caught up
-    `CLOSE_S` seconds after `close`.  After the reader has exited, all text is dropped, with a single warning on stderr.
+    Text is dropped silently while the reader is `_QUEUE_SIZE` writes behind, and if it has not caught up `CLOSE_S`
+    seconds after `close`.  After the reader has exited, all text is dropped, with a single warning on stderr.
     """
 
     CLOSE_S = 2.0
     """Seconds that `close` waits for a reader that has stopped reading."""
-    _MAX_WAITING = 10_000
+    _QUEUE_SIZE = 10_000
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._has_gone = False
-        self._waiting: queue.Queue[str | None] | None = None
+        self._is_closed = False
+        self._queue: queue.Queue[str | None] | None = None
         self._thread: threading.Thread | None = None
         if _may_block(stream):
-            self._waiting = queue.Queue(self._MAX_WAITING)
-            self._thread = threading.Thread(target=self._work, args=(self._waiting,), name="console", daemon=True)
+            self._queue = queue.Queue(self._QUEUE_SIZE)
+            self._thread = threading.Thread(target=self._work, args=(self._queue,), name="console", daemon=True)
             self._thread.start()
             atexit.register(self.close)
 
@@ -310,37 +314,37 @@ class NonBlockingStream(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        if self._waiting is None:
+        if self._queue is None:
             self._put(text)
         else:
             with contextlib.suppress(queue.Full):
-                self._waiting.put_nowait(text)
+                self._queue.put_nowait(text)
         return len(text)
 
     def close(self) -> None:
         """Flush the queued text, waiting at most `CLOSE_S`.  Later text is written directly if the reader kept up."""
-        if self._waiting is None or self._thread is None:
+        if self._queue is None or self._thread is None:
             return
-        waiting, self._waiting = self._waiting, None
+        texts, self._queue = self._queue, None
         with contextlib.suppress(queue.Full):
-            waiting.put_nowait(None)
+            texts.put_nowait(None)
             self._thread.join(self.CLOSE_S)
-        self._has_gone |= self._thread.is_alive()
+        self._is_closed |= self._thread.is_alive()
         atexit.unregister(self.close)
 
-    def _work(self, waiting: queue.Queue[str | None]) -> None:
-        while (text := waiting.get()) is not None:
+    def _work(self, texts: queue.Queue[str | None]) -> None:
+        while (text := texts.get()) is not None:
             self._put(text)
 
     def _put(self, text: str) -> None:
-        if self._has_gone:
+        if self._is_closed:
             return
         text = text.encode(self.encoding, "replace").decode(self.encoding)  # the encoding may be ASCII
         try:
             self._stream.write(text)
             self._stream.flush()
         except (OSError, ValueError) as error:  # ValueError: this process closed the stream
-            self._has_gone = True
+            self._is_closed = True
             discard_stream(self._stream)
             print_stderr(f"warning: standard output was closed ({error}); the run continues without it")
 
@@ -361,13 +365,13 @@ class LogFile(io.TextIOBase):
 
     def move_to(self, path: Path) -> None:
         """Continue in another file.  The text so far is copied, unless `path` is the same file, renamed."""
-        before, self._path = b"", path
+        content, self._path = b"", path
         with contextlib.suppress(OSError):
             if self._fd is not None and not (path.exists() and os.path.samestat(path.stat(), os.fstat(self._fd))):
-                before = content_of(self._fd)
+                content = content_of(self._fd)
         self.close()
-        if before:
-            self.write(before.decode("utf-8", "replace"))
+        if content:
+            self.write(content.decode("utf-8", "replace"))
 
     def close(self) -> None:
         fd, self._fd = self._fd, None

@@ -1,6 +1,6 @@
-"""Data sheet specifications of common accelerators.  Does not import torch.
+"""Data-sheet specifications of common accelerators.  Does not import torch.
 
-The numbers are theoretical peaks.  The planner estimates what fraction of them kernels achieve.
+The numbers are theoretical peaks; the planner estimates the fraction that kernels achieve.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Device:
 
     name: str
     """Short name used in the configuration."""
-    known_as: str
-    """Substring of the device name reported by the driver."""
+    driver_name: str
+    """Part of the device name that the driver reports."""
     bf16_flops: float
     fp32_flops: float
     """Peak of fp32 matrix products without TF32, which is torch's default."""
@@ -29,6 +29,8 @@ class Device:
     memory_bandwidth: float
     link_bandwidth: float
     """Bandwidth to the other devices of a node, in one direction."""
+    host_bandwidth: float
+    """Bandwidth to host memory, in one direction: PCI Express 4 or 5, 16 lanes."""
     power_w: float
     """Maximum power according to the data sheet."""
     source: str
@@ -39,20 +41,33 @@ class Device:
 
 
 DEVICES = (
-    Device("a100", "A100", 312e12, 19.5e12, None, 79.2, 2.04e12, 300e9, 400, "nvidia.com/en-us/data-center/a100"),
-    Device("h200", "H200", 989e12, 67e12, 1979e12, 139.8, 4.8e12, 450e9, 700, "nvidia.com/en-us/data-center/h200"),
-    Device("h100", "H100", 989e12, 67e12, 1979e12, 79.1, 3.35e12, 450e9, 700, f"{_H100} (SXM)"),
-    Device("h100-pcie", "H100 PCIe", 756e12, 51e12, 1513e12, 79.1, 2.0e12, 64e9, 350, f"{_H100} (PCIe)"),
-    Device("b200", "B200", 2250e12, 75e12, 4500e12, 178, 7.7e12, 900e9, 1000, "nvidia.com/en-us/data-center/dgx-b200"),
-    Device("l40s", "L40S", 362e12, 91.6e12, 733e12, 44.4, 0.864e12, 32e9, 350, "nvidia.com/en-us/data-center/l40s"),
-    Device("mi300x", "MI300X", 1307e12, 163.4e12, 2615e12, 191.7, 5.3e12, 448e9, 750, _MI300X),
-    Device("rtx4090", "RTX 4090", 165e12, 82.6e12, 330e12, 23.5, 1.01e12, 32e9, 450, "nvidia.com, Ada whitepaper"),
+    Device("a100", "A100", 312e12, 19.5e12, None, 79.2, 2.04e12, 300e9, 32e9, 400, "nvidia.com/en-us/data-center/a100"),
+    Device(
+        "h200", "H200", 989e12, 67e12, 1979e12, 139.8, 4.8e12, 450e9, 64e9, 700, "nvidia.com/en-us/data-center/h200"
+    ),
+    Device("h100", "H100", 989e12, 67e12, 1979e12, 79.1, 3.35e12, 450e9, 64e9, 700, f"{_H100} (SXM)"),
+    Device("h100-pcie", "H100 PCIe", 756e12, 51e12, 1513e12, 79.1, 2.0e12, 64e9, 64e9, 350, f"{_H100} (PCIe)"),
+    Device(
+        "b200", "B200", 2250e12, 75e12, 4500e12, 178, 7.7e12, 900e9, 64e9, 1000, "nvidia.com/en-us/data-center/dgx-b200"
+    ),
+    Device(
+        "l40s", "L40S", 362e12, 91.6e12, 733e12, 44.4, 0.864e12, 32e9, 32e9, 350, "nvidia.com/en-us/data-center/l40s"
+    ),
+    Device("mi300x", "MI300X", 1307e12, 163.4e12, 2615e12, 191.7, 5.3e12, 448e9, 64e9, 750, _MI300X),
+    Device(
+        "rtx4090", "RTX 4090", 165e12, 82.6e12, 330e12, 23.5, 1.01e12, 32e9, 32e9, 450, "nvidia.com, Ada whitepaper"
+    ),
 )
 
 
 def find_device(name: str) -> Device | None:
-    """Return the device with this short name or driver name, preferring the longest match, or None if unknown."""
-    by_length = sorted(DEVICES, key=lambda device: -len(device.known_as))
-    called = [device for device in DEVICES if device.name == name.lower()]
-    known = [device for device in by_length if re.search(rf"\b{device.known_as}\b", name, re.IGNORECASE)]
-    return next(iter([*called, *known]), None)
+    """Return the device with this short name or driver name, or None if unknown.
+
+    If several driver names match, the longest one wins.
+    """
+    for device in DEVICES:
+        if device.name == name.lower():
+            return device
+    by_length = sorted(DEVICES, key=lambda device: -len(device.driver_name))
+    matches = (device for device in by_length if re.search(rf"\b{device.driver_name}\b", name, re.IGNORECASE))
+    return next(matches, None)

@@ -1,8 +1,8 @@
 """Goodput: the fraction of a run's wall time spent in productive steps, over all attempts, and where the rest went.
 
-Everything is computed from the records in `metrics.jsonl`, whether an attempt wrote an end record or was killed.  A
-killed attempt is known only up to its last line: later steps are not counted as lost, and their time is part of the gap
-before the next attempt.
+It is computed from the records in `metrics.jsonl`, whether an attempt wrote an end record or was killed.  A killed
+attempt is known only up to its last line: later steps are not counted as lost, and their time is part of the gap before
+the next attempt.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any
 
 @dataclass
 class Goodput:
-    """The wall time of a run, broken down.  Time not covered by any part (logging, waiting for the last save) is
-    `other_s`.
+    """The wall time of a run, broken down.
+
+    Time that is in none of the parts, such as logging and waiting for the last save, is `other_s`.
     """
 
     wall_s: float = 0.0
@@ -48,9 +49,9 @@ class Goodput:
     node_s: float = 0.0
     """Node-seconds: the time of each attempt times its number of nodes, summed over attempts."""
     until: float = 0.0
-    """Time of the last record, in seconds since the epoch."""
+    """Time of the last record, in seconds since the Unix epoch."""
     boot: str = ""
-    """Boot identifier of the machine that ran the last attempt, or empty if unknown."""
+    """Identifier of the boot of the machine that ran the last attempt, or empty if unknown."""
     booted: float = 0.0
     """Time of that boot, by the clock of the attempt."""
 
@@ -92,7 +93,7 @@ class RunHistory:
 
 PARTS = ("update_s", "lost_s", "start_s", "load_s", "save_s", "eval_s", "between_s")
 _NUM_SAVES = 5
-"""Number of most recent saves to remember: the cost of a save changes with the number of ranks and the storage."""
+"""Number of recent saves to remember: the cost of a save changes with the number of ranks and the storage."""
 _NUMBERS = frozenset(field.name for field in dataclasses.fields(Goodput)) - {"boot"}
 
 
@@ -104,14 +105,14 @@ class TimeLedger:
     """
 
     def __init__(self, resumed_step: int | None = None) -> None:
-        """`resumed_step`: if given, count the steps past it as lost, since the next attempt resumes from there."""
+        """`resumed_step`: count the steps past it as lost, since the next attempt resumes from there."""
         self.reached = 0
         """The last recorded step of the current attempt."""
         self._saves: deque[tuple[float, float]] = deque(maxlen=_NUM_SAVES)
         self._longest_save_s = 0.0
         self._total = Goodput()
         self._resumed_step = resumed_step
-        self._undone_s = 0.0
+        self._repeated_s = 0.0
         self._skipped = self._counted_to = 0
         self._num_nodes = 0
         self._began_at_step = 0
@@ -155,10 +156,10 @@ class TimeLedger:
         total.failures += bool(total.has_failed)
         started, load_s = _number(record, "started") or time, _number(record, "load_s")
         if total.until and self._reason != "finished":
-            # If both ran on the same machine without a reboot in between, changes of its clock are accounted for.
-            is_same = total.boot != "" and total.boot == record.get("boot")
-            was_set_s = _number(record, "booted") - total.booted if is_same else 0.0
-            between_s = max(0.0, started - total.until - was_set_s)
+            # If both attempts ran on the same machine without a reboot in between, correct for changes of its clock.
+            is_same_boot = total.boot != "" and total.boot == record.get("boot")
+            clock_change_s = _number(record, "booted") - total.booted if is_same_boot else 0.0
+            between_s = max(0.0, started - total.until - clock_change_s)
             total.between_s += between_s
             total.wall_s += between_s
             total.down_s += (between_s + max(0.0, time - started)) * total.has_failed
@@ -186,8 +187,8 @@ class TimeLedger:
         self._total.update_s += (num_updates - num_skipped) * step_s
         self._total.lost_s += num_skipped * step_s
         if self._resumed_step is not None:
-            num_undone = max(0, step - max(start, self._resumed_step))
-            self._undone_s += min(num_updates - num_skipped, num_undone) * step_s
+            num_repeated = max(0, step - max(start, self._resumed_step))
+            self._repeated_s += min(num_updates - num_skipped, num_repeated) * step_s
 
     @property
     def lost_steps(self) -> int:
@@ -196,11 +197,11 @@ class TimeLedger:
 
     def total(self) -> Goodput:
         """Return the goodput so far."""
-        undone_s = min(self._undone_s, self._total.update_s)
+        repeated_s = min(self._repeated_s, self._total.update_s)
         return dataclasses.replace(
             self._total,
-            update_s=self._total.update_s - undone_s,
-            lost_s=self._total.lost_s + undone_s,
+            update_s=self._total.update_s - repeated_s,
+            lost_s=self._total.lost_s + repeated_s,
             lost_steps=self._total.lost_steps + self.lost_steps,
             has_failed=self._has_failed,
         )

@@ -1,4 +1,4 @@
-"""Profiles selected steps: writes a trace, on CUDA also a memory snapshot, and a record of where the time went.
+"""Profiles selected steps: writes a trace, a memory snapshot (on CUDA), and a record of where the time went.
 
 Open traces in https://ui.perfetto.dev and memory snapshots in https://pytorch.org/memory_viz.  In addition to what
 torch's profiler records, a trace contains a range for each step and a row with the phases of the step, which may begin
@@ -37,9 +37,9 @@ class Profile(Callback):
     """Profiles the steps of `log.profile_steps` on rank 0 and on the ranks in `log.profile_ranks`.
 
     It does nothing in other steps and on other ranks.  It calls no collectives: while a profile is being written, the
-    other ranks wait in their next collective.  Files are named by steps and rank and are written atomically; failing to
-    write one does not stop training.  When training ends early, the steps recorded so far are written.  The exception
-    is the trace after an error on CUDA, because the device may never finish its queued work.
+    other ranks wait in their next collective.  Files are named after steps and rank and are written atomically; failing
+    to write one does not stop training.  If training ends early, the steps recorded so far are written, except for the
+    trace after an error on CUDA, because the device may never finish its queued work.
     """
 
     def __init__(
@@ -48,19 +48,19 @@ class Profile(Callback):
         self._config, self._rank, self._device, self._metrics = config, rank, device, metrics
         self._watchdog = watchdog
         self._first, self._last = config.log.profile_steps or (0, -1)
-        self._takes_part = rank in (0, *config.log.profile_ranks)
+        self._is_profiled_rank = rank in (0, *config.log.profile_ranks)
         self._recording: _Recording | None = None
 
     def advice(self, step: int) -> str:
-        """Return a note on what a run that continues after `step` will miss of the profile, or an empty string."""
+        """Return a note if a run that continues after `step` will have no profile, or an incomplete one."""
         if self._config.log.profile_steps is None:
             return ""
-        asked = f"log.profile_steps=[{self._first},{self._last}]"
+        setting = f"log.profile_steps=[{self._first},{self._last}]"
         if step >= self._last:
-            return f"{asked}: no profile, because the run is already past these steps"
+            return f"{setting}: no profile, because the run is already past these steps"
         if self._first > self._config.train.steps:
-            return f"{asked}: no profile, because the run ends before, at step {self._config.train.steps}"
-        return f"{asked}: trace only; memory snapshots need CUDA" if self._device.type != "cuda" else ""
+            return f"{setting}: no profile, because the run ends before, at step {self._config.train.steps}"
+        return f"{setting}: trace only; memory snapshots need CUDA" if self._device.type != "cuda" else ""
 
     def end_loop(self, has_failed: bool) -> None:
         self._finish(has_failed)
@@ -69,7 +69,7 @@ class Profile(Callback):
         """Start recording if `step` is to be profiled."""
         if not self._config.log.profiles(step):  # the run may have rolled back to an earlier checkpoint
             self._finish()
-        elif self._recording is None and self._takes_part:
+        elif self._recording is None and self._is_profiled_rank:
             self._start()
         if self._recording is not None:
             self._recording.begin(step)
@@ -86,7 +86,7 @@ class Profile(Callback):
 
         if profiler._is_profiler_enabled:
             warn("log.profile_steps: no profile, because another profiler is already running")
-            self._takes_part = False
+            self._is_profiled_rank = False
             return
         with self._watchdog.during("profile"):
             if self._device.type == "cuda":
@@ -95,7 +95,7 @@ class Profile(Callback):
                 self._recording = _Recording(self._device)
             except RuntimeError as error:  # CUPTI may be missing or in use by another tool
                 warn(f"log.profile_steps: the profiler cannot start: {error}")
-                self._takes_part = False
+                self._is_profiled_rank = False
                 return
         self._watchdog.observers.append(self._recording.enter_phase)
 
@@ -122,7 +122,7 @@ class _Recording:
     def __init__(self, device: torch.device) -> None:
         self.thread = threading.get_ident()
         self._device, self._on_cuda = device, device.type == "cuda"
-        self._begun: dict[int, float] = {}
+        self._step_starts: dict[int, float] = {}
         """Start time of each step, in microseconds of this process's clock."""
         self._num_ended = 0
         self._range: torch.profiler.record_function | None = None
@@ -142,7 +142,7 @@ class _Recording:
     def begin(self, step: int) -> None:
         self._range = torch.profiler.record_function(f"{STEP}{step}")
         self._range.__enter__()
-        self._begun[step] = _now_us()
+        self._step_starts[step] = _now_us()
 
     def end(self) -> None:
         self._num_ended += self._range is not None
@@ -159,12 +159,12 @@ class _Recording:
         On CUDA with `has_failed`, no trace is written and None is returned.  Raises OSError, RuntimeError or ValueError
         if a file cannot be written; no partial file is left behind.
         """
-        steps = list(self._begun)
+        steps = list(self._step_starts)
         name = f"{steps[0]}-{steps[-1]}_rank{rank}"
         trace, memory = folder / f"trace_{name}.json.gz", folder / f"memory_{name}.pickle"
-        waits = not (self._on_cuda and has_failed)
+        has_trace = not (self._on_cuda and has_failed)
         try:
-            if waits:  # stop the profiler first: if it kept running, it would disturb everything that follows
+            if has_trace:  # stop the profiler first: if it kept running, it would disturb everything that follows
                 self._end_range()
                 self.enter_phase("end")
                 self._profiler.stop()
@@ -177,22 +177,27 @@ class _Recording:
         finally:
             if self._on_cuda:
                 torch.cuda.memory._record_memory_history(enabled=None)
-        if not waits:
+        if not has_trace:
             return None
         timeline = self._write_trace(trace)
-        whole = timeline.updates[: self._num_ended]
-        if not whole:
+        timeline.updates = timeline.updates[: self._num_ended]
+        if not timeline.updates:
             return None
-        timeline.updates = whole
         shares: dict[str, Any] = dict.fromkeys(KINDS)
         if self._on_cuda and not timeline.kernels:
             warn("log.profile_steps: the profiler saw no kernels (CUPTI), so their shares are unknown")
         else:
             shares = timeline.shares()
         files = {"trace": trace.name, "memory": memory.name if self._on_cuda else None}
-        update_s = sum(update.duration_us for update in whole) / len(whole) / 1e6
-        span = {"step": steps[len(whole) - 1], "first_step": steps[0], "update_s": update_s}
-        return Record(kind="profile", **span, **shares, **files)
+        num_steps = len(timeline.updates)
+        return Record(
+            kind="profile",
+            step=steps[num_steps - 1],
+            first_step=steps[0],
+            update_s=sum(update.duration_us for update in timeline.updates) / num_steps / 1e6,
+            **shares,
+            **files,
+        )
 
     def _write_trace(self, path: Path) -> Timeline:
         """Write the compressed trace, including the row of phases, and return its parsed timeline."""
@@ -220,16 +225,17 @@ class _Recording:
         clock is read, and the first one noticeably earlier, so the largest difference is the most accurate.
         """
         updates = timeline.updates
-        shift_us = max(update.start_us - self._begun[int(update.name)] for update in updates) if updates else 0.0
-        where = {"pid": updates[0].lane[0] if updates else os.getpid(), "tid": _ROW}
+        shifts = [update.start_us - self._step_starts[int(update.name)] for update in updates]
+        shift_us = max(shifts, default=0.0)
+        lane = {"pid": updates[0].lane[0] if updates else os.getpid(), "tid": _ROW}
         events: list[dict[str, Any]] = [
-            {"ph": "M", "name": "thread_name", **where, "args": {"name": "phases"}},
-            {"ph": "M", "name": "thread_sort_index", **where, "args": {"sort_index": -1}},
+            {"ph": "M", "name": "thread_name", **lane, "args": {"name": "phases"}},
+            {"ph": "M", "name": "thread_sort_index", **lane, "args": {"sort_index": -1}},
         ]
         for (start_us, phase), (end_us, _) in zip(self._phases, self._phases[1:], strict=False):
             if phase != "between steps":
                 times = {"ts": round(start_us + shift_us, 3), "dur": round(end_us - start_us, 3)}
-                events.append({"ph": "X", "cat": PHASE, "name": phase, **where, **times})
+                events.append({"ph": "X", "cat": PHASE, "name": phase, **lane, **times})
         return events
 
 

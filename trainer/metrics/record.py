@@ -1,4 +1,4 @@
-"""Metrics records (the fields of one line of `metrics.jsonl`), functions that read them back, and the run's clock."""
+"""Metrics records (the fields of one line of `metrics.jsonl`), functions that read them, and the run's clock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVAL_FIELDS = ("kind", "step", "loss", "epoch", "time", "bits_per_byte", "eval_s
 
 
 def logged_names(names: Iterable[str]) -> list[str]:
-    """Return the fields of `train` or `eval` records that come from `Trainer.log`, in the order of `names`.
+    """Return those names of `train` or `eval` fields that come from `Trainer.log`, in their order.
 
     The per-source fields `loss_<source>` and `epoch_<source>` are excluded.  A source is recognized by its
     `epoch_<source>` field, which never comes from `Trainer.log`.
@@ -75,7 +75,7 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_kinds(path: Path, *kinds: str) -> Iterator[dict[str, Any]]:
-    """Yield only the records of these kinds.  Most other lines are skipped without parsing them."""
+    """Yield the records of these kinds.  Most other lines are not even parsed."""
     with open(path, errors="replace") as file:
         for line in file:
             if any(f'"{kind}"' in line for kind in kinds):
@@ -137,10 +137,10 @@ class Clock:
     def __init__(self) -> None:
         self.boot = find_boot()
         self.booted = time.time() - uptime()
-        """Boot time in seconds since the epoch, according to the system clock when this object was created."""
+        """Boot time in seconds since the Unix epoch, by the system clock at the time this object was created."""
 
     def now(self) -> float:
-        """Return the current time in seconds since the epoch."""
+        """Return the current time in seconds since the Unix epoch."""
         return self.at(uptime())
 
     def at(self, uptime_s: float) -> float:

@@ -1,6 +1,7 @@
 """Sinks for metrics records: `metrics.jsonl`, `samples.txt`, TensorBoard and Weights & Biases.
 
-`Metrics` creates those of a run and sends each record to all of them.  The console sink is in `console.py`.
+`Metrics` creates a run's sinks and sends each record to all of them.  The console sink is in `console.py`.  To add a
+sink, write a class with the methods of `Sink` and create it in `Metrics.open`.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from trainer.metrics.record import Clock, Record, read_lines
 
 
 class Sink(Protocol):
-    """Receives every record of a run.
+    """Receives every record of a run, on rank 0.
 
-    Training calls `write` directly, so it must not raise, nor wait for a server or the reader of a pipe.  `close` is
+    Training calls `write` directly, so it must neither raise nor wait for a server or the reader of a pipe.  `close` is
     called once, at the end of the run.
     """
 
@@ -50,7 +51,7 @@ class JsonLines:
     def __init__(self, path: Path, resumed_step: int) -> None:
         self._path = path
         self._unwritten = b""
-        self._missed_at: float | None = None
+        self._missing_since: float | None = None
         """Time at which the file was first found to be deleted or replaced, or None if it is in place."""
         self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         """Descriptor of the file's folder, which stays valid if the folder is renamed or replaced."""
@@ -64,8 +65,8 @@ class JsonLines:
             for line, record in read_lines(self._path):
                 if record is not None:
                     ledger.add(record)
-                stays = record is not None and _stays(record, step)
-                (kept if stays else dropped).append(line)
+                is_kept = record is not None and _is_kept(record, step)
+                (kept if is_kept else dropped).append(line)
             self._keep_superseded("".join(dropped))
             write_atomically(self._path, "".join(kept))
         self.ledger = ledger
@@ -76,13 +77,13 @@ class JsonLines:
         """Drop the lines past `step` during a run.  Raises OSError if that fails, leaving the file unchanged."""
         kept, dropped = b"", b""
         for line in self._unwritten.splitlines(keepends=True):
-            if _stays(json.loads(line), step):
+            if _is_kept(json.loads(line), step):
                 kept += line
             else:
                 dropped += line
         self._keep_superseded(dropped.decode())
-        before, self._file = self._file, self._open_past(step)
-        before.close()
+        old_file, self._file = self._file, self._open_past(step)
+        old_file.close()
         self._unwritten = kept
 
     def _keep_superseded(self, lines: str) -> None:
@@ -92,12 +93,12 @@ class JsonLines:
     def write(self, record: Record) -> None:
         """Append the record.  If the disk is full or unavailable, keep the line in memory and retry later."""
         had_failed = bool(self._unwritten)
-        # Without secrets, and with None in place of non-finite numbers, which JSON lacks.
+        # Mask secrets, and write None in place of non-finite numbers, which JSON does not have.
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         line = {k: redact(v) if isinstance(v, str) and k != "kind" else v for k, v in finite.items()}
         self._unwritten += json.dumps(line).encode() + b"\n"
         try:
-            self._put_back(_DELETED_FOR_S)
+            self._restore_file(_RESTORE_AFTER_S)
             self._flush()
         except OSError as error:
             if not had_failed:
@@ -107,35 +108,35 @@ class JsonLines:
         while self._unwritten:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
-    def _put_back(self, after_s: float) -> None:
-        """Recover from the file having been deleted or replaced.
+    def _restore_file(self, after_s: float) -> None:
+        """Restore the file if it was deleted, or continue in the new one if it was replaced.
 
-        A deleted file is written again, since its content can still be read through the open descriptor.  If it was
-        replaced, continue in the new file.  Wait until `after_s` seconds after the file was first found missing:
-        otherwise a command that is deleting the entire folder would fail because the folder is not empty.
+        A deleted file is written again, since its content can still be read through the open descriptor.  This happens
+        no earlier than `after_s` seconds after the file was first found missing: otherwise a command that is deleting
+        the entire folder would fail because the folder is not empty.
         """
-        own = os.fstat(self._file.fileno())
+        opened = os.fstat(self._file.fileno())
         try:
-            there = os.stat(self._path.name, dir_fd=self._folder)
+            current = os.stat(self._path.name, dir_fd=self._folder)
         except FileNotFoundError:
-            there = None
-        if there is not None and (own.st_nlink or os.path.samestat(there, own)):
-            self._missed_at = None
+            current = None
+        if current is not None and (opened.st_nlink or os.path.samestat(current, opened)):
+            self._missing_since = None
             return
-        self._missed_at = time.monotonic() if self._missed_at is None else self._missed_at
-        if time.monotonic() - self._missed_at < after_s:
+        self._missing_since = time.monotonic() if self._missing_since is None else self._missing_since
+        if time.monotonic() - self._missing_since < after_s:
             return
         try:
-            self._continue_in_folder(with_content=there is None)
+            self._continue_in_folder(with_content=current is None)
         except FileNotFoundError:  # the folder itself was deleted: its owner reports that and calls `move_to`
             return
-        warn(f"{self._path} was {'deleted: it was written again' if there is None else 'replaced: it is continued'}")
+        warn(f"{self._path} was {'deleted: it was written again' if current is None else 'replaced: it is continued'}")
 
     def move_to(self, folder: Path) -> None:
         """Continue the file in another folder, copying its content unless the file already exists there."""
-        before, self._path = self._folder, folder / self._path.name
+        old_folder, self._path = self._folder, folder / self._path.name
         self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        os.close(before)
+        os.close(old_folder)
         self._continue_in_folder(with_content=not self._path.exists())
         self._flush()
 
@@ -143,14 +144,14 @@ class JsonLines:
         """Open the file of the same name in the folder.  `with_content`: queue the previous content for writing."""
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         descriptor = os.open(self._path.name, flags, 0o666, dir_fd=self._folder)
-        before, self._file = self._file, io.FileIO(descriptor, "a+b")
+        old_file, self._file = self._file, io.FileIO(descriptor, "a+b")
         if with_content:
-            self._unwritten = content_of(before.fileno()) + self._unwritten
-        before.close()
+            self._unwritten = content_of(old_file.fileno()) + self._unwritten
+        old_file.close()
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._put_back(0.0)
+            self._restore_file(0.0)
             self._flush()
         if self._unwritten:
             warn(f"{self._path}: {self._unwritten.count(b'}')} lines could not be written")
@@ -158,16 +159,17 @@ class JsonLines:
         os.close(self._folder)
 
 
-_DELETED_FOR_S = 1.0
+_RESTORE_AFTER_S = 1.0
 """Seconds after which a missing metrics file is written again."""
 
 SUPERSEDED = "metrics_superseded.jsonl"
-"""File for the lines that a resume removed from the metrics because the run was going to write them again."""
+"""File for the lines that a resume removed from the metrics because the run will write them again."""
 
 _WRITTEN_AGAIN = ("train", "eval", "profile", "sample", "norms")
+"""Kinds of records that a resumed run writes again."""
 
 
-def _stays(record: Mapping[str, Any], resumed_step: int) -> bool:
+def _is_kept(record: Mapping[str, Any], resumed_step: int) -> bool:
     return record.get("kind") not in _WRITTEN_AGAIN or record["step"] <= resumed_step
 
 
@@ -201,12 +203,12 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)  # type: ignore[no-untyped-call]
 
     def write(self, record: Record) -> None:
-        if record.kind in _DRAWN and not self._failed:
+        if record.kind in _PLOTTED and not self._failed:
             try:
                 for name, value in _numbers(record).items():
                     self._writer.add_scalar(f"{record.kind}/{name}", value, record.step)  # type: ignore[no-untyped-call]
                 self._writer.flush()  # type: ignore[no-untyped-call]
-            except Exception as error:  # of the file system or of the client: the run goes on without events
+            except Exception as error:  # of the file system or the client: the run continues without events
                 self._failed = True
                 warn(f"TensorBoard events cannot be written; continuing without them: {error}")
 
@@ -225,16 +227,16 @@ class WandB:
 
     FINISH_S = 10.0
     _TEARDOWN_S = 1.0
-    _MAX_WAITING = 10_000
+    _QUEUE_SIZE = 10_000
 
     def __init__(self, config: RunConfig, warn: Callable[[str], None], restored_id: str | None = None) -> None:
         self._config, self._warn = config, warn
         self._folder = config.run_dir / "wandb"
         self._folder.mkdir(parents=True, exist_ok=True)
-        self.id = _remembered_id(self._folder, restored_id)
-        self._records: queue.Queue[Record | None] = queue.Queue(self._MAX_WAITING)
-        self._is_given_up = False
-        self._others = _services()
+        self.id = _stored_id(self._folder, restored_id)
+        self._records: queue.Queue[Record | None] = queue.Queue(self._QUEUE_SIZE)
+        self._has_timed_out = False
+        self._other_services = _service_pids()
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
 
@@ -246,19 +248,19 @@ class WandB:
         self.write(None)  # type: ignore[arg-type]
         self._thread.join(self.FINISH_S)
         if self._thread.is_alive():
-            self._is_given_up = True
+            self._has_timed_out = True
             self._warn(f"Weights & Biases did not finish within {self.FINISH_S:.0f} s; the run ends without it")
             # The client offers no other way to stop its service process at this point, which would otherwise outlive
             # this process by up to a minute while it retries.  The data remains in the run folder for `wandb sync`.
-            for service in _services() - self._others:
+            for pid in _service_pids() - self._other_services:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(service, signal.SIGKILL)
-            ending = threading.Thread(target=self._tear_down, name="wandb-teardown", daemon=True)
-            ending.start()
-            ending.join(self._TEARDOWN_S)
+                    os.kill(pid, signal.SIGKILL)
+            teardown = threading.Thread(target=self._tear_down, name="wandb-teardown", daemon=True)
+            teardown.start()
+            teardown.join(self._TEARDOWN_S)
 
     def _tear_down(self) -> None:
-        """Remove the client's exit hook, which would wait for the service at interpreter exit."""
+        """Remove the client's exit hook, which would wait for the service when the interpreter exits."""
         import wandb
 
         with contextlib.suppress(Exception):
@@ -268,11 +270,11 @@ class WandB:
         try:
             run = self._start()
             while (record := self._records.get()) is not None:
-                if record.kind in _DRAWN:
+                if record.kind in _PLOTTED:
                     run.log({f"{record.kind}/{k}": v for k, v in _numbers(record).items()} | {"step": record.step})
             run.finish()
         except Exception as error:  # a failure of W&B must not stop training
-            if not self._is_given_up:
+            if not self._has_timed_out:
                 self._warn(f"Weights & Biases failed; continuing without it: {type(error).__name__}: {error}")
 
     def _start(self) -> Any:
@@ -300,28 +302,28 @@ class WandB:
         return run
 
 
-def _services() -> set[int]:
+def _service_pids() -> set[int]:
     """Return the process IDs of the W&B service processes that this process started."""
-    found = set()
+    pids = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            name, _, rest = path.read_text(errors="replace").rpartition(")")
-            if name.endswith("(wandb-core") and int(rest.split()[1]) == os.getpid():
-                found.add(int(path.parent.name))
-    return found
+            name, _, fields = path.read_text(errors="replace").rpartition(")")
+            if name.endswith("(wandb-core") and int(fields.split()[1]) == os.getpid():
+                pids.add(int(path.parent.name))
+    return pids
 
 
-def _remembered_id(folder: Path, restored: str | None) -> str:
+def _stored_id(folder: Path, restored: str | None) -> str:
     """Return the W&B run ID, created once and stored in the folder so that a resumed run continues its curves."""
     path = folder / "id"
-    known = path.read_text() if path.exists() else ""
-    if not known:  # no file, or an empty one because the disk was full
-        known = restored or os.urandom(4).hex()
-        write_atomically(path, known)
-    return known
+    run_id = path.read_text() if path.exists() else ""
+    if not run_id:  # no file, or an empty one because the disk was full
+        run_id = restored or os.urandom(4).hex()
+        write_atomically(path, run_id)
+    return run_id
 
 
-_DRAWN = ("train", "eval", "norms")
+_PLOTTED = ("train", "eval", "norms")
 """Record kinds that are plotted over steps."""
 
 
@@ -329,7 +331,10 @@ def _numbers(record: Record) -> dict[str, float]:
     """Return the numeric fields of a record, with per-layer fields flattened to `grad_norm/<layer>`."""
     flat: dict[str, Any] = {}
     for name, value in record.items():
-        flat |= {f"{name}/{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
+        if isinstance(value, dict):
+            flat |= {f"{name}/{key}": item for key, item in value.items()}
+        else:
+            flat[name] = value
     return {
         name: value
         for name, value in flat.items()
@@ -359,7 +364,7 @@ class Metrics:
         self._config = config
         self.clock = Clock()
         self.console: ConsoleSink | None = None
-        """The console, or None on ranks other than 0."""
+        """The console on rank 0, otherwise None."""
         if is_main:
             stream = cast(TextIO, NonBlockingStream(sys.stdout))
             self.console = ConsoleSink(config.train.steps, find_screen(stream), stream.close)
@@ -368,10 +373,9 @@ class Metrics:
         self._sinks: list[Sink] = []
         self._ledger = TimeLedger()
         self.before: dict[str, Any] = {}
-        """Fields of the start record about earlier attempts (lost steps, where the time went) and about the clock of
-        this attempt."""
+        """Fields of the start record: lost steps and wall time of earlier attempts, and this attempt's clock."""
         self.latest: dict[str, Record] = {}
-        """The last record of each kind.  Empty on ranks other than 0."""
+        """The last record of each kind, on rank 0; empty on other ranks."""
         self.wandb_id: str | None = None
         """ID of the run in Weights & Biases, or None before one exists.  The same on all ranks, and saved in
         checkpoints so that every attempt continues the same W&B run."""
@@ -391,8 +395,8 @@ class Metrics:
         clock = {"boot": self.clock.boot, "booted": self.clock.booted}
         self.before = {"lost_steps": file.lost_steps, "before": before, **clock}
         self._ledger.remember(file.ledger)
-        kept = self._log_file = LogFile(path.parent / LOG)
-        self._log = ConsoleSink(self._config.train.steps, PlainScreen(cast(TextIO, kept)), kept.close)
+        log_file = self._log_file = LogFile(path.parent / LOG)
+        self._log = ConsoleSink(self._config.train.steps, PlainScreen(cast(TextIO, log_file)), log_file.close)
         self._log.say(f"-- {time.strftime('%Y-%m-%d %H:%M:%S')}")
         self._sinks = [file, self.console, self._log]
         if self._config.log.prompts:
@@ -437,7 +441,7 @@ class Metrics:
         return record
 
     def experience(self) -> RunHistory:
-        """Return the history of saves and failures over all attempts.  Empty on ranks other than 0."""
+        """Return the history of saves and failures over all attempts, on rank 0; an empty one on other ranks."""
         return self._ledger.experience()
 
     def totals(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Times each training step, counts good and skipped steps, and writes one record per logged step.
 
 On a GPU, the loss and gradient norm of a step are read, and its line is written, only after the next step has been
-queued, so the host never waits for an otherwise idle device.  A step is therefore counted and timed when its numbers
-arrive on the host.
+queued, so the device is never idle while the host waits.  A step is therefore counted and timed when its numbers arrive
+on the host.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Update:
         self.num_targets = num_targets
         self._numbers = HostScalars(loss, grad_norm)
 
-    def ended_at(self, before: Update | None, before_at: float) -> float | None:
+    def ended_at(self, previous: Update | None, previous_end: float) -> float | None:
         """Return the `time.perf_counter` time at which the device finished the step.  Waits for the device.
 
-        Returns None if the numbers were on the host from the start, so that the step was finished when it returned.
+        Returns None if the numbers were on the host from the start, so the step was finished when it returned.
 
-        before, before_at: the previous step and the time at which it ended.
+        previous, previous_end: the previous step and the time at which it ended.
         """
-        return self._numbers.arrived_at(None if before is None else before._numbers, before_at)
+        return self._numbers.arrived_at(None if previous is None else previous._numbers, previous_end)
 
     @property
     def loss(self) -> float:
@@ -78,7 +78,7 @@ class _Queued:
     began_at: float
     data_s: float
     is_profiled: bool
-    closed_at: float = 0.0
+    host_ended_at: float = 0.0
     """Time at which the host finished the step."""
     seconds: float = 0.0
     means: StepMeans | None = None
@@ -102,24 +102,25 @@ class StepMetrics:
         self.productive_s = 0.0
         """Total seconds of all steps that were not skipped."""
         self.step_s = 0.0
-        """Seconds of the last step.  0 until the second step, because the first one compiles and allocates."""
+        """Duration of the last step in seconds; 0 for the first step, which compiles and allocates."""
         self.evaluated_step: int | None = None
         """The step of the last evaluation."""
         self.is_saved_after: Callable[[int], bool] = lambda step: False
         """Returns whether a save follows the given step."""
         self._latest: Update | None = None
-        self._ended: tuple[Update | None, float] = None, 0.0
-        """The last measured step and the time at which it ended."""
+        self._last_measured: Update | None = None
+        self._last_end = 0.0
+        """The time at which the last measured step ended."""
         self.pending: _Queued | None = None
         """The step that has not been counted yet, if any."""
-        self._logged, self._logged_aside = LoggedSums(run.world, TRAIN_FIELDS), LoggedSums(run.world, EVAL_FIELDS)
+        self._logged, self._logged_elsewhere = LoggedSums(run.world, TRAIN_FIELDS), LoggedSums(run.world, EVAL_FIELDS)
         self.restart()
 
     def restart(self) -> None:
         """Reset the measurements at the start of a training loop."""
         if self.pending is not None:
-            self._measured(self.pending)  # left over from the previous loop
-        self._meter, self._num_steps = StepTimer(), 0
+            self._measured(self.pending)  # from the previous loop
+        self._timer, self._num_steps = StepTimer(), 0
         self._memory_gib = peak_memory_gib(self._world.device)
         self._started = self._data_s = 0.0
 
@@ -140,17 +141,17 @@ class StepMetrics:
 
     def take(self, batches: Iterator[Any], number: int) -> list[Any]:
         """Return the micro-batches of the step.  Raises TrainingFailed if the loader is exhausted."""
-        taken = list(islice(batches, number))
-        if len(taken) < number:
+        micro_batches = list(islice(batches, number))
+        if len(micro_batches) < number:
             raise TrainingFailed(f"step {self._state.step + 1}: the loader from build_loader ended; it must be endless")
         self._data_s = time.perf_counter() - self._started
         self._watchdog.enter("forward")
-        return taken
+        return micro_batches
 
     def record(self, update: Update, lr: float, flops_per_token: Callable[[], float], is_last: bool) -> Record:
         """Finish the step that the state has just counted and return its record.
 
-        If a line is due, the record is also written: immediately, or, if `reads_late`, once the step's numbers have
+        If a line is due, the record is also written: immediately, or with `reads_late` once the step's numbers have
         been read.  `flops_per_token` walks all modules of the model, so it is called only when `mfu` is read.
 
         Collective if a line is due: one small CPU all-reduce, plus those of `LoggedSums.take`.  Raises TrainingFailed
@@ -165,13 +166,13 @@ class StepMetrics:
         self._latest = update
         logged: Fields = {}
         if is_line:  # communicate while the device is busy
-            mine = (peak_memory_gib(self._world.device), *self._logged.news())
-            self._memory_gib, *news = self._world.max(mine)
-            logged = self._logged.take(news)
+            values = (peak_memory_gib(self._world.device), *self._logged.flags())
+            self._memory_gib, *flags = self._world.max(values)
+            logged = self._logged.take(flags)
         record = self._train_record(queued, lr, flops_per_token, logged)
-        queued.line, queued.closed_at = record if is_line else None, time.perf_counter()
+        queued.line, queued.host_ended_at = record if is_line else None, time.perf_counter()
         self._metrics.progress(step)
-        # Evaluation and saving are timed separately: settle this step first so that their times do not include it and
+        # Evaluation and saving are timed separately: settle this step first, so that their times do not include it and
         # its line is written before theirs.
         if is_needed or not self.reads_late or self._config.eval.due(step) or self.is_saved_after(step):
             self.settle()
@@ -185,12 +186,12 @@ class StepMetrics:
         """
         if queued.means is None:
             update = queued.update
-            ended_at = update.ended_at(*self._ended) or queued.closed_at
-            queued.seconds = ended_at - max(queued.began_at, self._ended[1])
-            self._ended = update, ended_at
+            ended_at = update.ended_at(self._last_measured, self._last_end) or queued.host_ended_at
+            queued.seconds = ended_at - max(queued.began_at, self._last_end)
+            self._last_measured, self._last_end = update, ended_at
             loss = None if update.skipped else update.loss
-            self._meter.count(queued.seconds, queued.data_s, update.num_targets, queued.is_profiled, loss)
-            queued.means = self._meter.read()
+            self._timer.count(queued.seconds, queued.data_s, update.num_targets, queued.is_profiled, loss)
+            queued.means = self._timer.read()
             self.step_s = queued.seconds if self._num_steps else 0.0
             self._num_steps += 1
             self._forecast.count(queued.seconds, queued.is_profiled)
@@ -211,7 +212,7 @@ class StepMetrics:
         if queued.line is not None:
             self._metrics.write(queued.line)
             self.horizon.trained(queued.line)
-            self._meter = StepTimer()
+            self._timer = StepTimer()
 
     @property
     def grad_norm(self) -> float:
@@ -234,12 +235,12 @@ class StepMetrics:
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Collect the fields logged inside the block for the evaluation record."""
-        self._logged, self._logged_aside = self._logged_aside, self._logged
-        self._logged.clear()  # drop leftovers of an evaluation that was aborted
+        self._logged, self._logged_elsewhere = self._logged_elsewhere, self._logged
+        self._logged.clear()  # an earlier evaluation may have been aborted
         try:
             yield
         finally:
-            self._logged, self._logged_aside = self._logged_aside, self._logged
+            self._logged, self._logged_elsewhere = self._logged_elsewhere, self._logged
 
     def _train_record(self, queued: _Queued, lr: float, flops_per_token: Callable[[], float], logged: Fields) -> Record:
         update, skipped_before = queued.update, self._skips.total
@@ -257,7 +258,7 @@ class StepMetrics:
             mfu=lambda: self._mfu(flops_per_token, self._measured(queued).step_s),
             peak_memory_gib=self._memory_gib,
             skipped=lambda: skipped_before + update.skipped,
-            **({"profiled": True} if queued.is_profiled and not self._meter.has_steps else {}),
+            **({"profiled": True} if queued.is_profiled and not self._timer.has_steps else {}),
             **logged | self._epochs(),
         )
 
@@ -272,13 +273,13 @@ class StepMetrics:
         Collective: one small CPU all-reduce, plus those of `LoggedSums.take`.
         """
         self.evaluated_step = step
-        loss_sum, count_of_all, *news = self._world.sum([float(total), count, *self._logged.news()])
-        logged, loss = self._logged.take(news) | self._epochs(), loss_sum / (count_of_all or 1)
+        loss_sum, total_count, *flags = self._world.sum([float(total), count, *self._logged.flags()])
+        logged, loss = self._logged.take(flags) | self._epochs(), loss_sum / (total_count or 1)
         eval_s = time.perf_counter() - started
         source = getattr(eval_loader, "source", None)
         bits = source.bits_per_byte(loss) if isinstance(source, Source) else None
-        shown = {} if bits is None else {"bits_per_byte": bits}
-        return self._metrics.write(Record(kind="eval", step=step, loss=loss, **shown, eval_s=eval_s, **logged))
+        extra = {} if bits is None else {"bits_per_byte": bits}
+        return self._metrics.write(Record(kind="eval", step=step, loss=loss, **extra, eval_s=eval_s, **logged))
 
     def _mfu(self, flops_per_token: Callable[[], float], step_s: float) -> float | None:
         """Return the model FLOPs utilization, or None if the device's peak is unknown.
@@ -300,8 +301,8 @@ def peak_flops(device: torch.device) -> float | None:
     """Return the device's peak bf16 FLOP/s, or None if it is unknown (CPUs, unlisted GPUs)."""
     if device.type != "cuda":
         return None
-    sheet = find_device(torch.cuda.get_device_name(device))
-    return None if sheet is None else sheet.bf16_flops
+    specifications = find_device(torch.cuda.get_device_name(device))
+    return None if specifications is None else specifications.bf16_flops
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -321,10 +322,10 @@ def _peak_resident() -> int:
 
     Prefers /proc, because the value from getrusage may be that of the program that started this one.
     """
-    if (most := _read_status("VmHWM")) is not None:
-        return most
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    if (peak := _read_status("VmHWM")) is not None:
+        return peak
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _read_status(name: str) -> int | None:
@@ -410,7 +411,7 @@ class SkipCounter:
         self.total = 0
         self.in_a_row = 0
         self.failed_since: int | None = None
-        """The last good step if too many steps have been skipped since, otherwise None."""
+        """The last good step, if too many steps have been skipped since; otherwise None."""
 
     def count(self, loss: float, grad_norm: float, step: int) -> None:
         """Count a step, which was skipped if either value is not finite.  The values are the same on all ranks.
@@ -458,6 +459,7 @@ Fields: TypeAlias = dict[str, float | Callable[[], float | None]]
 """Fields of a record, some of which are computed when first read."""
 
 _NUM_SUMS = 3
+"""Sums per field: the values, the divisors, and how often a divisor was given."""
 
 
 class LoggedSums:
@@ -467,9 +469,9 @@ class LoggedSums:
     never communicate, and lines without logged fields need no extra collective.
     """
 
-    def __init__(self, world: World, taken: Collection[str]) -> None:
-        """`taken`: names of the standard fields of the record, which logged fields must not use."""
-        self._world, self._taken = world, taken
+    def __init__(self, world: World, standard_fields: Collection[str]) -> None:
+        """`standard_fields`: names in every record of this kind, which logged fields must not use."""
+        self._world, self._standard_fields = world, standard_fields
         self._names: list[str] = []  # known to all ranks, in the same order
         self._sums: dict[str, list[Amount]] = {}
 
@@ -478,7 +480,7 @@ class LoggedSums:
 
         Raises UserError if `name` is a standard field of the record.
         """
-        if name in self._taken:
+        if name in self._standard_fields:
             raise UserError(f"log: {name!r} is a field that every record of this kind has; choose another name")
         sums = self._sums.setdefault(name, [0.0] * _NUM_SUMS)
         for number, amount in enumerate((value, 0.0 if over is None else over, float(over is not None))):
@@ -488,35 +490,36 @@ class LoggedSums:
         """Discard everything added since the last line."""
         self._sums = {}
 
-    def news(self) -> list[bool]:
+    def flags(self) -> list[bool]:
         """Return the flags to reduce over all ranks before calling `take`.
 
-        The first flag is True if this rank has a name that other ranks may not know.  The others say, for each name
+        The first flag is True if this rank has a name that other ranks may not know.  The others tell, for each name
         known to all ranks, whether this rank has added to it.
         """
         return [not self._sums.keys() <= set(self._names), *(name in self._sums for name in self._names)]
 
-    def take(self, news: Sequence[float]) -> Fields:
+    def take(self, flags: Sequence[float]) -> Fields:
         """Return the fields summed over all ranks, and reset the sums.  A mean over nothing is None.
 
-        Reading a field waits for the device; this call does not.  `news` holds the flags of all ranks, reduced by sum
-        or max: an entry is 0 if it is False on all ranks.
+        Reading a field waits for the device; this call does not.  `flags`: those of all ranks, reduced by sum or max,
+        so that an entry is 0 if it is False on all ranks.
         Collective: one all-gather if any rank has a new name, and one all-reduce on the device if there are any fields.
         """
-        added = {name for name, is_added in zip(self._names, news[1:], strict=True) if is_added}
-        if news[0]:
-            found = dict.fromkeys(name for names in self._world.gather(list(self._sums)) for name in names)
-            self._names += [name for name in found if name not in self._names]
-            added = set(found)
+        added = {name for name, is_added in zip(self._names, flags[1:], strict=True) if is_added}
+        if flags[0]:
+            on_any_rank = dict.fromkeys(name for names in self._world.gather(list(self._sums)) for name in names)
+            self._names += [name for name in on_any_rank if name not in self._names]
+            added = set(on_any_rank)
         names = [name for name in self._names if name in added]
-        own = [amount for name in names for amount in self._sums.get(name, [0.0] * _NUM_SUMS)]
+        amounts = [amount for name in names for amount in self._sums.get(name, [0.0] * _NUM_SUMS)]
         self._sums = {}
         if not names:
             return {}
-        sums = HostScalars(*self._world.sum_on_device(stack_scalars(own, self._world.device)).unbind())
-        return {name: partial(_field, sums, number) for number, name in enumerate(names)}
+        sums = HostScalars(*self._world.sum_on_device(stack_scalars(amounts, self._world.device)).unbind())
+        return {name: partial(_field_value, sums, number) for number, name in enumerate(names)}
 
 
-def _field(sums: HostScalars, number: int) -> float | None:
+def _field_value(sums: HostScalars, number: int) -> float | None:
+    """Return field `number` of the sums: a mean if any rank gave a divisor, otherwise a sum."""
     value, over, num_means = sums.read()[_NUM_SUMS * number : _NUM_SUMS * (number + 1)]
     return value if not num_means else value / over if over else None

@@ -16,7 +16,7 @@ from trainer.files import write_atomically
 
 
 class StopCriterion:
-    """Decides at which step a run ends.  The state is identical on all ranks."""
+    """Decides at which step a run ends, the same on all ranks."""
 
     may_be_absent = True
     """Older checkpoints do not contain this state."""
@@ -55,15 +55,15 @@ class StopCriterion:
         return 0 < self._eval.patience <= self.num_worse
 
     def is_reached(self, step: int) -> bool:
-        """Return whether the run ends at `step`.  Call after the step and its evaluation, if due, are complete."""
+        """Return whether the run ends at `step`.  Call it after the step, and after its evaluation if one is due."""
         return step >= self.num_steps or self.has_lost_patience
 
     def may_end_at(self, step: int) -> bool:
-        """Return whether the run may end at `step`, judging by what is known before its evaluation."""
+        """Return whether the run may end at `step`, as far as is known before its evaluation."""
         return step == self.num_steps or (self._eval.patience > 0 and self._eval.due(step))
 
     def reason(self, step: int) -> str:
-        """Return why the run ends at `step`, as text."""
+        """Return why the run ends at `step`."""
         if step >= self.num_steps or not self.has_lost_patience:
             return "train.steps reached"
         best = f", which is {self.best[0]:.4f} at step {self.best[1]}" if self.best else ""
@@ -72,8 +72,8 @@ class StopCriterion:
     def loaded(self, is_own: bool) -> None:
         """Handle a loaded checkpoint.
 
-        If it belongs to another run (`is_own` is False), reset the best evaluation: that run's checkpoints are not in
-        this run's folder.
+        If it belongs to a different run (`is_own` is False), reset the best evaluation, because that run's checkpoints
+        are not in this run's folder.
         """
         if not is_own:
             self.best, self.num_worse, self._latest = None, 0, None
@@ -142,14 +142,14 @@ class RangeTest(StopCriterion):
     def closing_lines(self, folder: Path) -> list[str]:
         lr = suggested_lr(self.points)
         points = [{"lr": lr, "loss": loss if math.isfinite(loss) else None} for lr, loss in self.points]
-        where = f"  every step of the test: {folder / FILE}"
+        note = f"  every step of the test: {folder / FILE}"
         try:
             write_atomically(folder / FILE, json.dumps({"suggested_lr": lr, "points": points}) + "\n")
         except OSError as error:
-            where = f"  {folder / FILE} cannot be written: {error}"
+            note = f"  {folder / FILE} cannot be written: {error}"
         if lr is None:
-            return ["no learning rate to suggest: the loss did not fall; try another schedule.lr_range", where]
-        return [f"suggested: optim.lr={lr:.1e}, where the loss fell fastest", where]
+            return ["no learning rate to suggest: the loss did not fall; try another schedule.lr_range", note]
+        return [f"suggested: optim.lr={lr:.1e}, where the loss fell fastest", note]
 
     def state_dict(self) -> dict[str, Any]:
         points = [(lr, loss if math.isfinite(loss) else None) for lr, loss in self.points]
@@ -166,18 +166,18 @@ def suggested_lr(points: Sequence[tuple[float, float]]) -> float | None:
     The slope is taken with respect to the logarithm of the learning rate, up to the minimum of the smoothed loss.
     `points` are pairs (learning rate, loss) in order of rising learning rate.
     """
-    good = [(lr, loss) for lr, loss in points if math.isfinite(loss) and lr > 0]
-    if len(good) < 3:
+    finite = [(lr, loss) for lr, loss in points if math.isfinite(loss) and lr > 0]
+    if len(finite) < 3:
         return None
     means = []
-    for place in range(len(good)):
-        half = min(_HALF_WINDOW, place, len(good) - 1 - place)
-        near = [loss for _, loss in good[place - half : place + half + 1]]
-        means.append(sum(near) / len(near))
+    for i in range(len(finite)):
+        half = min(_HALF_WINDOW, i, len(finite) - 1 - i)
+        window = [loss for _, loss in finite[i - half : i + half + 1]]
+        means.append(sum(window) / len(window))
     lowest = means.index(min(means))
     slopes = [
-        ((means[place + 1] - means[place - 1]) / math.log(good[place + 1][0] / good[place - 1][0]), place)
-        for place in range(1, min(lowest + 1, len(good) - 1))
+        ((means[i + 1] - means[i - 1]) / math.log(finite[i + 1][0] / finite[i - 1][0]), i)
+        for i in range(1, min(lowest + 1, len(finite) - 1))
     ]
-    steepest, place = min(slopes, default=(0.0, 0))
-    return good[place][0] if steepest < 0 else None
+    steepest, i = min(slopes, default=(0.0, 0))
+    return finite[i][0] if steepest < 0 else None

@@ -1,4 +1,4 @@
-"""Terminal screen, drawn with rich: a summary panel at the start, colored lines and a status bar."""
+"""A terminal screen drawn with rich: a summary panel at the start, colored lines and a status bar."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 _REFRESHES_PER_S = 4
-_BAR, _LEAST_BAR, _BESIDE_BAR = 40, 8, 32
+_MAX_BAR, _MIN_BAR, _BAR_TEXT = 40, 8, 32
 """Maximum and minimum width of the status bar, and the width reserved for the text next to it, in columns."""
 
 
@@ -49,7 +49,7 @@ class Terminal:
     def show_progress(self, step: int, num_steps: int, note: str) -> None:
         if self._live is None:
             return
-        width = max(_LEAST_BAR, min(_BAR, self._console.width - _BESIDE_BAR))
+        width = max(_MIN_BAR, min(_MAX_BAR, self._console.width - _BAR_TEXT))
         row = Table.grid(padding=(0, 1))
         row.add_row(ProgressBar(total=num_steps, completed=step, width=width), f"{step}/{num_steps}", note)
         self._live.update(row)

@@ -18,12 +18,12 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 KINDS = ("matmul", "attention", "other_kernels", "exposed_communication", "data", "host")
-"""The kinds of work that step time is attributed to.  If several are active at once, the first one counts."""
+"""The kinds of work to which step time is attributed.  If several are active at once, the first one counts."""
 
 MATMUL, ATTENTION, OTHER, COMMUNICATION, DATA, HOST = KINDS
 
 STEP = "ProfilerStep#"
-"""Prefix of the range of a step, followed by the step number.  Other trace viewers look for this name as well."""
+"""Prefix of a step's range, before the step number.  Trace viewers look for this name as well."""
 
 PHASE = "phase"
 """Category of the events that mark which phase of the step the rank is in."""
@@ -39,7 +39,7 @@ class Span(NamedTuple):
     lane: Any = None
     """The stream or thread that the span ran on."""
     launched_us: float | None = None
-    """When the host launched it; None means at its start."""
+    """When the host launched it; None if that was at its start."""
 
     @property
     def end_us(self) -> float:
@@ -51,16 +51,18 @@ def find_shares(spans: Iterable[Span], updates: Iterable[Span]) -> dict[str, flo
 
     Spans may overlap, on one lane or across lanes; time outside the steps is ignored.
     """
-    lasting = [(span, KINDS.index(span.kind)) for span in spans] + [(update, len(KINDS)) for update in updates]
+    numbered = [(span, KINDS.index(span.kind)) for span in spans] + [(update, len(KINDS)) for update in updates]
     edges = sorted(
-        (moment, which, change) for span, which in lasting for moment, change in ((span.start_us, 1), (span.end_us, -1))
+        (time_us, number, change)
+        for span, number in numbered
+        for time_us, change in ((span.start_us, 1), (span.end_us, -1))
     )
-    under_way, spent_us = [0] * (len(KINDS) + 1), dict.fromkeys(KINDS, 0.0)
-    for (moment, which, change), (until, *_) in pairwise(edges):
-        under_way[which] += change
-        if under_way[-1]:
-            kind = next((kind for kind, number in zip(KINDS, under_way, strict=False) if number), HOST)
-            spent_us[kind] += until - moment
+    num_active, spent_us = [0] * (len(KINDS) + 1), dict.fromkeys(KINDS, 0.0)
+    for (time_us, number, change), (next_us, *_) in pairwise(edges):
+        num_active[number] += change
+        if num_active[-1]:  # inside a step
+            kind = next((kind for kind, active in zip(KINDS, num_active, strict=False) if active), HOST)
+            spent_us[kind] += next_us - time_us
     total_us = sum(spent_us.values()) or 1.0
     return {kind: time_us / total_us for kind, time_us in spent_us.items()}
 
@@ -73,45 +75,48 @@ def cut_to_own_time(spans: Iterable[Span]) -> list[Span]:
     """
     pieces: list[Span] = []
     stack: list[Span] = []
-    reached_us = 0.0
+    position_us = 0.0
 
-    def give(until_us: float) -> None:
-        nonlocal reached_us
-        if stack and until_us > reached_us:
-            pieces.append(stack[-1]._replace(start_us=reached_us, duration_us=until_us - reached_us))
-        reached_us = max(reached_us, until_us)
+    def advance(time_us: float) -> None:
+        """Attribute the time up to `time_us` to the innermost span."""
+        nonlocal position_us
+        if stack and time_us > position_us:
+            pieces.append(stack[-1]._replace(start_us=position_us, duration_us=time_us - position_us))
+        position_us = max(position_us, time_us)
 
-    def close(until_us: float) -> None:
-        while stack and stack[-1].end_us <= until_us:
-            give(stack[-1].end_us)
+    def close_spans(time_us: float) -> None:
+        """Close the spans that have ended by `time_us`."""
+        while stack and stack[-1].end_us <= time_us:
+            advance(stack[-1].end_us)
             stack.pop()
 
     for span in sorted(spans, key=lambda span: (span.start_us, -span.duration_us)):
-        close(span.start_us)
-        give(span.start_us)
+        close_spans(span.start_us)
+        advance(span.start_us)
         kind, end_us = span.kind, span.end_us
         if stack:
             kind = stack[-1].kind if stack[-1].kind in (ATTENTION, COMMUNICATION, DATA) else kind
             end_us = min(end_us, stack[-1].end_us)
         stack.append(span._replace(kind=kind, duration_us=end_us - span.start_us))
-    close(float("inf"))
+    close_spans(float("inf"))
     return pieces
 
 
 def extend_to_device(updates: Iterable[Span], kernels: Sequence[Span]) -> list[Span]:
-    """Return the steps as the device sees them, since it may lag behind the host.
+    """Return the steps with their times on the device, which may lag behind the host.
 
-    Each step is extended until its last kernel has ended.  It begins when the host begins it, or when the previous step
-    has ended if that is later.
+    A step ends when its last kernel has ended.  It begins when the host begins it, or when the previous step has ended
+    if that is later.
     """
-    found: list[Span] = []
+    extended: list[Span] = []
     for update in sorted(updates, key=lambda update: update.start_us):
         launched = ((k.start_us if k.launched_us is None else k.launched_us, k.end_us) for k in kernels)
         ends = (end_us for launched_us, end_us in launched if update.start_us <= launched_us < update.end_us)
         end_us = max(ends, default=update.end_us)
-        start_us = max(update.start_us, found[-1].end_us) if found else update.start_us
-        found.append(update._replace(start_us=start_us, duration_us=max(update.end_us, end_us, start_us) - start_us))
-    return found
+        start_us = max(update.start_us, extended[-1].end_us) if extended else update.start_us
+        duration_us = max(update.end_us, end_us, start_us) - start_us
+        extended.append(update._replace(start_us=start_us, duration_us=duration_us))
+    return extended
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -119,7 +124,7 @@ def extend_to_device(updates: Iterable[Span], kernels: Sequence[Span]) -> list[S
 
 _ATTENTION = re.compile(r"scaled_dot_product|flash|fmha|sdpa|attention|attn", re.IGNORECASE)
 _FUSED_BY_INDUCTOR = re.compile(r"triton_(poi|red|per|for)_")
-"""Pointwise and reduction kernels.  The rest of the name lists operators, not all of which are in the kernel."""
+"""Pointwise and reduction kernels.  Operator names follow, not all of them of operators in the kernel."""
 _MATMUL_KERNEL = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|wgmma|splitk|matmul|(?<![a-z])(add|b|sc)?mm(?![a-z])")
 _MATMUL_OPERATOR = re.compile(
     r"::_?(mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|addr|int_mm|scaled_mm|grouped_mm|scaled_grouped_mm"
@@ -166,18 +171,18 @@ def find_events(text: str) -> tuple[int, Iterator[dict[str, Any]]]:
     The events are parsed lazily because there may be millions.  Both the function and the iterator raise ValueError if
     the text is not valid JSON or has no events.
     """
-    found = re.search(r'"traceEvents":\s*\[', text)
-    if found is None:
+    match = re.search(r'"traceEvents":\s*\[', text)
+    if match is None:
         raise ValueError("a trace without traceEvents")
+    begin = match.end()
 
-    def read(at: int) -> Iterator[dict[str, Any]]:
-        decoder, between = json.JSONDecoder(), re.compile(r"[\s,]*")
-        while not text.startswith("]", at := between.match(text, at).end()):  # type: ignore[union-attr]
-            event, at = decoder.raw_decode(text, at)
+    def read(position: int) -> Iterator[dict[str, Any]]:
+        decoder, separator = json.JSONDecoder(), re.compile(r"[\s,]*")
+        while not text.startswith("]", position := separator.match(text, position).end()):  # type: ignore[union-attr]
+            event, position = decoder.raw_decode(text, position)
             yield event
-        json.loads(text[:begin] + text[at:])
+        json.loads(text[:begin] + text[position:])  # everything around the events
 
-    begin = found.end()
     return begin, read(begin)
 
 
@@ -205,7 +210,7 @@ class Timeline:
     @classmethod
     def of(cls, events: Iterable[Mapping[str, Any]]) -> Timeline:
         """Build the timeline from trace events in Chrome's trace format with Kineto's categories."""
-        own, on_host = cls(), list[tuple[Span, Mapping[str, Any]]]()
+        timeline, on_host = cls(), list[tuple[Span, Mapping[str, Any]]]()
         launches: dict[int, float] = {}
         kernels: list[tuple[Span, int | None]] = []
         for event in events:
@@ -218,18 +223,18 @@ class Timeline:
             elif category in _LAUNCHES and "correlation" in arguments:
                 launches[arguments["correlation"]] = span.start_us
             elif category == PHASE:
-                own.phases.append(span._replace(kind=DATA if name == DATA else HOST))
+                timeline.phases.append(span._replace(kind=DATA if name == DATA else HOST))
             elif category == "user_annotation" and name.startswith(STEP):
-                own.updates.append(span._replace(name=name.removeprefix(STEP)))
+                timeline.updates.append(span._replace(name=name.removeprefix(STEP)))
             elif category == "user_annotation" and name.startswith("gloo:"):
-                own.collectives.append(span._replace(kind=COMMUNICATION))
+                timeline.collectives.append(span._replace(kind=COMMUNICATION))
             elif category in ("cpu_op", "user_annotation"):
                 on_host.append((span._replace(kind=kind_of_operator(name)), arguments))
-        own.updates.sort(key=lambda update: update.start_us)
-        own.kernels = [span._replace(launched_us=launches.get(by)) for span, by in kernels]  # type: ignore[arg-type]
-        threads = {update.lane for update in own.updates}
-        own.operators = _with_attention_backward([item for item in on_host if item[0].lane in threads])
-        return own
+        timeline.updates.sort(key=lambda update: update.start_us)
+        timeline.kernels = [span._replace(launched_us=launches.get(launch)) for span, launch in kernels]  # type: ignore[arg-type]
+        threads = {update.lane for update in timeline.updates}
+        timeline.operators = _with_attention_backward([item for item in on_host if item[0].lane in threads])
+        return timeline
 
     def shares(self) -> dict[str, float]:
         """Return the fraction of the step time spent in each of `KINDS`.  The fractions sum to 1.
@@ -244,22 +249,22 @@ class Timeline:
         return find_shares([*cut_to_own_time([*self.operators, *data]), *self.collectives], self.updates)
 
 
-def _with_attention_backward(found: Sequence[tuple[Span, Mapping[str, Any]]]) -> list[Span]:
-    """Return the operators, with those in the backward pass of attention also marked as attention.
+def _with_attention_backward(operators: Sequence[tuple[Span, Mapping[str, Any]]]) -> list[Span]:
+    """Return the operators, given with their arguments; those in the backward pass of attention become attention.
 
     Autograd numbers its nodes.  A forward operator carries the number of the next node to be created, so among
     operators with the same number the last one to begin created that node.  A backward operator carries the number of
     the node it belongs to.
     """
-    within_us, is_of_attention = 0.0, dict[Any, bool]()
-    for span, arguments in sorted(found, key=lambda item: item[0].start_us):
+    attention_end_us, is_of_attention = 0.0, dict[Any, bool]()
+    for span, arguments in sorted(operators, key=lambda item: item[0].start_us):
         if span.kind == ATTENTION:
-            within_us = max(within_us, span.end_us)
+            attention_end_us = max(attention_end_us, span.end_us)
         if not arguments.get("Fwd thread id"):
-            is_of_attention[arguments.get("Sequence number")] = span.start_us < within_us
+            is_of_attention[arguments.get("Sequence number")] = span.start_us < attention_end_us
     return [
         span._replace(kind=ATTENTION)
         if arguments.get("Fwd thread id") and is_of_attention.get(arguments.get("Sequence number"))
         else span
-        for span, arguments in found
+        for span, arguments in operators
     ]

@@ -45,25 +45,34 @@ OperatorId = tuple[str, int]
 """An expensive operator of a block: its kind, and its index among those of that kind in the block's forward pass."""
 
 
-def save_all_costly() -> Any:
-    """Return the contexts of `torch.utils.checkpoint` that save the outputs of all expensive operators."""
+Contexts = Callable[[Callable[..., CheckpointPolicy]], Any]
+"""Makes the pair of contexts for `torch.utils.checkpoint` from a policy."""
+
+
+def save_all_costly(contexts: Contexts = create_selective_checkpoint_contexts) -> Any:
+    """Return the contexts of `torch.utils.checkpoint` that save the outputs of all expensive operators.
+
+    `contexts` makes them from the policy; offloading has its own (`trainer.model.offload`).
+    """
 
     costly = {*_KINDS, _aten._scaled_mm.default}  # float8 matrix product
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operator in costly else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    return contexts(policy)
 
 
 @functools.cache
-def save_only(operator_ids: frozenset[OperatorId]) -> Callable[[], Any]:
+def save_only(
+    operator_ids: frozenset[OperatorId], contexts: Contexts = create_selective_checkpoint_contexts
+) -> Callable[[], Any]:
     """Return a function that creates the contexts in which the outputs of the operators in `operator_ids` are saved.
 
     Cached, so that equal sets share one function: compiled code is guarded on its identity.
     """
 
-    def contexts() -> Any:
+    def make() -> Any:
         counts: Counter[tuple[str, bool]] = Counter()
 
         def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -75,9 +84,9 @@ def save_only(operator_ids: frozenset[OperatorId]) -> Callable[[], Any]:
             counts[kind, context.is_recompute] += 1
             return CheckpointPolicy.MUST_SAVE if (kind, index) in operator_ids else CheckpointPolicy.PREFER_RECOMPUTE
 
-        return create_selective_checkpoint_contexts(policy)
+        return contexts(policy)
 
-    return contexts
+    return make
 
 
 # ---------------------------------------------------------------------------------------------------------------

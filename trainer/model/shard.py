@@ -17,13 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fully_shard as fully_shard_module
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from trainer.config import AUTO, FsdpSection, RunConfig, budget_of, find_slices
-from trainer.config.rules import compiles_blocks
+from trainer.config.rules import compiles_blocks, offloaded_share
 from trainer.errors import UserError, setting_error
 from trainer.model.float8 import apply_float8
 from trainer.model.network import build_network, storage_dtype
+from trainer.model.offload import ActivationOffload
 from trainer.model.recompute import OperatorId, choose_saved_operators, save_all_costly, save_only
 from trainer.model.units import ShardUnit, find_blocks, find_units, is_embedding_unit
 from trainer.recipe import Recipe
@@ -41,7 +42,8 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
     """
     train = config.train
     compiles = compiles_blocks(train.compile, mesh.device_type)
-    works_on_blocks = train.activation_checkpoint != "none" or compiles or train.float8 != "none"
+    share = offloaded_share(train.offload_activations)
+    works_on_blocks = train.activation_checkpoint != "none" or compiles or train.float8 != "none" or share > 0
     blocks = find_blocks(model, recipe) if works_on_blocks else []
     kept = saved_by_budget(model, blocks, config, train.activation_checkpoint, train.micro_batch_size)
     apply_float8(blocks, train.float8, mesh.device_type)
@@ -49,10 +51,13 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
     reshard = reshard_of_units(config.fsdp.reshard_after_forward, units, mesh.size(mesh.ndim - 1))
     if works_on_blocks:
         _check_blocks(blocks, units, config)
-        apply_activation_checkpointing(blocks, train.activation_checkpoint, kept)
+        offload = ActivationOffload(model, blocks, share, torch.device(mesh.device_type)) if share else None
+        apply_activation_checkpointing(blocks, train.activation_checkpoint, kept, None if compiles else offload)
         if compiles:
             for block in blocks:
                 block.compile(fullgraph=True)
+        if offload is not None:
+            offload.attach()
 
     forbid_view_outputs((*(module for unit in units for module in unit.modules), model))
     if is_unsharded(config, mesh.size(mesh.ndim - 1)):
@@ -122,7 +127,8 @@ def check_sharding(config: RunConfig) -> None:
 def _check_blocks(blocks: Sequence[nn.Module], units: Sequence[ShardUnit], config: RunConfig) -> None:
     """Raise UserError if a setting that applies to blocks cannot be applied."""
     train = config.train
-    for key, value in (("activation_checkpoint", train.activation_checkpoint), ("compile", train.compile)):
+    for key in ("activation_checkpoint", "compile", "offload_activations"):
+        value = getattr(train, key)
         if value not in ("none", AUTO, False) and not blocks:
             rule = f"recipe {config.recipe.name!r} lists no repeated blocks to apply it to"
             raise setting_error(f"train.{key}", value, rule, None)
@@ -203,24 +209,31 @@ def saved_by_budget(
 
 
 def apply_activation_checkpointing(
-    blocks: Sequence[nn.Module], setting: int | str, kept: Sequence[frozenset[OperatorId]] = ()
+    blocks: Sequence[nn.Module],
+    setting: int | str,
+    kept: Sequence[frozenset[OperatorId]] = (),
+    offload: ActivationOffload | None = None,
 ) -> None:
     """Wrap `blocks` so that what they save is recomputed in the backward pass.
 
     `full` saves only a block's input; `selective` also saves the outputs of matrix products and attention, and
     recomputes the cheap operators; `budget:<share>` saves the operators that `saved_by_budget` chose for each block.
     The block's `forward` is wrapped, not the block: names do not change, and FSDP's hooks stay outside, so that
-    recomputation finds the parameters gathered.  Source: Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022,
-    arXiv:2205.05198 (selective).
+    recomputation finds the parameters gathered.  With `offload`, the operators' outputs go to host memory; compiled
+    blocks do not need it, since what they save is visible from outside.  Source: Chen et al. 2016, arXiv:1604.06174;
+    Korthikanti et al. 2022, arXiv:2205.05198 (selective).
     """
     if setting == "none":
         return
     every = setting if isinstance(setting, int) else 1
+    make = create_selective_checkpoint_contexts if offload is None else offload.storing_contexts
     contexts: list[dict[str, Any]] = [{}] * len(blocks)
     if setting == "selective":
-        contexts = [{"context_fn": save_all_costly}] * len(blocks)
+        contexts = [{"context_fn": save_all_costly if offload is None else partial(save_all_costly, make)}] * len(
+            blocks
+        )
     elif kept:
-        contexts = [{"context_fn": save_only(places)} if places else {} for places in kept]
+        contexts = [{"context_fn": save_only(places, make)} if places else {} for places in kept]
     for block, context in list(zip(blocks, contexts, strict=True))[every - 1 :: every]:
         block.forward = _recomputed(block.forward, context)  # type: ignore[method-assign]
 

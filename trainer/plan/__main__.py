@@ -15,8 +15,8 @@
   --calibrate        measure this machine first, and use the result for this device from now on; under torchrun or
                      srun, also measure the links between ranks
 
-All keys of trainer.run can be overridden.  Exit codes: 2 for a mistake in the input; 3 if the run does not fit, or none
-of the choices of `auto` does.  The plan that needs least memory is still printed.
+All keys of trainer.run can be overridden.  Exit codes: 2 for a mistake in the input; 3 if the run does not fit, or no
+choice of the `auto` settings does.  The plan that needs the least memory is printed even then.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from trainer.errors import EXIT_DOES_NOT_FIT, EXIT_FINISHED, print_stderr, print
 from trainer.model.shard import check_sharding
 from trainer.plan.calibrate import calibrate
 from trainer.plan.machine import Machine, find_machine
-from trainer.plan.plan import Plan, make_plan, planned
+from trainer.plan.plan import Plan, make_plan, without_data
 from trainer.plan.search import Choice, NothingFits, fastest_choice, remedies, uses_auto
 from trainer.plan.show import draw, print_plan, to_json
 from trainer.recipe import add_working_folder_to_path
@@ -79,7 +79,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 
 def _plan(arguments: list[str]) -> int:
     arguments, allow_import = split_allow_import(arguments)
-    options, overrides = _read(arguments)
+    options, overrides = _parse(arguments)
     if options.recipe is None and not options.calibrates:
         raise no_recipe(_USAGE, overrides)
     config = load_config(options.recipe or "llama_small", overrides, allow_import, needs_weights=False)
@@ -92,7 +92,7 @@ def _plan(arguments: list[str]) -> int:
     memory_gib = options.memory_gib or config.run.memory_gib
     machine = find_machine(options.device, memory_gib, options.ranks_per_node, options.network_gbps)
     num_ranks = options.ranks or _num_ranks(config, machine)
-    config = planned(config)
+    config = without_data(config)
     mesh = check_config(config, num_ranks, min(num_ranks, machine.rates.ranks_per_node))
     config = resolve_context_method(config, min(num_ranks, machine.rates.ranks_per_node))
     check_sharding(config)
@@ -123,23 +123,22 @@ def _show(plan: Plan, choice: Choice | None, options: _Options) -> None:
 
 
 def _num_ranks(config: RunConfig, machine: Machine) -> int:
-    """Return the number of ranks set by the mesh, or up to one node's ranks that divide the global batch evenly."""
+    """Return the number of ranks that the mesh sets, or at most one node's ranks, by which the global batch divides."""
     per_node = machine.rates.ranks_per_node
     replicate, shard = config.mesh.replicate, per_node if config.mesh.shard == "node" else config.mesh.shard
     if not isinstance(shard, int) or replicate == 0 or shard == 0:
         return find_mesh_shape(config.mesh, per_node, per_node).num_ranks
     if replicate > 0 and shard > 0:
         return replicate * shard
-    known = max(replicate, shard, 1)
-    micro = config.train.micro_batch_size
-    at_a_time = known * (micro if isinstance(micro, int) else 1)
-    most = max(1, per_node // known)
-    return known * max(
-        (n for n in range(1, most + 1) if config.train.global_batch_size % (n * at_a_time) == 0), default=1
-    )
+    fixed = max(replicate, shard, 1)
+    micro_batch_size = config.train.micro_batch_size
+    sequences = fixed * (micro_batch_size if isinstance(micro_batch_size, int) else 1)
+    factors = range(1, max(1, per_node // fixed) + 1)
+    return fixed * max((n for n in factors if config.train.global_batch_size % (n * sequences) == 0), default=1)
 
 
-def _read(arguments: list[str]) -> tuple[_Options, list[str]]:
+def _parse(arguments: list[str]) -> tuple[_Options, list[str]]:
+    """Split the arguments into the planner's options and the overrides of configuration keys."""
     options, overrides = _Options(), []
     numbers = {"memory_gib": float, "ranks": int, "nproc": int, "ranks_per_node": int, "network_gbps": float}
     remaining = iter(arguments)
@@ -169,7 +168,7 @@ def _picture(text: str) -> Path:
     if path.suffix not in (".png", ".svg"):
         raise setting_error("--picture", text, "must be a file that ends in .png or .svg", f"{path.stem or 'plan'}.png")
     if not path.absolute().parent.is_dir():
-        raise setting_error("--picture", text, f"there is not a folder {path.absolute().parent}", path.name)
+        raise setting_error("--picture", text, f"there is no folder {path.absolute().parent}", path.name)
     return path
 
 

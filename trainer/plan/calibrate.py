@@ -1,4 +1,4 @@
-"""Measures the rates of this machine and stores them in the user's cache, where every later plan finds them.
+"""Measures the rates of this machine and stores them in the user's cache, for all later plans.
 
 A single process measures one device.  Under torchrun or srun, the ranks also measure the links between them.
 """
@@ -34,8 +34,8 @@ def calibrate(config: RunConfig, device: str | None = None) -> dict[str, Any]:
     bytes/s and seconds.  Collective in a distributed run.  Raises UserError if this machine has no such `device`.
     """
     world = World(config) if find_environment().is_distributed else None
-    found = world.device if world else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name = torch.cuda.get_device_name() if found.type == "cuda" else "cpu"
+    here = world.device if world else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = torch.cuda.get_device_name() if here.type == "cuda" else "cpu"
     if device is not None and device.lower() not in name.lower():
         raise setting_error("device", device, f"is not here; --calibrate measures this machine, {name}", "auto")
     dtypes = (torch.bfloat16, torch.float32)
@@ -43,12 +43,13 @@ def calibrate(config: RunConfig, device: str | None = None) -> dict[str, Any]:
         "measured": date.today().isoformat(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "matmul": {dtype.itemsize: _matmul(config, found, dtype) for dtype in dtypes},
-        "attention": {dtype.itemsize: _attention(config, found, dtype) for dtype in dtypes},
-        "memory": _memory(found),
-        "optimizer": _optimizer(found),
-        "kernel_s": _kernel(found),
-        "host_s": _host(found),
+        "matmul": {dtype.itemsize: _matmul(config, here, dtype) for dtype in dtypes},
+        "attention": {dtype.itemsize: _attention(config, here, dtype) for dtype in dtypes},
+        "memory": _memory(here),
+        "optimizer": _optimizer(here),
+        "kernel_s": _kernel(here),
+        "host_s": _host(here),
+        "host": _host_copies(here),
         **(_links(world) if world else {}),
     }
     if world is None or world.is_main:
@@ -64,17 +65,17 @@ def calibrate(config: RunConfig, device: str | None = None) -> dict[str, Any]:
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
     """Return the median time of one call in seconds, including its work on the device."""
 
-    def once(times: int) -> float:
+    def mean_s(num_calls: int) -> float:
         _synchronize(device)
         started = time.perf_counter()
-        for _ in range(times):
+        for _ in range(num_calls):
             work()
         _synchronize(device)
-        return (time.perf_counter() - started) / times
+        return (time.perf_counter() - started) / num_calls
 
-    once(2)
-    times = max(1, min(50, int(_BUDGET_S / 5 / max(once(1), 1e-7))))
-    return statistics.median(once(times) for _ in range(5))
+    mean_s(2)  # warm up
+    num_calls = max(1, min(50, int(_BUDGET_S / 5 / max(mean_s(1), 1e-7))))
+    return statistics.median(mean_s(num_calls) for _ in range(5))
 
 
 def _synchronize(device: torch.device) -> None:
@@ -82,15 +83,11 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def _width(config: RunConfig, device: torch.device) -> int:
-    """Return the model's width, capped at 1024 on a CPU so that a measurement stays within its time budget."""
-    width = getattr(config.model, "dim", None) or getattr(config.model, "width", None) or 1024
-    return int(width) if device.type == "cuda" else min(int(width), 1024)
-
-
 def _matmul(config: RunConfig, device: torch.device, dtype: torch.dtype) -> float:
-    width = _width(config, device)
+    """Return the FLOP/s of a matrix product of the model's width; smaller on a CPU, to stay within the time budget."""
+    width = int(getattr(config.model, "dim", None) or getattr(config.model, "width", None) or 1024)
     rows = min(config.data.seq_len, 8192 if device.type == "cuda" else 512)
+    width = width if device.type == "cuda" else min(width, 1024)
     a = torch.randn(rows, width, device=device, dtype=dtype)
     b = torch.randn(width, 4 * width, device=device, dtype=dtype)
     return 2.0 * rows * width * 4 * width / _seconds(lambda: a @ b, device)
@@ -124,6 +121,16 @@ def _optimizer(device: torch.device) -> float:
     return 7 * 4 * numel / _seconds(optimizer.step, device)
 
 
+def _host_copies(device: torch.device) -> float:
+    """Return the bytes per second of a copy to pinned host memory or back, whichever is slower."""
+    num_bytes = (256 if device.type == "cuda" else 16) * 2**20
+    on_device = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    on_host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    out_s = _seconds(lambda: on_host.copy_(on_device, non_blocking=True), device)
+    back_s = _seconds(lambda: on_device.copy_(on_host, non_blocking=True), device)
+    return num_bytes / max(out_s, back_s)
+
+
 def _links(world: World) -> dict[str, float]:
     """Measure the bandwidth into a rank and the latency of a collective, within a node and between nodes.
 
@@ -131,27 +138,27 @@ def _links(world: World) -> dict[str, float]:
     """
     local_size = world.env.local_world_size
     mesh = world.mesh_of(MeshShape(world.size // local_size, local_size))
-    found: dict[str, float] = {}
+    measured: dict[str, float] = {}
     for axis, rate, latency in ((SHARD, "link", "link_latency_s"), (REPLICATE, "network", "network_latency_s")):
         if axis not in (mesh.mesh_dim_names or ()) or mesh[axis].size() == 1:
             continue
         group, num_ranks = mesh.get_group(axis), mesh[axis].size()
-        small, large = (_gathering_s(group, num_ranks, size, world) for size in (2**16, 2**25))
-        found[rate] = (2**25 - 2**16) * (num_ranks - 1) / num_ranks / max(large - small, 1e-9)
-        found[latency] = small / math.log2(num_ranks)
-    return found
+        small_s, large_s = (_all_gather_s(group, num_ranks, size, world) for size in (2**16, 2**25))
+        measured[rate] = (2**25 - 2**16) * (num_ranks - 1) / num_ranks / max(large_s - small_s, 1e-9)
+        measured[latency] = small_s / math.log2(num_ranks)
+    return measured
 
 
-def _gathering_s(group: dist.ProcessGroup, num_ranks: int, num_bytes: int, world: World) -> float:
-    """Return the time in seconds, on the slowest rank, of an all-gather whose output has `num_bytes` bytes."""
-    whole = torch.empty(num_bytes // num_ranks * num_ranks, dtype=torch.uint8, device=world.device)
-    part = torch.empty(num_bytes // num_ranks, dtype=torch.uint8, device=world.device)
+def _all_gather_s(group: dist.ProcessGroup, num_ranks: int, num_bytes: int, world: World) -> float:
+    """Return the time in seconds, on the slowest rank, of an all-gather with an output of `num_bytes` bytes."""
+    output = torch.empty(num_bytes // num_ranks * num_ranks, dtype=torch.uint8, device=world.device)
+    shard = torch.empty(num_bytes // num_ranks, dtype=torch.uint8, device=world.device)
     times = []
     for _ in range(7):
         world.barrier()
         _synchronize(world.device)
         started = time.perf_counter()
-        all_gather_single(whole, part, group=group)
+        all_gather_single(output, shard, group=group)
         _synchronize(world.device)
         times.append(time.perf_counter() - started)
     return world.max([statistics.median(times)])[0]

@@ -1,6 +1,6 @@
 """Estimates the memory, the collectives and the time of one step, each by a `Watcher` of the simulated step.
 
-Memory: the peak per rank, when it occurs, and its breakdown by kind.
+Memory: the peak per rank, where in the step it occurs, and its breakdown by kind.
 
 Collectives: those that FSDP2 issues, by operation, mesh axis and size.  Sizes are those of the full tensor: the output
 of an all-gather, the input of a reduce-scatter, the buffer of an all-reduce.
@@ -14,7 +14,7 @@ algorithms for clusters of workstations".
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
@@ -43,13 +43,15 @@ class Memory:
     peak: Moment
     curve: tuple[Moment, ...]
     """One moment per mark of the step, in order, for the picture; empty unless requested."""
+    offloaded: int = 0
+    """Host memory of the rank for activations (`train.offload_activations`), in bytes."""
 
 
 _UPDATE = (-1, False)
 
 
 class _MemoryWatcher(Watcher):
-    """Watcher that sums allocations and frees."""
+    """Adds up allocations and frees, and remembers the peak."""
 
     def __init__(self, trace: Trace, at_rest: dict[Kind, int], draws: bool) -> None:
         self._trace, self._draws = trace, draws
@@ -59,6 +61,13 @@ class _MemoryWatcher(Watcher):
         self._peak: tuple[tuple[int, bool] | None, dict[Kind, int]] = (None, dict(self._live))
         self._peak_total = self._total
         self.curve: list[Moment] = []
+        self.offloaded = 0
+
+    def begin(self, repeats: int) -> None:
+        self.offloaded = 0  # each micro-batch frees its own
+
+    def offload(self, num_bytes: int) -> None:
+        self.offloaded += num_bytes
 
     def allocate(self, kind: Kind, num_bytes: int) -> None:
         self._live[kind] += num_bytes
@@ -71,12 +80,12 @@ class _MemoryWatcher(Watcher):
         self._total -= num_bytes
 
     def compute(self, segment: Segment, unit: int, is_backward: bool, accumulates: bool) -> None:
-        above = segment.peak_accumulating if accumulates else segment.peak
+        temporaries = segment.peak_accumulating if accumulates else segment.peak
         self._where = unit, is_backward
-        if self._total + above > self._peak_total:
-            self._note_peak(above)
+        if self._total + temporaries > self._peak_total:
+            self._note_peak(temporaries)
         if self._draws:
-            self.curve.append(Moment(self._place, self._with("temporaries", above)))
+            self.curve.append(Moment(self._name(self._where), self._with("temporaries", temporaries)))
         self._live["activations"] += segment.net
         self._total += segment.net
 
@@ -92,10 +101,6 @@ class _MemoryWatcher(Watcher):
     def _note_peak(self, temporaries: int) -> None:
         self._peak_total = self._total + temporaries
         self._peak = self._where, self._with("temporaries", temporaries)
-
-    @property
-    def _place(self) -> str:
-        return self._name(self._where)
 
     def _name(self, where: tuple[int, bool] | None) -> str:
         if where is None:
@@ -116,7 +121,7 @@ def memory_of(trace: Trace, layout: Layout, num_micro_batches: int, draws: bool 
     watcher = _MemoryWatcher(trace, at_rest(trace, layout), draws)
     Step(trace, layout, num_micro_batches, watcher).run()
     watcher.update(layout.muon.peak_bytes if layout.muon is not None else 0)
-    return Memory(watcher.peak, tuple(watcher.curve))
+    return Memory(watcher.peak, tuple(watcher.curve), watcher.offloaded)
 
 
 def at_rest(trace: Trace, layout: Layout) -> dict[Kind, int]:
@@ -146,7 +151,7 @@ class Collective(NamedTuple):
 
 
 class _CollectiveCounter(Watcher):
-    """Watcher that counts the collectives of a step."""
+    """Counts the collectives of a step."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -178,9 +183,9 @@ _NORM_BYTES, _LOSS_BYTES, _MESSAGE_BYTES = 4, 8, 8 * 8
 def collectives_of(trace: Trace, layout: Layout, num_micro_batches: int) -> Counter[Collective]:
     """Return the number of times that a step issues each kind of collective.
 
-    Besides FSDP's collectives, this counts the training step's three small all-reduces: the message in which the ranks
-    agree (through host memory), the squared gradient norm over the shard axis, and the loss over all ranks, and Muon's
-    messages, whose sizes are those that rank 0 receives.
+    Besides FSDP's collectives, these are the training step's three small all-reduces (the votes, through host memory;
+    the squared gradient norm over the shard axis; the loss over all ranks) and Muon's messages, with the sizes that
+    rank 0 receives.
     """
     watcher = _CollectiveCounter(layout)
     Step(trace, layout, num_micro_batches, watcher).run()
@@ -212,6 +217,8 @@ class Rates:
     """Shortest time between the starts of two kernels on the device."""
     host_s: float
     """Host time to issue one operator."""
+    host: float
+    """Bytes per second from one device to host memory, and back."""
     link: float
     """Bytes per second into one rank from the other ranks of its node."""
     network: float
@@ -238,14 +245,14 @@ class Rates:
         ring moves (n - 1) / n of the bytes through each rank; an all-reduce moves twice that.
         """
         stride = layout.shard if axis == "replicate" else 1
-        within = max(1, min(num_ranks, self.ranks_per_node // stride))
-        num_nodes = -(-num_ranks // within)
+        per_node = max(1, min(num_ranks, self.ranks_per_node // stride))
+        num_nodes = -(-num_ranks // per_node)
         rounds = 2 if operation == "all_reduce" else 1
-        cards = 1 if operation == "all_to_all" else within  # each rank sends different data, so other cards cannot help
-        inside_s = num_bytes * (within - 1) / within / self.link if within > 1 else 0.0
-        outside_s = num_bytes * (num_nodes - 1) / num_nodes / (cards * self.network) if num_nodes > 1 else 0.0
-        latency_s = self.link_latency_s * math.log2(max(2, within)) + self.network_latency_s * math.log2(num_nodes)
-        return rounds * (max(inside_s, outside_s) + latency_s)
+        num_cards = 1 if operation == "all_to_all" else per_node  # ranks send different data: each uses its own card
+        link_s = num_bytes * (per_node - 1) / per_node / self.link if per_node > 1 else 0.0
+        network_s = num_bytes * (num_nodes - 1) / num_nodes / (num_cards * self.network) if num_nodes > 1 else 0.0
+        latency_s = self.link_latency_s * math.log2(max(2, per_node)) + self.network_latency_s * math.log2(num_nodes)
+        return rounds * (max(link_s, network_s) + latency_s)
 
 
 @dataclass(frozen=True)
@@ -264,20 +271,27 @@ class StepTime:
     """The part of `communication_s` for which kernels had to wait."""
     host_s: float
     """Host time to issue all operators: a lower bound on the step time."""
+    offload_s: float = 0.0
+    """Copies of activations to host memory and back, whether or not they overlap with kernels."""
+    exposed_offload_s: float = 0.0
+    """The part of `offload_s` for which kernels had to wait."""
 
 
 class _Clock(Watcher):
-    """Watcher that tracks the time on each stream; a micro-batch that represents `repeats` counts that many times."""
+    """Tracks the time on each stream.  A micro-batch that represents `repeats` of them counts that many times."""
 
     def __init__(self, layout: Layout, rates: Rates) -> None:
         self._layout, self._rates = layout, rates
         self._kernels: dict[tuple[tuple[Work, int], ...], tuple[float, float, int]] = {}
         self._now = self._gathers_free = self._gathers_may = self._scatters_free = self._sums_free = 0.0
-        self._gathered: dict[int, float] = {}
-        self._copied_before: float | None = None
+        self._gathered_at: dict[int, float] = {}
+        self._last_copy: float | None = None
         self._last_scatter: float | None = None
         self._repeats = 1
         self._started = 0.0
+        self._copies_free = 0.0
+        self._fetched: deque[float] = deque()
+        self.offload_s = self.exposed_offload_s = 0.0
         self.total_s = self.compute_s = self.copy_s = self.communication_s = self.exposed_s = self.host_s = 0.0
 
     def begin(self, repeats: int) -> None:
@@ -290,7 +304,7 @@ class _Clock(Watcher):
         self._now += seconds + sent_s
         self.compute_s += self._repeats * seconds
         self.exposed_s += self._repeats * sent_s  # kernels wait for the collectives between them
-        self._communicates(sent_s)
+        self._add_communication(sent_s)
         self.host_s += self._repeats * num_kernels * self._rates.host_s
 
     def _times_of(self, segment: Segment) -> tuple[float, float, int]:
@@ -308,16 +322,16 @@ class _Clock(Watcher):
     def gather(self, unit: int, axis: Axis, num_ranks: int, num_bytes: int) -> None:
         seconds = self._rates.collective("all_gather", self._layout, axis, num_ranks, num_bytes)
         start = max(self._gathers_free, self._gathers_may)
-        self._gathered[unit] = self._gathers_free = start + num_bytes // num_ranks * 2 / self._rates.memory + seconds
-        self._communicates(seconds)
+        self._gathered_at[unit] = self._gathers_free = start + num_bytes // num_ranks * 2 / self._rates.memory + seconds
+        self._add_communication(seconds)
 
     def wait_for_gather(self, unit: int, num_bytes: int, is_forward: bool) -> None:
-        self._wait_until(self._gathered.pop(unit, 0.0))
-        if is_forward and self._copied_before is not None:
-            self._gathers_may = max(self._gathers_may, self._copied_before)
+        self._wait_until(self._gathered_at.pop(unit, 0.0))
+        if is_forward and self._last_copy is not None:
+            self._gathers_may = max(self._gathers_may, self._last_copy)
         self._copy(num_bytes)
         if is_forward:
-            self._copied_before = self._now
+            self._last_copy = self._now
         else:
             self._gathers_may = max(self._gathers_may, self._now)
 
@@ -330,16 +344,36 @@ class _Clock(Watcher):
         if layout.shard > 1:
             seconds = rates.collective("reduce_scatter", layout, "shard", layout.shard, scattered)
             self._scatters_free += seconds
-            self._communicates(seconds)
+            self._add_communication(seconds)
         self._last_scatter = self._scatters_free
         if layout.replicate > 1 and reduced:
             seconds = rates.collective("all_reduce", layout, "replicate", layout.replicate, reduced)
             self._sums_free = max(self._sums_free, self._scatters_free) + seconds
-            self._communicates(seconds)
+            self._add_communication(seconds)
+
+    def offload(self, num_bytes: int) -> None:
+        self._wait_for_copy(self._copies_free)
+        self._copy_on_host_link(num_bytes)
+
+    def prefetch(self, num_bytes: int) -> None:
+        self._copy_on_host_link(num_bytes)
+        self._fetched.append(self._copies_free)
+
+    def wait_for_prefetch(self) -> None:
+        self._wait_for_copy(self._fetched.popleft())
+
+    def _copy_on_host_link(self, num_bytes: int) -> None:
+        seconds = num_bytes / self._rates.host
+        self._copies_free = max(self._copies_free, self._now) + seconds
+        self.offload_s += self._repeats * seconds
+
+    def _wait_for_copy(self, moment: float) -> None:
+        self.exposed_offload_s += self._repeats * max(0.0, moment - self._now)
+        self._now = max(self._now, moment)
 
     def finish_backward(self) -> None:
         self._wait_until(max(self._scatters_free, self._sums_free))
-        self._last_scatter = self._copied_before = None
+        self._last_scatter = self._last_copy = None
         self.total_s += self._repeats * (self._now - self._started)
 
     def _wait_until(self, moment: float) -> None:
@@ -351,7 +385,7 @@ class _Clock(Watcher):
         self._now += seconds
         self.copy_s += self._repeats * seconds
 
-    def _communicates(self, seconds: float) -> None:
+    def _add_communication(self, seconds: float) -> None:
         self.communication_s += self._repeats * seconds
 
 
@@ -383,4 +417,6 @@ def time_of(trace: Trace, layout: Layout, num_micro_batches: int, rates: Rates) 
         clock.communication_s,
         min(clock.exposed_s, clock.communication_s),
         clock.host_s,
+        clock.offload_s,
+        clock.exposed_offload_s,
     )

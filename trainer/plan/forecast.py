@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainer.config import MeshShape, RunConfig
-from trainer.config.resolve import Given, run_passes
+from trainer.config.resolve import Resolution, run_passes
 from trainer.distributed.world import World
 from trainer.errors import UserError, print_stderr, redact
 from trainer.metrics.console import readable_bytes
@@ -25,13 +25,13 @@ from trainer.plan.plan import Plan, make_plan
 from trainer.plan.search import Choice, fastest_choice, remedies, uses_auto
 from trainer.plan.show import choice_text, memory_text
 
-_MISS = 0.1
+_TOLERANCE = 0.1
 """Relative prediction error up to which nothing is reported."""
-_HOST_MISS_GIB = 0.25
-"""Margin around the planned range within which nothing is reported on a CPU, where the peak is the process's."""
+_HOST_TOLERANCE_GIB = 0.25
+"""Margin around the planned range within which nothing is reported on a CPU, where the peak is that of the process."""
 _HEAP_SHARE = 0.5
-_MOST_HEAP_SHARES = (1.5, 0.6)
-_MOST_HEAP_GIB = 0.3
+_MAX_HEAP_SHARES = (1.5, 0.6)
+_MAX_HEAP_GIB = 0.3
 """Freed memory that malloc retains on a CPU, as a share of the peak without weights: typical value and upper bound.
 
 The upper bound is the smaller of two: the first share alone (for small runs), or the second share plus the constant.
@@ -40,7 +40,7 @@ Tensors below glibc's mmap threshold of 32 MiB come from its heap, which fragmen
 command.  In twelve kinds of runs (30M and 135M parameters, one thread) the share was 0.03 to 0.93, and 1.3 on two
 ranks.  With a threshold of 64 KiB nothing is retained and the plan is within 1.5 %, but a step takes 1.4 times the CPU
 time (see `keep_freed_memory`)."""
-_DEVICE_MISS_GIB = 0.25
+_DEVICE_TOLERANCE_GIB = 0.25
 """Allowance on a GPU for memory that libraries take from the allocator, such as cuBLAS with 32 MiB per handle."""
 
 
@@ -50,33 +50,36 @@ def resolve_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunC
     Plans for the memory of the rank that has the least.  The choice is None on other ranks, and if nothing is `auto`.
     Collective if any setting is `auto`.  Raises UserError on all ranks if nothing fits.
     """
-    given = Given(shape=mesh, world=world)
-    return run_passes("device", config, given), given.choice
+    resolution = Resolution(shape=mesh, world=world)
+    return run_passes("device", config, resolution), resolution.choice
 
 
-def choose_auto(config: RunConfig, given: Given) -> RunConfig:
-    """Let the planner choose the `auto` settings for the device's memory; sets `given.choice` on rank 0.
+def choose_auto(config: RunConfig, resolution: Resolution) -> RunConfig:
+    """Let the planner choose the `auto` settings for the device's memory; sets `resolution.choice` on rank 0.
 
-    The last decision of all, since a plan needs every other setting.  Collective if any setting is `auto`.
+    This is the last pass, since a plan needs every other setting.  Collective if any setting is `auto`.
     """
-    mesh, world = given.shape, given.world
+    mesh, world = resolution.shape, resolution.world
     assert mesh is not None
     assert world is not None
     if not uses_auto(config):
         return config
-    (least,) = world.max([-machine_of(config, world).memory_gib])
+    (negated_min_gib,) = world.max([-machine_of(config, world).memory_gib])
 
     def choose() -> None:
         if world.is_main:
-            given.choice = fastest_choice(config, mesh, replace(machine_of(config, world), memory_gib=-least))
+            resolution.choice = fastest_choice(
+                config, mesh, replace(machine_of(config, world), memory_gib=-negated_min_gib)
+            )
 
     world.agreed(choose)
-    settings = world.broadcast(given.choice and given.choice.settings)
+    settings = world.broadcast(resolution.choice and resolution.choice.settings)
     fsdp = replace(config.fsdp, reshard_after_forward=settings["fsdp.reshard_after_forward"])
     train = replace(
         config.train,
         activation_checkpoint=settings["train.activation_checkpoint"],
         micro_batch_size=settings["train.micro_batch_size"],
+        offload_activations=settings["train.offload_activations"],
     )
     return replace(config, fsdp=fsdp, train=train, mesh=replace(config.mesh, context=settings["mesh.context"]))
 
@@ -96,11 +99,11 @@ def machine_of(config: RunConfig, world: World) -> Machine:
 
 
 class Forecast:
-    """A run's plan, compared with measurements.  Issues no collective; the plan is made when it is first accessed."""
+    """A run's plan, and how it compares with measurements.  No collective; the plan is made when first accessed."""
 
     def __init__(self, config: RunConfig, mesh: MeshShape, world: World) -> None:
         self._config, self._mesh, self._world = config, mesh, world
-        self._process_gib = self._least_gib = peak_memory_gib(world.device)
+        self._process_gib = self._min_gib = peak_memory_gib(world.device)
         self._steps_s: deque[float] = deque(maxlen=100)
         self._num_steps = 0
 
@@ -120,14 +123,14 @@ class Forecast:
         if self._world.device.type != "cpu":
             return
         weights, _, kept = training_bytes(model, self._config.optim, self._config.train.ema > 0)
-        held = weights * (1 + self._config.has_reference_model) + sum(buffer.nbytes for buffer in model.buffers())
+        tensor_bytes = weights * (1 + self._config.has_reference_model) + sum(b.nbytes for b in model.buffers())
         states = [state for part in optimizer.parts for state in part.state.values()]
         if any(states):  # a resumed run has loaded them
-            held += kept
+            tensor_bytes += kept
         elif self._config.train.ema > 0:
-            held += AVERAGE_SIZE * sum(local(p).numel() for p in model.parameters() if p.requires_grad)
-        self._process_gib = max(0.0, resident_gib() - held / GIB)
-        self._least_gib = peak_memory_gib(self._world.device)
+            tensor_bytes += AVERAGE_SIZE * sum(local(p).numel() for p in model.parameters() if p.requires_grad)
+        self._process_gib = max(0.0, resident_gib() - tensor_bytes / GIB)
+        self._min_gib = peak_memory_gib(self._world.device)
 
     @property
     def peak_gib(self) -> float | None:
@@ -135,23 +138,23 @@ class Forecast:
         return None if self.plan is None else self._peaks_gib(self.plan)[1]
 
     def _peaks_gib(self, plan: Plan) -> tuple[float, float, float]:
-        """Return the lowest, typical and highest peak that agree with the plan; on a GPU all three are equal."""
+        """Return the lowest, typical and highest peak to expect; on a GPU all three are equal."""
         if self._world.device.type != "cpu":
             return plan.peak_gib, plan.peak_gib, plan.peak_gib
         tensors = self._process_gib + self._staging_gib(plan) + plan.peak_gib
-        freed_later = plan.peak_gib - plan.memory.peak.by_kind["parameters"] / GIB
-        first, second = _MOST_HEAP_SHARES
-        most_kept = min(first * freed_later, second * freed_later + _MOST_HEAP_GIB)
-        least, usual, most = (
-            max(self._least_gib, tensors + kept) for kept in (0.0, _HEAP_SHARE * freed_later, most_kept)
+        without_weights = plan.peak_gib - plan.memory.peak.by_kind["parameters"] / GIB
+        share, share_above = _MAX_HEAP_SHARES
+        max_heap = min(share * without_weights, share_above * without_weights + _MAX_HEAP_GIB)
+        low, typical, high = (
+            max(self._min_gib, tensors + heap) for heap in (0.0, _HEAP_SHARE * without_weights, max_heap)
         )
-        return least, usual, most
+        return low, typical, high
 
     def _staging_gib(self, plan: Plan) -> float:
-        """Return the size of the staging copy for background saves, or 0 if only the final save is made."""
+        """Return the size of the staging copy for background saves, or 0 if there is only a final save."""
         every, steps = self._config.checkpoint.every, self._config.train.steps
-        saves = 0 < every < steps if isinstance(every, int) else plan.save_every_s < plan.run_s
-        is_copied = saves and self._config.checkpoint.mode == "async"
+        saves_earlier = 0 < every < steps if isinstance(every, int) else plan.save_every_s < plan.run_s
+        is_copied = saves_earlier and self._config.checkpoint.mode == "async"
         return plan.checkpoint_bytes / plan.mesh.num_ranks / GIB if is_copied else 0.0
 
     @property
@@ -163,7 +166,7 @@ class Forecast:
         return self.plan.time.total_s if machine.is_measured or machine.peak_flops is not None else None
 
     def sentence(self) -> str:
-        """Return the plan as text for the start block; on a CPU, including the memory used besides tensors."""
+        """Return the plan as text for the start block; on a CPU, with the memory used besides tensors."""
         if self.plan is None:
             return f"none: {self.why_not}"
         plan = self.plan
@@ -177,12 +180,12 @@ class Forecast:
         lines = [tensors, f"on top: {process} for the process and its libraries,"]
         if staging:
             lines.append(f"  {readable_bytes(staging * GIB)} for a copy that is saved in the background,")
-        least, usual, most = (readable_bytes(gib * GIB) for gib in self._peaks_gib(plan))
+        low, typical, high = (readable_bytes(gib * GIB) for gib in self._peaks_gib(plan))
         return "\n".join(
             [
                 *lines,
                 "  and freed memory that malloc keeps, which varies from run to run",
-                f"in all about {usual} per rank, between {least} and {most}",
+                f"in all about {typical} per rank, between {low} and {high}",
             ]
         )
 
@@ -203,36 +206,36 @@ class Forecast:
 
     def misses(self) -> list[str]:
         """Describe where the plan was off by more than a tenth or, for memory on a CPU, outside its range."""
-        found = self.result()
-        words = []
-        peak = found["peak_memory_gib"]
+        result = self.result()
+        lines = []
+        peak = result["peak_memory_gib"]
         if self.plan is not None and peak and self._num_steps > 1:
-            least, usual, most = self._peaks_gib(self.plan)
+            low, typical, high = self._peaks_gib(self.plan)
             is_cpu = self._world.device.type == "cpu"
-            spare = _HOST_MISS_GIB if is_cpu else max(_MISS * usual, _DEVICE_MISS_GIB)
-            if not least - spare <= peak <= most + spare:
-                words.append(f"peak memory was {peak:.2f} GiB, planned {usual:.2f} GiB ({_percent(peak, usual)})")
-        step_s, planned = found["step_s"], found["planned_step_s"]
-        if planned and step_s and abs(step_s - planned) > _MISS * planned:
-            words.append(
+            margin = _HOST_TOLERANCE_GIB if is_cpu else max(_TOLERANCE * typical, _DEVICE_TOLERANCE_GIB)
+            if not low - margin <= peak <= high + margin:
+                lines.append(f"peak memory was {peak:.2f} GiB, planned {typical:.2f} GiB ({_percent(peak, typical)})")
+        step_s, planned = result["step_s"], result["planned_step_s"]
+        if planned and step_s and abs(step_s - planned) > _TOLERANCE * planned:
+            lines.append(
                 f"a step took {step_s:.3g} s, planned {planned:.3g} s ({_percent(step_s, planned)}); "
                 "python -m trainer.plan --calibrate measures this machine"
             )
-        return words
+        return lines
 
     def explain(self, error: BaseException) -> None:
-        """If `error` is an out-of-memory error, add a note with the plan and with settings that would fit, on one rank.
+        """If `error` is an out-of-memory error, add a note on one rank, with the plan and settings that would fit.
 
         Python prints the note below the traceback; before Python 3.11 it is printed immediately.  Every rank with such
         an error writes its traceback to a file in the run's folder.
         """
         if is_out_of_memory(error):
-            kept = self._keep_traceback(error)
+            traceback_place = self._write_traceback(error)
             self._world.once(
-                "explain", lambda: getattr(error, "add_note", print_stderr)(self._explanation(error, kept))
+                "explain", lambda: getattr(error, "add_note", print_stderr)(self._explanation(error, traceback_place))
             )
 
-    def _keep_traceback(self, error: BaseException) -> str:
+    def _write_traceback(self, error: BaseException) -> str:
         path = self._config.run_dir / f"traceback_rank{self._world.rank}.txt"
         try:
             path.write_text(redact("".join(traceback.format_exception(error))))
@@ -241,9 +244,9 @@ class Forecast:
             return "above"
         return f"in {path}"
 
-    def _explanation(self, error: BaseException, kept: str) -> str:
+    def _explanation(self, error: BaseException, traceback_place: str) -> str:
         rank = f"rank {self._world.rank}: " if self._world.size > 1 else ""
-        lines = [f"out of memory: {rank}{_first_line(error)}", f"(the traceback is {kept})"]
+        lines = [f"out of memory: {rank}{_first_line(error)}", f"(the traceback is {traceback_place})"]
         if self.plan is None:
             return "\n".join([*lines, f"no plan to compare with: {self.why_not}"])
         if self._world.device.type == "cuda":
@@ -258,17 +261,17 @@ class Forecast:
         return "\n".join([*lines, *self._remedies(self.plan)])
 
     def _remedies(self, plan: Plan) -> list[str]:
-        """Return changes that would have fit.  They must need a tenth less than the plan, which did not fit."""
-        budget = min(plan.machine.budget_bytes, (1 - _MISS) * plan.memory.peak.total)
+        """Return changes that would have fit: they must need a tenth less than the plan, which did not fit."""
+        budget = min(plan.machine.budget_bytes, (1 - _TOLERANCE) * plan.memory.peak.total)
         try:
-            found = remedies(replace(plan, machine=plan.machine.with_budget(budget)))
+            changes = remedies(replace(plan, machine=plan.machine.with_budget(budget)))
         except (MemoryError, RuntimeError):  # not even enough memory to plan
-            found = []
-        return found or ["no single change of settings would be enough; see python -m trainer.plan"]
+            changes = []
+        return changes or ["no single change of settings would be enough; see python -m trainer.plan"]
 
 
-def _percent(found: float, planned: float) -> str:
-    return f"{100 * (found / planned - 1):+.0f} %" if math.isfinite(found / planned) else ""
+def _percent(measured: float, planned: float) -> str:
+    return f"{100 * (measured / planned - 1):+.0f} %" if math.isfinite(measured / planned) else ""
 
 
 def _first_line(error: BaseException) -> str:
@@ -276,11 +279,11 @@ def _first_line(error: BaseException) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
-_FULL = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether `error` is an out-of-memory error, on the device or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, (RuntimeError, OSError)) and any(words in str(error) for words in _FULL)
+    return isinstance(error, (RuntimeError, OSError)) and any(text in str(error) for text in _OUT_OF_MEMORY)

@@ -1,8 +1,8 @@
-"""Kernels: the cost of operators, and a GPU's kernels, fusion and float8 casts imitated where a model is traced.
+"""Kernels: the cost of operators, and an imitation of a GPU's kernels, fusion and float8 casts for tracing.
 
-A GPU's fused kernels save fewer activations for the backward pass than the CPU's do.  `use_gpu_kernels` imitates them
-while a model is traced, so that a plan made on a laptop is right for GPUs.  Independent of any model and of the speed
-of devices.
+A GPU's fused kernels save fewer activations for the backward pass than the CPU's kernels.  `use_gpu_kernels` imitates
+them while a model is traced, so that a plan made on a laptop is right for GPUs.  This module does not depend on the
+model or the speed of the device.
 """
 
 from __future__ import annotations
@@ -40,19 +40,25 @@ class Work(NamedTuple):
     @property
     def operation(self) -> Literal["all_gather", "reduce_scatter", "all_to_all"] | None:
         """The collective, with `num_bytes` those of the full tensor, or None for a kernel."""
-        return next((operation for operation in SENT.values() if operation == self.kind), None)
+        return next((operation for operation in COLLECTIVES.values() if operation == self.kind), None)
 
 
 NOTHING = Work("memory", 0, 0, 0)
 
-SENT: Mapping[Any, Literal["all_gather", "reduce_scatter", "all_to_all"]] = {
+COLLECTIVES: Mapping[Any, Literal["all_gather", "reduce_scatter", "all_to_all"]] = {
     torch.ops.meshtrainer.gather_parts.default: "all_gather",
     torch.ops.meshtrainer.sum_parts.default: "reduce_scatter",
     torch.ops.meshtrainer.exchange_parts.default: "all_to_all",
 }
 """Operators that are context-parallel collectives, among the ranks that hold slices of the same sequences."""
 
-_FREE = {aten.detach.default, aten.empty.memory_format, aten.new_empty.default, aten.new_empty_strided.default}
+_FREE = {
+    aten.detach.default,
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
 
 _ATTENTION = {getattr(aten, f"{name}{way}") for name in attention.KERNELS for way in ("", "_backward")}
 
@@ -69,21 +75,21 @@ if GROUPED_PRODUCT.overloadpacket not in flop_registry:
 
 def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work:
     """Return the work of one ATen operator call; `NOTHING` for views, allocations and queries."""
-    made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    if not made or func.is_view or func in _FREE:
+    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    if not outputs or func.is_view or func in _FREE:
         return NOTHING
-    read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    sizes = [tensor.numel() * tensor.element_size() for tensor in (*read, *made)]
-    if func in SENT:
-        return Work(SENT[func], 0, max(sizes), made[0].element_size())
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    sizes = [tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs)]
+    if func in COLLECTIVES:
+        return Work(COLLECTIVES[func], 0, max(sizes), outputs[0].element_size())
     num_bytes = sum(sizes)
     packet = func.overloadpacket
     if packet in _ATTENTION:
-        return Work("attention", _attention_flops(packet, args, kwargs), num_bytes, made[0].element_size())
+        return Work("attention", _attention_flops(packet, args, kwargs), num_bytes, outputs[0].element_size())
     if packet in flop_registry:
         flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
-        return Work("matmul", flops, num_bytes, made[0].element_size())
-    return Work("memory", 0, num_bytes, made[0].element_size())
+        return Work("matmul", flops, num_bytes, outputs[0].element_size())
+    return Work("memory", 0, num_bytes, outputs[0].element_size())
 
 
 def _attention_flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -165,22 +171,22 @@ def _rms_norm(
 def use_gpu_kernels(model: nn.Module) -> None:
     """Make every forward pass in `model` use flash attention, fused RMSNorm and the loss chunks of a GPU.
 
-    This includes recomputed forward passes.  They are why each module is wrapped: a single mode around the whole step
+    This includes recomputed forward passes, which is why each module is wrapped: a single mode around the whole step
     would be inactive during `backward`, and so during recomputation.
     """
-    is_on = False
+    is_active = False
 
     def with_kernels(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal is_on
-            if is_on:
+            nonlocal is_active
+            if is_active:
                 return forward(*args, **kwargs)
-            is_on = True
+            is_active = True
             try:
                 with _GpuKernels(), use_gpu_chunks(), attention.use_gpu_attention(_GpuKernels):
                     return forward(*args, **kwargs)
             finally:
-                is_on = False
+                is_active = False
 
         return functools.update_wrapper(run, forward)
 
@@ -210,10 +216,10 @@ class Operator:
     """Whether it can be fused: it is memory-bound and inside a compiled block."""
 
 
-def fuse(operators: Sequence[Operator], kept: Collection[int]) -> tuple[Counter[Work], frozenset[int]]:
-    """Return the kernels that `operators` are fused into, and the storages that fusion never materializes.
+def fuse(operators: Sequence[Operator], live_after: Collection[int]) -> tuple[Counter[Work], frozenset[int]]:
+    """Return the kernels into which `operators` are fused, and the storages that fusion never materializes.
 
-    `operators` are in execution order; `kept` are the storages that are still alive after the last one.
+    operators: in execution order.  live_after: the storages that are still alive after the last one.
     """
     groups = _groups(operators)
     work: Counter[Work] = Counter(operator.work for operator in operators if not operator.is_fused)
@@ -221,27 +227,27 @@ def fuse(operators: Sequence[Operator], kept: Collection[int]) -> tuple[Counter[
     for number, operator in enumerate(operators):
         for storage in operator.reads:
             read_by[storage].add(groups[number])
-    made_by = {storage: groups[number] for number, one in enumerate(operators) for storage in one.writes}
+    written_by = {s: groups[number] for number, operator in enumerate(operators) for s in operator.writes}
     members: dict[int, list[Operator]] = defaultdict(list)
     for number, operator in enumerate(operators):
         if operator.is_fused:
             members[groups[number]].append(operator)
-    never_made: set[int] = set()
+    not_materialized: set[int] = set()
     for group, fused in members.items():
         read, written = Counter[int](), Counter[int]()
         for operator in fused:
             for storage, num_bytes in operator.reads.items():
-                if made_by.get(storage) != group:
+                if written_by.get(storage) != group:
                     read[storage] = max(read[storage], num_bytes)
             for storage, num_bytes in operator.writes.items():
-                if storage in kept or read_by[storage] - {group}:
+                if storage in live_after or read_by[storage] - {group}:
                     written[storage] = max(written[storage], num_bytes)
                 else:
-                    never_made.add(storage)
+                    not_materialized.add(storage)
         num_bytes = sum(read.values()) + sum(written.values())
         if num_bytes:
             work[Work("memory", 0, num_bytes, fused[-1].work.element_size)] += 1
-    return work, frozenset(never_made)
+    return work, frozenset(not_materialized)
 
 
 def _groups(operators: Sequence[Operator]) -> list[int]:
@@ -260,9 +266,9 @@ def _groups(operators: Sequence[Operator]) -> list[int]:
 
     seen: dict[tuple[int, int], int] = {}
     for number, operator in enumerate(operators):
-        before = [stage_of[storage] for storage in operator.reads if storage in stage_of]
+        inputs = [stage_of[storage] for storage in operator.reads if storage in stage_of]
         # An operator that reads a product's result belongs to a later stage than the product's inputs.
-        stage = max((at + (operator.is_fused and not is_fused) for at, is_fused in before), default=0)
+        stage = max((earlier + (operator.is_fused and not is_fused) for earlier, is_fused in inputs), default=0)
         for storage in operator.writes:
             stage_of[storage] = stage, operator.is_fused
         if operator.is_fused:
@@ -286,7 +292,7 @@ _MULTIPLE = 16
 
 
 class Float8Casts:
-    """Adds the float8 casts to the matrix products inside blocks; a no-op if `setting` is `none`."""
+    """Adds the float8 casts to the matrix products inside blocks; does nothing if `setting` is `none`."""
 
     def __init__(self, setting: str, are_fused: bool) -> None:
         self._setting, self._are_fused = setting, are_fused
@@ -320,13 +326,13 @@ class Float8Casts:
         reads, cast = {serial: 2 * numel}, self._serial()
         if self._setting == "tensorwise":
             largest, scale = self._serial(), self._serial()
-            yield self._moving(reads, {largest: 4}, self._are_fused)
-            yield self._moving({largest: 4}, {scale: 4}, False)
+            yield self._memory_bound(reads, {largest: 4}, self._are_fused)
+            yield self._memory_bound({largest: 4}, {scale: 4}, False)
             reads = {**reads, scale: 4}
-        yield self._moving(reads, {cast: numel}, self._are_fused)
+        yield self._memory_bound(reads, {cast: numel}, self._are_fused)
         self._cast[serial] = cast
 
-    def _moving(self, reads: dict[int, int], writes: dict[int, int], is_fused: bool) -> Operator:
+    def _memory_bound(self, reads: dict[int, int], writes: dict[int, int], is_fused: bool) -> Operator:
         num_bytes = sum(reads.values()) + sum(writes.values())
         return Operator(Work("memory", 0, num_bytes, 1), reads, writes, is_fused)
 

@@ -1,4 +1,4 @@
-"""The machine that a plan is for: from a data sheet, a user's description, or measurements by `--calibrate`."""
+"""The machine of a plan: from a data sheet, a user's description, or measurements by `--calibrate`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Machine:
     memory_gib: float
     """Memory of one device, or on a CPU each rank's share of host memory."""
     peak_flops: float | None
-    """Peak bf16 FLOP/s from the data sheet, relative to which MFU is computed."""
+    """Peak bf16 FLOP/s from the data sheet, which MFU is relative to."""
     allocator_share: float
     reserved_gib: float
     is_measured: bool
@@ -85,8 +85,8 @@ def find_machine(
     if is_here and memory_gib is None:
         memory_gib = torch.cuda.get_device_properties().total_memory / GIB
     if device.lstrip().startswith("{"):
-        described = read_description(device)
-        machine = _from_sheet(described.sheet, ranks_per_node or 8, network_gbps, described.compute_share)
+        custom = read_description(device)
+        machine = _from_sheet(custom.sheet, ranks_per_node or 8, network_gbps, custom.compute_share)
         return _with_memory(machine, memory_gib, memory_key)
     sheet, measured = find_device(device), read_calibration(device)
     if device.lower() == "cpu":
@@ -101,7 +101,7 @@ def find_machine(
             source="no data sheet",
         )
     else:
-        raise choice_error("device", device, [*(known.name for known in DEVICES), "cpu"])
+        raise choice_error("device", device, [*(each.name for each in DEVICES), "cpu"])
     if (measured := measured or read_calibration(machine.name)) is not None:
         machine = _measured(machine, measured)
     return _with_memory(machine, memory_gib, memory_key)
@@ -123,14 +123,15 @@ _UNKNOWN = DEVICES[0]
 def _from_sheet(device: Device, ranks_per_node: int, network_gbps: float, compute_share: float = 1.0) -> Machine:
     """Build a machine from a data sheet, with its compute scaled by `compute_share` (for a power limit)."""
     peaks = {2: device.bf16_flops * compute_share, 4: device.fp32_flops * compute_share}
-    in_float8 = {} if device.fp8_flops is None else {1: device.fp8_flops * compute_share * _FLOAT8_SHARE}
+    float8 = {} if device.fp8_flops is None else {1: device.fp8_flops * compute_share * _FLOAT8_SHARE}
     rates = Rates(
-        matmul=in_float8 | {size: peak * _MATMUL_SHARE for size, peak in peaks.items()},
+        matmul=float8 | {size: peak * _MATMUL_SHARE for size, peak in peaks.items()},
         attention={size: peak * _ATTENTION_SHARE for size, peak in peaks.items()},
         memory=device.memory_bandwidth * _MEMORY_SHARE,
         optimizer=device.memory_bandwidth * _MEMORY_SHARE,
         kernel_s=_KERNEL_S,
         host_s=_HOST_S,
+        host=device.host_bandwidth * _LINK_SHARE,
         link=device.link_bandwidth * _LINK_SHARE,
         network=network_gbps / 8 * 1e9 * _LINK_SHARE,
         link_latency_s=_LINK_LATENCY_S,
@@ -160,6 +161,7 @@ def _cpu(num_ranks: int) -> Machine:
         optimizer=8e9,
         kernel_s=3e-6,
         host_s=0.0,  # the host is the device
+        host=4e9,
         link=1e9,
         network=1e9,
         link_latency_s=1e-4,
@@ -210,13 +212,13 @@ def read_calibration(name: str) -> dict[str, Any] | None:
 
 
 def _measured(machine: Machine, values: dict[str, Any]) -> Machine:
-    known = set(asdict(machine.rates))
-    rates = {key: value for key, value in values.items() if key in known and value is not None}
+    names = set(asdict(machine.rates))
+    rates = {key: value for key, value in values.items() if key in names and value is not None}
     for key in ("matmul", "attention"):
         rates[key] = {int(size): rate for size, rate in values[key].items()}
     if 1 in machine.rates.matmul and 1 not in rates["matmul"]:
-        in_float8 = machine.rates.matmul[1] / machine.rates.matmul[2]  # from the data sheet: float8 is not measured
-        rates["matmul"][1] = in_float8 * rates["matmul"][2]
+        speedup = machine.rates.matmul[1] / machine.rates.matmul[2]  # from the data sheet: float8 is not measured
+        rates["matmul"][1] = speedup * rates["matmul"][2]
     return replace(
         machine,
         rates=replace(machine.rates, **rates),
@@ -250,28 +252,23 @@ class CustomDevice:
 
 def read_description(text: str) -> CustomDevice:
     """Parse a mapping that describes a device.  Raises UserError if `text` is not a valid description."""
-    given = parse_override("device", text, dict)
-    if not isinstance(given, Mapping) or not isinstance(given.get("like"), str):
+    description = parse_override("device", text, dict)
+    if not isinstance(description, Mapping) or not isinstance(description.get("like"), str):
         rule = "must be the name of a device, or a mapping that says which one it is like"
         raise setting_error("device", text, rule, example="{like: h100, power_w: 500, memory_gib: 96}")
-    sheet = find_device(given["like"])
+    sheet = find_device(description["like"])
     if sheet is None:
-        raise choice_error("device.like", given["like"], [known.name for known in DEVICES])
-    values = {key: _number(key, value) for key, value in given.items() if key != "like"}
+        raise choice_error("device.like", description["like"], [device.name for device in DEVICES])
+    values = {key: _number(key, value) for key, value in description.items() if key != "like"}
     power_w = values.pop("power_w", sheet.power_w)
-    least_w = _STATIC_POWER * sheet.power_w
-    if not least_w < power_w <= sheet.power_w:
-        rule = f"{sheet.name} takes up to {sheet.power_w:g} W, {least_w:g} of them for its memory"
+    static_w = _STATIC_POWER * sheet.power_w
+    if not static_w < power_w <= sheet.power_w:
+        rule = f"{sheet.name} takes up to {sheet.power_w:g} W, {static_w:g} of them for its memory"
         raise setting_error("device.power_w", power_w, rule, example=f"{sheet.power_w:g}")
-    differing = "".join(f", {given[key]:g} {_UNITS[key]}" for key in given if key != "like")
-    differs: dict[str, Any] = {_FIELDS[key]: value * _SIZES.get(key, 1.0) for key, value in values.items()}
-    described = replace(
-        sheet,
-        name=f"{sheet.name}{differing}",
-        source=f"{sheet.source}, as described",
-        **differs,
-    )
-    return CustomDevice(described, (power_w - least_w) / (sheet.power_w - least_w))
+    suffix = "".join(f", {description[key]:g} {_UNITS[key]}" for key in description if key != "like")
+    changes: dict[str, Any] = {_FIELDS[key]: value * _SIZES.get(key, 1.0) for key, value in values.items()}
+    custom = replace(sheet, name=f"{sheet.name}{suffix}", source=f"{sheet.source}, as described", **changes)
+    return CustomDevice(custom, (power_w - static_w) / (sheet.power_w - static_w))
 
 
 _FIELDS = {

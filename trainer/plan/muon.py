@@ -1,6 +1,6 @@
-"""What an update by Muon costs: memory of its messages and iterations, collectives, and time.
+"""The costs of an update by Muon: memory of its messages and iterations, collectives, and time.
 
-Who owns which matrix is decided by the code that training uses (`trainer.optim.muon.Ownership`).
+The code that training uses decides which rank owns which matrix (`trainer.optim.muon.Ownership`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class MuonUpdate:
-    """The update of the matrices that Muon gets, on a mesh of `replicate` x `shard` ranks.
+    """The update of Muon's matrices on a mesh of `replicate` x `shard` ranks.
 
     Sizes and collectives are those of rank 0.
     """
@@ -37,27 +37,28 @@ class MuonUpdate:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of temporaries at the peak; see `trainer.optim.muon._Step.run` for the order."""
-        size, buckets, none = self._itemsize, self._buckets, BucketCosts(0, 0, 0, 0, 0, 0, 0, 0)
+        """Bytes of temporaries at the peak; see `trainer.optim.muon._Step.run` for the order of events."""
+        size, buckets, no_bucket = self._itemsize, self._buckets, BucketCosts(0, 0, 0, 0, 0, 0, 0, 0)
         peak = 0
         for turn in range(len(buckets) + 2):
-            here, computed, applied = (
-                buckets[n] if 0 <= n < len(buckets) else none for n in (turn, turn - 1, turn - 2)
+            sent, computed, applied = (
+                buckets[n] if 0 <= n < len(buckets) else no_bucket for n in (turn, turn - 1, turn - 2)
             )
             gathered = self._gathered(computed)
             scattered = self._scattered(applied)
-            peak = max(peak, gathered + scattered + here.held * self._moment_size + here.sent_to_owners * size)
-            done = computed.owned * size + self._scattered(computed)
-            iterating = (3 * computed.batch + 2 * computed.grams) * size
-            peak = max(peak, self._gathered(here) + gathered + scattered + max(done, iterating))
+            peak = max(peak, gathered + scattered + sent.held * self._moment_size + sent.sent_to_owners * size)
+            results = computed.owned * size + self._scattered(computed)
+            iterations = (3 * computed.batch + 2 * computed.grams) * size
+            peak = max(peak, self._gathered(sent) + gathered + scattered + max(results, iterations))
         return peak
 
     def _gathered(self, bucket: BucketCosts) -> int:
-        """Return the bytes of a bucket's message to the owners, on both sides."""
+        """Return the bytes of a bucket's message to the owners: the sent buffer and the received one."""
         received = bucket.owned if self._shard > 1 else 0
         return (bucket.sent_to_owners + received) * self._itemsize
 
     def _scattered(self, bucket: BucketCosts) -> int:
+        """Return the bytes of a bucket's message to the holders: the sent buffer and the received one."""
         received = bucket.held if self._shard * self._replicate > 1 else 0
         return (bucket.sent_to_holders + received) * self._itemsize
 
@@ -66,16 +67,16 @@ class MuonUpdate:
         """The all-to-alls, with the bytes that rank 0 receives, and NorMuon's all-reduces."""
         from trainer.plan.estimates import Collective
 
-        found: Counter[Collective] = Counter()
+        counts: Counter[Collective] = Counter()
         num_ranks = self._replicate * self._shard
         for bucket in self._buckets:
             if self._shard > 1:
-                found[Collective("all_to_all", "shard", self._shard, bucket.owned * self._itemsize)] += 1
+                counts[Collective("all_to_all", "shard", self._shard, bucket.owned * self._itemsize)] += 1
                 if self._has_rows:
-                    found[Collective("all_reduce", "shard", self._shard, bucket.num_matrices * 4)] += 1
+                    counts[Collective("all_reduce", "shard", self._shard, bucket.num_matrices * 4)] += 1
             if num_ranks > 1:
-                found[Collective("all_to_all", "world", num_ranks, bucket.held * self._itemsize)] += 1
-        return found
+                counts[Collective("all_to_all", "world", num_ranks, bucket.held * self._itemsize)] += 1
+        return counts
 
     def seconds(self, layout: Layout, rates: Rates) -> float:
         """Return the time of the update besides reading and writing the weights and moments.

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from trainer.checkpoint.interval import Costs, costs_of
 from trainer.config import MeshShape, RunConfig
+from trainer.config.rules import offloaded_share
 from trainer.model.shard import is_unsharded, resolve_resharding
 from trainer.optim.optimizer import AVERAGE_SIZE
 from trainer.plan.estimates import Collective, Memory, StepTime, collectives_of, memory_of, time_of
@@ -114,8 +115,8 @@ class Plan:
         For adapters on a base model that was loaded, the base model's parameters are not included.
         """
         config = self.config
-        names_base = config.lora.rank > 0 and (config.train.init_from or config.model_path) is not None
-        parameters = [p for unit in self.trace.units for p in unit.parameters if p.is_trained or not names_base]
+        has_stored_base = config.lora.rank > 0 and (config.train.init_from or config.model_path) is not None
+        parameters = [p for unit in self.trace.units for p in unit.parameters if p.is_trained or not has_stored_base]
         average = AVERAGE_SIZE * (config.train.ema > 0)
         return sum(
             int(p.numel * (p.element_size + p.moments * p.moment_size + average * p.is_trained)) for p in parameters
@@ -128,7 +129,9 @@ def make_plan(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe
     `probe` is an existing probe of the same model, units and dtypes; by default a new one is made.
     """
     probe = probe or Probe(config, machine.device_type)
-    trace = probe.trace(int(config.train.micro_batch_size), config.train.activation_checkpoint)
+    train = config.train
+    share = offloaded_share(train.offload_activations)
+    trace = probe.trace(int(train.micro_batch_size), train.activation_checkpoint, share)
     return Plan(config, mesh, machine, trace, layout_of(config, trace, mesh), probe)
 
 
@@ -137,7 +140,7 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
     fsdp = config.fsdp
     setting = fsdp.reshard_after_forward
     reshard = resolve_resharding(setting, [unit.name for unit in trace.units[: trace.root]], mesh.shard)
-    with_muon = [p for unit in trace.units for p in unit.parameters if p.muon_blocks is not None and p.is_trained]
+    muon_parameters = [p for unit in trace.units for p in unit.parameters if p.muon_blocks is not None and p.is_trained]
     return Layout(
         mesh.replicate,
         mesh.shard,
@@ -152,11 +155,11 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
         prefetch_backward=fsdp.prefetch_backward,
         accumulates_shards=fsdp.accumulate == "sharded",
         reshard_after_backward=fsdp.reshard_after_backward,
-        is_whole=is_unsharded(config, mesh.shard),
-        muon=MuonUpdate(with_muon, mesh.replicate, mesh.shard, config.optim.muon) if with_muon else None,
+        is_unsharded=is_unsharded(config, mesh.shard),
+        muon=MuonUpdate(muon_parameters, mesh.replicate, mesh.shard, config.optim.muon) if muon_parameters else None,
     )
 
 
-def planned(config: RunConfig) -> RunConfig:
+def without_data(config: RunConfig) -> RunConfig:
     """Return `config` with generated data, since a plan reads no data."""
     return replace(config, data=config.data.generated())

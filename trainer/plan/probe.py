@@ -3,7 +3,7 @@
 The model runs forward and backward, unsharded, on one imaginary rank, with marks where FSDP would gather and reduce.
 In a long run of identical blocks, only the first and last ones are run and the others are copied from them, so tracing
 126 layers takes as long as tracing four.  The result is a `Trace`, from which the planner composes any mesh and any
-resharding without running the model again.  Independent of any particular model, the mesh and the speed of devices.
+resharding without running the model again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -31,6 +31,7 @@ from trainer.errors import UserError, setting_error
 from trainer.loss import by_row, find_loss
 from trainer.model.experts import fake_tensors
 from trainer.model.network import build_network, flops_of
+from trainer.model.offload import ActivationOffload, offloaded_blocks
 from trainer.model.parameters import tied_names
 from trainer.model.recompute import OperatorId
 from trainer.model.shard import apply_activation_checkpointing, forbid_view_outputs, saved_by_budget
@@ -49,34 +50,40 @@ class Probe:
         """`device_type` is `cuda`, which traces with the fused kernels of a GPU, or `cpu`."""
         self.config, self.device_type = config, device_type
         self._model = build_network(config)
-        self._traces: dict[tuple[int, int | str], Trace] = {}
+        self._traces: dict[tuple[int, int | str, float], Trace] = {}
 
     @property
     def flops_per_token(self) -> float:
         """Model FLOPs per token for forward and backward, excluding recomputation."""
-        return flops_of(self.config, self._model, self._attended)
+        return flops_of(self.config, self._model, self._attended_length)
 
     @cached_property
-    def _attended(self) -> float:
-        """Number of tokens that attention spans: from the data, or the sequence length if unavailable."""
+    def _attended_length(self) -> float:
+        """Number of tokens that attention spans: from the data, or the sequence length if that is unknown."""
         data, length = self.config.data, None
         if data.arrangement == "masked":
             with contextlib.suppress(UserError):
                 length = open_source(data, self.config.vocab_size, "train").attended
         return length or data.seq_len
 
-    def trace(self, micro_batch_size: int, checkpointing: int | str) -> Trace:
+    @property
+    def num_units(self) -> int:
+        """Number of units that FSDP gathers one by one, without the root."""
+        return len(find_units(self._model, self.config.recipe, self.config.fsdp.wrap))
+
+    def trace(self, micro_batch_size: int, checkpointing: int | str, offload: float = 0.0) -> Trace:
         """Return the trace of a micro-batch, with units according to `fsdp.wrap`.
 
-        Raises UserError if the model's own code cannot run on tensors without values.
+        `offload` is the share of blocks whose activations go to host memory.  Raises UserError if the model's own code
+        cannot run on tensors without values.
         """
-        key = (micro_batch_size, checkpointing)
+        key = (micro_batch_size, checkpointing, offload)
         if key not in self._traces:
-            with contextlib.suppress(Exception):  # the model cannot run with skipped blocks, or treats them differently
-                self._traces[key] = self._run(micro_batch_size, checkpointing, shortens=True)
+            with contextlib.suppress(Exception):  # blocks cannot be skipped, or the model treats them differently
+                self._traces[key] = self._run(micro_batch_size, checkpointing, offload, shortens=True)
         if key not in self._traces:
             try:
-                self._traces[key] = self._run(micro_batch_size, checkpointing, shortens=False)
+                self._traces[key] = self._run(micro_batch_size, checkpointing, offload, shortens=False)
             except UserError:
                 raise
             except Exception as error:  # from the model's own code, on tensors without values
@@ -85,11 +92,11 @@ class Probe:
                 raise setting_error("model.name", self.config.model.name, rule) from error
         return self._traces[key]
 
-    def _run(self, micro_batch_size: int, checkpointing: int | str, shortens: bool) -> Trace:
+    def _run(self, micro_batch_size: int, checkpointing: int | str, offload: float, shortens: bool) -> Trace:
         model = copy.deepcopy(self._model)
-        made = _trace(model, self.config, micro_batch_size, checkpointing, self.device_type, shortens)
-        # The trace attended to full rows; that affects FLOPs only, not what the kernels save.
-        return made.with_attention(self._attended / self.config.data.seq_len)
+        trace = _trace(model, self.config, micro_batch_size, checkpointing, offload, self.device_type, shortens)
+        # Attention in the trace spans full rows; that affects its FLOPs, not what its kernels save.
+        return trace.with_attention(self._attended_length / self.config.data.seq_len)
 
 
 def _trace(
@@ -97,21 +104,23 @@ def _trace(
     config: RunConfig,
     micro_batch_size: int,
     checkpointing: int | str,
+    offload_share: float,
     device_type: str,
     shortens: bool,
 ) -> Trace:
     units = find_units(model, config.recipe, config.fsdp.wrap)
     blocks = find_blocks(model, config.recipe)
-    kept = saved_by_budget(model, blocks, config, checkpointing, micro_batch_size)
+    saved_operators = saved_by_budget(model, blocks, config, checkpointing, micro_batch_size)
     facts = _unit_facts(model, units, optimizer_state_sizes(model, config.optim), _muon_blocks(model, config))
     if device_type == "cuda":  # imitated, since autograd in a CPU build of torch refuses fake CUDA tensors
         use_gpu_kernels(model)
     compute_dtype = getattr(torch, config.fsdp.param_dtype)
     fuses = device_type == "cuda" and compiles_when_planned(config.train.compile, device_type)
-    checkpointed = _checkpoint(blocks, checkpointing, kept, fuses)
+    offload = _PlannedOffload(model, blocks, offload_share, counts_host=device_type == "cpu")
+    checkpointed = _checkpoint(blocks, checkpointing, saved_operators, fuses, offload if offload_share else None)
     train = replace(config.train, activation_checkpoint="selective" if fuses else checkpointing)
     slices = find_slices(replace(config, train=train), rank=0)
-    repetition = Repetition(model, units if shortens else (), checkpointed)
+    repetition = Repetition(model, units if shortens else (), checkpointed, offload.nominal)
     with warnings.catch_warnings(), fake_tensors():
         warnings.simplefilter("ignore")  # about hooks on views; warning about those is FSDP's job
         buffer_bytes = _make_fake(model, compute_dtype, repetition.left_out)
@@ -123,6 +132,8 @@ def _trace(
             recorder.watch_inside(block)
         forbid_view_outputs((*(module for unit in units for module in unit.modules), model))
         repetition.attach(recorder)
+        if offload_share:
+            offload.record_in(recorder, repetition.left_out)
         for number, unit in enumerate(units):
             if not all(id(module) in repetition.left_out for module in unit.modules):
                 recorder.watch_unit(unit.modules, number)
@@ -142,26 +153,100 @@ def _trace(
 
 
 def _checkpoint(
-    blocks: Sequence[nn.Module], checkpointing: int | str, kept: Sequence[frozenset[OperatorId]], fuses: bool
+    blocks: Sequence[nn.Module],
+    checkpointing: int | str,
+    saved_operators: Sequence[frozenset[OperatorId]],
+    fuses: bool,
+    offload: ActivationOffload | None,
 ) -> set[int]:
-    """Apply activation checkpointing; return the ids of the blocks that it was applied to.
+    """Apply activation checkpointing; return the ids of the checkpointed blocks.
 
     If `fuses`, the other blocks are compiled and get selective checkpointing, since the compiler recomputes cheap
     operators.
     """
-    before = [vars(block).get("forward") for block in blocks]
-    apply_activation_checkpointing(blocks, checkpointing, kept)
-    checkpointed = {id(b) for b, forward in zip(blocks, before, strict=True) if vars(b).get("forward") is not forward}
+    originals = [vars(block).get("forward") for block in blocks]
+    apply_activation_checkpointing(blocks, checkpointing, saved_operators, offload)
+    checkpointed = {
+        id(b) for b, forward in zip(blocks, originals, strict=True) if vars(b).get("forward") is not forward
+    }
     if fuses:
-        apply_activation_checkpointing([block for block in blocks if id(block) not in checkpointed], "selective")
+        others = [block for block in blocks if id(block) not in checkpointed]
+        apply_activation_checkpointing(others, "selective", offload=offload)
     return checkpointed
 
 
+class _PlannedOffload(ActivationOffload):
+    """Activation offloading on fake tensors: the code of a run, which marks its copies in a recorder.
+
+    `counts_host`: whether what is on the host takes memory of the device, because the device is a CPU.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], share: float, counts_host: bool) -> None:
+        super().__init__(model, blocks, share, torch.device("cpu"))
+        self._counts_host = counts_host
+        chosen = offloaded_blocks(len(blocks), share, with_last=True)
+        self.nominal = {id(block) for block, is_chosen in zip(blocks, chosen, strict=True) if is_chosen}
+        """Blocks that count as offloaded when looking for identical ones: also the last, so that it is no exception."""
+
+    def record_in(self, recorder: Recorder, left_out: set[int]) -> None:
+        """Start marking copies in `recorder`, for the blocks that are not left out.
+
+        Call this after the recorder has been attached, so that a block's backward pass is marked before the copies that
+        it starts.
+        """
+        self._recorder = recorder
+        self.attach([block for block in self._blocks if id(block) not in left_out])
+
+    def prefetch_before(self, block: nn.Module, call: Any, output: Any) -> None:
+        def after(block: nn.Module, args: Any, output: Any) -> None:
+            handle.remove()
+            super(_PlannedOffload, self).prefetch_before(block, call, output)
+
+        handle = block.register_forward_hook(after)
+
+    def is_movable(self, tensor: torch.Tensor) -> bool:
+        return not isinstance(tensor, nn.Parameter)
+
+    def allocate_on_host(self, data: torch.Tensor) -> torch.Tensor:
+        if self._counts_host:
+            return super().allocate_on_host(data)
+        with self.copying():
+            return super().allocate_on_host(data)
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        self._recorder.meter.is_paused = True
+        try:
+            yield
+        finally:
+            self._recorder.meter.is_paused = False
+
+    def end_forward(self, call: Any) -> None:
+        self._copied: dict[int, int] = {}
+        super().end_forward(call)
+        self._recorder.mark_copy("offload", self._copied)
+
+    def note_copied(self, storages: Sequence[Any]) -> None:
+        meter = self._recorder.meter
+        for storage in storages:
+            storage.serial = meter.serial(storage.on_device.untyped_storage())
+        self._copied = {storage.serial: storage.num_bytes for storage in storages}
+
+    def note_fetched(self, storages: Sequence[Any]) -> None:
+        for storage in storages:
+            self._recorder.meter.note_fetched(storage.serial, storage.on_device.untyped_storage())
+        self._recorder.mark_copy("prefetch", {storage.serial: storage.num_bytes for storage in storages})
+
+    def wait_for_fetch(self, event: Any) -> None:
+        self._recorder.mark_copy("fetched", {})
+
+
 def _muon_blocks(model: nn.Module, config: RunConfig) -> dict[int, tuple[int, ...]]:
-    """Return the rows of the blocks of each parameter that Muon gets, by the parameter's id."""
+    """Return the rows of the blocks of each of Muon's parameters, by the parameter's id."""
     blocks = block_rows(model, config.recipe.blocks)
     assigned = assign(model, config.optim)
-    return {id(each.parameter): blocks.get(id(each.parameter), ()) for each in assigned if each.optimizer == "muon"}
+    muon = [id(assignment.parameter) for assignment in assigned if assignment.optimizer == "muon"]
+    return {parameter: blocks.get(parameter, ()) for parameter in muon}
 
 
 def _unit_facts(
@@ -170,20 +255,20 @@ def _unit_facts(
     moments: Mapping[int, tuple[int, float]],
     muon_blocks: Mapping[int, tuple[int, ...]],
 ) -> tuple[UnitFacts, ...]:
-    """Return the units in forward order, then the root; each has the parameters that no unit inside it holds."""
+    """Return the units in forward order, then the root, each with the parameters that no unit inside it holds."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    taken: set[int] = set()
-    found: dict[int, UnitFacts] = {}
+    assigned: set[int] = set()
+    facts: dict[int, UnitFacts] = {}
     innermost_first = sorted(enumerate(units), key=lambda pair: -pair[1].depth)
     for number, modules, name in [
         *((number, unit.modules, str(unit)) for number, unit in innermost_first),
         (len(units), (model,), "root"),
     ]:
-        own = []
+        parameters = []
         for parameter in itertools.chain.from_iterable(module.parameters() for module in modules):
-            if id(parameter) not in taken:
-                taken.add(id(parameter))
-                own.append(
+            if id(parameter) not in assigned:
+                assigned.add(id(parameter))
+                parameters.append(
                     ParameterFacts(
                         names[id(parameter)],
                         tuple(parameter.shape),
@@ -193,8 +278,8 @@ def _unit_facts(
                         muon_blocks.get(id(parameter)),
                     )
                 )
-        found[number] = UnitFacts(name, tuple(own), is_embedding_unit(modules, model))
-    return tuple(found[number] for number in range(len(units) + 1))
+        facts[number] = UnitFacts(name, tuple(parameters), is_embedding_unit(modules, model))
+    return tuple(facts[number] for number in range(len(units) + 1))
 
 
 def _without_unused(units: tuple[UnitFacts, ...], unused: set[str]) -> tuple[UnitFacts, ...]:
@@ -218,8 +303,8 @@ def _make_fake(model: nn.Module, compute_dtype: torch.dtype, left_out: set[int])
         if id(module) in left_out:
             continue
         for name, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
-            made = torch.empty(parameter.shape, dtype=compute_dtype)
-            module.register_parameter(name, nn.Parameter(made, requires_grad=parameter.requires_grad))
+            fake = torch.empty(parameter.shape, dtype=compute_dtype)
+            module.register_parameter(name, nn.Parameter(fake, requires_grad=parameter.requires_grad))
         for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
     for first, *aliases in ties:
@@ -230,21 +315,22 @@ def _make_fake(model: nn.Module, compute_dtype: torch.dtype, left_out: set[int])
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Repetition: skips the middle of long runs of identical blocks, and copies the events of those that did run
+# Repetition: skips the middle of long runs of identical blocks, and copies the events of the blocks that did run
 
 
 _LONGEST_PERIOD = 16
 
 
 class NotRepeated(Exception):
-    """Blocks cannot be skipped: the model treats them differently, or a block changes the form of its input."""
+    """Raised if blocks cannot be skipped: the model treats them differently, or one changes the form of its input."""
 
 
 @dataclass(frozen=True)
 class _BlockRun:
     """Consecutive blocks that repeat with a period.
 
-    The first two periods are run; the second represents the `num_skipped` blocks after it.  Then the rest are run.
+    The first two periods are run, and the second represents the `num_skipped` blocks after it.  The remaining blocks
+    are run too.
     """
 
     blocks: tuple[nn.Module, ...]
@@ -268,15 +354,15 @@ class _BlockRun:
 class Repetition:
     """Skips the middle of long runs of identical blocks and fills in copies of the events of equivalent blocks."""
 
-    def __init__(self, model: nn.Module, units: Sequence[ShardUnit], checkpointed: set[int]) -> None:
-        self.runs = _find_runs(model, checkpointed) if units else []
+    def __init__(
+        self, model: nn.Module, units: Sequence[ShardUnit], checkpointed: set[int], offloaded: set[int]
+    ) -> None:
+        self.runs = _find_runs(model, checkpointed, offloaded) if units else []
         self.left_out = {id(m) for run in self.runs for block in run.skipped for m in block.modules()}
-        self._place: list[tuple[_BlockRun, int]] = []  # watched blocks, indexed by the number in their marks
+        self._places: list[tuple[_BlockRun, int]] = []  # watched blocks, indexed by the number in their marks
         self._calls: dict[int, list[tuple[int, Any]]] = {id(run): [] for run in self.runs}
-        self._further_outputs: dict[int, tuple[Any, ...] | None] = {}  # by run: the outputs of a block after the first
-        self._unit_home: dict[
-            int, tuple[_BlockRun, int, str]
-        ] = {}  # by unit: its run, its block, and its name in the block
+        self._other_outputs: dict[int, tuple[Any, ...] | None] = {}  # by run: the outputs of a block after the first
+        self._place_of_unit: dict[int, tuple[_BlockRun, int, str]] = {}  # its run, its block, and its name in the block
         self._unit_at: dict[tuple[int, int, str], int] = {}
         for run in self.runs:
             for position, block in enumerate(run.blocks):
@@ -284,7 +370,7 @@ class Repetition:
                 for number, unit in enumerate(units):
                     if all(id(module) in inside for module in unit.modules):
                         name = " ".join(inside[id(module)] for module in unit.modules)
-                        self._unit_home[number] = (run, position, name)
+                        self._place_of_unit[number] = (run, position, name)
                         self._unit_at[id(run), position, name] = number
 
     def attach(self, recorder: Recorder) -> None:
@@ -292,8 +378,8 @@ class Repetition:
         for run in self.runs:
             for position, block in enumerate(run.blocks):
                 block.register_forward_pre_hook(self._note_call(run, position), with_kwargs=True)
-                recorder.watch_block(block, len(self._place))
-                self._place.append((run, position))
+                recorder.watch_block(block, len(self._places))
+                self._places.append((run, position))
                 if block in run.skipped:
                     block.forward = self._skipping_forward(run)  # type: ignore[method-assign]
                 else:
@@ -303,38 +389,37 @@ class Repetition:
         """Return a hook that raises NotRepeated unless a block's first output can serve as the next block's input."""
 
         def note(block: nn.Module, args: Any, output: Any) -> None:
-            given = args[0] if args else None
-            first, *rest = output if isinstance(output, tuple) else (output,)
-            if not (isinstance(first, torch.Tensor) and isinstance(given, torch.Tensor)):
+            first_input = args[0] if args else None
+            first, *others = output if isinstance(output, tuple) else (output,)
+            if not (isinstance(first, torch.Tensor) and isinstance(first_input, torch.Tensor)):
                 raise NotRepeated
-            if first.shape != given.shape or first.dtype != given.dtype:
+            if first.shape != first_input.shape or first.dtype != first_input.dtype:
                 raise NotRepeated
-            self._further_outputs[id(run)] = tuple(rest) if isinstance(output, tuple) else None
+            self._other_outputs[id(run)] = tuple(others) if isinstance(output, tuple) else None
 
         return note
 
     def _skipping_forward(self, run: _BlockRun) -> Callable[..., Any]:
-        """Return the forward function of skipped blocks: it returns its input, and zeros for any further outputs."""
+        """Return the forward function of skipped blocks: it returns its input, and zeros for any other outputs."""
 
         def skip(*args: Any, **kwargs: Any) -> Any:
             if not args:
                 raise NotRepeated
             # A separate node in the graph, so that the gradients of the blocks' outputs are computed one after another.
             first = args[0].view_as(args[0]) if isinstance(args[0], torch.Tensor) else args[0]
-            further = self._further_outputs[id(run)]
-            return first if further is None else (first, *pytree.tree_map_only(torch.Tensor, torch.zeros_like, further))
+            others = self._other_outputs[id(run)]
+            return first if others is None else (first, *pytree.tree_map_only(torch.Tensor, torch.zeros_like, others))
 
         return skip
 
     def with_skipped(self, names: set[str]) -> set[str]:
         """Return `names` of parameters, plus those of the corresponding parameters in skipped blocks."""
-        found = set(names)
+        all_names = set(names)
         for run in self.runs:
             for position in range(run.first_skipped, run.first_after):
-                template = run.names[run.period + position % run.period]
-                inside = f"{template}."
-                found |= {f"{run.names[position]}.{n.removeprefix(inside)}" for n in names if n.startswith(inside)}
-        return found
+                prefix = f"{run.names[run.period + position % run.period]}."
+                all_names |= {f"{run.names[position]}.{n.removeprefix(prefix)}" for n in names if n.startswith(prefix)}
+        return all_names
 
     def _note_call(self, run: _BlockRun, position: int) -> Callable[..., None]:
         def note(block: nn.Module, args: Any, kwargs: Any) -> None:
@@ -358,8 +443,8 @@ class Repetition:
             between: dict[int, set[Any]] = {}
             for event, following in itertools.pairwise(events):
                 if event.mark == "block_return" and following.mark == "block_forward":
-                    place, position = self._place[event.unit]
-                    if place is run and run.period <= position < run.first_after:
+                    own_run, position = self._places[event.unit]
+                    if own_run is run and run.period <= position < run.first_after:
                         between.setdefault(position % run.period, set()).add(frozenset(following.before.work))
             if any(len(kinds) > 1 for kinds in between.values()):
                 raise NotRepeated
@@ -371,27 +456,27 @@ class Repetition:
         model's own work between blocks; the work recorded around skipped blocks is dropped.
         """
         self._check(events)
-        done: list[Event] = []
+        result: list[Event] = []
         number = 0
         while number < len(events):
             event = events[number]
-            done.append(event)
+            result.append(event)
             number += 1
             if not event.mark.startswith("block"):
                 continue
-            run, position = self._place[event.unit]
+            run, position = self._places[event.unit]
             if event.mark == "block_forward" and position == run.first_skipped < run.first_after:
                 first = max(n for n, e in enumerate(events[:number]) if self._is_at(e, event.mark, run, run.period))
-                done += self._copies(events[first + 1 : number], run, range(0, run.num_skipped, run.period))
+                result += self._copies(events[first + 1 : number], run, range(0, run.num_skipped, run.period))
                 number = self._next(events, number, event.mark, run, run.first_after) + 1
             elif event.mark == "block_backward" and position == run.first_after - 1 >= run.first_skipped:
                 number = self._next(events, number, event.mark, run, run.first_skipped - 1) + 1
                 end = self._next(events, number, event.mark, run, run.period - 1) + 1
-                done += self._copies(events[number:end], run, range(run.num_skipped - run.period, -1, -run.period))
-        return done
+                result += self._copies(events[number:end], run, range(run.num_skipped - run.period, -1, -run.period))
+        return result
 
     def _is_at(self, event: Event, mark: Mark, run: _BlockRun, position: int) -> bool:
-        return event.mark == mark and self._place[event.unit] == (run, position)
+        return event.mark == mark and self._places[event.unit] == (run, position)
 
     def _next(self, events: Sequence[Event], start: int, mark: Mark, run: _BlockRun, position: int) -> int:
         for number in range(start, len(events)):
@@ -403,8 +488,8 @@ class Repetition:
         for offset in offsets:
             for event in template:
                 unit = event.unit
-                if not event.mark.startswith("block") and unit in self._unit_home:
-                    own_run, position, name = self._unit_home[unit]
+                if not event.mark.startswith("block") and unit in self._place_of_unit:
+                    own_run, position, name = self._place_of_unit[unit]
                     if own_run is run:
                         unit = self._unit_at[id(run), position + run.period + offset, name]
                 yield replace(event, unit=unit)
@@ -421,16 +506,16 @@ def _form(arguments: Any) -> Any:
 
 def without_block_marks(events: Iterable[Event]) -> Iterator[Event]:
     """Yield FSDP's marks only, merging the segments on both sides of each block mark."""
-    held = Segment()
+    merged = Segment()
     for event in events:
         if event.mark.startswith("block"):
-            held = held.then(event.before)
+            merged = merged.then(event.before)
         else:
-            yield replace(event, before=held.then(event.before))
-            held = Segment()
+            yield replace(event, before=merged.then(event.before))
+            merged = Segment()
 
 
-def _find_runs(model: nn.Module, checkpointed: set[int]) -> list[_BlockRun]:
+def _find_runs(model: nn.Module, checkpointed: set[int], offloaded: set[int]) -> list[_BlockRun]:
     """Return the runs of identical blocks that are worth shortening, in outermost ModuleLists and Sequentials."""
     runs: list[_BlockRun] = []
     inside: set[int] = set()
@@ -442,14 +527,14 @@ def _find_runs(model: nn.Module, checkpointed: set[int]) -> list[_BlockRun]:
         if len(blocks) < 4:
             continue
         counted = _counted_settings(blocks)
-        kinds = [_kind(block, counted, shared, checkpointed) for block in blocks]
+        kinds = [(id(block) in offloaded, _kind(block, counted, shared, checkpointed)) for block in blocks]
         for period in range(1, min(_LONGEST_PERIOD, len(blocks) // 4) + 1):
             if all(kinds[n] == kinds[n - period] for n in range(period, len(blocks))):
                 num_skipped = (len(blocks) - 3 * period) // period * period
                 if num_skipped < 2 * period:  # with fewer, there is no second gap between blocks to compare
                     break
-                inner = "".join([parent_name, "."] if parent_name else [])
-                names = tuple(f"{inner}{name}" for name, _ in parent.named_children())
+                prefix = f"{parent_name}." if parent_name else ""
+                names = tuple(f"{prefix}{name}" for name, _ in parent.named_children())
                 runs.append(_BlockRun(blocks, names, period, num_skipped))
                 inside |= {id(module) for block in blocks for module in block.modules()}
                 break
@@ -488,14 +573,14 @@ _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"})
 
 
 def _counted_settings(blocks: Sequence[nn.Module]) -> set[tuple[str, str]]:
-    """Return the settings (module name, attribute) that only hold a block's index in the list."""
+    """Return the settings (module name, attribute) that are only the index of a block in the list."""
     counted = {(name, key) for name, module in blocks[0].named_modules() for key, _ in _settings(module)}
     for position, block in enumerate(blocks):
-        own = {
+        indices = {
             (name, key)
             for name, module in block.named_modules()
             for key, value in _settings(module)
             if type(value) is int and value == position
         }
-        counted &= own
+        counted &= indices
     return counted

@@ -1,9 +1,9 @@
 """Resolves `auto`: the fastest resharding, checkpointing, micro-batch size and context size that fit in memory.
 
 The search evaluates candidates with the planner's model instead of trial launches; one candidate takes milliseconds.
-A unit that is not resharded after the forward pass saves one all-gather but occupies memory until its backward pass.
-The last units of the forward pass occupy it for the shortest time, so the search leaves the last k units unsharded,
-finds the largest k that fits by bisection, and then tunes the units one by one.
+A unit that is not resharded after the forward pass saves one all-gather, but occupies memory until its backward pass.
+This time is shortest for the last units of the forward pass, so the search leaves the last k units unsharded, finds the
+largest k that fits by bisection, and then tunes the units one by one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from trainer.config import AUTO, MeshShape, RunConfig, context_choices
+from trainer.config import AUTO, MeshShape, RunConfig, TrainSection, context_choices
+from trainer.config.rules import offloaded_share
 from trainer.errors import UserError
 from trainer.model.shard import checkpointing_choices
 from trainer.plan.machine import Machine
@@ -24,7 +25,11 @@ _TIME_TOLERANCE = 0.005
 _MIN_IMPROVEMENT = 1e-6
 """A change to a single unit is accepted only if it shortens the step by more than this fraction."""
 _MAX_UNITS = 16
-"""Units are tuned one by one up to this many; in deeper models a single unit makes no difference."""
+"""Units are tuned one by one only in models with at most this many; in deeper models one unit makes no difference."""
+
+
+_SHARES = (1.0, 0.5, 0.25)
+"""Shares of blocks that are tried for `train.offload_activations=auto`, besides none."""
 
 
 class NothingFits(UserError):
@@ -55,7 +60,16 @@ def chosen_settings(config: RunConfig) -> dict[str, object]:
         "train.activation_checkpoint": config.train.activation_checkpoint,
         "train.micro_batch_size": config.train.micro_batch_size,
         "mesh.context": config.mesh.context,
+        "train.offload_activations": config.train.offload_activations,
     }
+
+
+def noted_settings(config: RunConfig) -> dict[str, object]:
+    """Return those of `chosen_settings` that are worth mentioning: offloading only where it is used."""
+    found = chosen_settings(config)
+    if found["train.offload_activations"] == "none":
+        del found["train.offload_activations"]
+    return found
 
 
 def uses_auto(config: RunConfig) -> bool:
@@ -80,22 +94,22 @@ def _with_context(config: RunConfig, mesh: MeshShape, machine: Machine) -> Choic
     """
     per_node = machine.rates.ranks_per_node
     choices = context_choices(config, mesh, per_node)
-    inside = [one for one in choices if per_node % one.context == 0]
-    beyond = [one for one in choices if per_node % one.context]
-    found: list[Choice] = []
-    failed: list[NothingFits] = []
-    for group in (inside, beyond):
-        for one in group if not found else []:
+    within_node = [candidate for candidate in choices if per_node % candidate.context == 0]
+    across_nodes = [candidate for candidate in choices if per_node % candidate.context]
+    fitting: list[Choice] = []
+    errors: list[NothingFits] = []
+    for group in (within_node, across_nodes):
+        for candidate in group if not fitting else []:
             try:
-                found.append(_Search(one, mesh, machine).best())
+                fitting.append(_Search(candidate, mesh, machine).best())
             except NothingFits as error:
-                failed.append(error)
-    if not found:
-        raise min(failed, key=lambda error: error.plan.memory.peak.total)
-    fastest_s = min(choice.plan.time.total_s for choice in found)
-    best = next(choice for choice in found if choice.plan.time.total_s <= (1 + _TIME_TOLERANCE) * fastest_s)
-    others = sorted((choice.plan for choice in found if choice is not best), key=lambda plan: plan.time.total_s)
-    return Choice(best.plan, (*best.runners_up, *others)[:4], sum(choice.num_candidates for choice in found))
+                errors.append(error)
+    if not fitting:
+        raise min(errors, key=lambda error: error.plan.memory.peak.total)
+    fastest_s = min(choice.plan.time.total_s for choice in fitting)
+    best = next(choice for choice in fitting if choice.plan.time.total_s <= (1 + _TIME_TOLERANCE) * fastest_s)
+    others = sorted((choice.plan for choice in fitting if choice is not best), key=lambda plan: plan.time.total_s)
+    return Choice(best.plan, (*best.runners_up, *others)[:4], sum(choice.num_candidates for choice in fitting))
 
 
 class _Search:
@@ -110,29 +124,38 @@ class _Search:
         fitting: list[Plan] = []
         smallest: Plan | None = None
         train = self.config.train
-        for_each_rank = train.global_batch_size // self.config.num_groups(self.mesh.num_ranks)
-        sizes = [size for size in range(1, for_each_rank + 1) if for_each_rank % size == 0]
+        rank_batch_size = train.global_batch_size // self.config.num_groups(self.mesh.num_ranks)
+        sizes = [size for size in range(1, rank_batch_size + 1) if rank_batch_size % size == 0]
         if train.micro_batch_size != AUTO:
             sizes = [int(train.micro_batch_size)]
         kinds = [train.activation_checkpoint]
         if train.activation_checkpoint == AUTO:  # least memory first
             kinds = sorted(checkpointing_choices(self.config), key=("full", "selective", 2, 4, "none").index)
+        shares: list[float | str] = [train.offload_activations]
+        if train.offload_activations == AUTO:  # least memory first; a CPU has no other memory to move anything to
+            shares = [*(_SHARES if self.machine.device_type == "cuda" else ()), "none"]
         for micro in sizes:
-            for kind in kinds:  # if a kind does not fit, no later kind does
-                plans = list(self._with_resharding(micro, kind))
-                smallest = min([*plans, *([smallest] if smallest else [])], key=lambda plan: plan.memory.peak.total)
-                found = [plan for plan in plans if plan.fits]
-                fitting += found
-                if not found:
+            for kind in kinds:  # if a kind does not fit, no later kind does, and the same holds for shares
+                fit_before = len(fitting)
+                for share in shares:
+                    settings = replace(
+                        train, micro_batch_size=micro, activation_checkpoint=kind, offload_activations=share
+                    )
+                    plans = list(self._with_resharding(settings))
+                    smallest = min([*plans, *([smallest] if smallest else [])], key=lambda plan: plan.memory.peak.total)
+                    if not any(plan.fits for plan in plans):
+                        break
+                    fitting += [plan for plan in plans if plan.fits]
+                if len(fitting) == fit_before:
                     break
         if not fitting:
             assert smallest is not None
             raise NothingFits(self._nothing_fits(smallest), smallest)
         fitting += self._improved(min(fitting, key=lambda plan: plan.time.total_s))
         fastest_s = min(plan.time.total_s for plan in fitting)
-        near = [plan for plan in fitting if plan.time.total_s <= (1 + _TIME_TOLERANCE) * fastest_s]
-        best = min(near, key=lambda plan: plan.memory.peak.total)
-        runners_up: list[Plan] = []  # the next best that differ in more than the number of units left unsharded
+        as_fast = [plan for plan in fitting if plan.time.total_s <= (1 + _TIME_TOLERANCE) * fastest_s]
+        best = min(as_fast, key=lambda plan: plan.memory.peak.total)
+        runners_up: list[Plan] = []  # the next best, ignoring differences in the number of unsharded units
         families = {_family(best)}
         for plan in sorted(fitting, key=lambda plan: plan.time.total_s):
             if _family(plan) not in families and len(runners_up) < 4:
@@ -140,25 +163,21 @@ class _Search:
                 runners_up.append(plan)
         return Choice(self._simplified(best), tuple(runners_up), self.num_candidates)
 
-    def _plan(self, micro: int, checkpointing: int | str, reshard: int | str | list[int | str]) -> Plan:
+    def _plan(self, train: TrainSection, reshard: int | str | list[int | str]) -> Plan:
         self.num_candidates += 1
-        config = replace(
-            self.config,
-            fsdp=replace(self.config.fsdp, reshard_after_forward=reshard),
-            train=replace(self.config.train, micro_batch_size=micro, activation_checkpoint=checkpointing),
-        )
+        config = replace(self.config, fsdp=replace(self.config.fsdp, reshard_after_forward=reshard), train=train)
         return make_plan(config, self.mesh, self.machine, self._probe)
 
-    def _with_resharding(self, micro: int, checkpointing: int | str) -> Iterator[Plan]:
+    def _with_resharding(self, train: TrainSection) -> Iterator[Plan]:
         setting = self.config.fsdp.reshard_after_forward
         if setting != AUTO:
-            yield self._plan(micro, checkpointing, setting)
+            yield self._plan(train, setting)
             return
         for entry in self._entries:
-            plain = self._plan(micro, checkpointing, [entry] * self._probe.trace(micro, checkpointing).root)
-            yield plain
-            if plain.fits:
-                yield from self._keeping_last(plain, entry)
+            uniform = self._plan(train, [entry] * self._probe.num_units)
+            yield uniform
+            if uniform.fits:
+                yield from self._keeping_last(uniform, entry)
 
     @cached_property
     def _entries(self) -> list[int | str]:
@@ -167,59 +186,58 @@ class _Search:
         sizes = {n for n in (2, 4, 8, 16, node) if n < shard and shard % n == 0}
         return ["always", *sorted(sizes, reverse=True)]
 
-    def _keeping_last(self, plain: Plan, entry: int | str) -> Iterator[Plan]:
-        """Yield the plan that leaves the largest possible number of trailing units unsharded."""
-        num_units = plain.trace.root
-        train = plain.config.train
+    def _keeping_last(self, uniform: Plan, entry: int | str) -> Iterator[Plan]:
+        """Yield the plan that leaves as many of the last units unsharded as fit; nothing if not even one fits."""
+        num_units = uniform.trace.root
 
-        def keeping(last: int) -> Plan:
-            reshard: list[int | str] = [entry] * (num_units - last) + ["never"] * last
-            return self._plan(int(train.micro_batch_size), train.activation_checkpoint, reshard)
+        def with_unsharded(num_last: int) -> Plan:
+            reshard: list[int | str] = [entry] * (num_units - num_last) + ["never"] * num_last
+            return self._plan(uniform.config.train, reshard)
 
         low, high = 0, num_units
-        found: Plan | None = None
+        best: Plan | None = None
         while low < high:
             middle = (low + high + 1) // 2
-            plan = keeping(middle)
+            plan = with_unsharded(middle)
             if plan.fits:
-                low, found = middle, plan
+                low, best = middle, plan
             else:
                 high = middle - 1
-        if found is not None:
-            yield found
+        if best is not None:
+            yield best
 
     def _improved(self, plan: Plan) -> list[Plan]:
         """Change one unit at a time while that makes the step faster; return the successive plans."""
         if self.config.fsdp.reshard_after_forward != AUTO or plan.trace.root > _MAX_UNITS:
             return []
-        train, found = plan.config.train, [plan]
+        plans = [plan]
         improves = True
         while improves:
             improves = False
             for unit in range(plan.trace.root):
-                reshard = _as_list(found[-1])
+                reshard = _as_list(plans[-1])
                 for entry in ("never", *self._entries):
                     if entry == reshard[unit]:
                         continue
                     changed = [*reshard[:unit], entry, *reshard[unit + 1 :]]
-                    other = self._plan(int(train.micro_batch_size), train.activation_checkpoint, changed)
-                    if other.fits and other.time.total_s < (1 - _MIN_IMPROVEMENT) * found[-1].time.total_s:
-                        found.append(other)
+                    other = self._plan(plan.config.train, changed)
+                    if other.fits and other.time.total_s < (1 - _MIN_IMPROVEMENT) * plans[-1].time.total_s:
+                        plans.append(other)
                         improves = True
-        return found[1:]
+        return plans[1:]
 
     def _simplified(self, plan: Plan) -> Plan:
         """Return the plan with a list of equal entries replaced by a single value."""
-        entries, train = _as_list(plan), plan.config.train
+        entries = _as_list(plan)
         if len(set(entries)) > 1:
             return plan
         entry = "default" if entries[:1] in ([], ["always"]) else entries[0]
-        return self._plan(int(train.micro_batch_size), train.activation_checkpoint, entry)
+        return self._plan(plan.config.train, entry)
 
     def _nothing_fits(self, smallest: Plan) -> str:
-        asked = ", ".join(f"{key}=auto" for key, value in chosen_settings(self.config).items() if value == AUTO)
+        settings = ", ".join(f"{key}=auto" for key, value in chosen_settings(self.config).items() if value == AUTO)
         lines = [
-            f"{asked}: nothing fits {self.machine.memory_gib:.4g} GiB; the least, {_describe(smallest)}, needs "
+            f"{settings}: nothing fits {self.machine.memory_gib:.4g} GiB; the least, {_describe(smallest)}, needs "
             f"{smallest.needed_gib:.4g} GiB"
         ]
         lines += [f"  {line}" for line in remedies(smallest)] or [
@@ -231,27 +249,21 @@ class _Search:
 def remedies(plan: Plan, limit: int = 2) -> list[str]:
     """Return descriptions of the cheapest changes that would make `plan` fit.
 
-    Changes of settings come before more ranks, and among them those that round weights or moments come last.
+    Changes of settings come before more ranks; among them, changes that round weights or moments come last.
     """
-    found = []
+    fitting = []
     for change, config, mesh in _changes(plan):
-        same = _traced(config) == _traced(plan.config)
+        has_same_trace = _traced_settings(config) == _traced_settings(plan.config)
         rounds = config.train.weights_dtype != plan.config.train.weights_dtype or config.optim != plan.config.optim
-        other = make_plan(config, mesh, plan.machine, plan.probe if same else None)
+        other = make_plan(config, mesh, plan.machine, plan.probe if has_same_trace else None)
         if other.fits:
             cost = other.time.total_s * mesh.num_ranks / other.tokens
-            found.append(
-                (
-                    mesh.num_ranks,
-                    rounds,
-                    cost,
-                    f"{change}: {other.needed_gib:.2f} GiB, {other.time.total_s:.3g} s per step",
-                )
-            )
-    return [f"would fit: {text}" for *_, text in sorted(found)[:limit]]
+            text = f"{change}: {other.needed_gib:.2f} GiB, {other.time.total_s:.3g} s per step"
+            fitting.append((mesh.num_ranks, rounds, cost, text))
+    return [f"would fit: {text}" for *_, text in sorted(fitting)[:limit]]
 
 
-def _traced(config: RunConfig) -> tuple[object, ...]:
+def _traced_settings(config: RunConfig) -> tuple[object, ...]:
     """Return the settings that a trace depends on: the dtypes and the context-parallel size."""
     return config.fsdp.param_dtype, config.train.weights_dtype, config.optim.state_dtype, config.context
 
@@ -261,12 +273,17 @@ def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
     train, fsdp = config.train, config.fsdp
     if train.activation_checkpoint != "full":
         yield "train.activation_checkpoint=full", _with(config, activation_checkpoint="full"), mesh
-    for_each_rank = train.global_batch_size // config.num_groups(mesh.num_ranks)
-    for size in {1, for_each_rank} - {int(train.micro_batch_size)}:
+    if plan.machine.device_type == "cuda" and offloaded_share(train.offload_activations) < 1:
+        yield "train.offload_activations=1", _with(config, offload_activations=1), mesh
+        if train.activation_checkpoint != "full":
+            both = _with(config, activation_checkpoint="full", offload_activations=1)
+            yield "train.activation_checkpoint=full with train.offload_activations=1", both, mesh
+    rank_batch_size = train.global_batch_size // config.num_groups(mesh.num_ranks)
+    for size in {1, rank_batch_size} - {int(train.micro_batch_size)}:
         yield f"train.micro_batch_size={size}", _with(config, micro_batch_size=size), mesh
     if fsdp.reshard_after_forward not in ("always", "default"):
-        whole = replace(config, fsdp=replace(fsdp, reshard_after_forward="always"))
-        yield "fsdp.reshard_after_forward=always", whole, mesh
+        always = replace(config, fsdp=replace(fsdp, reshard_after_forward="always"))
+        yield "fsdp.reshard_after_forward=always", always, mesh
     if fsdp.param_dtype == "float32":
         half = replace(config, fsdp=replace(fsdp, param_dtype="bfloat16"))
         yield "fsdp.param_dtype=bfloat16", half, mesh
@@ -279,8 +296,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
     if not fsdp.cpu_offload and plan.machine.device_type == "cuda":
         yield "fsdp.cpu_offload=true", replace(config, fsdp=replace(fsdp, cpu_offload=True)), mesh
     if mesh.replicate > 1:
-        whole_mesh = MeshShape(1, mesh.num_ranks)
-        yield f"mesh.replicate=1 (shard {mesh.num_ranks})", config, whole_mesh
+        yield f"mesh.replicate=1 (shard {mesh.num_ranks})", config, MeshShape(1, mesh.num_ranks)
     if fsdp.accumulate == "unsharded" and plan.num_micro_batches > 1:
         shards = replace(config, fsdp=replace(fsdp, accumulate="sharded"))
         yield "fsdp.accumulate=sharded", shards, mesh
@@ -290,11 +306,11 @@ def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
             yield f"mesh.context={sliced.context}", sliced, mesh
     for factor in (2, 4, 8, 16, 32, 64, 128, 256):
         larger = MeshShape(mesh.replicate, mesh.shard * factor)
-        at_a_time = config.num_groups(larger.num_ranks) * int(train.micro_batch_size)
-        batch = -(-train.global_batch_size // at_a_time) * at_a_time
-        words = f"{larger.num_ranks} ranks (mesh.shard={larger.shard})"
-        words += f" with train.global_batch_size={batch}" if batch != train.global_batch_size else ""
-        yield words, _with(config, global_batch_size=batch), larger
+        sequences = config.num_groups(larger.num_ranks) * int(train.micro_batch_size)
+        batch = -(-train.global_batch_size // sequences) * sequences
+        change = f"{larger.num_ranks} ranks (mesh.shard={larger.shard})"
+        change += f" with train.global_batch_size={batch}" if batch != train.global_batch_size else ""
+        yield change, _with(config, global_batch_size=batch), larger
 
 
 def _with(config: RunConfig, **train: object) -> RunConfig:
@@ -308,15 +324,16 @@ def _as_list(plan: Plan) -> list[int | str]:
 
 def _family(plan: Plan) -> tuple[object, ...]:
     train = plan.config.train
-    return train.micro_batch_size, train.activation_checkpoint, tuple(sorted({str(e) for e in _as_list(plan)}))
+    resharding = tuple(sorted({str(entry) for entry in _as_list(plan)}))
+    return train.micro_batch_size, train.activation_checkpoint, train.offload_activations, resharding
 
 
 def _describe(plan: Plan) -> str:
-    return ", ".join(f"{key}={short(value)}" for key, value in chosen_settings(plan.config).items())
+    return ", ".join(f"{key}={short(value)}" for key, value in noted_settings(plan.config).items())
 
 
 def short(value: object) -> str:
-    """Format a setting, with equal consecutive list entries counted: [always x 30, never x 4]."""
+    """Format a setting; equal consecutive entries of a list are counted: [always x 30, never x 4]."""
     if not isinstance(value, list):
         return str(value)
     runs: list[list[object]] = []

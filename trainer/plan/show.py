@@ -14,7 +14,7 @@ from trainer.metrics.console import readable_bytes, readable_duration
 from trainer.plan.estimates import memory_of
 from trainer.plan.machine import GIB
 from trainer.plan.plan import Plan
-from trainer.plan.search import Choice, chosen_settings, short
+from trainer.plan.search import Choice, chosen_settings, noted_settings, short
 from trainer.plan.step import Kind
 from trainer.tables import table_lines, terminal_width
 
@@ -30,7 +30,7 @@ _COLOURS: dict[Kind, str] = {
     "temporaries": "#8c8a00",
     "buffers and inputs": "#66707b",
 }
-"""Mostly the palette of Okabe and Ito, safe for colour-blind readers: https://jfly.uni-koeln.de/color/."""
+"""Mostly the colorblind-safe palette of Okabe and Ito: https://jfly.uni-koeln.de/color/."""
 
 
 def print_plan(plan: Plan, choice: Choice | None = None) -> None:
@@ -47,10 +47,10 @@ def print_plan(plan: Plan, choice: Choice | None = None) -> None:
         _print_table("communication per rank in one step", heads, _communication_rows(plan), text_columns=(0, 1))
     source = "" if plan.machine.is_measured else f" (estimated from {plan.machine.source})"
     _print_table(f"time of one step{source}", ("", ""), _time_rows(plan), text_columns=(0, 1))
-    saving = list(describe_costs(plan.costs, plan.save_every_s, plan.num_nodes).items())
+    costs = list(describe_costs(plan.costs, plan.save_every_s, plan.num_nodes).items())
     title = "saves and failures (guesses, until a run has seen them)"
-    _print_table(title, ("", ""), saving, text_columns=(0, 1))
-    for line in _left_out(plan):
+    _print_table(title, ("", ""), costs, text_columns=(0, 1))
+    for line in _not_included(plan):
         print_stdout(textwrap.fill(line, width))
 
 
@@ -59,7 +59,7 @@ def _print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]
     print_stdout("\n".join(["", textwrap.fill(title, terminal_width()), *lines]))
 
 
-def _left_out(plan: Plan) -> list[str]:
+def _not_included(plan: Plan) -> list[str]:
     """Describe the costs that the plan does not include."""
     config = plan.config
     lines = []
@@ -71,22 +71,22 @@ def _left_out(plan: Plan) -> list[str]:
 
 
 def memory_text(plan: Plan) -> str:
-    """Return a rank's peak memory by kind as plain text, without saying whether it fits."""
+    """Return a rank's peak memory by kind as plain text, but not whether it fits."""
     lines = table_lines(("kind", "GiB"), _memory_rows(plan), text_columns=(0,))
     return "\n".join([f"{_peak_text(plan)}, as planned", *lines])
 
 
 def choice_text(choice: Choice, width: int | None = None) -> str:
-    """Return the resolved `auto` settings and the runners-up as plain text; `width` is as for `table_lines`."""
+    """Return the resolved `auto` settings and the runners-up as plain text; for `width` see `table_lines`."""
     heads, rows = _choice_rows(choice)
-    lines = table_lines(heads, rows, width, text_columns=range(5))
+    lines = table_lines(heads, rows, width, text_columns=range(len(heads) - 2))
     return "\n".join([f"auto: {choice.num_candidates} candidates", *lines])
 
 
 def _heading(plan: Plan) -> list[str]:
     config, mesh, machine = plan.config, plan.mesh, plan.machine
     ranks = f"{mesh.replicate} x {mesh.shard} = {mesh.num_ranks}" if mesh.is_hybrid else f"{mesh.num_ranks}"
-    settings = ", ".join(f"{key.partition('.')[2]} {short(value)}" for key, value in chosen_settings(config).items())
+    settings = ", ".join(f"{key.partition('.')[2]} {short(value)}" for key, value in noted_settings(config).items())
     return [
         f"{config.run.name}: {config.model.name}, {_count(plan.num_parameters)} parameters in {plan.trace.root} units",
         f"{ranks} ranks of {machine.name} ({machine.memory_gib:.0f} GiB each, {machine.rates.ranks_per_node} to a "
@@ -96,13 +96,16 @@ def _heading(plan: Plan) -> list[str]:
 
 
 def _choice_rows(choice: Choice) -> tuple[list[str], list[list[str]]]:
-    """Return the headers and rows of the table of choices: five text columns, then two of numbers."""
-    heads = ["", "resharding", "checkpointing", "micro-batch", "context", "GiB", "s per step"]
+    """Return the headers and rows of the table of choices: text columns, then two of numbers."""
+    plans = (choice.plan, *choice.runners_up)
+    offloads = any(plan.config.train.offload_activations != "none" for plan in plans)
+    heads = ["", "resharding", "checkpointing", "micro-batch", "context", *(["offloaded"] if offloads else [])]
+    heads += ["GiB", "s per step"]
     rows = []
-    for number, plan in enumerate((choice.plan, *choice.runners_up)):
-        values = [short(value) for value in chosen_settings(plan.config).values()]
-        figures = [f"{plan.needed_gib:.4g}", f"{plan.time.total_s:.4g}"]
-        rows.append(["chosen" if number == 0 else str(number + 1), *values, *figures])
+    for number, plan in enumerate(plans):
+        values = [short(value) for value in (chosen_settings if offloads else noted_settings)(plan.config).values()]
+        estimates = [f"{plan.needed_gib:.4g}", f"{plan.time.total_s:.4g}"]
+        rows.append(["chosen" if number == 0 else str(number + 1), *values, *estimates])
     return heads, rows
 
 
@@ -144,6 +147,7 @@ def _time_rows(plan: Plan) -> list[tuple[str, str]]:
         ("kernels", f"{time.compute_s:.3f} s"),
         ("communication", f"{time.communication_s:.3f} s, {100 * hidden:.0f} % hidden behind kernels"),
         ("copies into and out of buffers", f"{time.copy_s:.3f} s"),
+        *_offload_rows(plan),
         ("optimizer", f"{time.optimizer_s:.3f} s"),
         ("host", f"{time.host_s:.3f} s"),
         ("token positions/s", f"{positions_per_s:,.0f} ({positions_per_s / plan.mesh.num_ranks:,.0f} per rank)"),
@@ -152,6 +156,15 @@ def _time_rows(plan: Plan) -> list[tuple[str, str]]:
         ("whole run", "depends on the data" if train.epochs is not None else run),
         ("checkpoint", f"{readable_bytes(plan.checkpoint_bytes)}, {per_rank} per rank"),
     ]
+
+
+def _offload_rows(plan: Plan) -> list[tuple[str, str]]:
+    offloaded, time = plan.memory.offloaded, plan.time
+    if not offloaded:
+        return []
+    hidden = 1 - time.exposed_offload_s / time.offload_s
+    text = f"{time.offload_s:.3f} s, {100 * hidden:.0f} % hidden; {readable_bytes(offloaded)} of host memory per rank"
+    return [("activations to the host and back", text)]
 
 
 def memory_by_kind(plan: Plan) -> dict[str, float]:
@@ -206,6 +219,7 @@ def to_json(plan: Plan, choice: Choice | None = None) -> dict[str, Any]:
             "peak_gib": plan.peak_gib,
             "needed_gib": plan.needed_gib,
             "place": plan.memory.peak.place,
+            "offloaded_bytes": plan.memory.offloaded,
             "gib": memory_by_kind(plan),
         },
         "communication": communication_rows(plan),
@@ -217,6 +231,8 @@ def to_json(plan: Plan, choice: Choice | None = None) -> dict[str, Any]:
             "copy_s": time.copy_s,
             "optimizer_s": time.optimizer_s,
             "host_s": time.host_s,
+            "offload_s": time.offload_s,
+            "exposed_offload_s": time.exposed_offload_s,
             "tokens_per_s": plan.tokens / time.total_s,
             "mfu": plan.mfu,
             "run_hours": plan.run_s / 3600,

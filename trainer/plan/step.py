@@ -64,7 +64,7 @@ class Layout:
     """Whether every micro-batch gathers again; the last one of a step always leaves shards."""
     muon: MuonUpdate | None = None
     """The update of the matrices that Muon gets."""
-    is_whole: bool = False
+    is_unsharded: bool = False
     """Whether each rank holds the full model as a plain module: nothing is gathered, and replicas average gradients in
     buckets."""
 
@@ -74,9 +74,10 @@ class Layout:
 
 
 class Watcher:
-    """Receives every event of a step, in the order in which the host issues it; does nothing by default.
+    """Receives every event of a step, in the order in which the host issues them; does nothing by default.
 
-    `begin` starts a micro-batch that represents `repeats` of them.  A gather is issued first and waited for later.
+    `begin` starts a micro-batch that represents `repeats` of them.  `gather` issues a gather, and `wait_for_gather`
+    waits for it.
     """
 
     def begin(self, repeats: int) -> None: ...
@@ -86,6 +87,9 @@ class Watcher:
     def gather(self, unit: int, axis: Axis, num_ranks: int, num_bytes: int) -> None: ...
     def wait_for_gather(self, unit: int, num_bytes: int, is_forward: bool) -> None: ...
     def reduce(self, unit: int, scattered: int, reduced: int) -> None: ...  # reduced=0: no all-reduce among replicas
+    def offload(self, num_bytes: int) -> None: ...  # waits for the copies of the block before
+    def prefetch(self, num_bytes: int) -> None: ...
+    def wait_for_prefetch(self) -> None: ...
     def finish_backward(self) -> None: ...
 
 
@@ -98,15 +102,15 @@ class _Sizes:
     unsharded: tuple[int, ...]
     """Of each parameter, gathered."""
     cast: tuple[int, ...]
-    """Of each parameter, gathered, if it is stored in a different dtype than it is gathered in; otherwise 0."""
+    """Of each parameter, gathered, if its stored dtype differs from the gathered one; otherwise 0."""
     gradients: int
-    """Of all trained parameters, unsharded, as autograd makes them."""
+    """Of the gradients of all trained parameters, unsharded, as autograd creates them."""
     accumulated: tuple[int, ...]
     """Of each trained parameter's gradient, unsharded, in the dtype of the reduction."""
     reduced: int
     """Of all gradients, padded, in the dtype of the reduction."""
     final: int
-    """Of all gradients' shards, as they are stored."""
+    """Of the shards of all gradients, as they are stored."""
 
 
 def _sizes_of(unit: UnitFacts, layout: Layout) -> _Sizes:
@@ -154,7 +158,7 @@ class _Group:
         """Bytes of unsharded gradients accumulated in earlier micro-batches."""
         self.adds_in_place = False
         """Whether autograd adds to them in place, because they are in the compute dtype."""
-        self.held = self.partial = 0
+        self.buffer_in_use = self.partial = 0
         """Bytes of a reduced buffer that is still in use, and of one that replicas have not all-reduced yet."""
         self.has_shards = False
         """Whether the shards of its gradients have been allocated."""
@@ -168,12 +172,12 @@ class _Group:
 class _Bucket:
     """Gradients that replicas average together."""
 
-    awaited: set[int]
+    pending_units: set[int]
     """Units whose backward pass has not finished."""
     gradients: int
     """Bytes of the gradients as autograd allocates them."""
-    sent: int
-    """Bytes of the buffer that they are copied into."""
+    buffer: int
+    """Bytes of the buffer into which they are copied."""
 
 
 class Step:
@@ -184,11 +188,11 @@ class Step:
         self.num_micro_batches = num_micro_batches
         self._groups = [_Group(number, unit, layout) for number, unit in enumerate(trace.units)]
         self._order: list[_Group] = []
-        self._gathered: int = 0  # bytes of forward's last all-gather, held until the next copy-out
+        self._gathered: int = 0  # bytes of the forward pass's last all-gather, kept until the next copy-out
         self._reducing: deque[int] = deque()
         self._gradients = 0  # unsharded, of this micro-batch
         self._adds_in_place = False
-        self._buckets = self._cut_buckets() if layout.is_whole and layout.replicate > 1 else deque()
+        self._buckets = self._cut_buckets() if layout.is_unsharded and layout.replicate > 1 else deque()
 
     def run(self) -> None:
         """Run the micro-batches.  The second one that accumulates represents all later ones that do."""
@@ -215,6 +219,12 @@ class Step:
                 self._pre_backward(group)
             elif event.mark == "post_backward":
                 self._post_backward(group, is_last)
+            elif event.mark == "offload":
+                self.watcher.offload(event.num_bytes)
+            elif event.mark == "prefetch":
+                self.watcher.prefetch(event.num_bytes)
+            elif event.mark == "fetched":
+                self.watcher.wait_for_prefetch()
             else:
                 self._end(is_last)
 
@@ -234,8 +244,8 @@ class Step:
         self._unshard(group)
         self._wait(group, is_forward=True)
         if is_first:
-            ahead = range(group.number + 1, min(group.number + 1 + self.layout.prefetch_forward, self.trace.root))
-            for number in ahead if group.number != self.trace.root else ():
+            next_units = range(group.number + 1, min(group.number + 1 + self.layout.prefetch_forward, self.trace.root))
+            for number in next_units if group.number != self.trace.root else ():
                 self._unshard(self._groups[number])
 
     def _post_forward(self, group: _Group, is_backward: bool) -> None:
@@ -261,7 +271,7 @@ class Step:
     # -- gathering -----------------------------------------------------------------------------------------------
 
     def _unshard(self, group: _Group) -> None:
-        if group.is_pending or group.state == "unsharded" or group.is_empty or self.layout.is_whole:
+        if group.is_pending or group.state == "unsharded" or group.is_empty or self.layout.is_unsharded:
             return
         group.is_pending = True
         num_ranks = self._ranks_of(group)
@@ -288,7 +298,7 @@ class Step:
         if not group.is_pending:
             return
         group.is_pending = False
-        before = self._gathered if is_forward else 0
+        previous = self._gathered if is_forward else 0
         num_ranks, gathered = self._ranks_of(group), sum(group.sizes.unsharded)
         if num_ranks == 1:
             self._copy_shards(group)
@@ -298,22 +308,22 @@ class Step:
         if group.state == "resharded":
             self.watcher.free("parameters", sum(n // int(group.reshard) for n in group.sizes.unsharded))
         group.state = "unsharded"
-        if is_forward:  # held until the next all-gather has been copied out
-            self.watcher.free("all-gather buffers", before)
+        if is_forward:  # kept until the next all-gather has been copied out
+            self.watcher.free("all-gather buffers", previous)
             self._gathered = gathered if num_ranks > 1 else 0
         elif num_ranks > 1:
             self.watcher.free("all-gather buffers", gathered)
 
     def _copy_shards(self, group: _Group) -> None:
         """Copy each parameter, on a shard axis of one rank; a cast copy lives until the next one is made."""
-        before = 0
+        previous = 0
         for num_bytes, is_cast in zip(group.sizes.unsharded, group.sizes.cast, strict=True):
             if is_cast:
                 self.watcher.allocate("all-gather buffers", num_bytes)
-                self.watcher.free("all-gather buffers", before)
-                before = num_bytes
+                self.watcher.free("all-gather buffers", previous)
+                previous = num_bytes
             self.watcher.allocate("unsharded parameters", num_bytes)
-        self.watcher.free("all-gather buffers", before)
+        self.watcher.free("all-gather buffers", previous)
 
     def _free_unsharded(self, group: _Group) -> None:
         if group.state == "unsharded":
@@ -343,7 +353,7 @@ class Step:
         group.phase = "post_backward"
         sizes, watcher = group.sizes, self.watcher
         new = min(sizes.gradients, self._gradients) if not group.adds_in_place else 0
-        if self.layout.is_whole:
+        if self.layout.is_unsharded:
             self._leave_gradients(group, new)
             if is_last:
                 self._send_buckets(group)
@@ -384,14 +394,14 @@ class Step:
         watcher.free("reduction buffers", group.partial)
         group.partial = 0
         final = 0 if layout.cpu_offload else sizes.final
-        is_other_dtype = scattered != sizes.final
-        if is_other_dtype:
+        is_cast = scattered != sizes.final
+        if is_cast:
             watcher.allocate("reduction buffers", final)
-        if is_other_dtype and is_hybrid and not layout.cpu_offload:
-            group.held = scattered  # not released to the allocator until the all-reduce is done
+        if is_cast and is_hybrid and not layout.cpu_offload:
+            group.buffer_in_use = scattered  # not released to the allocator until the all-reduce is done
         else:
             watcher.free("reduction buffers", scattered)
-        if is_other_dtype:
+        if is_cast:
             watcher.free("reduction buffers", final)
         if not group.has_shards:
             watcher.allocate("gradients", final)
@@ -421,21 +431,21 @@ class Step:
         element_size = self.layout.param_size
         return deque(
             _Bucket(
-                {backward[index][0] for index in own},
-                sum(backward[index][1].numel for index in own) * element_size,
-                bucket_numel((backward[index][1].numel for index in own), element_size) * element_size,
+                {backward[i][0] for i in bucket},
+                sum(backward[i][1].numel for i in bucket) * element_size,
+                bucket_numel((backward[i][1].numel for i in bucket), element_size) * element_size,
             )
-            for own in cut_into_buckets([(p.numel, element_size) for _, p in backward])
+            for bucket in cut_into_buckets([(p.numel, element_size) for _, p in backward])
         )
 
     def _send_buckets(self, group: _Group) -> None:
         """All-reduce the buckets that `group` completes, in order, to average gradients over replicas."""
         for bucket in self._buckets:
-            bucket.awaited.discard(group.number)
-        while self._buckets and not self._buckets[0].awaited:
+            bucket.pending_units.discard(group.number)
+        while self._buckets and not self._buckets[0].pending_units:
             bucket = self._buckets.popleft()
-            self.watcher.allocate("gradients", bucket.sent)
-            self.watcher.reduce(group.number, bucket.sent, bucket.sent)
+            self.watcher.allocate("gradients", bucket.buffer)
+            self.watcher.reduce(group.number, bucket.buffer, bucket.buffer)
             self.watcher.free("gradients", bucket.gradients)
 
     def _free_gradients(self, num_bytes: int) -> None:
@@ -451,9 +461,9 @@ class Step:
             if group.is_pending:  # prefetched but not needed
                 group.is_pending = False
                 self.watcher.free("all-gather buffers", sum(group.sizes.unsharded) * (self._ranks_of(group) > 1))
-            if group.held:
-                self.watcher.free("reduction buffers", group.held)
-                group.held = 0
+            if group.buffer_in_use:
+                self.watcher.free("reduction buffers", group.buffer_in_use)
+                group.buffer_in_use = 0
         self._order.clear()
         while self._reducing:
             self.watcher.free("reduction buffers", self._reducing.popleft())

@@ -1,11 +1,11 @@
-"""A `Trace`, which is one micro-batch as FSDP's marks in order with the memory and kernels between them; records it."""
+"""Records a `Trace`: one micro-batch as FSDP's marks, in order, with the memory and kernels between them."""
 
 from __future__ import annotations
 
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -26,12 +26,18 @@ Mark = Literal[
     "block_forward",
     "block_return",
     "block_backward",
+    "offload",
+    "prefetch",
+    "fetched",
 ]
+"""FSDP's marks; where a block begins and returns; where activations start their way to the host and back, and where
+they are waited for.
+"""
 
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """A parameter; tied parameters appear once.  `element_size` is in bytes, in the dtype it is stored in."""
+    """A parameter; tied parameters appear once.  `element_size` is in bytes, in the stored dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,7 +48,7 @@ class ParameterFacts:
     moment_size: float
     """Bytes per element of those tensors."""
     muon_blocks: tuple[int, ...] | None = None
-    """Rows of each block that Muon orthogonalizes, empty for undivided matrices; None if another optimizer has it."""
+    """Rows of each block that Muon orthogonalizes, empty for undivided matrices; None for other optimizers."""
 
     @property
     def numel(self) -> int:
@@ -70,7 +76,7 @@ class Segment:
     peak: int = 0
     """Peak of activations, temporaries and gradients together."""
     peak_accumulating: int = 0
-    """The same peak if each parameter already has a gradient that new ones are added to."""
+    """The same peak if each parameter already has a gradient, to which new ones are added."""
     net: int = 0
     """Bytes at the end, without the gradients of parameters."""
     gradients: int = 0
@@ -107,6 +113,8 @@ class Event:
     before: Segment
     mark: Mark
     unit: int
+    num_bytes: int = 0
+    """That `offload` and `prefetch` copy."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +156,11 @@ class MemoryMeter(TorchDispatchMode):
         """`fuses`: whether blocks are compiled.  `float8`: the value of `train.float8` for their layers."""
         super().__init__()
         self.in_block = self.is_backward = False
-        """Whether the current operators are inside a block, and whether they are part of the backward pass."""
+        """Whether the current operators are inside a block, and whether they belong to the backward pass."""
+        self.is_paused = False
+        """Whether operators are ignored: they work on host memory."""
+        self._original: dict[int, int] = {}
+        """The storage that an offloaded storage was copied from, by that which it was fetched into."""
         self._fuses, self._casts = fuses, Float8Casts(float8, fuses)
         self._known: dict[int, weakref.ref[Any]] = {}
         self._serials: dict[int, int] = {}
@@ -158,7 +170,7 @@ class MemoryMeter(TorchDispatchMode):
         self._operators: list[Operator] = []
         self._raw_segments: list[_RawSegment] = []
         self._made_forward: set[int] = set()
-        """Serial numbers of the storages that blocks have allocated in their forward pass."""
+        """Serial numbers of the storages that blocks have allocated in their forward passes."""
         self._not_counted = {
             storage_id(tensor.untyped_storage())
             for tensor in (*model.parameters(), *model.buffers(), *inputs)
@@ -171,7 +183,7 @@ class MemoryMeter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.prim.device.default:
+        if self.is_paused or func is torch.ops.prim.device.default:
             return result
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
@@ -187,7 +199,7 @@ class MemoryMeter(TorchDispatchMode):
         if not self.in_block:
             self._operators.append(operator)
             return
-        serials = [self._serial(arg.untyped_storage()) for arg in args if isinstance(arg, torch.Tensor)]
+        serials = [self.serial(arg.untyped_storage()) for arg in args if isinstance(arg, torch.Tensor)]
         self._operators += self._casts.around(func, args, operator, serials)
 
     def _note(self, storage: torch.UntypedStorage) -> None:
@@ -205,20 +217,25 @@ class MemoryMeter(TorchDispatchMode):
         del self._known[key]
         self._log.append((self._serials.pop(key), -size))
 
-    def _serial(self, storage: torch.UntypedStorage) -> int:
+    def serial(self, storage: torch.UntypedStorage) -> int:
+        """Return the serial number of a storage."""
         key = storage_id(storage)
         return self._serials.get(key, -key)
 
+    def note_fetched(self, original: int, storage: torch.UntypedStorage) -> None:
+        """Note that `storage` gets the contents of the storage with the serial number `original`."""
+        self._original[self.serial(storage)] = original
+
     def _touched(self, tree: Any) -> dict[int, int]:
         """Return the number of bytes of each storage that the tensors in `tree` cover."""
-        found: dict[int, int] = {}
+        num_bytes: dict[int, int] = {}
         for tensor in pytree.tree_leaves(tree):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                serial = self._serial(storage)
-                covered = found.get(serial, 0) + tensor.numel() * tensor.element_size()
-                found[serial] = min(storage.nbytes(), covered)
-        return found
+                serial = self.serial(storage)
+                covered = num_bytes.get(serial, 0) + tensor.numel() * tensor.element_size()
+                num_bytes[serial] = min(storage.nbytes(), covered)
+        return num_bytes
 
     def _note_gradient(self, parameter: torch.Tensor) -> None:
         if id(parameter) not in self._with_gradient and parameter.grad is not None:
@@ -244,10 +261,12 @@ class MemoryMeter(TorchDispatchMode):
         if not self._fuses:
             return [_segment_of(one.log, Counter(o.work for o in one.operators)) for one in self._raw_segments]
         found, forgotten = list[Segment](), set[int]()
+        never_fetched = self.never_fetched()
         for one, unread in zip(self._raw_segments, self._unread(), strict=True):
             sizes = dict(one.log)
             dropped = {serial for serial in unread if serial in one.alive}
             work, never_made = fuse(one.operators, one.alive - dropped)
+            never_made |= never_fetched
             log = [(serial, size) for serial, size in one.log if not (serial in forgotten and size < 0)]
             log += [(serial, -sizes[serial]) for serial in dropped - never_made]
             found.append(_segment_of(log, work, never_made))
@@ -255,17 +274,30 @@ class MemoryMeter(TorchDispatchMode):
         return found
 
     def _unread(self) -> list[set[int]]:
-        """Return, for each segment, the storages made by blocks in their forward pass that no later segment reads.
+        """Return, for each segment, the storages that blocks allocate in it and that no later segment reads.
 
-        Compiled code does not save them, whatever the checkpointing policy says.
+        Compiled code does not save them for the backward pass, whatever the checkpointing policy.
         """
         last_read: dict[int, int] = {}
         for number, one in enumerate(self._raw_segments):
-            last_read |= {serial: number for operator in one.operators for serial in operator.reads}
+            read = {serial for operator in one.operators for serial in operator.reads}
+            last_read |= dict.fromkeys([*read, *(self._original.get(serial, serial) for serial in read)], number)
         return [
-            {serial for serial, size in one.log if serial in self._made_forward and last_read.get(serial, 0) <= number}
-            for number, one in enumerate(self._raw_segments)
+            {serial for serial, _ in raw.log if serial in self._made_forward and last_read.get(serial, 0) <= number}
+            for number, raw in enumerate(self._raw_segments)
         ]
+
+    def never_fetched(self) -> set[int]:
+        """Return the storages of offloaded contents that compiled code would not have saved, so they are not copied."""
+        if not self._fuses:
+            return set()
+        read = {s for one in self._raw_segments for operator in one.operators for s in operator.reads}
+        return {serial for serial in self._original if serial not in read}
+
+    def copied_bytes(self, storages: Mapping[int, int]) -> int:
+        """Return how many bytes are copied of offloaded storages, given their sizes by serial number."""
+        left_out = {self._original[serial] for serial in self.never_fetched()}
+        return sum(size for serial, size in storages.items() if serial not in left_out)
 
 
 class _RawSegment(NamedTuple):
@@ -277,12 +309,12 @@ class _RawSegment(NamedTuple):
     """Storages that are alive at the end of the segment."""
 
 
-def _segment_of(log: Iterable[tuple[int, int]], work: Counter[Work], never_made: Collection[int] = ()) -> Segment:
+def _segment_of(log: Iterable[tuple[int, int]], work: Counter[Work], not_materialized: Collection[int] = ()) -> Segment:
     live = gradients = peak = peak_accumulating = 0
     for serial, size in log:
         if serial == 0:
             gradients += size
-        elif serial not in never_made:
+        elif serial not in not_materialized:
             live += size
             peak, peak_accumulating = max(peak, live), max(peak_accumulating, live - gradients)
     return Segment(peak, peak_accumulating, live - gradients, gradients, tuple(work.items()))
@@ -294,20 +326,26 @@ class Recorder:
     def __init__(self, meter: MemoryMeter, compute_dtype: torch.dtype) -> None:
         self.meter = meter
         self.cast_dtype = None if compute_dtype == torch.float32 else compute_dtype
-        self._marks: list[tuple[Mark, int]] = []
+        self._marks: list[tuple[Mark, int, Mapping[int, int]]] = []
 
     @property
     def events(self) -> list[Event]:
         """The marks so far, each with the segment since the previous mark."""
         pairs = zip(self.meter.segments(), self._marks, strict=True)
-        return [Event(segment, mark, unit) for segment, (mark, unit) in pairs]
+        return [Event(segment, mark, unit, self.meter.copied_bytes(sizes)) for segment, (mark, unit, sizes) in pairs]
 
     def mark(self, mark: Mark, unit: int) -> None:
         self.meter.cut()
-        self._marks.append((mark, unit))
+        self._marks.append((mark, unit, {}))
+
+    def mark_copy(self, mark: Mark, sizes: Mapping[int, int]) -> None:
+        """Mark a copy to or from the host, of storages with these sizes by serial number, in the current unit."""
+        self.meter.cut()
+        unit = next((unit for mark_, unit, _ in reversed(self._marks) if not mark_.startswith("block")), 0)
+        self._marks.append((mark, unit, sizes))
 
     def watch_block(self, block: nn.Module, position: int) -> None:
-        """Mark where the block begins in the forward and the backward pass, and where its forward returns."""
+        """Mark where the block begins in the forward and the backward pass, and where its forward pass returns."""
         block.register_forward_pre_hook(lambda *_: self.mark("block_forward", position))
 
         def after(block: nn.Module, args: Any, output: Any) -> None:
@@ -325,14 +363,14 @@ class Recorder:
         def enter(*_: Any) -> None:
             self.meter.in_block = True
 
-        def go_back(*_: Any) -> None:
+        def enter_backward(*_: Any) -> None:
             self.meter.in_block = self.meter.is_backward = True
 
         def leave(block: nn.Module, args: Any, output: Any) -> None:
             self.meter.in_block = False
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(go_back)
+                    tensor.register_hook(enter_backward)
 
         block.register_forward_pre_hook(enter)
         block.register_forward_hook(leave)
@@ -341,12 +379,13 @@ class Recorder:
         """Mark what FSDP's hooks would do for `modules`, which form one unit.
 
         The unit is gathered before its first module runs and resharded after its last.  Its gradients are reduced once
-        the gradients of the first module's inputs are known or, if those need none, at the end of the backward pass.
+        the gradients of the first module's inputs have been computed, or at the end of the backward pass if the inputs
+        need none.
         """
-        waiting = set(modules)
+        not_run = set(modules)
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            is_first = waiting == set(modules)
+            is_first = not_run == set(modules)
             if self.cast_dtype is not None:
                 args, kwargs = pytree.tree_map_only(torch.Tensor, self._cast, (args, kwargs))
             self.mark("pre_forward", unit)
@@ -355,9 +394,9 @@ class Recorder:
             return args, kwargs
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            waiting.discard(module)
-            if not waiting:
-                waiting.update(modules)
+            not_run.discard(module)
+            if not not_run:
+                not_run.update(modules)
                 self.mark("post_forward", unit)
                 self._when_gradient("pre_backward", unit, output)
 
@@ -386,14 +425,16 @@ class Recorder:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         with_gradient = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if with_gradient:
-            passed = _AfterBackward.apply(lambda: self.mark("post_backward", unit), *(leaves[n] for n in with_gradient))  # type: ignore[no-untyped-call]
-            for n, tensor in zip(with_gradient, passed, strict=True):
+            outputs = _AfterBackward.apply(
+                lambda: self.mark("post_backward", unit), *(leaves[n] for n in with_gradient)
+            )  # type: ignore[no-untyped-call]
+            for n, tensor in zip(with_gradient, outputs, strict=True):
                 leaves[n] = tensor
         return pytree.tree_unflatten(leaves, structure)
 
 
 class _AfterBackward(torch.autograd.Function):
-    """Identity whose backward calls a callback, once the gradients of all its tensors have been computed."""
+    """Identity that calls a callback in the backward pass, once the gradients of all its tensors are computed."""
 
     @staticmethod
     def forward(ctx: Any, callback: Callable[[], None], *inputs: torch.Tensor) -> Any:

@@ -38,18 +38,18 @@ def command_line(argv: Sequence[str] | None = None) -> int:
         metavar="PORT",
         help=f"serve the page from this machine on a port (default: {PORT})",
     )
-    chosen = parser.parse_args(argv)
-    return run_command(lambda: _answer(chosen))
+    options = parser.parse_args(argv)
+    return run_command(lambda: _run(options))
 
 
-def _answer(chosen: argparse.Namespace) -> int:
-    folders, out = [Path(folder) for folder in chosen.run_dirs], chosen.out and Path(chosen.out)
-    if chosen.serve is not None:
-        serve(folders, chosen.serve, print_stdout)
+def _run(options: argparse.Namespace) -> int:
+    folders, out = [Path(folder) for folder in options.run_dirs], options.out and Path(options.out)
+    if options.serve is not None:
+        serve(folders, options.serve, print_stdout)
         return EXIT_FINISHED
     for path in write_report(folders, out):
         print_stdout(str(path))
-    if chosen.watch:
+    if options.watch:
         with contextlib.suppress(KeyboardInterrupt):
             watch(folders, lambda: write_report(folders, out))
     return EXIT_FINISHED
@@ -64,11 +64,14 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> tuple[Path
     if page.suffix not in (".html", ".htm"):
         raise setting_error("--out", page, "must end in .html", page.with_suffix(".html"))
     runs = [read_run(folder) for folder in folders]
-    one = runs[0] if len(runs) == 1 else None
-    title = f"{one.name}: {one.state} at step {one.reached}" if one else f"{len(runs)} runs compared"
-    html = write_page(one, page.absolute().parent) if one else write_comparison(runs)
+    if len(runs) == 1:
+        (run,) = runs
+        title, facts = f"{run.name}: {run.state} at step {run.reached}", facts_of(run)
+        html = write_page(run, page.absolute().parent)
+    else:
+        title, facts, html = f"{len(runs)} runs compared", "", write_comparison(runs)
     picture = page.with_suffix(".png")
-    contents = {page: html.encode(), picture: draw_png(runs, title, facts_of(one) if one else "")}
+    contents = {page: html.encode(), picture: draw_png(runs, title, facts)}
     try:
         with writing_to("--out", page, sum(map(len, contents.values()))):
             _write(contents)
@@ -81,8 +84,8 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> tuple[Path
 def _write(contents: Mapping[Path, bytes]) -> None:
     """Write all files to temporary paths, then rename them into place.  If any write fails, no file is replaced.
 
-    A browser that reloads the page during this sees either the old page or the new one.  If a rename fails, files that
-    were renamed before it stay replaced.
+    A browser that reloads the page meanwhile sees either the old page or the new one.  If a rename fails, the files
+    renamed before it stay replaced.
     """
     with contextlib.ExitStack() as stack:
         for path, content in contents.items():

@@ -1,7 +1,7 @@
 """Draws the charts of a report as one PNG.
 
 This is the only module of the package that imports matplotlib.  A long series is reduced to about one column per pixel,
-drawn as the mean and a band from minimum to maximum.
+and drawn as its mean with a band from minimum to maximum.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Columns:
-    """A series reduced to columns: for each column its x, and the mean, minimum and maximum of its values."""
+    """A series reduced to columns, each with its x and the mean, minimum and maximum of its values."""
 
     x: Column
     mean: Column
@@ -113,7 +113,7 @@ def _draw_grad_norm(axes: Any, runs: Sequence[RecordedRun]) -> None:
 
 
 def _draw_column(column: str, form: Callable[[float], str] | None, axes: Any, runs: Sequence[RecordedRun]) -> None:
-    """Draw a column from zero; `form` formats the values that are clipped as outliers, and None clips none."""
+    """Draw a column, with the y axis from zero.  `form` formats clipped outliers; if None, none is clipped."""
     for run, colour in _coloured(runs):
         _draw_line(axes, run.train["step"], run.train[column], colour)
     if form is None:
@@ -126,9 +126,9 @@ def _draw_step_s(axes: Any, runs: Sequence[RecordedRun]) -> None:
     for run, colour in _coloured(runs):
         _draw_line(axes, run.train["step"], run.train["step_s"], colour, "whole step")
         if len(runs) == 1:
-            wait = columns(run.train["step"], run.train["data_s"])
+            waiting = columns(run.train["step"], run.train["data_s"])
             style = {"color": COLOURS["orange"], "linewidth": 0.8, "zorder": 3}
-            axes.fill_between(wait.x, 0, wait.mean, alpha=0.55, label="of it waiting for data", **style)
+            axes.fill_between(waiting.x, 0, waiting.mean, alpha=0.55, label="of it waiting for data", **style)
     _limit(axes, [run.train["step_s"] for run in runs], _seconds)
     _legend(axes, runs)
 
@@ -171,8 +171,8 @@ def _draw_line(axes: Any, x: Column, y: Column, colour: str, label: str = "") ->
 
 def _mark_not_finite(axes: Any, run: RecordedRun, column: str, colour: str) -> None:
     """Mark steps with a non-finite value along the upper edge."""
-    found = run.train["step"][~np.isfinite(run.train[column])]
-    steps = columns(found, found).x[:NUM_COLUMNS]
+    not_finite = run.train["step"][~np.isfinite(run.train[column])]
+    steps = columns(not_finite, not_finite).x[:NUM_COLUMNS]
     if steps.size:
         place = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}
         axes.plot(steps, np.full(steps.size, 0.97), "x", color=colour, markersize=4.5, label="not finite", **place)
@@ -202,20 +202,20 @@ def _limit(axes: Any, values: Sequence[Column], form: Callable[[float], str]) ->
     axes.set_ylim(bottom=0)
     if not finite.size or finite.max() <= 0:
         return
-    most, usual = float(finite.max()), float(np.percentile(finite, 98))
-    if finite.size >= 8 and most > 2.5 * usual > 0:
-        top = 1.5 * usual
+    maximum, usual_maximum = float(finite.max()), float(np.percentile(finite, 98))
+    if finite.size >= 8 and maximum > 2.5 * usual_maximum > 0:
+        top = 1.5 * usual_maximum
         axes.set_ylim(0, top)
-        count = int((finite > top).sum())
-        above = f"{count} value{'s' * (count > 1)} above, up to {form(most)}"
+        num_above = int((finite > top).sum())
+        note = f"{num_above} value{'s' * (num_above > 1)} above, up to {form(maximum)}"
         style = {"fontsize": "small", "color": COLOURS["muted"], "ha": "right", "va": "top"}
-        axes.text(0.995, 0.97, above, transform=axes.transAxes, **style)
+        axes.text(0.995, 0.97, note, transform=axes.transAxes, **style)
     else:
-        axes.set_ylim(0, 1.15 * most)
+        axes.set_ylim(0, 1.15 * maximum)
 
 
 def _legend(axes: Any, runs: Sequence[RecordedRun]) -> None:
-    """Add a legend next to the title if there are several labels; gray in a comparison, where colors denote runs."""
+    """Add a legend next to the title if there are several labels; in gray if colors denote runs."""
     handles, labels = axes.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
     if len(unique) < 2:
@@ -230,9 +230,9 @@ def _legend(axes: Any, runs: Sequence[RecordedRun]) -> None:
 
 def _mark_attempts(axes: Any, run: RecordedRun) -> None:
     """Mark restarts, the steps lost to them and, along the lower edge, checkpoints."""
-    for before, attempt in zip(run.attempts, run.restarts, strict=False):
-        if before.lost_steps:
-            last = attempt.resumed_step + before.lost_steps
+    for previous, attempt in zip(run.attempts, run.restarts, strict=False):
+        if previous.lost_steps:
+            last = attempt.resumed_step + previous.lost_steps
             axes.axvspan(attempt.resumed_step, last, color=COLOURS["red"], alpha=0.13, linewidth=0, zorder=0)
         axes.axvline(attempt.resumed_step, color=COLOURS["muted"], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
     saved = columns(run.saved, run.saved).x

@@ -1,4 +1,4 @@
-"""Reads a run folder: its attempts, metrics and current state, and the series that the page draws of it.
+"""Reads a run folder (its attempts, metrics and current state), and computes the series that the page draws.
 
 No file is assumed to be complete: the run may be in progress, or may have been killed while writing a line.
 """
@@ -34,7 +34,7 @@ _STANDARD = frozenset((*TRAIN_FIELDS, *EVAL_FIELDS))
 
 @dataclass
 class Attempt:
-    """One attempt of a run: from its start record to its end record, or to its last record if it has no end record."""
+    """One attempt of a run, from its start record to its end record, or to its last record if it has no end record."""
 
     facts: Mapping[str, Any]
     """The start record."""
@@ -77,7 +77,7 @@ class RecordedRun:
     goodput: Goodput
     checkpoint: Mapping[str, Any]
     """The `checkpoint` section of `config.yaml`, or an empty mapping if it cannot be read."""
-    experience: RunHistory
+    history: RunHistory
     """History of the run's saves and failures."""
     num_skipped: int = 0
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class _RecordCollector:
             _close_attempt(self.attempts, self.ledger, record)
         self.ledger.add(record)
         if kind == "start":
-            # A numeric field whose value is not a valid number is left out.
+            # Leave out numeric fields without a valid number.
             facts = {k: v for k, v in record.items() if k not in _NUMBERS or _number(record, k) or v == 0}
             self.attempts.append(Attempt(facts, update_s=self.ledger.total().update_s))
         elif kind == "train":
@@ -158,13 +158,13 @@ def read_run(folder: Path) -> RecordedRun:
         best = _nearest_run(folder)
         fix = "" if best else "give a run folder, such as runs/llama_small"
         raise setting_error("run.dir", folder, "has no metrics.jsonl, so it is not a run", best, fix=fix)
-    read = _RecordCollector()
+    records = _RecordCollector()
     for _, record in read_records(path):
-        read.add(record)
-    if not read.num_records:
+        records.add(record)
+    if not records.num_records:
         fix = "see its console.log, or wait until it has started"
         raise setting_error("run.dir", folder, "its metrics.jsonl has no records", fix=fix)
-    attempts, ledger = read.attempts, read.ledger
+    attempts, ledger = records.attempts, records.ledger
     _close_attempt(attempts, ledger, None)
     state, reason = _state(folder, attempts)
     if attempts and not attempts[-1].ended:
@@ -178,16 +178,16 @@ def read_run(folder: Path) -> RecordedRun:
         config_yaml=config_yaml,
         state=state,
         reason=reason,
-        train=_columns(read.train.columns),
-        evals=_columns(read.evals.columns),
-        saved=np.unique(np.asarray(read.saved)),
+        train=_columns(records.train.columns),
+        evals=_columns(records.evals.columns),
+        saved=np.unique(np.asarray(records.saved)),
         goodput=ledger.total(),
         checkpoint=section if isinstance(section := values.get("checkpoint"), Mapping) else {},
-        experience=ledger.experience(),
-        num_skipped=read.num_skipped,
+        history=ledger.experience(),
+        num_skipped=records.num_skipped,
         values=values,
-        traces=read.traces,
-        samples=read.samples,
+        traces=records.traces,
+        samples=records.samples,
         attempts=attempts,
     )
 
@@ -207,8 +207,8 @@ def _close_attempt(attempts: Sequence[Attempt], ledger: TimeLedger, start: Mappi
         if isinstance(before := start.get("before"), dict):
             total = Goodput(until=_number(before, "until"), update_s=_number(before, "update_s"))
     attempt.reached = reached
-    began = _number(attempt.facts, "started") or _number(attempt.facts, "time")
-    attempt.wall_s = max(0.0, total.until - began) if began and total.until else 0.0
+    started = _number(attempt.facts, "started") or _number(attempt.facts, "time")
+    attempt.wall_s = max(0.0, total.until - started) if started and total.until else 0.0
     attempt.update_s = max(0.0, total.update_s - attempt.update_s)
 
 
@@ -236,15 +236,15 @@ def _read_config(path: Path) -> tuple[str, Mapping[str, Any]]:
 
 
 def _find(values: Mapping[str, Any], section: str, key: str) -> Any:
-    found = values.get(section)
-    return found.get(key) if isinstance(found, Mapping) else None
+    keys = values.get(section)
+    return keys.get(key) if isinstance(keys, Mapping) else None
 
 
 class _Table:
-    """A table to which records are appended one at a time.
+    """A table of records, extended by one row at a time.
 
-    Columns other than `names` (per-source fields and those of `Trainer.log`) are added when a record first has them,
-    and are NaN in earlier rows.
+    Columns that are not in `names` (per-source fields and those of `Trainer.log`) are added when a record first has
+    them, and are NaN in earlier rows.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -268,14 +268,14 @@ _NUMBERS = ("started", "time", "load_s", "resumed_step", "lost_steps", "paramete
 """Numeric fields of a start record."""
 
 
-_MOST = {"started": 1e11, "time": 1e11}
-"""Upper bounds for times, in seconds since the epoch, so that calendar functions do not overflow."""
+_UPPER_BOUNDS = {"started": 1e11, "time": 1e11}
+"""Upper bounds for times, in seconds since the Unix epoch, so that calendar functions do not overflow."""
 
 
 def _number(record: Mapping[str, Any], name: str) -> float:
     """Return the value of a numeric field, or 0 if it is not a valid non-negative number."""
     value = _value(record.get(name))
-    return value if 0 <= value < _MOST.get(name, 1e18) else 0.0
+    return value if 0 <= value < _UPPER_BOUNDS.get(name, 1e18) else 0.0
 
 
 def _columns(values: Mapping[str, array[float]]) -> dict[str, Column]:
@@ -289,9 +289,10 @@ def _columns(values: Mapping[str, array[float]]) -> dict[str, Column]:
 def _nearest_run(folder: Path) -> object:
     if folder.name == "metrics.jsonl" and folder.is_file():
         return folder.parent
-    runs = [path.parent for place in (folder, folder.parent, Path("runs")) for path in place.glob("*/metrics.jsonl")]
-    close = difflib.get_close_matches(folder.name, [run.name for run in runs], n=1, cutoff=0.7)
-    return next((run for run in runs if close == [run.name]), None)
+    parents = (folder, folder.parent, Path("runs"))
+    runs = [path.parent for parent in parents for path in parent.glob("*/metrics.jsonl")]
+    matches = difflib.get_close_matches(folder.name, [run.name for run in runs], n=1, cutoff=0.7)
+    return next((run for run in runs if matches == [run.name]), None)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -342,10 +343,11 @@ def panels_of(runs: Sequence[RecordedRun]) -> list[Panel]:
     sources, the loss by source.
     """
     logged = dict.fromkeys(name for run in runs for name in run.logged)
-    own = [Panel(name, (Line(name, "training"), Line(name, "evaluation", "evals"))) for name in logged]
+    logged_panels = [Panel(name, (Line(name, "training"), Line(name, "evaluation", "evals"))) for name in logged]
     sources = runs[0].sources if len(runs) == 1 else []
     lines = [Line(f"loss_{source}", source, of) for source in sources for of in ("train", "evals")]
-    return [PANELS[0], *([Panel("loss by source", tuple(lines))] if lines else []), *own, *PANELS[1:]]
+    by_source = [Panel("loss by source", tuple(lines))] if lines else []
+    return [PANELS[0], *by_source, *logged_panels, *PANELS[1:]]
 
 
 def data_of(runs: Sequence[RecordedRun], names: Sequence[str], refresh_s: float) -> str:
@@ -364,14 +366,14 @@ def data_of(runs: Sequence[RecordedRun], names: Sequence[str], refresh_s: float)
 
 
 def _series_of(run: RecordedRun, name: str) -> dict[str, Any]:
-    train, evals = thinned(_with_hours(run, run.train)), thinned(_with_hours(run, run.evals))
+    train, evals = downsample(_with_hours(run, run.train)), downsample(_with_hours(run, run.evals))
     if run.train["step"].size and run.evals["step"].size:
         tokens = np.interp(run.evals["step"], run.train["step"], np.nan_to_num(run.train["tokens"]))
-        evals["tokens"] = thinned({**run.evals, "tokens": tokens})["tokens"]
+        evals["tokens"] = downsample({**run.evals, "tokens": tokens})["tokens"]
     lost = [
-        [attempt.resumed_step, attempt.resumed_step + before.lost_steps]
-        for before, attempt in zip(run.attempts, run.restarts, strict=False)
-        if before.lost_steps
+        [attempt.resumed_step, attempt.resumed_step + previous.lost_steps]
+        for previous, attempt in zip(run.attempts, run.restarts, strict=False)
+        if previous.lost_steps
     ]
     return {
         "name": name,
@@ -385,35 +387,35 @@ def _series_of(run: RecordedRun, name: str) -> dict[str, Any]:
 
 def _with_hours(run: RecordedRun, table: Mapping[str, Column]) -> dict[str, Column]:
     facts = run.attempts[0].facts if run.attempts else {}
-    began = facts.get("started") or facts.get("time")
+    started = facts.get("started") or facts.get("time")
     times = table.get("time", np.full(table["step"].size, math.nan))
-    hours = (times - began) / 3600 if isinstance(began, (int, float)) else np.full(times.size, math.nan)
+    hours = (times - started) / 3600 if isinstance(started, (int, float)) else np.full(times.size, math.nan)
     return {**{name: column for name, column in table.items() if name != "time"}, "hours": hours}
 
 
-def thinned(table: Mapping[str, Column], num_points: int = NUM_POINTS) -> dict[str, Column]:
-    """Downsample a table to `num_points` rows, each the mean over an equal number of lines.
+def downsample(table: Mapping[str, Column], num_points: int = NUM_POINTS) -> dict[str, Column]:
+    """Reduce a table to `num_points` rows, each the mean over an equal number of lines.
 
     A table of up to twice as many rows is returned unchanged.  For columns drawn with a band, `<name>_low` and
-    `<name>_high` are added.  Means ignore non-finite values, and are NaN if there are no others.
+    `<name>_high` are added.  Means ignore non-finite values; a mean over none is NaN.
     """
     size = table["step"].size
     if size <= 2 * num_points:
         return dict(table)
     starts = np.linspace(0, size, num_points, endpoint=False).astype(np.int64)
-    found: dict[str, Column] = {}
+    reduced: dict[str, Column] = {}
     for name, column in table.items():
         finite = np.isfinite(column)
         counts = np.add.reduceat(finite.astype(np.float64), starts)
         sums = np.add.reduceat(np.where(finite, column, 0.0), starts)
-        found[name] = np.divide(sums, counts, out=np.full(num_points, math.nan), where=counts > 0)
+        reduced[name] = np.divide(sums, counts, out=np.full(num_points, math.nan), where=counts > 0)
         if name in _BANDS:
-            found[f"{name}_low"] = _extreme(np.minimum, np.where(finite, column, np.inf), starts)
-            found[f"{name}_high"] = _extreme(np.maximum, np.where(finite, column, -np.inf), starts)
+            reduced[f"{name}_low"] = _extreme(np.minimum, np.where(finite, column, np.inf), starts)
+            reduced[f"{name}_high"] = _extreme(np.maximum, np.where(finite, column, -np.inf), starts)
     for name in ("step", "tokens", "hours"):  # a point is placed at the last of its lines
         if name in table:
-            found[name] = table[name][np.append(starts[1:], size) - 1]
-    return found
+            reduced[name] = table[name][np.append(starts[1:], size) - 1]
+    return reduced
 
 
 def _extreme(ufunc: np.ufunc, column: Column, starts: NDArray[np.int64]) -> Column:

@@ -1,4 +1,4 @@
-"""Live report pages, either rewritten while runs are in progress or generated for browser requests."""
+"""Live report pages: rewritten while runs are in progress, or generated when a browser asks for them."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ _KINDS = {".gz": "application/gzip", ".pickle": "application/octet-stream"}
 
 def watch(folders: Sequence[Path], write: Callable[[], object], pause: Callable[[float], None] = time.sleep) -> None:
     """Write the page, then rewrite it whenever the runs have new data, until no run is in progress."""
-    shown = None
+    written = None
     while True:
-        now, goes_on = version(folders), any(read_run(folder).state == "running" for folder in folders)
-        if now != shown:
+        current, is_running = version(folders), any(read_run(folder).state == "running" for folder in folders)
+        if current != written:
             write()
-            shown = now
-        if not goes_on:
+            written = current
+        if not is_running:
             return
         pause(REFRESH_S)
 
 
 def version(folders: Sequence[Path]) -> list[tuple[int, int]]:
     """Return a value that changes whenever a run has new data to show (file times and sizes)."""
-    found = []
+    stamps = []
     for path in (folder / name for folder in folders for name in ("metrics.jsonl", "status.json")):
         try:
             stat = path.stat()
-            found.append((stat.st_mtime_ns, stat.st_size))
+            stamps.append((stat.st_mtime_ns, stat.st_size))
         except OSError:
-            found.append((0, 0))
-    return found
+            stamps.append((0, 0))
+    return stamps
 
 
 class Pages:
-    """Generates the page of some runs on request, and caches it until a run has new data or `REFRESH_S` has passed."""
+    """Generates the page of the given runs, and caches it until a run has new data or `REFRESH_S` has passed."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = list(folders)
@@ -53,12 +53,12 @@ class Pages:
         self._page = b""
 
     def page(self) -> bytes:
-        now = version(self._folders), int(time.monotonic() / REFRESH_S)  # a killed run changes no file
-        if now != self._stamp:
+        stamp = version(self._folders), int(time.monotonic() / REFRESH_S)  # a killed run changes no file
+        if stamp != self._stamp:
             runs = [read_run(folder) for folder in self._folders]
-            one = runs[0] if len(runs) == 1 else None
-            html = write_page(one, one.folder, is_served=True) if one else write_comparison(runs)
-            self._page, self._stamp = html.encode(), now
+            is_single = len(runs) == 1
+            html = write_page(runs[0], runs[0].folder, is_served=True) if is_single else write_comparison(runs)
+            self._page, self._stamp = html.encode(), stamp
         return self._page
 
     def file(self, path: str) -> Path | None:
@@ -68,13 +68,13 @@ class Pages:
             return None
         folder = self._folders[0] / "profile"
         is_inside = link_outside(self._folders[0], "profile") is None  # a symlink may point anywhere
-        names = [each.name for each in folder.glob("*") if each.is_file()] if is_inside else []
-        inside = {name: folder / name for name in names if link_outside(folder, name) is None}
-        return inside.get(parts[1])
+        names = [file.name for file in folder.glob("*") if file.is_file()] if is_inside else []
+        files = {name: folder / name for name in names if link_outside(folder, name) is None}
+        return files.get(parts[1])
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Serves the page of some runs.  Listens on localhost only; other machines connect through an ssh tunnel."""
+    """Serves the page of the given runs, on localhost only; other machines connect through an ssh tunnel."""
 
     daemon_threads = True
 
@@ -122,14 +122,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Log nothing, because a page that refreshes itself would flood the terminal."""
 
 
-def serve(folders: Sequence[Path], port: int, tell: Callable[[str], object]) -> None:
+def serve(folders: Sequence[Path], port: int, say: Callable[[str], object]) -> None:
     """Serve the page until Ctrl-C.  Raises UserError if the port is taken or a folder does not hold a run."""
     for folder in folders:
         read_run(folder)
     with Server(folders, port) as server:
-        tell(f"{server.url} (press Ctrl-C to stop)")
+        say(f"{server.url} (press Ctrl-C to stop)")
         port = server.server_port
-        tell(f"from another machine: ssh -L {port}:{ADDRESS}:{port} THIS_MACHINE, then open the same address")
+        say(f"from another machine: ssh -L {port}:{ADDRESS}:{port} THIS_MACHINE, then open the same address")
         try:
             server.serve_forever()
         except KeyboardInterrupt:

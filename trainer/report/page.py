@@ -1,6 +1,6 @@
 """Generates the report page, a single self-contained HTML file.
 
-All text that comes from a run (its name, reason, configuration) is passed through `html.escape`.
+All text from a run (its name, reason, configuration) is passed through `html.escape`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SCRIPT = (resources.files("trainer.report") / "charts.js").read_text(encoding="u
 def write_page(run: RecordedRun, page_folder: Path | None = None, is_served: bool = False) -> str:
     """Return the page of one run.
 
-    page_folder: the folder that will hold the page, which links are relative to; None for no links.
+    page_folder: the folder of the page, to which links are relative; None for no links.
     is_served: link only to traces, because a browser on another machine cannot open a checkpoint folder.
     """
     name, state = escape(run.name), escape(run.state)
@@ -74,8 +74,8 @@ def write_comparison(runs: Sequence[RecordedRun]) -> str:
 
 def names_of(runs: Sequence[RecordedRun]) -> list[str]:
     """Return a unique name for each run: its name or, if several runs share that name, its folder."""
-    own = [run.name for run in runs]
-    names = [name if own.count(name) == 1 else str(run.folder) for name, run in zip(own, runs, strict=True)]
+    run_names = [run.name for run in runs]
+    names = [run.name if run_names.count(run.name) == 1 else str(run.folder) for run in runs]
     return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, start=1)]
 
 
@@ -95,15 +95,15 @@ def _html(title: str, parts: Iterable[str], runs: Sequence[RecordedRun], names: 
 def facts_of(run: RecordedRun) -> str:
     """Return the line below the title: model, number of parameters, mesh, device and torch version."""
     facts = run.attempts[-1].facts if run.attempts else {}
-    found = [run.model]
+    items = [run.model]
     if facts.get("parameters"):
-        found.append(f"{readable_count(facts['parameters'])} parameters")
+        items.append(f"{readable_count(facts['parameters'])} parameters")
     if run.attempts and run.attempts[-1].mesh:
         ranks = facts.get("world_size", 1)
-        found.append(f"{run.attempts[-1].mesh} on {ranks} {facts.get('device', '')} rank{'s' * (ranks != 1)}")
+        items.append(f"{run.attempts[-1].mesh} on {ranks} {facts.get('device', '')} rank{'s' * (ranks != 1)}")
     if facts.get("torch"):
-        found.append(f"torch {facts['torch']}")
-    return " · ".join(item for item in found if item)
+        items.append(f"torch {facts['torch']}")
+    return " · ".join(item for item in items if item)
 
 
 def _tiles(run: RecordedRun) -> str:
@@ -192,7 +192,7 @@ def _differences(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
 
 
 _LONG_SETTING = 120
-"""Number of characters from which a setting in a table is truncated, and expands on a click: a model's full
+"""Settings longer than this many characters are truncated in a table and expand on a click: a model's full
 `config.json` has thousands."""
 
 
@@ -214,26 +214,25 @@ def _samples(run: RecordedRun) -> str:
     """Return the samples that the model generated during training, newest first."""
     if not run.samples:
         return ""
-    shown = [
+    items = [
         f"<details{' open' if number == 0 else ''}><summary>step {escape(str(sample.get('step', '')))}</summary>"
         f"<pre><b>{escape(str(sample.get('prompt', '')))}</b>{escape(str(sample.get('text', '')))}</pre></details>"
         for number, sample in enumerate(reversed(run.samples[-_NUM_SAMPLES:]))
     ]
-    return f'<section class="card samples"><h2>Samples</h2>{"".join(shown)}</section>'
+    return f'<section class="card samples"><h2>Samples</h2>{"".join(items)}</section>'
 
 
 def _files(run: RecordedRun, page_folder: Path | None, is_served: bool) -> str:
     """Return the list of existing checkpoints and traces, with links relative to the page's folder."""
     checkpoints = sorted((run.folder / "checkpoints").glob("step_*"))
     traces = [path for name in dict.fromkeys(run.traces) if (path := run.folder / "profile" / name).is_file()]
-    found = [*checkpoints, *traces]
-    if page_folder is None or not found:
+    if page_folder is None or not (checkpoints or traces):
         return ""
     items = [
         f"<li>{escape(str(path))}</li>"
         if is_served and path in checkpoints
         else f'<li><a href="{escape(quote(os.path.relpath(path, page_folder)))}">{escape(path.name)}</a></li>'
-        for path in found
+        for path in (*checkpoints, *traces)
     ]
     hint = '<p class="muted">Traces open in <b>ui.perfetto.dev</b>.</p>' if traces else ""
     return f'<section class="card"><h2>Files</h2><ul class="links">{"".join(items)}</ul>{hint}</section>'
@@ -271,7 +270,7 @@ def _logged(run: RecordedRun) -> str:
     """Return a table of the last values that the run recorded with `Trainer.log`."""
     if not run.logged:
         return ""
-    rows = [[escape(name), _figure(run.last(name)), _figure(run.last(name, "eval"))] for name in run.logged]
+    rows = [[escape(name), _logged_value(run.last(name)), _logged_value(run.last(name, "eval"))] for name in run.logged]
     table = _table(("", "training", "evaluation"), rows, num_text=1)
     return f'<section class="card"><h2>Figures</h2>{table}</section>'
 
@@ -282,13 +281,13 @@ def _attempts(run: RecordedRun) -> str:
     rows = []
     for number, attempt in enumerate(run.attempts, start=1):
         facts = attempt.facts
-        began = facts.get("started") or facts.get("time")
+        started = facts.get("started") or facts.get("time")
         share = attempt.update_s / attempt.wall_s if attempt.wall_s else None
         ended = f'<span class="{_class(attempt.ended)}">{escape(attempt.ended)}</span>'
         rows.append(
             [
                 str(number),
-                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began)) if began else NONE,
+                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started)) if started else NONE,
                 escape(attempt.mesh),
                 ended,
                 escape(str(facts.get("world_size", ""))),
@@ -313,12 +312,12 @@ def saving_of(run: RecordedRun) -> dict[str, str]:
     """
     num_nodes = _positive(run.attempts[-1].facts.get("nodes")) if run.attempts else None
     every = run.checkpoint.get("every")
-    if not run.experience.saves or not num_nodes or not every:
+    if not run.history.saves or not num_nodes or not every:
         return {}
     section = CheckpointSection()
     if mtbf_h := _positive(run.checkpoint.get("node_mtbf_h")):
         section = dataclasses.replace(section, node_mtbf_h=mtbf_h)
-    costs = costs_of(RunConfig(checkpoint=section), int(num_nodes), 0.0, run.experience)
+    costs = costs_of(RunConfig(checkpoint=section), int(num_nodes), 0.0, run.history)
     step_s = run.median("step_s")
     every_s = every * step_s if isinstance(every, int) and step_s else costs.best_s
     return describe_costs(costs, every_s, int(num_nodes))
@@ -353,9 +352,9 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], num_text: int) -
 
 
 def _name(number: int, name: str) -> str:
-    colour, shown = SERIES[number % len(SERIES)], escape(name)
-    box = f'<input type="checkbox" data-run="{shown}" checked>'
-    return f'<label>{box} <span class="swatch" style="background: var(--{colour})"></span>{shown}</label>'
+    colour, text = SERIES[number % len(SERIES)], escape(name)
+    box = f'<input type="checkbox" data-run="{text}" checked>'
+    return f'<label>{box} <span class="swatch" style="background: var(--{colour})"></span>{text}</label>'
 
 
 def _summary(run: RecordedRun) -> list[str]:
@@ -383,7 +382,7 @@ def _number(value: float | None) -> str:
     return NONE if value is None else f"{value:.4f}"
 
 
-def _figure(value: float | None) -> str:
+def _logged_value(value: float | None) -> str:
     return NONE if value is None else f"{value:.4g}"
 
 

@@ -35,11 +35,12 @@ __all__ = [
     "full_sequences",
     "positions",
     "slice_sequences",
+    "sliced",
     "use_slices",
     "whole",
 ]
 
-whole = full_sequences  # the old name; remove it after one version
+sliced, whole = use_slices, full_sequences  # the old names; remove them after one version
 
 
 def attend(

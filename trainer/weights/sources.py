@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trainer.config.pretrained import INDEX, LARGEST_INDEX, WEIGHTS, check_no_gguf, no_weights
+from trainer.config.pretrained import INDEX, MAX_INDEX_BYTES, WEIGHTS, check_no_gguf, no_weights
 from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import read_json
 from trainer.model.network import HuggingFaceNames, MappedTensor
@@ -342,7 +342,7 @@ def _find_files(path: str | os.PathLike[str], setting: str) -> dict[Path, set[st
         check_no_gguf(folder, setting)
         raise setting_error(setting, path, no_weights(folder))
     try:
-        weight_map = read_json(folder / INDEX, LARGEST_INDEX)["weight_map"]
+        weight_map = read_json(folder / INDEX, MAX_INDEX_BYTES)["weight_map"]
         for name in weight_map.values():
             if Path(name).is_absolute() or ".." in Path(name).parts or not name.endswith(".safetensors"):
                 rule = f"{INDEX} names {name!r}: an index may only name .safetensors files inside of its folder"

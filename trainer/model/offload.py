@@ -1,0 +1,399 @@
+"""Activation offloading: what the backward pass of a block needs waits in host memory until shortly before it is used.
+
+Each block is watched.  When the forward pass of an offloaded block ends, the tensors that autograd saved in it are
+copied to pinned host memory on a stream of their own; when the next block ends, the device's copies are dropped.  In
+the backward pass, a block's tensors are copied back while the block after it runs.  The host never waits: streams wait
+for each other through events.  On a CPU the same code makes plain copies, which saves nothing and tests everything.
+
+Values are copied bit by bit, so losses do not change.  Parameters, buffers and what the model passes to all its blocks
+(rotary tables, masks) stay on the device: other references keep them there anyway.
+
+Combines with activation checkpointing: `full` leaves a block's input to offload, `selective` and `budget:` the outputs
+of the operators that they save (see `storing_contexts`).  Independent of recipes, meshes and configuration.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy
+
+from trainer.model.parameters import storage_id
+
+MIN_BYTES = 4096
+"""Smaller storages stay on the device: a copy costs more than they take."""
+
+
+def offloaded_blocks(num_blocks: int, share: float, with_last: bool = False) -> list[bool]:
+    """Return which of `num_blocks` blocks are offloaded for `train.offload_activations=share`.
+
+    They are spread evenly, so that the blocks between two of them hide the copies.  The last block is never offloaded
+    (unless `with_last`), since its backward pass comes right after its forward pass.
+    """
+    chosen = [int((n + 1) * share + 1e-9) > int(n * share + 1e-9) for n in range(num_blocks)]
+    return [is_chosen and (with_last or n < num_blocks - 1) for n, is_chosen in enumerate(chosen)]
+
+
+@dataclass(eq=False)
+class _Storage:
+    """One storage that autograd saved in a block, shared by all saved tensors that are views of it."""
+
+    on_device: torch.Tensor | None
+    """All of it, (N,), in the dtype of the tensor that was saved first; None while only the host has it."""
+    version: int
+    """How often it had been written to in place when it was saved."""
+    on_host: torch.Tensor | None = None
+    num_unread: int = 0
+    """Saved tensors of this storage that the backward pass has not asked for yet."""
+
+    @property
+    def num_bytes(self) -> int:
+        found = self.on_device if self.on_host is None else self.on_host
+        assert found is not None
+        return found.nbytes
+
+
+@dataclass(eq=False)
+class _View:
+    """What autograd keeps in place of a saved tensor."""
+
+    call: _Call
+    storage: _Storage
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor on the device.  Waits for its copy, on the device's stream."""
+        self.call.wait()
+        data = self.storage.on_device
+        if data is None:  # asked for a second time: custom functions may read what they saved more than once
+            assert self.storage.on_host is not None
+            data = self.storage.on_host.to(self.call.offload.device, copy=True)
+        self.storage.num_unread -= 1
+        if self.storage.num_unread <= 0:
+            self.storage.on_device = None  # the caller has the last reference, and frees the memory when it is done
+        if data.dtype != self.dtype:
+            data = data.view(torch.uint8)
+            data = data[: data.numel() // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
+        return data.as_strided(self.shape, self.stride, self.offset)
+
+
+@dataclass(eq=False)
+class _Call:
+    """One forward pass of a block and, if the block is offloaded, the storages saved in it."""
+
+    offload: ActivationOffload
+    storages: dict[int, _Storage] = field(default_factory=dict)
+    """By the storage's address on the device."""
+    stays: set[int] = field(default_factory=set)
+    """Addresses of storages that stay on the device."""
+    previous: weakref.ref[_Call] | None = None
+    """The call before this one in the forward pass, whose backward pass comes next."""
+    event: Any = None
+    """Of the copies that nobody has waited for yet."""
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _View:
+        """Return what is kept in place of a saved tensor: the tensor itself if it stays on the device."""
+        storage = tensor.untyped_storage()
+        address = storage_id(storage)
+        if not self.offload.is_movable(tensor) or storage.nbytes() < MIN_BYTES or address in self.stays:
+            return tensor
+        known = self.storages.get(address)
+        if known is None:
+            flat = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
+            known = self.storages[address] = _Storage(flat, tensor._version)
+        known.num_unread += 1
+        return _View(self, known, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def copy_to_host(self) -> None:
+        """Start copying the saved storages to the host."""
+        offload = self.offload
+        for storage in self.storages.values():
+            data = storage.on_device
+            assert data is not None
+            if data._version != storage.version:
+                raise RuntimeError(
+                    "train.offload_activations: a tensor that the backward pass needs has been modified by an inplace "
+                    f"operation: {data.numel()} numbers of {data.dtype}, version {data._version} instead of "
+                    f"{storage.version}"
+                )
+            storage.on_host = offload.allocate_on_host(data)
+        with offload.copying():
+            for storage in self.storages.values():
+                assert storage.on_host is not None
+                assert storage.on_device is not None
+                storage.on_host.copy_(storage.on_device, non_blocking=True)
+        self.event = offload.record()
+        offload.note_copied([*self.storages.values()])
+
+    def drop_from_device(self) -> None:
+        """Free the device's memory once the copies are done."""
+        if self.event is not None:
+            self.offload.wait_for(self.event)
+        for storage in self.storages.values():
+            storage.on_device = None
+        self.event = None
+
+    # -- backward ------------------------------------------------------------------------------------------------
+
+    def prefetch(self) -> None:
+        """Start copying back to the device, unless that has begun or nothing was copied to the host."""
+        away = [s for s in self.storages.values() if s.on_device is None and s.num_unread > 0]
+        if not away or self.event is not None:
+            return
+        for storage in away:
+            assert storage.on_host is not None
+            # Allocated on the stream that frees it, so that the allocator needs to know nothing of the other stream.
+            storage.on_device = torch.empty_like(storage.on_host, device=self.offload.device)
+        with self.offload.copying():
+            for storage in away:
+                assert storage.on_host is not None
+                assert storage.on_device is not None
+                storage.on_device.copy_(storage.on_host, non_blocking=True)
+        self.event = self.offload.record()
+        self.offload.note_fetched(away)
+
+    def wait(self) -> None:
+        """Make the device wait for the copy back, which is started if nobody has."""
+        self.prefetch()
+        if self.event is not None:
+            self.offload.wait_for_fetch(self.event)
+            self.event = None
+
+
+_DONE = object()
+
+
+class ActivationOffload:
+    """The offloading of one model's blocks; `attach` starts it.
+
+    `num_copied` and `num_fetched` count bytes since the start, `host_bytes` those that are on the host now, and
+    `peak_host_bytes` the most there have been.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], share: float, device: torch.device) -> None:
+        self.device = device
+        self.num_copied = self.num_fetched = self.host_bytes = self.peak_host_bytes = 0
+        self._model, self._blocks = model, blocks
+        self._is_offloaded = offloaded_blocks(len(blocks), share)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._call: _Call | None = None
+        """The block that is in its forward pass."""
+        self._copying: _Call | None = None
+        """The last call whose copies to the host may not have finished."""
+        self._last: weakref.ref[_Call] | None = None
+
+    @property
+    def is_any_offloaded(self) -> bool:
+        return any(self._is_offloaded)
+
+    def attach(self, blocks: Sequence[nn.Module] | None = None) -> None:
+        """Watch the blocks, by default all.
+
+        Call this after checkpointing and compilation: the hooks must be outside both.
+        """
+        watched = {id(block) for block in (self._blocks if blocks is None else blocks)}
+        for block, is_offloaded in zip(self._blocks, self._is_offloaded, strict=True):
+            if id(block) not in watched:
+                continue
+            if block._compiled_call_impl is not None:
+                block._compiled_call_impl = self._watched(block, block._compiled_call_impl, is_offloaded)
+            else:
+                block.forward = self._watched(block, block.forward, is_offloaded)  # type: ignore[method-assign]
+
+    def _watched(self, block: nn.Module, forward: Callable[..., Any], is_offloaded: bool) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            call = _Call(self, previous=self._last)
+            if is_offloaded:
+                call.stays = self._staying(args[1:], kwargs)
+                with self._in_call(call), torch.autograd.graph.saved_tensors_hooks(self._packer(block, call), _unpack):
+                    output = forward(*args, **kwargs)
+            else:
+                output = forward(*args, **kwargs)
+            self.end_forward(call)
+            self.prefetch_before(block, call, output)
+            return output
+
+        return watched
+
+    def _staying(self, *arguments: Any) -> set[int]:
+        """Return the storages that stay on the device: buffers, and arguments of a block besides the first."""
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+        return {storage_id(tensor.untyped_storage()) for tensor in (*tensors, *self._model.buffers())}
+
+    def _packer(self, block: nn.Module, call: _Call) -> Callable[[torch.Tensor], Any]:
+        knows_parameters = False
+
+        def pack(tensor: torch.Tensor) -> Any:
+            nonlocal knows_parameters
+            if not knows_parameters:  # not earlier: FSDP gathers them after the call of a compiled block has begun
+                call.stays |= {storage_id(parameter.untyped_storage()) for parameter in block.parameters()}
+                knows_parameters = True
+            return call.pack(tensor)
+
+        return pack
+
+    @contextmanager
+    def _in_call(self, call: _Call) -> Iterator[None]:
+        before, self._call = self._call, call
+        try:
+            yield
+        finally:
+            self._call = before
+
+    def end_forward(self, call: _Call) -> None:
+        """Free what the block before has copied to the host, and start copying what this one has saved."""
+        if self._copying is not None:
+            self._copying.drop_from_device()
+            self._copying = None
+        if call.storages:
+            call.copy_to_host()
+            self._copying = call
+        self._last = weakref.ref(call)
+
+    def prefetch_before(self, block: nn.Module, call: _Call, output: Any) -> None:
+        """When the backward pass of the block begins, start fetching what the one before it needs."""
+        previous = call.previous() if call.previous is not None else None
+        if previous is not None and previous.storages:
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(_prefetches(previous))
+                    break
+
+    # -- the device ----------------------------------------------------------------------------------------------
+
+    def is_movable(self, tensor: torch.Tensor) -> bool:
+        """Return whether a saved tensor may be moved: a plain tensor on the device, not a parameter."""
+        return type(tensor) is torch.Tensor and tensor.device.type == self.device.type
+
+    def allocate_on_host(self, data: torch.Tensor) -> torch.Tensor:
+        """Return host memory for `data`, pinned if that is on a GPU; torch keeps it for reuse when freed."""
+        made = torch.empty_like(data, device="cpu", pin_memory=self._stream is not None)
+        self.host_bytes += data.nbytes
+        self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
+        weakref.finalize(made, self._note_freed, data.nbytes)
+        return made
+
+    def _note_freed(self, num_bytes: int) -> None:
+        self.host_bytes -= num_bytes
+
+    def note_copied(self, storages: Sequence[_Storage]) -> None:
+        self.num_copied += sum(storage.num_bytes for storage in storages)
+
+    def note_fetched(self, storages: Sequence[_Storage]) -> None:
+        self.num_fetched += sum(storage.num_bytes for storage in storages)
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Run copies on their own stream, after everything that the device has been given so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def record(self) -> Any:
+        """Return an event for the copies so far; on a CPU, where they are done, something to hold its place."""
+        return _DONE if self._stream is None else self._stream.record_event()
+
+    def wait_for(self, event: Any) -> None:
+        """Make the device's current stream wait for an event; the host does not."""
+        if event is not _DONE:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    def wait_for_fetch(self, event: Any) -> None:
+        """Make the device wait for what a block's backward pass has asked for."""
+        self.wait_for(event)
+
+    # -- with selective checkpointing ----------------------------------------------------------------------------
+
+    def storing_contexts(self, policy: Callable[..., CheckpointPolicy]) -> tuple[Any, Any]:
+        """Return the contexts of `torch.utils.checkpoint` that save outputs where `policy` says so, offloaded.
+
+        torch's own selective checkpointing keeps these outputs out of reach of saved-tensor hooks.
+        """
+        call = self._call
+        found: dict[tuple[Any, int], Any] = {}
+        return _Storing(policy, found, call), _Restoring(found)
+
+
+def _unpack(saved: torch.Tensor | _View) -> torch.Tensor:
+    return saved.tensor() if isinstance(saved, _View) else saved
+
+
+def _prefetches(call: _Call) -> Callable[[torch.Tensor], None]:
+    """Return a hook that prefetches `call`, unless its graph is gone."""
+    reference = weakref.ref(call)
+
+    def prefetch(gradient: torch.Tensor) -> None:
+        found = reference()
+        if found is not None:
+            found.prefetch()
+
+    return prefetch
+
+
+_IGNORED = {torch.ops.aten.detach.default, torch.ops.prim.device.default}
+"""Operators that autograd and checkpointing call themselves, not always equally often in both passes."""
+
+
+class _Storing(TorchDispatchMode):
+    """Saves the outputs of the operators that a policy selects, packed for offloading."""
+
+    def __init__(self, policy: Callable[..., CheckpointPolicy], found: dict[tuple[Any, int], Any], call: Any) -> None:
+        super().__init__()
+        self._policy, self._found, self._call = policy, found, call
+        self._seen: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _IGNORED:
+            return result
+        number = self._seen[func]
+        self._seen[func] += 1
+        if self._policy(_Forward, func, *args, **(kwargs or {})) == CheckpointPolicy.MUST_SAVE:
+            pack = self._call.pack if self._call is not None else lambda tensor: tensor
+            self._found[func, number] = tree_map_only(torch.Tensor, lambda tensor: pack(tensor.detach()), result)
+        return result
+
+
+class _Forward:
+    is_recompute = False
+
+
+class _Restoring(TorchDispatchMode):
+    """Returns saved outputs instead of running their operators again."""
+
+    def __init__(self, found: dict[tuple[Any, int], Any]) -> None:
+        super().__init__()
+        self._found = found
+        self._seen: Counter[Any] = Counter()
+
+    def __enter__(self) -> Any:
+        self._seen.clear()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _IGNORED:
+            return func(*args, **(kwargs or {}))
+        key = func, self._seen[func]
+        self._seen[func] += 1
+        if key not in self._found:
+            return func(*args, **(kwargs or {}))
+        return tree_map_only((torch.Tensor, _View), _unpack, self._found.pop(key))
