@@ -154,7 +154,7 @@ DEFECTS: list[Defect] = [
     # -- when to save --------------------------------------------------------------------------------------------
     Defect(
         "each-rank-decides-when-to-save",
-        "pays",
+        "auto-interval",
         "AdaptiveInterval.falls_due",
         "self._is_time.any_yes",
         "self.is_time()",
@@ -632,21 +632,21 @@ DEFECTS: list[Defect] = [
     ),
     Defect(
         "shape-of-the-recipe-kept",
-        "source-says-what-it-is",
+        "source-declares-model",
         "model_of_weights",
         "is_set = key in resolution.untyped.assignments or (name in free and key in resolution.untyped.values)",
         "is_set = key in resolution.untyped.assignments or key in resolution.untyped.values",
     ),
     Defect(
         "other-scaling-passed",
-        "source-says-what-it-is",
+        "source-declares-model",
         "rope_of",
         "if kind not in kinds:",
         'if kind in ("yarn", "linear"):',
     ),
     Defect(
         "what-came-forgotten",
-        "source-survives",
+        "source-files-exported",
         "model_files_of",
         "origin.files = read_model_files(source.description)",
         "origin.files = {}",
@@ -682,7 +682,7 @@ DEFECTS: list[Defect] = [
     # -- the run -------------------------------------------------------------------------------------------------
     Defect(
         "owner-taken-for-dead",
-        "owner",
+        "folder-lock",
         "FolderLock._is_dead",
         'or _process_start_time(owner["pid"]) != owner["started"]',
         'or _process_start_time(owner["pid"]) == owner["started"]',
@@ -703,14 +703,14 @@ DEFECTS: list[Defect] = [
     ),
     Defect(
         "room-for-fewer",
-        "room",
+        "disk-space",
         "disk_space_warning",
         "still = (counts.num_at_peak - len(existing)) * num_bytes",
         "still = (counts.num_at_peak - len(existing) - 1) * num_bytes",
     ),
     Defect(
         "checkpoint-not-held",
-        "beside-training",
+        "read-during-training",
         "StoredWeights.__init__",
         "storage = PinnedStorage(storage.path, [COMMIT, *self.manifest.files])",
         "storage = PinnedStorage(storage.path, [])",
@@ -724,14 +724,14 @@ DEFECTS: list[Defect] = [
     ),
     Defect(
         "no-meeting",
-        "meeting",
+        "signals-while-connecting",
         "World._open_group",
         "agree_to_start(store, rank, size, rendezvous_timeout.total_seconds(), problem)",
         "pass",
     ),
     Defect(
         "orphans-at-the-start",
-        "meeting",
+        "signals-while-connecting",
         "follow_parent",
         "prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if follows else 0)",
         "prctl(_PR_SET_PDEATHSIG, 0)",
