@@ -230,7 +230,7 @@ def draw(seed: int, material: Path) -> Case:
 
 
 def write_material(folder: Path) -> Path:
-    """Write what the tasks train on: token shards, two text files, chats, preference pairs, a model with weights."""
+    """Write the inputs of the tasks: token shards, two text files, chats, preference pairs, a model with weights."""
     import torch
     import transformers
 

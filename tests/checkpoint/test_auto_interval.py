@@ -263,7 +263,7 @@ def begun_in(folder: Path) -> list[int]:
 
 
 def lost_too_much(folder: Path, started: Started, num_steps: int) -> str:
-    """Kill a run after so many steps; return what it has lost beyond an interval and a save."""
+    """Kill a run after a number of steps; return the time lost in excess of an interval and a save."""
     began = last_step(folder)
     wait_until(lambda: last_step(folder) >= began + num_steps, f"{num_steps} steps: {started.stderr}")
     started.processes[0].kill()

@@ -48,7 +48,7 @@ def tiny(folder: Path | str, *overrides: str) -> Any:
 
 
 def digests(trainer: Trainer) -> dict[str, str]:
-    """Return a digest of every tensor, whole, of model and optimizer."""
+    """Return a digest of every full tensor of model and optimizer."""
     found = {}
     for name, parameter in trainer.model.named_parameters():
         found[name] = digest(parameter)
@@ -64,7 +64,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def save_each(runs: list[tuple[str, list[str]]]) -> list[tuple[dict[str, str], list[float]]]:
-    """Train with each list of overrides; return what was saved after three steps, and the losses of the next three."""
+    """Train with each list of overrides; return the state saved after three steps, and the losses of the next three."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -83,7 +83,7 @@ def save_each(runs: list[tuple[str, list[str]]]) -> list[tuple[dict[str, str], l
 
 
 def load_each(runs: list[tuple[str, list[str]]]) -> list[tuple[dict[str, str], list[float]]]:
-    """Resume each run; return what was loaded, and the losses of the next three steps."""
+    """Resume each run; return the loaded state, and the losses of the next three steps."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -124,9 +124,9 @@ def test_context_slices_to_every_mesh_and_back(tmp_path: Path) -> None:
 
 
 def move(folder: Path, moves: list[Move], *more: str) -> dict[str, float]:
-    """Assert: bit-identical after loading; the losses that follow are those of the mesh that saved.
+    """Assert that loaded state is bit-identical, and that later losses equal those of the mesh that saved.
 
-    Returns by how much they differ, relatively, for each optimizer.
+    Returns the relative difference for each optimizer.
     """
     meshes = {name: (ranks, [*own, *more]) for name, (ranks, own) in (MESHES | IN_SLICES).items()}
     saved: dict[tuple[str, str], tuple[dict[str, str], list[float]]] = {}
@@ -374,7 +374,7 @@ class Counter:
 
 
 class Adaptive(torch.optim.SGD):
-    """An optimizer that changes a setting of its own as it goes."""
+    """An optimizer that changes one of its own settings while it trains."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
@@ -591,7 +591,7 @@ def test_loading_an_older_checkpoint_during_a_run(tmp_path: Path) -> None:
 
 
 class SilentStep(Trainer):
-    """A step of one's own that does not call that of the Trainer."""
+    """A custom step that does not call the Trainer's step."""
 
     def train_step(self, micro_batches: Any) -> Update:
         for batch in micro_batches:

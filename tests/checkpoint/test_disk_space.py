@@ -43,7 +43,7 @@ def test_number_of_simultaneous_checkpoints(
 
 
 def said_at_the_start(folder: Path, free: int, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> str:
-    """Return what a run that is finished as it begins has in its log, with so many bytes free."""
+    """Return the log of a run that has nothing left to do, started with this many free bytes."""
     trainer = Trainer(tiny_config(folder, "train.steps=8", "checkpoint.every=2", *overrides))
     monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: free)
     try:

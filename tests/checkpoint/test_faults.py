@@ -76,7 +76,7 @@ def with_(*overrides: str, base: Iterable[str] = tuple(RUN)) -> list[str]:
 
 
 def check_each(cases: Iterable[Any], check: Callable[[Any], str]) -> None:
-    """Assert that `check` finds nothing wrong with any case, two at a time; each that fails is named."""
+    """Assert that `check` finds no error in any case, two at a time; the message lists all cases that fail."""
     with ThreadPoolExecutor(2) as threads:
         found = [wrong for wrong in threads.map(check, cases) if wrong]
     assert not found, f"{len(found)} cases:\n" + "\n".join(found)
@@ -92,7 +92,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of metrics.jsonl: a killed run may have left a part of one."""
+    """Return the complete lines of metrics.jsonl: a killed run may have left a partial one."""
     found = []
     path = folder / "metrics.jsonl"
     for line in path.read_text().splitlines() if path.exists() else []:
@@ -124,7 +124,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a run that is to be killed does."""
+    """A kind of run to be killed."""
 
     mode: str = "async"
     ranks: int = 1
@@ -141,7 +141,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill: at an event of a phase, on one rank; it alone or all."""
+    """A kill at an event of a phase, of one rank or of all."""
 
     kind: Kind
     whom: str
@@ -227,7 +227,7 @@ class KillCampaign:
         return f"{folder}: {kill}: {wrong}" if wrong else ""
 
     def restart(self, kind: Kind, folder: Path) -> list[str]:
-        """Start a killed run again; return what is not as it should be."""
+        """Restart a killed run and return all errors."""
         published, trained, starts = steps_in(folder), last_step(folder), len(of("start", folder, "world_size"))
         again = start(folder, *kind.arguments, ranks=kind.ranks)
         codes = again.wait()
@@ -256,7 +256,7 @@ class KillCampaign:
 
 
 def leftovers(folder: Path) -> list[str]:
-    """Return what is in the folder of a run that ended well and should not be."""
+    """Return unexpected files in the folder of a finished run."""
     known = re.compile(
         r"config\.yaml|console\.log|metrics(_superseded)?\.jsonl|status\.json|checkpoints|previous_\d{3}"
     )
@@ -370,7 +370,7 @@ WAYS = ["flipped", "truncated", "deleted", "zeroed"]
 
 
 def damage(path: Path, way: str, draw: random.Random) -> str:
-    """Do it, and return what was done.  It always changes something."""
+    """Damage the checkpoint in a way that always changes something; return a description."""
     data = path.read_bytes()
     place = draw.randrange(len(data))
     if way == "flipped":
@@ -393,7 +393,7 @@ def mlp_config(folder: Path, *overrides: str) -> Any:
 
 
 def load_newest(folder: Path, *overrides: str) -> tuple[int | None, str]:
-    """Return the step that a new Trainer resumes from, and what it says about it on stderr."""
+    """Return the step that a new Trainer resumes from, and its stderr."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         trainer = Trainer(mlp_config(folder, *overrides))
@@ -426,9 +426,9 @@ def three_of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def damage_and_load(source: Path, folder: Path, count: int, seed: int, of_rank: int = 0) -> list[str]:
-    """Damage the newest checkpoint `count` times, load each time, and return what is not as it should be.
+    """Damage the newest checkpoint `count` times, load after each, and return all errors.
 
-    On several ranks each does the same; the first does the damage, and says so in a file.
+    On several ranks all do the same; the first does the damage, and reports it in a file.
     """
     import torch.distributed as dist
 
@@ -862,7 +862,7 @@ def test_storage_hangs_for_half_a_minute(tmp_path: Path) -> None:
 
 
 def hang(folder: Path, place: str, rank: int, at_least_s: float = 0.0) -> None:
-    """Training goes on to its last step; a save that falls due is skipped, and the one that hung ends well."""
+    """Training continues to its last step; a save that falls due is skipped, and the hanging one finally succeeds."""
     answers = folder / "answers"
     fault = Fault(hang=place, hang_until=str(answers), rank=rank, first=0, last=0)
     run = start(folder / "run", *with_("checkpoint.when_busy=skip"), ranks=2, fault=fault)
@@ -930,7 +930,7 @@ def test_one_rank_fails_to_save_while_training_waits(place: str, rank: int, tmp_
 
 
 def one_rank_fails(mode: str, place: str, rank: int, folder: Path) -> None:
-    """It fails once: all ranks are told the same, the run goes on, and the save is tried again."""
+    """It fails once: all ranks learn it, the run continues, and the save is retried."""
     per_save = 3 if place == "write_files" and rank == 1 else 4 if place == "write_files" else 1
     first = 2 if place == "write_files" else per_save
     fault = Fault(fail=place, rank=rank, first=first, last=first, step_s=0.2)
@@ -1029,7 +1029,7 @@ def test_launcher_is_stopped_during_a_background_save(number: signal.Signals, tm
 
 @contextlib.contextmanager
 def running(folder: Path) -> Iterator[Started]:
-    """A run that goes on until it is killed."""
+    """A run that continues until it is killed."""
     run = start(folder, *with_("train.steps=100000"), fault=Fault(step_s=0.05))
     try:
         wait_until(lambda: bool(steps_in(folder)), "a checkpoint")
@@ -1057,7 +1057,7 @@ def test_folder_belongs_to_one_run(ranks: int, tmp_path: Path) -> None:
 
 
 def killed_elsewhere(folder: Path) -> dict[str, Any]:
-    """Leave the folder of a killed run as if that had been on another machine; return what the lock says."""
+    """Leave the folder of a killed run as if it had run on a different machine; return the content of the lock."""
     with running(folder):
         pass
     owner = json.loads((folder / ".owner.json").read_text()) | {"host": "elsewhere", "boot": "another"}
@@ -1179,9 +1179,9 @@ def test_background_save_has_the_state_of_its_start(ranks: int, tmp_path: Path) 
 
 
 def grow(folder: Path, saves: int) -> tuple[float, float, list[float]]:
-    """Save again and again in the background.  Returns in MiB a staged copy, and the memory: before, then at each.
+    """Save repeatedly in the background. Returns in MiB the size of a staged copy, the memory before, and at each save.
 
-    Training alone comes and goes by 180 MiB, with gradients: before is the most of ten steps.
+    Training alone varies by 180 MiB, with gradients, so the memory before is the maximum of ten steps.
     """
 
     def resident_mib() -> float:
@@ -1304,7 +1304,7 @@ def test_weights_that_are_not_finite_are_never_published(rank: int, tmp_path: Pa
 
 
 class Forgetful(Trainer):
-    """Has a state of its own that it did not say."""
+    """Has state that it did not register."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

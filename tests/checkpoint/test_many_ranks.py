@@ -72,7 +72,7 @@ def rows_on(num_rows: int, number: int, num_shards: int) -> tuple[int, int]:
 
 
 def boxes_on(shapes: Shapes, number: int, num_shards: int) -> Boxes:
-    """Return what a rank holds, counted by hand."""
+    """Return the boxes that a rank holds, counted by hand."""
     rows = {key: rows_on(shape[0], number, num_shards) for key, shape in shapes.items()}
     return Boxes.of(
         (key, (rows[key][0], *(0 for _ in shape[1:])), (rows[key][1] - rows[key][0], *shape[1:]))
@@ -85,7 +85,7 @@ def as_boxes(boxes: Sequence[Box]) -> Boxes:
 
 
 def written(boxes: Boxes, rank: int) -> WrittenChunks:
-    """Return where the chunks would lie in a rank's file: one after another, each behind 500 bytes of its own."""
+    """Return where the chunks would be in a rank's file: one after another, each after a header of 500 bytes."""
     lengths = boxes.sizes.prod(axis=1) * 4 + 500
     starts = np.cumsum(lengths) - lengths
     return WrittenChunks(f"__{rank}_0.distcp", boxes, np.column_stack((starts, lengths, starts + 400)))
@@ -240,7 +240,7 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def make_format_2(checkpoint: Path) -> None:
-    """Make a checkpoint what it would be if it had been saved when each chunk had a row."""
+    """Convert a checkpoint to the previous format, in which each chunk had a row."""
     manifest = read_manifest(LocalStorage(checkpoint))
     text = rows_of_format_2(layout_from_json((checkpoint / "layout.json").read_text())).encode()
     (checkpoint / "layout.json").write_bytes(text)

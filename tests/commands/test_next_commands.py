@@ -54,7 +54,7 @@ QUICK = merged([item for item in TINY if not item.startswith("model.")], ["train
 
 
 def commands_of(stdout: str) -> list[str]:
-    """Return what a run says below `next:`, without the indent."""
+    """Return the commands that a run prints below `next:`, without the indent."""
     lines = stdout.partition("  next: ")[2].splitlines()
     return [lines[0], *(line.strip() for line in lines[1:] if line.startswith("        "))]
 

@@ -425,7 +425,7 @@ UNSAID = ("data.cache_dir", "data.cache_gib")
 
 
 def changed_values(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Yield every key, with a configuration in which that key alone has another value."""
+    """Yield every key, with a configuration in which only that key has a different value."""
     for key in declared_keys(type(config.model)):
         value = get(config, key)
         other = {

@@ -24,7 +24,7 @@ SMALL = "recipe=llama_small"
 
 @dataclass(frozen=True)
 class Mistake:
-    """Arguments (`@` is the test's folder), the subcommand, what lies in the folder, and what the message must hold."""
+    """Arguments (`@` is the test's folder), the subcommand, files in the folder, and the expected message."""
 
     arguments: str | list[str]
     says: str | list[str]

@@ -72,7 +72,7 @@ def samples_of(data: DataSection) -> list[Any]:
 
 @dataclass
 class Cache:
-    """How a cache is filled and read: `use` returns what a run would see; `folder` holds the cache's files."""
+    """How a cache is filled and read: `use` returns the samples of a run; `folder` has the cache's files."""
 
     use: Callable[[], Any]
     folder: Path
@@ -375,7 +375,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def try_all(found: Cache, damages: list[Callable[[Path], None]], names: list[str]) -> int:
-    """Damage each file in each way, and compare what is read with what it was before; returns how often."""
+    """Damage each file in each way, and compare the samples with those before; returns the number of cases."""
     expected = found.use()
     found.again()
     pristine = found.folder.with_name("pristine")

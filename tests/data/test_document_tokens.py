@@ -29,7 +29,7 @@ TEXTS = [
 
 
 def write(folder: Path, template: str | None = None, **beside: Any) -> Path:
-    """Write a tokenizer with three special tokens and, if any, a post-processor; and what is to stand beside it."""
+    """Write a tokenizer with three special tokens, an optional post-processor, and other files of its folder."""
     import tokenizers
     from tokenizers import processors
 
@@ -47,7 +47,7 @@ def write(folder: Path, template: str | None = None, **beside: Any) -> Path:
 
 
 def expected(path: Path, text: str, end: Sequence[str]) -> list[int]:
-    """Return what the library gives for a document, and the ends that it does not add."""
+    """Return the ids that the library gives for a document, plus the end tokens that it does not add."""
     import tokenizers
 
     library = tokenizers.Tokenizer.from_file(str(path))

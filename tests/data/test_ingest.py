@@ -138,7 +138,7 @@ def as_views(folder: Path) -> Path:
 
 
 def as_cached_by_hugging_face(folder: Path) -> Path:
-    """A link whose name tells what is in the file that it leads to, and whose file's name does not."""
+    """A link `train.parquet` to a file that is named by its hash."""
     (folder / "snapshots").mkdir()
     as_parquet(folder).rename(folder / "deadbeef")
     (folder / "snapshots" / "train.parquet").symlink_to(folder / "deadbeef")

@@ -46,7 +46,7 @@ SIZES = range(300, 700, 50)
 
 
 class Elsewhere(SimpleHTTPRequestHandler):
-    """A web server that loses what is in `trouble`: for each name how, for one request after the other."""
+    """A web server that fails for names in `trouble`: for each name a list of failures, one per request."""
 
     trouble: dict[str, list[str]]
     asked: Counter[str]

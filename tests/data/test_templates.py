@@ -105,7 +105,7 @@ COSTLY = {
 
 @pytest.fixture(autouse=True)
 def _nothing_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not refused fails at once."""
+    """A template that is not rejected fails at once."""
     monkeypatch.setattr(run, "run_trainer", lambda *given: pytest.fail("nothing was wrong"))
 
 

@@ -15,7 +15,7 @@ from trainer.metrics.record import Record
 
 
 class Logs(Trainer):
-    """Logs what the device has, and what the host knows."""
+    """Logs values on the device and on the host."""
 
     def loss(self, batch: Batch) -> torch.Tensor:
         loss = super().loss(batch)

@@ -150,7 +150,7 @@ SAYS = """said() { echo '{"state": "'$1'", "exit_code": 1, "step": '$2', "reason
 
 
 def batch(stubs: Stubs, folder: Path, srun: str, restart: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the batch file once, with what stands for the ranks."""
+    """Run the batch file once, with a stand-in for the ranks."""
     stubs.add("srun", f"{SAYS}\n{srun}")
     stubs.add("scontrol")
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "mine", "SLURM_RESTART_COUNT": str(restart), "LEAVE_S": "1"}

@@ -60,7 +60,7 @@ def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> No
 
 
 def workers(env: dict[str, str]) -> list[int]:
-    """Return the processes that train, of our Ray alone."""
+    """Return the training processes of this Ray cluster."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -137,7 +137,7 @@ def test_notice_and_requeue_under_torchrun(cluster: Cluster, undisturbed: Ran, t
 
 
 def notice_and_requeue(script: str, cluster: Cluster, undisturbed: Ran, folder: Path) -> str:
-    """The batch script alone is told.  A notice that is there already means nothing."""
+    """Only the batch script gets the notice. A notice that already exists has no effect."""
     folder.mkdir()
     (folder / "notice").touch()
     job = submit(cluster, folder, script=script)

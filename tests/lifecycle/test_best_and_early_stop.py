@@ -25,7 +25,7 @@ from trainer.metrics.stop_criterion import StopCriterion
 
 
 class Scripted(Trainer):
-    """Evaluates as it should, and finds what the test wants."""
+    """Evaluates normally, but returns the losses that the test chooses."""
 
     LOSSES: Mapping[int, float] = {2: 3.0, 4: 1.0, 6: 2.0, 8: 2.5, 10: 1.5, 12: 0.5}
 

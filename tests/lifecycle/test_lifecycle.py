@@ -52,7 +52,7 @@ class OneRank:
 
 
 class Run:
-    """A lifecycle over collaborators that only say what they were asked to do."""
+    """A lifecycle with collaborators that only record their calls."""
 
     def __init__(self, folder: Path) -> None:
         self.said: list[str] = []

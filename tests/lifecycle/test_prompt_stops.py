@@ -95,7 +95,7 @@ def slow_server(folder: Path, handler: type[SimpleHTTPRequestHandler] = SlowHand
 
 @dataclass(frozen=True)
 class Material:
-    """Data and models that all draws share; each has a cache and a run's folder of its own."""
+    """Data and models shared by all cases; each case has a separate cache and run folder."""
 
     folder: Path
     url: str

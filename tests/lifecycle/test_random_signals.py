@@ -60,8 +60,8 @@ def assert_nothing_is_lost(folder: Path, code: int, stderr: str, signals: int) -
 def catches(pid: int, number: signal.Signals) -> bool:
     """Return whether a process has a handler for a signal.
 
-    Until torchrun has its own, a Ctrl-C is an exception in whatever it imports, some of which drops exceptions: that is
-    before the first line of ours.
+    Before torchrun installs its own, a Ctrl-C is an exception in some import, and some of these drop exceptions: that
+    is before our first line runs.
     """
     try:
         status = Path(f"/proc/{pid}/status").read_text()

@@ -485,7 +485,7 @@ def test_incomplete_upload_to_an_object_store_is_not_deleted() -> None:
 
 
 def written(folder: Path, **sections: dict[str, Any]) -> Path:
-    """Leave what the folder of a run holds, as far as its configuration is concerned; return that."""
+    """Write the files of a run folder that follow from its configuration; return the configuration."""
     folder.mkdir(parents=True)
     (folder / "status.json").write_text("{}")
     values = {"model": {"name": "llama"}, "run": {"dir": str(folder), "name": folder.name}, **sections}

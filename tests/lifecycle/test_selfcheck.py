@@ -56,7 +56,7 @@ class LeftOutOnPurpose(LeftOut):
 
 
 class Frozen(LeftOut):
-    """What low-rank adapters do: most is frozen, and some of that is whole on every rank."""
+    """As with low-rank adapters: most parameters are frozen, and some of those are unsharded on every rank."""
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:
         model = super().build_model(config)
@@ -84,7 +84,7 @@ class OnAnotherMesh(Trainer):
 
 
 class Untied(Trainer):
-    """The head has a parameter of its own again, on rank 1."""
+    """On rank 1 the head has a separate parameter again."""
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:
         model = super().build_model(config)
@@ -101,7 +101,7 @@ class FrozenOnOne(Trainer):
 
 
 class SameData(Trainer):
-    """All ranks read what is the first one's."""
+    """All ranks read the data of the first one."""
 
     def build_loader(self) -> TrainLoader:
         loader = super().build_loader()

@@ -60,7 +60,7 @@ def run(folder: Path, *overrides: str, **how: Any) -> int:
 
 
 def saved(folder: Path) -> list[str]:
-    """Return the names of what lies among the checkpoints, without the leading zeros."""
+    """Return the names in the checkpoint folder, without leading zeros."""
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
     return [name.replace("step_000000", "") for name in names]
 

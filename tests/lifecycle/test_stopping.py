@@ -35,7 +35,7 @@ SLOW = ["model.name=tests.helpers.slow_trainer:slow_llama", "model.vocab_size=25
 
 
 def start(folder: Path, *overrides: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    """Start `python -m trainer.run` in an interpreter of its own, with torch's launcher where there is one."""
+    """Start `python -m trainer.run` in a fresh interpreter, with torch's launcher if there is one."""
     arguments = tiny_overrides("train.steps=100000", f"run.dir={folder}", *overrides)
     command = [sys.executable, "-m", "trainer.run", "recipe=llama_small", *arguments]
     return popen(command, env=os.environ | (env or {}))

@@ -450,7 +450,7 @@ def terminal_of(file: TextIO, columns: int = 200, **options: Any) -> Terminal:
 
 
 def shown(screen_of: Callable[[TextIO], Screen]) -> str:
-    """Return what a console prints of a whole run."""
+    """Return the console output of a complete run."""
     file = StringIO()
     sink = ConsoleSink(10, screen_of(file))
     sink.start({"run": "mine", "mesh": "shard [2]"})

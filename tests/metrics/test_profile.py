@@ -342,7 +342,7 @@ def of(kind: str, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def files(folder: Path) -> list[str]:
-    """All that lies in the folder of profiles, hidden files as well."""
+    """Return all files in the folder of profiles, including hidden ones."""
     return sorted(path.name for path in (folder / "profile").glob("*"))
 
 
@@ -769,7 +769,7 @@ def test_profile_during_a_different_profiler(tmp_path: Path, capsys: pytest.Capt
 
 
 def train_with_a_slow_disk(folder: Path) -> int:
-    """Write the profile for as long as it takes the other rank to ask what is the matter, and to be told to wait on."""
+    """Take so long to write the profile that the other rank asks for a reason and is told to keep waiting."""
 
     def slow(*arguments: Any, **options: Any) -> Any:
         until = time.monotonic() + 120

@@ -35,7 +35,7 @@ def samples(run: Path) -> list[tuple[int, str, str]]:
 
 
 def continued(run: Path, prompt: str, ema: bool) -> str:
-    """What the model of the run's newest checkpoint writes, as `trainer.generate` would."""
+    """Return the text that the run's newest checkpoint generates, as in `trainer.generate`."""
     model, tokenizer = load_weights(run, ema=ema), find_tokenizer("bytes")
     read, generator = CachedDecoder(model, torch.device("cpu")), torch.Generator().manual_seed(0)
     given = [*tokenizer.start_ids, *tokenizer.encode(prompt).tolist()]

@@ -107,7 +107,7 @@ class Started:
 
 @pytest.fixture
 def port_that(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A port that refuses, or one behind which nobody ever answers."""
+    """A port that refuses connections, or that accepts them and never answers."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         if request.param == "never answers":

@@ -123,7 +123,7 @@ def test_unsuitable_layers_are_not_converted() -> None:
 
 
 def train(folder: Path, runs: list[list[str]]) -> list[dict[str, Any]]:
-    """Train with products that are emulated; return initial weights here, losses and what a checkpoint holds."""
+    """Train with emulated products; return initial weights, losses and the content of a checkpoint."""
     import torch.distributed as dist
 
     from tests.trainer.test_exactness import flat, load_tensors

@@ -26,9 +26,9 @@ SEQ_LEN = 24
 
 
 def counted(model: nn.Module) -> float:
-    """Return the FLOPs that torch counts for a token; it takes attention's scores for whole squares.
+    """Return the FLOPs per token by torch's counter, which counts attention scores without the causal mask.
 
-    A product that is added in place it does not know: it counts as the one that is not.
+    It does not know in-place addition of a product, which is counted as the out-of-place one.
     """
     tokens = torch.randint(0, 263, (1, SEQ_LEN))
     in_place = {torch.ops.aten.addmm_: lambda _, one, other, **__: 2 * one[0] * one[1] * other[1]}

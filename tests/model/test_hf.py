@@ -170,7 +170,7 @@ def config_of(folder: Path) -> Any:
 
 
 def model_of(folder: Path) -> Any:
-    """Return the model in a folder as a run has it, whole."""
+    """Return the unsharded model of a folder, as a run has it."""
     recipe, config = find_recipe("hf"), config_of(folder)
     with torch.device("meta"):
         model = recipe.build_model(config)

@@ -76,7 +76,7 @@ INITS = [draws_one_after_another, changes_what_was_drawn, reads_without_an_opera
 
 
 def part_of(init: Callable[[Layer], None], rows: slice, seed: int = 7) -> dict[str, torch.Tensor]:
-    """Return what a rank keeps that has these rows of everything."""
+    """Return the part of each tensor that a rank with these rows keeps."""
     layer, kept = Layer(init), {}
     layer.to("meta")
 
@@ -130,7 +130,7 @@ def test_unfilled_elements_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def weights_drawn(least: list[int]) -> list[list[torch.Tensor]]:
-    """Return the whole weights of a model, as drawn with each number of elements from which on parts are drawn."""
+    """Return the full weights of a model for each minimum size from which on only parts are drawn."""
     open_group()
     found = []
     for materialize.MIN_ELEMENTS in least:

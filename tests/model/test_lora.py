@@ -49,7 +49,7 @@ def config_of(base: Path | str | None, folder: Path, *overrides: str, recipe: st
 
 
 def trained(base: Path | str | None, folder: Path, *overrides: str, recipe: str = "llama_small") -> Path:
-    """Train, two steps if nothing else is said, and return the run's folder."""
+    """Train, for two steps by default, and return the run's folder."""
     trainer = Trainer(config_of(base, folder, *merged(["train.steps=2"], overrides), recipe=recipe))
     try:
         assert trainer.fit() == 0
@@ -60,7 +60,7 @@ def trained(base: Path | str | None, folder: Path, *overrides: str, recipe: str 
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A Llama as Hugging Face has it, with what stands beside the weights."""
+    """A Llama folder in Hugging Face format, with its tokenizer files."""
     folder = folder_of(tmp_path / "base")
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         (folder / name).write_bytes(BESIDE[name])
@@ -419,7 +419,7 @@ def test_peft_computes_the_same_and_loads_the_export(name: str, tmp_path: Path) 
 def plain_loop(
     model: nn.Module, parameters: list[nn.Parameter], batches: list[Any], lrs: list[float], config: Any
 ) -> list[float]:
-    """Train as a script of one's own would."""
+    """Train as a plain script would."""
     optim = config.optim
     optimizer = torch.optim.AdamW(parameters, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
     losses, per_step = [], len(batches) // len(lrs)

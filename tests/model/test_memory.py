@@ -51,7 +51,7 @@ def test_no_rank_holds_the_full_model(tmp_path: Path) -> None:
 
 
 def own_mib() -> float:
-    """Return the memory that is this process's alone: not the pages of files that it reads."""
+    """Return the private memory of this process, without the pages of files that it reads."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return sum(int(lines[name].split()[0]) for name in ("RssAnon", "RssShmem")) / 2**10
 

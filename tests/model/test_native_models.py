@@ -48,7 +48,7 @@ PLAIN = [
 
 
 def write_theirs(kind: str, folder: Path, **changes: Any) -> Path:
-    """Write a model of transformers' own with random weights; none of its biases and norms is what it starts with."""
+    """Write a transformers model with random weights, including its biases and norms."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = KINDS[kind]()
@@ -65,7 +65,7 @@ def write_theirs(kind: str, folder: Path, **changes: Any) -> Path:
 
 
 def plain_losses(folder: Path, config: Any) -> list[float]:
-    """Return the losses of a plain loop around transformers' model, whole batches on one rank."""
+    """Return the losses of a plain loop around transformers' model, with full batches on one rank."""
     model = load_there(folder, dtype=torch.float32).train()
     optim = config.optim
     optimizer = torch.optim.AdamW(model.parameters(), optim.lr, optim.betas, optim.eps, weight_decay=0.0)

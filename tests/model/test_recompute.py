@@ -20,7 +20,7 @@ from trainer.plan.plan import make_plan
 
 
 class Block(nn.Module):
-    """A product that costs twice as much for each byte as the other, one whose output nobody needs, and a sine."""
+    """A product that costs twice as much per byte as a second one, one with an unused output, and a sine."""
 
     def __init__(self) -> None:
         super().__init__()

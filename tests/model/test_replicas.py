@@ -169,7 +169,7 @@ def test_failed_pass_leaves_no_gradient_unaveraged() -> None:
 
 
 class OwnStep(Trainer):
-    """Has a training step of its own, which knows nothing of when gradients are reduced."""
+    """Has a custom training step that ignores when gradients are reduced."""
 
     def train_step(self, micro_batches: Any) -> Any:
         update = super().train_step(micro_batches)
@@ -202,7 +202,7 @@ def test_custom_step_gets_averaged_gradients_and_the_model_is_freed(tmp_path: Pa
 
 
 class Unfrozen(Trainer):
-    """Trains what was frozen when its gradients were arranged for."""
+    """Trains parameters that were frozen when gradient averaging was set up."""
 
     def build_model(self, config: Any = None) -> nn.Module:
         model = super().build_model(config)

@@ -73,7 +73,7 @@ def losses_of(recipe: str, overrides: list[str], num_steps: int = 10) -> list[fl
 
 
 def plain_model(config: RunConfig) -> nn.Module:
-    """Return the model whole, without FSDP, with the weights that every mesh starts from."""
+    """Return the unsharded model, without FSDP, with the initial weights of every mesh."""
     with torch.device("meta"):
         model = config.recipe.build_model(config.model)
     materialize(model, config.run.seed, torch.device("cpu"))
@@ -211,7 +211,7 @@ RESHARD: dict[str, tuple[list[str | int], str]] = {
 def expected_calls(
     units: Sequence[str | int], sizes: Sequence[int], mesh: tuple[int, int], num_micro_batches: int
 ) -> Counter[Call]:
-    """Return the collectives of one step: those of `GATHERS`, and one reduction a unit, in the last backward pass."""
+    """Return the collectives of one step: those of `GATHERS`, and one reduction per unit in the last backward pass."""
     replicate, shard = mesh
     calls: Counter[Call] = Counter()
     last = num_micro_batches - 1
@@ -504,7 +504,7 @@ def test_nested_units_exclude_parameters_of_inner_units(tmp_path: Path) -> None:
 
 
 def train_tied(folder: Path) -> dict[str, Any]:
-    """Train a tied GPT-2 for 10 steps, save after 5 on the way, and go on from there in another run."""
+    """Train a tied GPT-2 for 10 steps with a save after 5, and resume from that save in a second run."""
     from torch.distributed.checkpoint import FileSystemReader
 
     open_group()
@@ -638,7 +638,7 @@ def test_units_that_the_backward_pass_does_not_read() -> None:
 
 
 def clip_on_each(meshes: list[list[str]]) -> list[list[tuple[float, float, list[torch.Tensor], list[torch.Tensor]]]]:
-    """Return for each mesh and bound: our norm, the bound, our clipped gradients and the whole ones before."""
+    """Return for each mesh and bound: the norm, the bound, the clipped gradients, and the full gradients before."""
     open_group()
     found = []
     for mesh in meshes:

@@ -19,7 +19,7 @@ from trainer.recipe import declare
 
 
 class Table(nn.Embedding):
-    """A table beside a buffer that no file has."""
+    """A table, and a buffer that no file contains."""
 
     def __init__(self, num: int, width: int) -> None:
         super().__init__(num, width)

@@ -274,7 +274,7 @@ def tiny_config(folder: Path, *overrides: str) -> RunConfig:
 
 
 def train(config: RunConfig, kind: type[Trainer] = OneBatchTrainer, save_at: int | None = None) -> dict[str, Any]:
-    """Train to the end, or to `save_at`; return the losses and the final weights, whole."""
+    """Train to the end, or to `save_at`; return the losses and the full final weights."""
     trainer = kind(config)
     losses = []
     for record in trainer.steps():
@@ -308,7 +308,7 @@ def train_on_ranks(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """What each optimizer does on one rank, which is this process, and on two; in two halves on these alone."""
+    """The results of each optimizer on one rank, in this process, and on two ranks, there also with a resume halfway."""
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
     alone = {name: {"straight": train(tiny_config(one / name, *own))} for name, own in OPTIMIZERS.items()}
     return {1: alone, 2: run_ranks(2, train_on_ranks, two)[-1]}
@@ -378,7 +378,7 @@ def test_decay_all_may_change_on_resume(tmp_path: Path) -> None:
 
 
 class AdamTrainer(OneBatchTrainer):
-    """Brings a torch optimizer of its own."""
+    """Uses a torch optimizer that it builds itself."""
 
     def build_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.model.parameters(), lr=123.0, foreach=True)

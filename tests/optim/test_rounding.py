@@ -202,7 +202,7 @@ def shards(device: str) -> list[torch.Tensor]:
 
 
 def update_both_ways(device: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return what a step makes of the same shards in pieces on the CPU, and compiled on `device`."""
+    """Return the result of a step on the same shards, in pieces on the CPU, and compiled on `device`."""
     group = {"lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.1, "eps": 1e-8}
     place = torch.tensor((7, 5, 0, 0), dtype=torch.int32)
     plain, compiled = shards("cpu"), shards(device)
@@ -244,7 +244,7 @@ def tiny(folder: Path, *overrides: str) -> RunConfig:
 
 
 def step_with_equal_gradients(folder: Path, meshes: list[list[str]]) -> list[tuple[list[torch.Tensor], bool]]:
-    """Do five steps with gradients drawn from a seed, on each mesh; return all weights, whole."""
+    """Make five steps with seeded random gradients on each mesh; return all full weights."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -332,7 +332,7 @@ def test_resume_is_bit_equal(ranks: int, overrides: list[str], tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def final_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    """The mean loss of the last 20 of 150 steps on Python's own source, by what is kept in which dtype."""
+    """Return the mean loss of the last 20 of 150 steps on Python's standard library, for each choice of dtypes."""
     kept = {
         "float32": ["fsdp.param_dtype=bfloat16"],
         "stochastic": ALL_BFLOAT16,

@@ -354,7 +354,7 @@ def test_planning_a_thousand_candidates_is_fast() -> None:
 
 
 def machine_of_recipe(recipe: str) -> tuple[int, Machine]:
-    """Return how many ranks of what the first line of a recipe is for, as "8 x H100"; a CPU has 8 GiB for each."""
+    """Return the ranks and the machine in the first line of a recipe, such as "8 x H100"; a CPU rank has 8 GiB."""
     named = re.findall(r"(\d+) x ([A-Z]\w+)", description(recipe_files()[recipe]))
     assert len(named) == 1, f"{recipe}: the first line names one machine, and how many ranks"
     ((ranks, device),) = named
@@ -378,7 +378,7 @@ def test_recipe_fits_the_machine_in_its_first_line(recipe: str, tmp_path: Path) 
 
 
 def write_1b(folder: Path) -> str:
-    """Write what a folder of Llama 3.2 1B says of its shape, and return the setting that names it."""
+    """Write the configuration of Llama 3.2 1B, and return the setting that names its folder."""
     config = load_config("llama3_1b").model
     stated = {"model_type": "llama", **dict(find_recipe("llama").hf.config(config))}  # type: ignore[union-attr]
     (folder / "config.json").write_text(json.dumps(stated))

@@ -39,7 +39,7 @@ SELECTIVE = "budget:1"
 
 @dataclass(frozen=True)
 class Row:
-    """What was published of one run: tokens per second of a GPU, and the memory that its allocator held, in GiB."""
+    """Published figures of one run: tokens per second per GPU, and the peak memory of the allocator in GiB."""
 
     model: Sequence[str]
     num_gpus: int
@@ -78,7 +78,7 @@ def of_campaign(rows: dict[str, Row]) -> list[object]:
 
 
 def plan_of(row: Row, device: str) -> Plan:
-    """Return the plan of a model that hands out whole logits and gathers all but its blocks at once, as theirs do."""
+    """Return the plan of a model that returns full logits and gathers all but its blocks at once, as theirs do."""
     overrides = [
         "model.name=tests.helpers.own_recipes:llama_whole_logits",
         *(f"model.{field}" for field in row.model),

@@ -270,7 +270,7 @@ DONE_BY = {
 
 
 def train_as(side: str, folder: Path, after_step: Callable[[int], None] = lambda step: None) -> list[float]:
-    """Train a few steps as a side of bench.step does, on this process alone; returns the losses."""
+    """Train a few steps like one side of bench.step, in this process only; returns the losses."""
     job = {
         "recipe": "llama_small",
         "overrides": tiny_overrides("train.steps=3", "data.source=synthetic", "run.threads=1"),

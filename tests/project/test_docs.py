@@ -90,7 +90,7 @@ def test_explained_messages_exist() -> None:
 
 
 def documented(section: str) -> tuple[set[str], set[str]]:
-    """Return the fields that the page has for a kind of line: all, and those that are there under a condition."""
+    """Return the fields on the page for a kind of record: all, and the conditional ones."""
     text = (DOCS / "metrics.md").read_text().partition(f"## `{section}`")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?) \| (.*) \|$", text, re.MULTILINE)
     conditional = {"profiled", "bits_per_byte", "every_s", "trained_share", "dropped_share", "truncated_share"}

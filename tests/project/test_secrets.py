@@ -113,7 +113,7 @@ def url_of(name: str) -> str:
 
 
 def everything_kept(folder: Path) -> bytes:
-    """Return what a run has left, in its folder and in memory, names included."""
+    """Return everything that a run has left in its folder and in memory, including names."""
     parts = [str(path.relative_to(folder)).encode() + path.read_bytes() for path in folder.rglob("*") if path.is_file()]
     memory = fsspec.filesystem("memory")
     return b"\n".join([*parts, *(memory.cat_file(path) for path in memory.find("/"))])

@@ -35,7 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def say_otherwise(checkpoint: Path, old: str, new: str) -> None:
-    """Have a checkpoint's configuration say something else, and its manifest agree: as somebody does who means harm."""
+    """Change a checkpoint's configuration, and its manifest accordingly, as an attacker would."""
     path = checkpoint / "config.yaml"
     text = path.read_text()
     assert old in text
@@ -221,7 +221,7 @@ def test_invalid_configuration_of_a_run_means_no_checkpoints(text: str, tmp_path
 
 
 def names_evil(run_dir: Path, evil: str, key: str) -> None:
-    """Have the configuration in a run's folder name a module, as somebody's does who sends the folder."""
+    """Make the configuration in a run's folder name a module, as an attacker would."""
     path = run_dir / "config.yaml"
     old, new = {"model": ("name: llama", f"name: {evil}:x"), "wrap": ("wrap: block", f"wrap: {evil}:wrap")}[key]
     text = path.read_text()

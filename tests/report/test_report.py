@@ -77,7 +77,7 @@ def test_division_of_the_time_of_one_attempt() -> None:
 
 
 def resume(folder: Path, resumed_step: int, started: float) -> JsonLines:
-    """Do what a resumed run does to the file, and write its start record."""
+    """Change the file as a resumed run does, and write its start record."""
     sink = JsonLines(folder / "metrics.jsonl", resumed_step)
     before = vars(sink.before)
     fields = {"started": started, "load_s": 1.0, "lost_steps": sink.lost_steps, "before": before}
@@ -220,7 +220,7 @@ def test_a_run_that_is_killed_and_resumed(tmp_path: Path) -> None:
 
 
 class Page(HTMLParser):
-    """Collects tags, what they refer to, and checks that each is closed in its turn."""
+    """Collects tags and their references, and checks that each tag is closed in order."""
 
     VOID = {"meta", "input", "br"}
     CDATA_CONTENT_ELEMENTS = ("script", "style")
@@ -258,7 +258,7 @@ def report(folder: Path, *arguments: str) -> str:
 
 
 def data_in(html: str) -> dict[str, Any]:
-    """Return what the page's script draws."""
+    """Return the data that the page's script draws."""
     text = html.partition('<script type="application/json" id="data">')[2].partition("</script>")[0]
     found: dict[str, Any] = json.loads(text)
     return found

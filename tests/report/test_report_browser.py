@@ -86,7 +86,7 @@ def long_run(folder: Path, seed: int, num_lines: int = 10_000, state: str = "fin
 
 
 def loaded_ms(tab: Tab) -> float:
-    """Return what the page takes to load: the least of five, as other processes may have the cores for one of them."""
+    """Return the load time of the page: the minimum of five, because other processes may use the cores."""
     script, found = "() => performance.getEntriesByType('navigation')[0].loadEventEnd", []
     for _ in range(5):
         found.append(float(tab.page.evaluate(script)))

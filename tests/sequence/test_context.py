@@ -91,7 +91,7 @@ def test_a_slice_attends_to_its_whole_sequence(
 
 
 def _packed(q: Any, k: Any, v: Any, of_queries: Any, of_keys: Any, *sizes: int, **more: Any) -> Any:
-    """Do by a loop what the kernel does on a GPU: a document's last query goes with its last key."""
+    """Compute by a loop what the kernel does on a GPU: a document's last query is aligned with its last key."""
     found = []
     for number in range(len(of_keys) - 1):
         start, stop = of_queries[number : number + 2].tolist()

@@ -93,7 +93,7 @@ class Sparse(Trainer):
 
 
 def digest_of(trainer: Trainer) -> str:
-    """Return one hash of all weights, whatever they are sharded over."""
+    """Return one hash of all weights, independent of the sharding."""
     found = hashlib.sha256()
     for name, parameter in trainer.model.named_parameters():
         whole: torch.Tensor = full(parameter)
@@ -166,8 +166,8 @@ MESHES = {
 }
 
 
-def optimizer_state_sizes(trainer: Trainer) -> str:
-    """Return one hash of the optimizer's state, whatever it is sharded over."""
+def optimizer_digest(trainer: Trainer) -> str:
+    """Return one hash of the optimizer's state, independent of the sharding."""
     found = hashlib.sha256()
     for parameter in trainer.model.parameters():
         for name, value in sorted(trainer.optimizer.parts[0].state[parameter].items()):
@@ -188,7 +188,7 @@ def go_on(runs: list[list[str]], num_steps: int) -> list[tuple[str, str, list[fl
         given = tiny_overrides("train.steps=20", "schedule.name=constant", "data.documents=masked", *overrides)
         trainer = Trainer(load_config("llama_small", given))
         trainer.load_checkpoint()
-        began = (digest_of(trainer), optimizer_state_sizes(trainer))
+        began = (digest_of(trainer), optimizer_digest(trainer))
         losses = [record.loss for record in islice(trainer.steps(), num_steps)]
         trainer.save_checkpoint(wait=True)
         trainer.close()
@@ -232,7 +232,7 @@ def test_half_precision_is_as_accurate_as_without_slices(tmp_path: Path) -> None
 
 
 def refusal(recipe: str, folder: str) -> str:
-    """Return what is said to a recipe whose samples begin without a target, as prompts do; empty if it trains."""
+    """Return the error for a recipe with samples that begin without targets, as prompts do; empty if it trains."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")

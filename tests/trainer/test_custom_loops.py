@@ -57,7 +57,7 @@ def of(kind: str, found: list[dict[str, Any]], field: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What a Trainer without changes does."""
+    """The results of a Trainer without changes."""
     return fit(Trainer(tiny_config(tmp_path_factory.mktemp("plain"))))
 
 
@@ -106,7 +106,7 @@ def test_build_model(tmp_path: Path) -> None:
 
 
 class WithTeacher(Trainer):
-    """Builds a second model, and learns from it alone."""
+    """Builds a second model, and learns only from it."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -207,7 +207,7 @@ def test_loss(tmp_path: Path, plain: list[dict[str, Any]]) -> None:
 
 
 class Rows(Trainer):
-    """Counts sequences instead of targets, and logs: a sum, a mean, and what one rank alone knows, now and then."""
+    """Counts sequences instead of targets, and logs a sum, a mean, and a value that only one rank sometimes has."""
 
     def count(self, batch: Batch) -> float:
         return len(batch["tokens"])
@@ -477,7 +477,7 @@ def test_steps_continues_from_an_explicitly_loaded_checkpoint(source: Path) -> N
 
 
 class OwnState:
-    """A moving average, and a count: what a subclass may want to have resumed."""
+    """A moving average and a counter: typical custom state."""
 
     def __init__(self) -> None:
         self.average, self.count = torch.zeros(3), 0
@@ -637,7 +637,7 @@ class Bigram(nn.Module):
 
 
 class BigramTrainer(DoubleLoss):
-    """Has a loss of its own, so that one sees that it was used."""
+    """Has a custom loss, so that its use can be detected."""
 
 
 register(Recipe("bigram", BigramConfig, Bigram, ["table", "out"], trainer=BigramTrainer))

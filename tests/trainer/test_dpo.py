@@ -104,7 +104,7 @@ def log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
 
 
 def plain_loop(base: Path, kind: str) -> list[dict[str, float]]:
-    """Train as the formula says, in one process, on whole batches; adapters are added to the weights they change."""
+    """Train by the formula in one process on full batches; adapters are added to the weights that they change."""
     config = config_of(base, Path("unused"), *OWN, *WITH[kind])
     trainer = OnPairs(replace(config, run=replace(config.run, dir="/nonexistent")))
     batches, lrs = iter(trainer.loader), [trainer.schedule.lr(step) for step in range(1, NUM_STEPS + 1)]

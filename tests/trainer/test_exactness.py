@@ -113,7 +113,7 @@ def make_loader(config: Any) -> Any:
 
 
 def plain_loop(config: Any) -> list[float]:
-    """Train as a script of one's own would: no FSDP, no trainer, whole batches, plain cross-entropy and AdamW."""
+    """Train as a plain script would: no FSDP, no trainer, full batches, plain cross-entropy and AdamW."""
     from trainer.model.materialize import materialize
 
     with torch.device("meta"):
@@ -158,7 +158,7 @@ def test_resume_is_bit_identical(name: str, tmp_path: Path, request: pytest.Fixt
 
 
 def load_tensors(checkpoint: Path) -> dict[str, Any]:
-    """Return all tensors of a checkpoint, whole, in this one process."""
+    """Return all full tensors of a checkpoint, in this process."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -234,7 +234,7 @@ ODD_GPT2 = [
 
 
 def initial_weights(meshes: list[list[str]]) -> list[dict[str, torch.Tensor]]:
-    """Return the whole initial weights of a llama and a tied gpt2 on each mesh."""
+    """Return the full initial weights of a llama and a tied gpt2 on each mesh."""
     import torch.distributed as dist
 
     from trainer import Trainer

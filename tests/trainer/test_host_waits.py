@@ -29,7 +29,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
 
 
 class Reads(TorchDispatchMode):
-    """Notes what makes the host wait for a device: a value of a tensor that decides what is done next."""
+    """Records operations that make the host wait for a device: reading a tensor's value."""
 
     OPERATORS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique")
 
@@ -329,7 +329,7 @@ class Arrival:
 
 
 class Pausing(Trainer):
-    """Logs what the device has, and does something of its own after each step, for long after the fourth."""
+    """Logs values on the device, and works after each step, for a long time after the fourth."""
 
     OWN_S = 0.002
     device: Device

@@ -56,7 +56,7 @@ def write_chats(folder: Path) -> list[str]:
 
 
 class OneByOne(Trainer):
-    """Sends each conversation through the model alone, without documents, padding or neighbours."""
+    """Runs each conversation through the model separately, without documents, padding or neighbors."""
 
     def loss(self, batch: Batch) -> torch.Tensor:
         total = torch.zeros(())

@@ -69,7 +69,7 @@ STRETCHED = {"rope_factor": 8.0, "rope_original_len": 16}
 
 @dataclass(frozen=True)
 class Variant:
-    """Changes of a config.json, and the fields that they make; or the pattern of what they are refused with."""
+    """Changes of a config.json, and the resulting fields, or the pattern of the error."""
 
     kind: str
     changes: dict[str, Any]

@@ -86,7 +86,7 @@ class Counted:
 
 
 def build(recipe: Recipe, config: Any, seed: int = 0) -> nn.Module:
-    """Return the whole model with weights unlike any that it starts with: no ones, no zeros."""
+    """Return the unsharded model with weights that differ from any initial value: no ones, no zeros."""
     with torch.device("meta"):
         model = recipe.build_model(config)
     materialize(model, seed, torch.device("cpu"), recipe.init)
@@ -363,7 +363,7 @@ class OddConfig:
 
 
 class Odd(nn.Module):
-    """A model of a user's own: biases, a buffer that is kept and one that is not."""
+    """A custom model: biases, a persistent buffer and a non-persistent one."""
 
     def __init__(self, config: OddConfig) -> None:
         super().__init__()
@@ -416,7 +416,7 @@ def sharded(recipe: Recipe, model_config: Any, mesh: Any) -> nn.Module:
 
 
 def fill_each(folder: Path, meshes: list[tuple[int, ...]]) -> list[str]:
-    """Fill every model on every mesh; return what is not as it should be."""
+    """Load every model on every mesh; return all errors."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -48,7 +48,7 @@ SETTINGS = [
 
 
 def need(package: str, instead: str) -> importlib.metadata.Distribution:
-    """Return an installed package, or skip the test; where the whole campaign must run, fail it."""
+    """Return an installed package, or skip the test; fail it if the full campaign is required."""
     try:
         return importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
@@ -138,7 +138,7 @@ def encode(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[torch.Tensor
 
 
 def log_probability(model: nn.Module, ids: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
-    """Return the sum over what the assistant says."""
+    """Return the sum over the assistant's tokens."""
     logits = model(ids[None, :-1]).logits[0].float().log_softmax(-1)
     return logits.gather(-1, ids[1:, None])[:, 0][trained[1:]].sum()
 
@@ -268,7 +268,7 @@ def test_generated_text_equals_that_of_transformers(kind: str, text: str, model:
 
 
 def to_gguf(folder: Path, original: Path, to: Path) -> Path:
-    """Write an exported model as GGUF in float32, with what the original file says about the model and its tokens."""
+    """Write an exported model as GGUF in float32, with the original file's metadata of the model and its tokens."""
     import gguf
 
     reader = gguf.GGUFReader(original)

@@ -26,7 +26,7 @@ WITHOUT = {"pickles": PICKLES, "config": NOTHING, "shard": PART, "gguf": GGUF, "
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Return the folder of a chat model, with its weights and a file of chats beside it."""
+    """Return the folder of a chat model with its weights and a file of chats."""
     folder = write_tokenizer(folder_of(tmp_path / "model"), CHATML)
     chat = json.dumps({"messages": said("Hi", "Yes")})
     pair = json.dumps({"prompt": said("Hi"), "chosen": said("", "Yes")[1:], "rejected": said("", "No")[1:]})

@@ -25,7 +25,7 @@ ANOTHER = r"^data\.tokenizer=\S+: differs from the tokenizer that the weights we
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Return the folder of a model with its tokenizer; beside it are a text and another tokenizer."""
+    """Return the folder of a model with its tokenizer; next to it are a text and a second tokenizer."""
     (tmp_path / "text.txt").write_text("Hi two four. " * 200)
     (tmp_path / "other.json").write_bytes(tokenizer_json("?", "one", "Hi"))
     return write_tokenizer(folder_of(tmp_path / "model"), CHATML)
