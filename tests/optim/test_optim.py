@@ -308,7 +308,7 @@ def train_on_ranks(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """The results of each optimizer on one rank, in this process, and on two ranks, there also with a resume halfway."""
+    """The results of each optimizer on one rank, in this process, and on two ranks also with a resume halfway."""
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
     alone = {name: {"straight": train(tiny_config(one / name, *own))} for name, own in OPTIMIZERS.items()}
     return {1: alone, 2: run_ranks(2, train_on_ranks, two)[-1]}
