@@ -359,7 +359,7 @@ def test_pickles_that_could_run_code_are_not_loaded(one: Shared, tmp_path: Path)
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# State of one's own
+# Custom state
 
 
 class Counter:

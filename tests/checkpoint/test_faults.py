@@ -318,7 +318,7 @@ def test_killed_at_random_moments_from_outside(kills: KillCampaign) -> None:
     def check(case: tuple[Kind, float]) -> str:
         kind, pause_s = case
         folder = kills.set_up(kind)
-        # No launcher ends the other rank here: before they have met it waits for as long as it is told.
+        # No launcher ends the other rank here: before they are connected it waits for its whole timeout.
         started = start(folder, *with_("run.timeout_s=30", base=kind.arguments), ranks=kind.ranks)
         time.sleep(pause_s)
         started.processes[draw.randrange(kind.ranks)].kill()
@@ -724,7 +724,7 @@ def assert_all_good(folder: Path) -> None:
     """Every checkpoint in the folder can be read to the last byte, and nothing else is there."""
     for path in folder.iterdir():
         if path.name == ".owner.json":
-            continue  # it cannot be removed there; it names a process that has gone, and holds up nobody
+            continue  # it cannot be removed there; its process is dead, so it blocks no run
         assert re.fullmatch(r"step_\d{8}", path.name), path
         place = open_storage(path)
         assert find_damage(place, read_manifest(place), "full") == []

@@ -58,7 +58,7 @@ def test_interrupted_command_leaves_no_temporary_folder(number: signal.Signals) 
 def test_ctrl_c_before_an_evaluation_begins(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.run.ignore_termination", lambda: None)  # these tests go on
+    monkeypatch.setattr("trainer.run.ignore_termination", lambda: None)  # these tests continue
     interrupted: Any = lambda _: interrupt()  # noqa: E731 - in the place of a Trainer's class
     assert run_trainer(load_config("llama_small"), interrupted, lambda _: 0) == EXIT_INTERRUPTED
     assert capsys.readouterr().err == "error: interrupted\n"

@@ -316,7 +316,7 @@ def test_unfinished_run_keeps_its_name(state: str, tmp_path: Path, monkeypatch: 
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Dry runs, and scripts of one's own
+# Dry runs and custom scripts
 
 
 def dry_folders() -> set[str]:

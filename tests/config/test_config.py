@@ -361,7 +361,7 @@ def test_mesh_is_exactly_as_requested_or_rejected() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# A model of one's own
+# A custom model
 
 OWN_MODEL = """
 {future}

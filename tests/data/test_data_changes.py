@@ -1,6 +1,4 @@
-"""Data that changed since a checkpoint: the stored position is no longer valid in them, so a run does not resume unless
-this is allowed.
-"""
+"""Changed data: the stored position is not valid in it, so a run does not resume unless this is allowed."""
 
 from __future__ import annotations
 

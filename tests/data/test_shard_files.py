@@ -35,7 +35,7 @@ from trainer.errors import TrainingFailed
 
 @pytest.fixture(autouse=True)
 def _written_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # thousands of files that nobody keeps
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # thousands of temporary files
     yield
     shards.SHARD_FILES.close()
 

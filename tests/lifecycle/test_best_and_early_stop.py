@@ -115,7 +115,7 @@ def test_best_existing_checkpoint_is_kept(tmp_path: Path, capsys: pytest.Capture
 def test_run_ends_when_evaluations_stop_improving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, patient = tmp_path / "run", ("eval.patience=3", "train.steps=1000")
     first = Scripted(tiny_config(run, *OWN, *patient))
-    for record in first.steps():  # as a loop of one's own, stopped in the middle of the wait
+    for record in first.steps():  # as in a custom loop, stopped within the patience
         if record.step % 2 == 0:
             first._run_evaluation()
         if record.step == 7:

@@ -712,7 +712,7 @@ def test_blocked_reader_of_the_output_delays_nothing(monkeypatch: pytest.MonkeyP
     writer.start()
     writer.join(20)
     waits = writer.is_alive()
-    os.close(ours)  # whoever still writes is told that there is no reader
+    os.close(ours)  # later writes fail because there is no reader
     with contextlib.suppress(BrokenPipeError):
         stream.close()  # what it could not write may still be in its buffer
     assert not waits

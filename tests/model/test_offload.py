@@ -1,5 +1,4 @@
-"""Activation offloading: losses and weights do not change by a bit, the device's memory is freed, and the plan says how
-much of it."""
+"""Activation offloading changes no bit of losses and weights, frees the device's memory, and is in the plan."""
 
 from __future__ import annotations
 

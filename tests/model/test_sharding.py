@@ -189,7 +189,7 @@ S = -1
 
 # How often a unit is gathered in one micro-batch, by what it does after its forward pass: (forward, over how many
 # ranks, backward, over how many).  What is not resharded is still there in the backward pass.  What is resharded to 2
-# ranks is gathered from these 2.  After the backward pass all is resharded, so that each micro-batch gathers anew.
+# ranks is gathered from these 2.  After the backward pass all is resharded, so that each micro-batch gathers again.
 GATHERS: dict[str | int, list[tuple[str, int]]] = {
     "always": [("forward", S), ("backward", S)],
     "never": [("forward", S)],

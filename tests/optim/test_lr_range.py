@@ -34,7 +34,7 @@ def test_range_test_is_a_separate_short_run(
     config = load_config("llama_small", ["schedule.name=range", "log.every=10"])
     assert (config.run.dir, config.train.steps, config.eval.every) == ("runs/llama_small-lr", 100, 0)
     assert (config.log.sample_tokens, load_config("llama_small").log.sample_tokens > 0) == (0, True)
-    for attempt in range(2):  # the second one begins anew
+    for attempt in range(2):  # the second one starts over
         overrides = [item for item in tiny_overrides(*RANGE, "log.every=10") if not item.startswith("eval.every")]
         trainer = Trainer(load_config("llama_small", overrides))
         assert trainer.fit() == 0

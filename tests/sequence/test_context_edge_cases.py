@@ -1,6 +1,4 @@
-"""What slices of sequences must not change where that is easy to get wrong: few targets, half precision, all that a run
-shows and keeps, and where it goes on.
-"""
+"""Edge cases of context parallelism: few targets, half precision, what a run shows and stores, and resumes."""
 
 from __future__ import annotations
 

@@ -385,7 +385,7 @@ def test_disabled_evaluation_is_not_run_at_the_end_either(tmp_path: Path) -> Non
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# A loop of one's own
+# Custom loops
 
 
 def test_custom_loop_resumes_and_logs(tmp_path: Path, plain: list[dict[str, Any]]) -> None:

@@ -257,7 +257,7 @@ def test_loading_an_older_checkpoint_drops_the_pending_step(tmp_path: Path) -> N
     for record in trainer.steps():
         if record.step == 2:
             trainer.save_checkpoint(wait=True)
-        if record.step == 3:  # not finite, and nobody has looked at it yet
+        if record.step == 3:  # not finite, and not read yet
             trainer.load_checkpoint(tmp_path / "checkpoints" / "step_00000002")
             break
     assert (trainer.skips.total, trainer.skips.in_a_row, trainer.accounts.pending) == (0, 0, None)
