@@ -27,7 +27,7 @@ LIMIT_S, LIMIT_GIB = 10.0, 2.0
 NOT_FINITE = ("weights: NaN", "weights: one infinity")
 AT_ONCE = [name for name in CASES if name.startswith(("config: ", "link: "))]
 """What is found in config.json and in the names of files, before torch is needed."""
-LEFT = ("config: NaN", "config: model_type unknown", "config: code of its own", "weights: pickle", *NOT_FINITE)
+LEFT = ("config: NaN", "config: model_type unknown", "config: custom code", "weights: pickle", *NOT_FINITE)
 """What only reading more than configuration files and headers shows."""
 TRAINED = ("tokenizer: catastrophic regex",)
 """Not refused: the tokenizers library gives up on such a match, and the run trains."""
@@ -36,7 +36,7 @@ HEADERS = [
     "weights: garbage",
     "weights: truncated",
     "weights: header too long",
-    "weights: header shorter than said",
+    "weights: header longer than declared",
     "weights: offsets overlap",
     "weights: offsets beyond the end",
     "weights: a shape of 2**62",
