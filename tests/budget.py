@@ -1,7 +1,7 @@
-"""How long a test may take, on this machine's own scale: else the tests get slow again, a second at a time.
+"""Limits how long each test may take, relative to this machine's speed, so that the tests stay fast.
 
-`durations.json` has what each test took when they were last recorded (`make durations`), and what a fixed piece of
-work took then.  The same work is measured in every run, so that a slow or busy machine gives each test more.
+`durations.json` has the duration of each test when they were last recorded (`make durations`), and the duration of a
+fixed piece of work at that time. The same work is measured again, so that a slow or busy machine extends the limits.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 TIERS = ("fast", "test", "campaign")
 
 SHARE_S = {"fast": 5.0, "test": 20.0, "campaign": 600.0}
-"""What a test of the tier may take that is not on record: it is new, or was short.  The first one pays for imports."""
+"""Limit for a test without a record, because it is new or was short. The first one includes imports."""
 
 SEVERAL = 4.0
-"""How many times of what is on record is too much.  Two busy loops beside two cores make it twice, at times thrice."""
+"""The limit as a multiple of the recorded duration. Two busy loops on two cores double it, at times triple it."""
 
 STALL_S = 5.0
-"""What a disk that flushes may add, and what was busy is idle again when the reference is measured."""
+"""Allowance for a slow disk flush, and for load that has ended when the reference is measured."""
 
 SHORT_S = 0.5
-"""What is not worth a line in the record."""
+"""Shorter durations are not recorded."""
 
 PATH = Path(__file__).parent / "durations.json"
 
@@ -42,7 +42,7 @@ def seconds_on_record() -> dict[str, Any]:
 
 
 def reference_s() -> float:
-    """Return what a fixed piece of work takes here and now: the interpreter, tensors, and files."""
+    """Return how long a fixed piece of work takes now: interpreter, tensors and files."""
     import tempfile
 
     import torch
@@ -62,37 +62,37 @@ def reference_s() -> float:
 
 
 def machine_scale() -> float:
-    """Return how many times as slow as the one on record this machine is now; never below 1."""
+    """Return how many times slower this machine is now than the recorded one; at least 1."""
     return max(1.0, reference_s() / (seconds_on_record()["reference_s"] or 1.0))
 
 
 @dataclass
 class Budget:
-    """What the tests may take, by what is on record."""
+    """The limits that follow from the recorded durations."""
 
-    with_absolute_paths: Mapping[str, Any]
+    record_of_tests: Mapping[str, Any]
     measure: Any = reference_s
     _scale: float = field(default=0.0, init=False)
 
     def overrun(self, nodeid: str, tier: str, seconds: float) -> str:
-        """Return what is wrong with a test that took so long, empty if nothing is.
+        """Return an error message if a test took too long, else an empty string.
 
-        The machine's scale is measured only where it matters, and again each time: it may have become busy since.
+        The machine's speed is measured only if it matters, and each time, because the machine may have become busy.
         """
-        recorded = self.with_absolute_paths["tests"].get(nodeid, 0.0)
+        recorded = self.record_of_tests["tests"].get(nodeid, 0.0)
         share = max(SHARE_S[tier], SEVERAL * recorded)
         if seconds <= share:
             return ""
-        self._scale = max(1.0, self._scale, self.measure() / (self.with_absolute_paths["reference_s"] or 1.0))
+        self._scale = max(1.0, self._scale, self.measure() / (self.record_of_tests["reference_s"] or 1.0))
         if seconds <= share * self._scale + STALL_S:
             return ""
-        known = f"{recorded:.1f} s are on record" if recorded else f"a new one of its tier may take {share:.0f} s"
+        known = f"{recorded:.1f} s are on record" if recorded else f"a new test of its tier may take {share:.0f} s"
         return (
-            f"{nodeid} took {seconds:.1f} s: {known}, and this machine is {self._scale:.1f} times as slow as when they "
-            "were recorded.  Make it faster, give it another tier, or record durations again (make durations)."
+            f"{nodeid} took {seconds:.1f} s: {known}, and this machine is {self._scale:.1f} times as slow as when "
+            "tests were recorded. Make it faster, move it to another tier, or record durations again (make durations)."
         )
 
     def record(self, durations: Mapping[str, float]) -> None:
-        """Write what the tests of this run took.  It must be all of a tier: what is not in it is forgotten."""
+        """Write the durations of this run's tests, which must be all tests of a tier: other records are dropped."""
         tests = {name: round(s, 1) for name, s in sorted(durations.items()) if s >= SHORT_S}
         PATH.write_text(json.dumps({"reference_s": round(self.measure(), 4), "tests": tests}, indent=1) + "\n")

@@ -1,10 +1,10 @@
-"""Runs the campaign: the tests that are not run on every change, part by part, as many as the time has room for.
+"""Runs the campaign, which has the tests that are too slow for every change, part by part.
 
     python -m tests.campaign                    # all parts
-    python -m tests.campaign --minutes 40       # those that fit, in this order; the others are named
-    python -m tests.campaign faults slurm       # these alone
+    python -m tests.campaign --minutes 40       # the parts that fit into the time; the others are listed
+    python -m tests.campaign faults slurm       # only these
 
-What matters most comes first.  Parts that measure time, or that use the machine as several, have it for themselves.
+The most important parts come first. Parts that measure time, or that use the machine as a cluster, run alone.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from tests.promises import TESTS, path_of
 
 @dataclass(frozen=True)
 class Part:
-    """Some test files, how many of pytest's workers share them, and what they take on two cores."""
+    """A number of test files, the number of pytest workers for them, and the minutes that they take on two cores."""
 
     name: str
     files: tuple[str, ...]
     minutes: float
     workers: int = 2
     command: tuple[str, ...] = ()
-    """What runs instead of pytest."""
+    """Arguments of Python, instead of pytest's."""
     needs: str = ""
-    """A package without which all its tests skip themselves, so that there is nothing to run."""
+    """A package that all its tests need; without it the part is not run."""
 
     @property
     def line(self) -> list[str]:
@@ -46,7 +46,7 @@ class Part:
 
 _ALONE = [
     Part("faults", ("test_faults.py",), 9.0),
-    Part("real", ("test_real_model.py",), 3.0, workers=1),  # one at a time: each holds a model or two
+    Part("real", ("test_real_model.py",), 3.0, workers=1),  # each test holds one or two models in memory
     Part("slurm", ("test_slurm.py",), 6.0, workers=1),
     Part("network", ("test_network.py",), 0.7, workers=1),
     Part("preemptions", ("test_preemptions.py",), 9.0, workers=1),
@@ -84,7 +84,7 @@ PARTS = [
 
 
 def run(parts: Sequence[Part], minutes: float) -> int:
-    """Run the parts that fit into so many minutes; print what each took; return 1 if one has failed."""
+    """Run the parts that fit into `minutes`, print the duration of each, and return 1 if one failed."""
     began, pace = time.monotonic(), 1.0
     rows, failed = [], False
     for part in parts:
@@ -98,7 +98,7 @@ def run(parts: Sequence[Part], minutes: float) -> int:
         since = time.monotonic()
         outcome = run_part(part)
         took = (time.monotonic() - since) / 60
-        pace = max(pace, took / part.minutes)  # this machine may be slower than the one whose minutes they are
+        pace = max(pace, took / part.minutes)  # this machine may be slower than the one on which minutes were measured
         failed |= outcome.startswith("exit")
         rows.append((part.name, f"{took:.1f} min", outcome))
     print("\nThe campaign:")

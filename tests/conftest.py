@@ -1,4 +1,4 @@
-"""What every test leaves as it was, what the fast ones must not do, and how long each may take (see README.md)."""
+"""Fixtures and hooks for all tests: they restore shared state, forbid processes in fast tests, and limit durations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.budget import TIERS, Budget, seconds_on_record, tier_of
-from tests.helpers.forked import fork_server, kill_what_is_left
+from tests.helpers.forked import fork_server, kill_leftover_processes
 from tests.helpers.runs import four, one, two
 from trainer import errors, stopping
 from trainer.data.chat.limits import trial
@@ -35,22 +35,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_BUDGET] = Budget(seconds_on_record())
-    _catch_what_is_ignored()
-    _have_caches_of_our_own()
+    _catch_ignored_signals()
+    _use_separate_caches()
 
 
-def _catch_what_is_ignored() -> None:
-    """Let what the tests start have the ordinary signals, also under `nohup` or in the background of a script.
+def _catch_ignored_signals() -> None:
+    """Give processes that the tests start the ordinary signals, also under `nohup` or in the background of a script.
 
-    What a process ignores its children ignore, too; what it catches they do not.
+    Children inherit ignored signals, but not caught ones.
     """
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGINT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
 
 
-def _have_caches_of_our_own() -> None:
-    """Keep away from the user's: a calibration of theirs changes plans.  Kept from one run to the next."""
+def _use_separate_caches() -> None:
+    """Do not use the user's caches: their calibration would change plans. The folder is kept between runs."""
     folder = Path(tempfile.gettempdir()) / f"meshtrainer-tests-{os.getuid()}"
     folder.mkdir(exist_ok=True)
     os.environ["XDG_CACHE_HOME"] = str(folder)
@@ -63,46 +63,46 @@ _SECONDS = pytest.StashKey[float]()
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Left as it was
+# Shared state is restored
 
 
 @pytest.fixture(autouse=True)
 def signals_as_before() -> Iterator[None]:
-    """Commands that end ignore further signals; run inside the tests' own process, they would leave that to all others.
+    """Restore signal handlers: a command that ends in the tests' own process leaves signals ignored.
 
-    What a process ignores its children ignore, too: a shell cannot even trap it.
+    Children inherit ignored signals, which a shell cannot even trap.
     """
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in numbers}
     yield
-    for prompt in list(stopping._active):  # of a Trainer that was not closed: it would end whoever hears a signal next
+    for prompt in list(stopping._active):  # of a Trainer that was not closed: the next signal would end the tests
         prompt.cancel()
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Import what takes seconds the first time, before a test has to pay for it."""
+    """Import slow modules before the first test, so that no test is charged for them."""
     if not session.config.option.collectonly:
-        import matplotlib.font_manager  # noqa: F401  asks programs of the system for fonts, once
+        import matplotlib.font_manager  # noqa: F401  runs system programs to list fonts, once
         import torch._dynamo
         import torch.distributed.checkpoint  # noqa: F401
 
-        from tests.helpers.probes import keep_probes
+        from tests.helpers.probes import cache_probes
 
-        keep_probes()
+        cache_probes()
 
 
 @pytest.fixture(autouse=True)
-def no_secret_of_another_test() -> Iterator[None]:
-    """A process masks every secret that it has seen in whatever it prints, be it a common word."""
+def forget_secrets() -> Iterator[None]:
+    """Forget secrets of earlier tests: a process masks every secret that it has seen, even if it is a common word."""
     yield
     errors._known_secrets.clear()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def nothing_imported_is_looked_through_again() -> None:
-    """A full collection of all that tests import takes a quarter of a second, and each Trainer makes two."""
+def freeze_imported_objects() -> None:
+    """A full garbage collection of all imported objects takes 0.25 s, and each Trainer triggers two."""
     gc.set_threshold(20_000, 20, 20)
     gc.collect()
     gc.freeze()
@@ -115,15 +115,15 @@ def server_of_slow_tests(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_running() -> Iterator[None]:
-    """What a test that fails has started would train on beside all others."""
+def kill_leftovers() -> Iterator[None]:
+    """Kill processes left by a failed test: they would slow down all others."""
     yield
-    kill_what_is_left()
+    kill_leftover_processes()
 
 
 @pytest.fixture(autouse=True)
-def no_process_group_is_left() -> Iterator[None]:
-    """A Trainer that could not be built, and so not closed, leaves one: a test that opens its own would fail."""
+def destroy_leftover_process_group() -> Iterator[None]:
+    """Destroy the group of a Trainer that failed in its constructor, so that other tests can open one."""
     yield
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
@@ -152,7 +152,7 @@ sys.addaudithook(_watch)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Any:
-    global _forbidding  # from before its fixtures are made, those of its module too, until after they have gone
+    global _forbidding  # while fixtures are set up and torn down, too
     _started.clear()
     _forbidding = tier_of(item) == TIERS[0]
     try:
@@ -163,13 +163,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Any:
 
 @pytest.fixture(autouse=True)
 def no_process_in_a_fast_test() -> Iterator[None]:
-    """What starts one fails at that; here it is noticed if that was caught."""
+    """Starting a process raises; this notices it even if the test caught the exception."""
     yield
     assert not _started, f"a fast test has started {_started}: mark it pytest.mark.slow"
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The budget of time
+# Limits of durations
 
 
 @pytest.hookimpl(wrapper=True)

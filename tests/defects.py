@@ -1,12 +1,12 @@
-"""Deliberate defects: each is planted in a copy of the project, and the tests of the promise that it breaks must fail.
+"""Deliberate defects: each is planted in a copy of the project, where a test of the promise that it breaks must fail.
 
-    python -m tests.defects                     # all of them, against the tests of `make test`, where they should do
-    python -m tests.defects --campaign          # against those of the campaign too
-    python -m tests.defects loss-scale --keep   # one, in a copy that is left for a look
+    python -m tests.defects                     # all of them, against the tests of `make test`
+    python -m tests.defects --campaign          # also against the tests of the campaign
+    python -m tests.defects loss-scale --keep   # a single one; the copy is kept
 
-Each is a small mistake in one function, of a kind that happens: a wrong scale, a missed flush, a swapped axis.  It is
-found by the function's name, so that moving or reformatting code does not concern it.  A defect that no test finds
-means that a test is missing, or that it cannot fail.
+Each is a small, realistic mistake in one function: a wrong scale, a missing flush, swapped axes. It is located by the
+function's name, so that moving or reformatting code does not affect it. If no test finds a defect, a test is missing
+or cannot fail.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from tests.promises import path_of, read_promises
 
 @dataclass(frozen=True)
 class Defect:
-    """Inside one function, the code `old` becomes `new`: this breaks `promise`, a row of README.md beside this file."""
+    """Replaces the code `old` by `new` in one function; this breaks `promise`, a row of tests/README.md."""
 
     name: str
     promise: str
     where: str
-    """The function, method, class or module constant, such as `Trainer.train_step`, wherever its file is.
+    """The function, method, class or module constant, such as `Trainer.train_step`, in any file.
 
-    If several modules define the name, its module comes first: `trainer.run:_load`.
+    If several modules define the name, it is prefixed with the module: `trainer.run:_load`.
     """
     old: str
-    """A part of its code that occurs there once.  Spaces, line breaks and trailing commas do not matter."""
+    """Code that occurs exactly once there. Spaces, line breaks and trailing commas do not matter."""
     new: str
     by_campaign: bool = False
-    """Whether finding it takes the campaign's tests of the promise: all others are found by those of `make test`."""
+    """True if only the campaign's tests of the promise find it; all others are found by `make test`."""
 
     def plant(self, root: Path) -> None:
         """Change the code below `root`."""
@@ -69,9 +69,9 @@ class Defect:
 
 @cache
 def definitions(root: Path) -> dict[str, list[tuple[Path, int, int]]]:
-    """Return each definition's file, and where its text begins and ends there in characters.
+    """Return the file of each definition, and the character range of its text in that file.
 
-    The keys are dotted names, `Trainer.train_step`, and the same after their modules, `trainer.trainer:Trainer.close`.
+    The keys are dotted names, with and without their module: `Trainer.close` and `trainer.trainer:Trainer.close`.
     """
     found: dict[str, list[tuple[Path, int, int]]] = {}
     for top in ("trainer", "recipes"):
@@ -84,7 +84,7 @@ def definitions(root: Path) -> dict[str, list[tuple[Path, int, int]]]:
 
 
 def _spans(text: str) -> Iterator[tuple[str, int, int]]:
-    """Yield each function, class and assignment of a module: its dotted name, and where it begins and ends."""
+    """Yield the dotted name and character range of each function, class and assignment in a module."""
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -107,7 +107,7 @@ def _spans(text: str) -> Iterator[tuple[str, int, int]]:
 
 
 def find_code(text: str, code: str) -> list[tuple[int, int]]:
-    """Return where `code` begins and ends in `text`, whatever the line breaks and trailing commas are."""
+    """Return the character ranges of `code` in `text`, ignoring line breaks and trailing commas."""
     words, wanted = _words(text), [word for word, _, _ in _words(code)]
     ends = range(len(words) - len(wanted) + 1)
     hits = [start for start in ends if [word for word, _, _ in words[start : start + len(wanted)]] == wanted]
@@ -201,10 +201,10 @@ DEFECTS: list[Defect] = [
         "target = folder / file.name.replace(_NAME, module)",
         "target = folder / file.name",
     ),
-    # -- saving as it pays ---------------------------------------------------------------------------------------
+    # -- when to save --------------------------------------------------------------------------------------------
     Defect(
         "each-rank-decides-when-to-save",
-        "pays",
+        "auto-interval",
         "AdaptiveInterval.falls_due",
         "self._is_time.any_yes",
         "self.is_time()",
@@ -223,7 +223,7 @@ DEFECTS: list[Defect] = [
         "(operator.is_fused and not is_fused)",
         "0",
     ),
-    # -- streaks of skipped updates ------------------------------------------------------------------------------
+    # -- streaks of skipped steps --------------------------------------------------------------------------------
     Defect(
         "save-postponed-for-good",
         "streaks",
@@ -746,21 +746,21 @@ DEFECTS: list[Defect] = [
     ),
     Defect(
         "shape-of-the-recipe-kept",
-        "source-says-what-it-is",
+        "source-declares-model",
         "model_of_weights",
         "is_set = key in resolution.untyped.assignments or (name in free and key in resolution.untyped.values)",
         "is_set = key in resolution.untyped.assignments or key in resolution.untyped.values",
     ),
     Defect(
         "other-scaling-passed",
-        "source-says-what-it-is",
+        "source-declares-model",
         "rope_of",
         "if kind not in kinds:",
         'if kind in ("yarn", "linear"):',
     ),
     Defect(
         "what-came-forgotten",
-        "source-survives",
+        "source-files-exported",
         "model_files_of",
         "origin.files = read_model_files(source.description)",
         "origin.files = {}",
@@ -796,7 +796,7 @@ DEFECTS: list[Defect] = [
     # -- the run -------------------------------------------------------------------------------------------------
     Defect(
         "owner-taken-for-dead",
-        "owner",
+        "folder-lock",
         "FolderLock._is_dead",
         'or _process_start_time(owner["pid"]) != owner["started"]',
         'or _process_start_time(owner["pid"]) == owner["started"]',
@@ -817,14 +817,14 @@ DEFECTS: list[Defect] = [
     ),
     Defect(
         "room-for-fewer",
-        "room",
+        "disk-space",
         "disk_space_warning",
         "still = (counts.num_at_peak - len(existing)) * num_bytes",
         "still = (counts.num_at_peak - len(existing) - 1) * num_bytes",
     ),
     Defect(
         "checkpoint-not-held",
-        "beside-training",
+        "read-during-training",
         "StoredWeights.__init__",
         "storage = PinnedStorage(storage.path, [COMMIT, *self.manifest.files])",
         "storage = PinnedStorage(storage.path, [])",
@@ -838,14 +838,14 @@ DEFECTS: list[Defect] = [
     ),
     Defect(
         "no-meeting",
-        "meeting",
+        "signals-while-connecting",
         "World._open_group",
         "agree_to_start(store, rank, size, rendezvous_timeout.total_seconds(), problem)",
         "pass",
     ),
     Defect(
         "orphans-at-the-start",
-        "meeting",
+        "signals-while-connecting",
         "follow_parent",
         "prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if follows else 0)",
         "prctl(_PR_SET_PDEATHSIG, 0)",
@@ -943,7 +943,7 @@ DEFECTS: list[Defect] = [
         "if piece.copies == 1 or tensor.numel() == 0",
         "if piece.copies <= 2 or tensor.numel() == 0",
     ),
-    # -- what it says --------------------------------------------------------------------------------------------
+    # -- console and reports ------------------------------------------------------------------------------------
     Defect(
         "lines-held-back",
         "metrics-file",
@@ -987,7 +987,7 @@ DEFECTS: list[Defect] = [
         'Collective("all_gather", axis, num_ranks, num_bytes)] += self._repeats',
         'Collective("all_gather", axis, num_ranks, num_bytes)] += 1',
     ),
-    # -- what comes from elsewhere -------------------------------------------------------------------------------
+    # -- untrusted input -----------------------------------------------------------------------------------------
     Defect(
         "stored-may-import",
         "stored-is-data",
@@ -1141,14 +1141,14 @@ DEFECTS: list[Defect] = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the tests said of a defect."""
+    """The outcome of the tests for one defect."""
 
     defect: Defect
     found_by: str
     """The first test that failed; empty if none did."""
     seconds: float
     exit_code: int
-    """Of pytest: 0 where all tests passed in spite of the defect."""
+    """pytest's exit code: 0 if all tests passed in spite of the defect."""
     output: str
 
     @property

@@ -30,7 +30,7 @@ LIMIT_S = 1800.0
 
 @dataclass(frozen=True)
 class Step:
-    """What a newcomer does with one command, and its exit code."""
+    """One step of a newcomer: a command and its exit code."""
 
     aim: str
     command: str
@@ -63,7 +63,7 @@ class Taken:
 
     @property
     def complaint(self) -> str:
-        """What is wrong with it; empty if nothing is."""
+        """Return the error of a step; empty if there is none."""
         if self.exit_code != self.step.exit_code:
             return f"exit code {self.exit_code}, not {self.step.exit_code}"
         bad = next((text for text in ("Traceback", "nothing to do", "error: ") if text in self.screen), "")
@@ -83,7 +83,7 @@ def walk(folder: Path, settings: Sequence[str] = ()) -> Iterator[Taken]:
 
 
 def take(step: Step, folder: Path, settings: Sequence[str]) -> Taken:
-    """Run the command of a step as it is typed, but for `settings`, and read what it prints."""
+    """Run the command of a step as typed, plus `settings`, and read its output."""
     words = [*shlex.split(step.command), *(settings if step.command.startswith(TRAIN) else ())]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONUNBUFFERED": "1"}
     started, seen_s, screen = time.monotonic(), None, []

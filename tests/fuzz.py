@@ -1,17 +1,17 @@
 """Random tests of exactness: draws a training task, disturbs it, and compares every step with an undisturbed run.
 
-    python -m tests.fuzz                    # one seed, drawn anew; it is printed, and can be given again
-    python -m tests.fuzz --seeds 0-99       # these seeds, with a line for each
-    python -m tests.fuzz --seeds 7 --keep   # leave the folder of a seed, for a look
-    python -m tests.fuzz --defects          # plant defects one at a time, and count how many the seeds find
+    python -m tests.fuzz                    # one random seed, which is printed and can be repeated with --seeds
+    python -m tests.fuzz --seeds 0-99       # these seeds, one line each
+    python -m tests.fuzz --seeds 7 --keep   # keep the seed's folder
+    python -m tests.fuzz --defects          # plant defects one by one, and count how many the seeds find
 
 A seed draws a model, data, an optimizer, memory and checkpoint settings, a mesh, and up to three disturbances: one rank
-killed, all ranks killed, or a stop request, each after a drawn step.  After each the run is started again, on the same
-mesh or on another one, with another micro-batch size.
+killed, all ranks killed, or a stop request, each after a drawn step. After each the run is restarted, on the same
+mesh or on a different one with a different micro-batch size.
 
-What must hold, as README.md promises it: on the same mesh every loss, gradient norm, learning rate and token count is
+README.md promises what must hold: on the same mesh every loss, gradient norm, learning rate and token count is
 bit-identical to the undisturbed run's, and so are all weights and optimizer states at the end.  A run that moves
-between meshes agrees within 1e-5 with an undisturbed one on one rank.  Each step is in metrics.jsonl exactly once, and
+between meshes agrees within 1e-5 with an undisturbed run on one rank. Each step is in metrics.jsonl exactly once, and
 no process is left over.
 """
 
@@ -37,16 +37,16 @@ from typing import Any
 from tests.defects import DEFECTS
 from tests.distributed.test_processes import processes_of
 from tests.helpers.chats import CHATML, said, write_tokenizer
-from tests.helpers.forked import REPOSITORY, Forked, as_workers_of_nproc, kill_what_is_left, start_run
+from tests.helpers.forked import REPOSITORY, Forked, kill_leftover_processes, nproc_worker_variables, start_run
 from tests.helpers.ranks import Ran
 
 START_S = 240.0
-"""How long an attempt may take in all, on a busy machine."""
+"""Time limit in seconds for one attempt, on a busy machine."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks, and how they share the work."""
+    """A number of ranks, and their mesh axes."""
 
     replicate: int = 1
     shard: int = 1
@@ -73,10 +73,10 @@ EXPERT_MESHES = [Mesh(1, 2, 1, 2), Mesh(2, 2, 1, 2), Mesh(1, 4, 1, 2), Mesh(1, 4
 
 @dataclass(frozen=True)
 class Disturbance:
-    """What happens once metrics.jsonl has `after_step`, and the mesh on which the run is started again."""
+    """A disturbance after step `after_step` is in metrics.jsonl, and the mesh of the restart."""
 
     kind: str
-    """`kill one` rank, `kill all`, or `stop`: SIGTERM to all ranks, as at the end of a job's time."""
+    """`kill one` (rank), `kill all`, or `stop` (SIGTERM to all ranks, as when a job's time ends)."""
     after_step: int
     rank: int
     mesh: Mesh
@@ -88,7 +88,7 @@ class Disturbance:
 
 @dataclass(frozen=True)
 class Case:
-    """A drawn task and what disturbs it."""
+    """A drawn task and its disturbances."""
 
     seed: int
     task: str
@@ -98,11 +98,11 @@ class Case:
     micro_batch_size: int
     disturbances: list[Disturbance] = field(default_factory=list)
     reference: Mesh = Mesh()
-    """The mesh of the undisturbed run: one rank, where the bits need not be the same."""
+    """The mesh of the undisturbed run; one rank if bits may differ."""
 
     @property
     def stays_on_its_mesh(self) -> bool:
-        """Whether every attempt has the same mesh and micro-batches: then all bits must be the same."""
+        """Whether all attempts have the same mesh and micro-batch size, so that all bits must be the same."""
         same = (self.mesh, self.micro_batch_size)
         later = [(each.mesh, each.micro_batch_size) for each in self.disturbances]
         return all(each == same for each in [(self.reference, self.micro_batch_size), *later])
@@ -112,12 +112,12 @@ class Case:
         return [*self.overrides, *mesh.overrides, *own]
 
     def __str__(self) -> str:
-        told = "; ".join(map(str, self.disturbances))
-        return f"seed {self.seed}: {self.task} on {self.mesh} x {self.micro_batch_size}: {told}"
+        disturbances = "; ".join(map(str, self.disturbances))
+        return f"seed {self.seed}: {self.task} on {self.mesh} x {self.micro_batch_size}: {disturbances}"
 
 
 class Mismatch(AssertionError):
-    """The disturbed run is not the undisturbed one."""
+    """The disturbed run differs from the undisturbed one."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def draw(seed: int, material: Path) -> Case:
 
 
 def write_material(folder: Path) -> Path:
-    """Write what the tasks train on: token shards, two text files, chats, preference pairs, a model with weights."""
+    """Write the inputs of the tasks: token shards, two text files, chats, preference pairs, a model with weights."""
     import torch
     import transformers
 
@@ -306,11 +306,11 @@ def run_case(case: Case, folder: Path) -> int:
 def _start(case: Case, run_dir: Path, mesh: Mesh, micro_batch_size: int, logs: Path) -> Forked:
     own = Path(tempfile.mkdtemp(prefix="logs-", dir=logs))
     arguments = case.arguments(run_dir, mesh, micro_batch_size)
-    return start_run(arguments, own, mesh.ranks, as_workers_of_nproc(mesh.ranks) if mesh.ranks > 1 else {})
+    return start_run(arguments, own, mesh.ranks, nproc_worker_variables(mesh.ranks) if mesh.ranks > 1 else {})
 
 
 def _finish(started: Forked, what: str) -> None:
-    codes = started.wait_as_a_launcher(START_S)
+    codes = started.wait_like_launcher(START_S)
     if set(codes) != {0}:
         raise Mismatch(f"{what}: exit codes {codes}\n{started.stderr}")
 
@@ -331,7 +331,7 @@ def _disturb(started: Forked, disturbance: Disturbance, run_dir: Path) -> bool:
         each.kill()
     if disturbance.kind == "kill one":
         started.processes[disturbance.rank].kill()
-    codes = started.wait_as_a_launcher(START_S)
+    codes = started.wait_like_launcher(START_S)
     if disturbance.kind == "stop" and not set(codes) <= {0, 75, -signal.SIGTERM}:  # the last: before Python listens
         raise Mismatch(f"{disturbance}: exit codes {codes}\n{started.stderr}")
     if 2 in codes:
@@ -436,7 +436,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         if not chosen.keep and seed not in failed:
             shutil.rmtree(folder, ignore_errors=True)
-    kill_what_is_left()
+    kill_leftover_processes()
     if not (failed or chosen.keep):
         shutil.rmtree(root, ignore_errors=True)
     print(f"{len(seeds) - len(failed)} of {len(seeds)} seeds held" + (f"; look at {root}" if failed else ""))

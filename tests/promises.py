@@ -1,4 +1,4 @@
-"""The table of README.md beside this file: which test holds which promise, in which tier."""
+"""Reads the table of tests/README.md: which tests hold each promise, and in which tier."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _TEST = re.compile(r"`(test_\w+\.py(?:::test_\w+)?)`")
 
 @dataclass(frozen=True)
 class Promise:
-    """One row: its name, what is promised, and the tests that hold it."""
+    """One row of the table."""
 
     name: str
     text: str
     tests: tuple[str, ...]
-    """In `make test`, those of `make test-fast` among them: `test_file.py::test_name`, or a whole file."""
+    """Tests in `make test`: `test_file.py::test_name`, or a whole file."""
     campaign: tuple[str, ...]
-    """Further ones in `make test-campaign`."""
+    """Further tests in `make test-campaign`."""
     reason: str
-    """Why no test of `make test` holds it; empty if one does."""
+    """Why no test in `make test` holds it; empty if one does."""
 
 
 def read_promises() -> dict[str, Promise]:
@@ -40,7 +40,7 @@ def read_promises() -> dict[str, Promise]:
 def path_of(test: str) -> str:
     """Return the path from the repository's root for `test_file.py` or `test_file.py::test_name`.
 
-    The table names a test by its file alone, so that no two files may have the same name.
+    The table has only file names without folders, so no two files may have the same name.
     """
     name, colons, function = test.partition("::")
     (path,) = TESTS.rglob(name)

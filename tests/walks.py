@@ -1,4 +1,4 @@
-"""Counts the files that six paths through the code enter, by tracing a tiny run.
+"""Counts the files entered by six paths through the code, by tracing a tiny run.
 
     python -m tests.walks            # print each path: its files, in the order in which they are entered
     python -m tests.walks --write    # also write the numbers of files into docs/architecture.md

@@ -1,4 +1,4 @@
-"""`checkpoint.every=auto`: the interval that loses least, found by the run itself, and the same steps on all ranks."""
+"""`checkpoint.every=auto`: the run finds the interval that loses the least time, and all ranks save the same steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHARD_BYTES = 6e9
 """Of which the guess before the first save is as wrong as it likes: 6 s and 30 s."""
 
 
-def test_no_other_interval_loses_less() -> None:
+def test_chosen_interval_loses_the_least() -> None:
     for mtbf_s in (3600.0, 9000.0, 74_000.0):
         costs = Costs(BLOCKED_S, 10.0, RESTART_S, mtbf_s)
         best = max(np.geomspace(20.0, 7200.0, 2000), key=lambda every_s: costs.goodput(float(every_s)))
@@ -52,7 +52,7 @@ def test_an_interval_is_no_shorter_than_a_save_and_no_longer_than_two_hours() ->
     assert 0 < free.goodput(free.best_s) < 1, "saves that took no time, by a clock that is coarse"
 
 
-def test_what_is_set_counts_as_much_as_one_failure() -> None:
+def test_configured_failure_rate_counts_as_one_failure() -> None:
     def hours(failures: int, node_h: float) -> float:
         found = RunHistory(failures=failures, node_s=3600 * node_h)
         return costs_of(CONFIG, 10, SHARD_BYTES, found).mtbf_s / 3600
@@ -64,8 +64,8 @@ def test_what_is_set_counts_as_much_as_one_failure() -> None:
 
 
 @pytest.mark.parametrize("mtbf_s", [1e-3, 60.0, 3600.0, 1e9])
-def test_losses_and_goodput_make_up_the_whole(mtbf_s: float) -> None:
-    """Also where most of the time is lost: no share is more than all."""
+def test_losses_and_goodput_add_up_to_one(mtbf_s: float) -> None:
+    """Also if most of the time is lost: no share exceeds 1."""
     costs = Costs(BLOCKED_S, TOTAL_S, RESTART_S, mtbf_s)
     lost = sum(costs.losses(costs.best_s).values())
     assert 0 < lost < 1
@@ -138,7 +138,7 @@ def best_fixed(uptimes_s: Sequence[float], wall_s: float) -> float:
 @pytest.mark.parametrize("node_mtbf_years", [0.15, pytest.param(0.7, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("num_gpus", [512, *(pytest.param(gpus, marks=pytest.mark.campaign) for gpus in (64, 4096))])
 def test_a_simulated_year(num_gpus: int, node_mtbf_years: float) -> None:
-    """It is told 6000 hours, whatever is true, and learns."""
+    """It starts with an estimate of 6000 hours, whatever the true rate is, and learns."""
     run, draw = Simulated(num_gpus // 8), random.Random(num_gpus)
     uptimes = []
     while run.now < YEAR_S:
@@ -172,7 +172,7 @@ def records() -> Iterator[dict[str, Any]]:
     yield {"kind": "start", "time": 1015.0, "started": 1000.0, "nodes": 2, "resumed_step": 9}
 
 
-def test_failures_are_attempts_that_ended_unasked_after_a_step() -> None:
+def test_attempts_that_ended_unrequested_after_a_step_are_failures() -> None:
     ledger = TimeLedger()
     for record in records():
         ledger.add(record)
@@ -183,8 +183,8 @@ def test_failures_are_attempts_that_ended_unasked_after_a_step() -> None:
     assert (found.saves, found.longest_save_s) == (((1.0, 2.0),), 2.0)
 
 
-def test_start_records_carry_it_when_lines_are_dropped() -> None:
-    """A resume drops what is past its checkpoint, and with it that the attempt before had come further."""
+def test_start_records_keep_the_history_of_dropped_lines() -> None:
+    """A resume drops lines after its checkpoint, and with them the evidence of how far the previous attempt came."""
     whole, kept, before = TimeLedger(), list[dict[str, Any]](), TimeLedger(5)
     for number, record in enumerate(records()):
         if number == 4:
@@ -200,7 +200,7 @@ def test_start_records_carry_it_when_lines_are_dropped() -> None:
     assert again.experience().failures == 1
 
 
-def test_plan_and_report_say_what_to_expect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_and_report_show_the_expected_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["recipe=llama_small", "ranks=64", "device=h100", "train.global_batch_size=128"]
     planned = json.loads(run_plan(capsys, "--json", *arguments, "checkpoint.every=auto")[0])["saving"]
     assert planned["mtbf_s"] == pytest.approx(6000 * 3600 / 8)
@@ -263,7 +263,7 @@ def begun_in(folder: Path) -> list[int]:
 
 
 def lost_too_much(folder: Path, started: Started, num_steps: int) -> str:
-    """Kill a run after so many steps; return what it has lost beyond an interval and a save."""
+    """Kill a run after a number of steps; return the time lost in excess of an interval and a save."""
     began = last_step(folder)
     wait_until(lambda: last_step(folder) >= began + num_steps, f"{num_steps} steps: {started.stderr}")
     started.processes[0].kill()
@@ -283,7 +283,7 @@ def lost_too_much(folder: Path, started: Started, num_steps: int) -> str:
 
 @pytest.mark.campaign
 @pytest.mark.timeout(1200)
-def test_fifty_kills_lose_an_interval_and_a_save_at_most(tmp_path: Path) -> None:
+def test_fifty_kills_lose_at_most_an_interval_and_a_save(tmp_path: Path) -> None:
     draw, folder = random.Random(5), tmp_path / "run"
     for number in range(50):
         started = start(folder, *_OFTEN)

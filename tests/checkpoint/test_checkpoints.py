@@ -1,4 +1,4 @@
-"""Checkpoints move between meshes bit for bit, to remote places, and to Hugging Face and back."""
+"""Checkpoints move bit for bit between meshes, to remote storage, and to Hugging Face folders and back."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def tiny(folder: Path | str, *overrides: str) -> Any:
 
 
 def digests(trainer: Trainer) -> dict[str, str]:
-    """Return a digest of every tensor, whole, of model and optimizer."""
+    """Return a digest of every full tensor of model and optimizer."""
     found = {}
     for name, parameter in trainer.model.named_parameters():
         found[name] = digest(parameter)
@@ -64,7 +64,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def save_each(runs: list[tuple[str, list[str]]]) -> list[tuple[dict[str, str], list[float]]]:
-    """Train with each list of overrides; return what was saved after three steps, and the losses of the next three."""
+    """Train with each list of overrides; return the state saved after three steps, and the losses of the next three."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -83,7 +83,7 @@ def save_each(runs: list[tuple[str, list[str]]]) -> list[tuple[dict[str, str], l
 
 
 def load_each(runs: list[tuple[str, list[str]]]) -> list[tuple[dict[str, str], list[float]]]:
-    """Resume each run; return what was loaded, and the losses of the next three steps."""
+    """Resume each run; return the loaded state, and the losses of the next three steps."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -105,7 +105,7 @@ EACH_ONCE: list[Move] = [("1", "2x2", "adamw"), ("2x2", "1", "adamw"), ("2", "4"
 
 
 @pytest.mark.campaign
-def test_each_mesh_to_another(tmp_path: Path) -> None:
+def test_each_mesh_to_a_different_one(tmp_path: Path) -> None:
     """Each mesh saves once, and loads once."""
     move(tmp_path, EACH_ONCE)
 
@@ -116,17 +116,17 @@ def test_every_mesh_to_every_mesh(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-def test_slices_to_every_mesh_and_back(tmp_path: Path) -> None:
-    """And ten steps further, closer than other meshes have to be."""
+def test_context_slices_to_every_mesh_and_back(tmp_path: Path) -> None:
+    """Ten more steps agree within a smaller tolerance than between other meshes."""
     meshes = ["1", "4", *IN_SLICES]
     moves = [(source, to, "adamw") for source in meshes for to in meshes if {source, to} & {*IN_SLICES}]
     assert move(tmp_path, moves, "train.steps=13")["adamw"] < 1e-6
 
 
 def move(folder: Path, moves: list[Move], *more: str) -> dict[str, float]:
-    """Assert: bit-identical after loading; the losses that follow are those of the mesh that saved.
+    """Assert that loaded state is bit-identical, and that later losses equal those of the mesh that saved.
 
-    Returns by how much they differ, relatively, for each optimizer.
+    Returns the relative difference for each optimizer.
     """
     meshes = {name: (ranks, [*own, *more]) for name, (ranks, own) in (MESHES | IN_SLICES).items()}
     saved: dict[tuple[str, str], tuple[dict[str, str], list[float]]] = {}
@@ -202,7 +202,7 @@ def test_a_changed_learning_rate_takes_effect(one: Shared, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_readable_by_torch_alone(two: Shared, tmp_path: Path) -> None:
+def test_torch_alone_can_read_a_checkpoint(two: Shared, tmp_path: Path) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     dcp_to_torch_save(two.ran.folder / "checkpoints" / "step_00000020", tmp_path / "whole.pt")
@@ -214,7 +214,7 @@ def test_a_checkpoint_is_readable_by_torch_alone(two: Shared, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_all_is_on_disk_before_a_checkpoint_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: dict[str, int] = {}
     published: list[dict[str, int]] = []
     fsync, rename = os.fsync, os.rename
@@ -245,8 +245,8 @@ def test_all_is_on_disk_before_a_checkpoint_has_its_name(tmp_path: Path, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", pytest.param("local", marks=pytest.mark.campaign)])
-def test_remote_places(kind: str, tmp_path: Path) -> None:
-    """`local://` is reached through fsspec, like an object store: no rename, the manifest is the commit."""
+def test_remote_storage(kind: str, tmp_path: Path) -> None:
+    """`local://` is accessed through fsspec, like an object store: without rename, the manifest is the commit."""
     place = f"{kind}://{tmp_path}/elsewhere"
     options = ["nproc=2", f"checkpoint.dir={place}", "checkpoint.every=2"]
     run_tiny(tmp_path / "run", "train.steps=6", *options)
@@ -273,7 +273,7 @@ def test_remote_places(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_place_in_memory(tmp_path: Path) -> None:
+def test_storage_in_memory(tmp_path: Path) -> None:
     options = ["train.steps=4", "checkpoint.dir=memory://checkpoints", "checkpoint.keep_last=1"]
     trainer = Trainer(tiny(tmp_path, *options))
     for _ in trainer.steps():
@@ -286,7 +286,7 @@ def test_a_place_in_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_kind_of_url_that_nobody_knows(tmp_path: Path) -> None:
+def test_unknown_kind_of_url(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere"):
         Trainer(tiny(tmp_path, "checkpoint.dir=nowhere://x"))
 
@@ -340,7 +340,7 @@ def test_one_plain_file(one: Shared, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
-def test_nothing_is_unpickled_that_could_run(one: Shared, tmp_path: Path) -> None:
+def test_pickles_that_could_run_code_are_not_loaded(one: Shared, tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:
             return (Path(tmp_path / "ran").touch, ())
@@ -359,7 +359,7 @@ def test_nothing_is_unpickled_that_could_run(one: Shared, tmp_path: Path) -> Non
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# State of one's own
+# Custom state
 
 
 class Counter:
@@ -374,7 +374,7 @@ class Counter:
 
 
 class Adaptive(torch.optim.SGD):
-    """An optimizer that changes a setting of its own as it goes."""
+    """An optimizer that changes one of its own settings while it trains."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
@@ -396,7 +396,7 @@ class OwnTrainer(Trainer):
 
 
 @pytest.mark.slow
-def test_state_of_ones_own_comes_back(tmp_path: Path) -> None:
+def test_custom_state_is_restored(tmp_path: Path) -> None:
     odd = {"a": (1, 2.5, None), 3: {b"x"}, "array": np.arange(3), "inf": float("inf"), "nested": [{"t": torch.ones(2)}]}
     first = OwnTrainer(tiny(tmp_path, "train.steps=3"))
     for _ in first.steps():
@@ -422,7 +422,7 @@ def test_state_of_ones_own_comes_back(tmp_path: Path) -> None:
     second.close()
 
 
-def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
+def test_state_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
     trainer = OwnTrainer(tiny(tmp_path, "train.steps=1"))
     next(trainer.steps())
     trainer.counter.value = {"deep": [object()]}
@@ -433,8 +433,8 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.slow
-def test_the_advice_about_another_optimizer_is_taken_when_typed(tmp_path: Path) -> None:
-    """And no name of a part is left for the reader to fill in."""
+def test_advice_about_a_changed_optimizer_works_as_printed(tmp_path: Path) -> None:
+    """No placeholder is left for the reader to fill in."""
     fit(tmp_path, "train.steps=1")
     other = ["train.steps=2", "optim.name=sgd"]
     with pytest.raises(UserError, match=r"allow it: 'checkpoint\.allow_changes=\[optim\.name\]'$"):
@@ -442,7 +442,7 @@ def test_the_advice_about_another_optimizer_is_taken_when_typed(tmp_path: Path) 
     fit(tmp_path, *other, "checkpoint.allow_changes=[optim.name]")
 
 
-def test_a_part_more_or_less_is_refused_unless_allowed(tmp_path: Path) -> None:
+def test_added_or_removed_state_is_rejected_unless_allowed(tmp_path: Path) -> None:
     first = OwnTrainer(tiny(tmp_path, "train.steps=2"))
     next(first.steps())
     first.save_checkpoint()
@@ -480,7 +480,7 @@ def differing_state(folder: str) -> str:
 
 
 @pytest.mark.slow
-def test_state_that_differs_between_ranks_is_no_shared_state(tmp_path: Path) -> None:
+def test_shared_state_that_differs_between_ranks_is_an_error(tmp_path: Path) -> None:
     messages = run_ranks(2, differing_state, str(tmp_path))
     assert messages[0] == messages[1]
     assert "per_rank=True" in messages[0]
@@ -514,7 +514,7 @@ def buffers_of_ones_own(folder: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_buffers_that_differ_between_ranks_come_back_to_each(
+def test_buffers_that_differ_between_ranks_are_restored_on_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_ranks(2, buffers_of_ones_own, str(tmp_path)) == [[0.0, 0.0, 0.0, 0], [1.0, 1.0, 1.0, 1]]
@@ -535,7 +535,7 @@ class Averaging(Trainer):
         self.average = torch.nn.Linear(3, 3).requires_grad_(False)
 
 
-def test_an_average_kept_through_data_is_noticed(tmp_path: Path) -> None:
+def test_unregistered_average_that_changed_is_an_error(tmp_path: Path) -> None:
     trainer = Averaging(tiny(tmp_path, "train.steps=2"))
     steps = trainer.steps()
     next(steps)
@@ -547,7 +547,7 @@ def test_an_average_kept_through_data_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_weights_begin_anew_together_with_their_moments(tmp_path: Path) -> None:
+def test_reinitialized_weights_lose_their_moments(tmp_path: Path) -> None:
     run_tiny(tmp_path, "train.steps=2")
     for other, allowed in (("model.dim=64", "model.dim,state.model"), ("model.name=qwen3", "model,state.model")):
         with pytest.raises(UserError, match=re.escape(f"'checkpoint.allow_changes=[{allowed}]' starts what does")):
@@ -566,8 +566,8 @@ def test_weights_begin_anew_together_with_their_moments(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_going_back_in_mid_run(tmp_path: Path) -> None:
-    """What came after the checkpoint that was taken up is no longer this run's: not to be resumed, not on record."""
+def test_loading_an_older_checkpoint_during_a_run(tmp_path: Path) -> None:
+    """Later checkpoints and records no longer belong to the run, and it does not resume from them."""
     trainer = Trainer(tiny(tmp_path, "train.steps=6", "checkpoint.keep_last=0", "log.every=1"))
     for record in trainer.steps():
         trainer.save_checkpoint()
@@ -591,7 +591,7 @@ def test_going_back_in_mid_run(tmp_path: Path) -> None:
 
 
 class SilentStep(Trainer):
-    """A step of one's own that does not call that of the Trainer."""
+    """A custom step that does not call the Trainer's step."""
 
     def train_step(self, micro_batches: Any) -> Update:
         for batch in micro_batches:
@@ -604,14 +604,14 @@ class SilentStep(Trainer):
 
 
 @pytest.mark.slow
-def test_a_step_of_ones_own_is_stopped_and_saved(tmp_path: Path) -> None:
+def test_custom_loop_is_stopped_and_saved(tmp_path: Path) -> None:
     trainer = SilentStep(tiny(tmp_path, "train.steps=1000", "checkpoint.every=1", "checkpoint.keep_last=0"))
     assert trainer.fit() == 75
     trainer.close()
     assert len(list((tmp_path / "checkpoints").glob("step_*"))) == 3
 
 
-def test_an_exception_in_a_loop_of_ones_own_is_a_failure(tmp_path: Path) -> None:
+def test_exception_in_a_custom_loop_is_a_failure(tmp_path: Path) -> None:
     def loop() -> None:
         trainer = Trainer(tiny(tmp_path, "train.steps=5"))
         try:
@@ -627,8 +627,8 @@ def test_an_exception_in_a_loop_of_ones_own_is_a_failure(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_the_same_command_again_goes_on(tmp_path: Path) -> None:
-    """Stopped after it began elsewhere (checkpoint.resume=<path>), the run does not begin there once more."""
+def test_same_command_continues_the_run(tmp_path: Path) -> None:
+    """Stopped after it resumed from a different run (checkpoint.resume=<path>), it does not start from there again."""
     run_tiny(tmp_path / "a", "train.steps=2")
     run_tiny(tmp_path / "b", "train.steps=4", f"checkpoint.resume={tmp_path / 'a'}")
     again = run_tiny(tmp_path / "b", "train.steps=5", f"checkpoint.resume={tmp_path / 'a'}")
@@ -638,10 +638,10 @@ def test_the_same_command_again_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_that_began_anew_goes_on_when_it_is_requeued(
+def test_requeued_job_that_started_over_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """checkpoint.resume=none stands in the batch file: Slurm's restart is not one that begins anew; a new job is."""
+    """With checkpoint.resume=none in the batch file, Slurm's restart continues, and a new job starts over."""
 
     def attempt(steps: int, job: str, restarts: int) -> list[Any]:
         monkeypatch.setenv("SLURM_JOB_ID", job)
@@ -663,7 +663,7 @@ def test_a_job_that_began_anew_goes_on_when_it_is_requeued(
 
 
 @pytest.mark.slow
-def test_one_damaged_configuration_does_not_begin_again(tmp_path: Path) -> None:
+def test_damaged_configuration_does_not_start_over(tmp_path: Path) -> None:
     run_tiny(tmp_path / "a", "train.steps=2")
     origin = f"checkpoint.resume={tmp_path / 'a'}"
     run_tiny(tmp_path / "b", "train.steps=5", "checkpoint.every=1", "checkpoint.keep_last=0", origin)
@@ -674,7 +674,7 @@ def test_one_damaged_configuration_does_not_begin_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_closing_after_a_failed_fit_waits_for_nobody(tmp_path: Path) -> None:
+def test_closing_after_a_failed_fit_does_not_wait(tmp_path: Path) -> None:
     class Failing(Trainer):
         def on_step(self, record: Any) -> None:
             raise ZeroDivisionError("mine")
@@ -699,8 +699,8 @@ def test_closing_after_a_failed_fit_waits_for_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_start_leaves_the_word_of_the_first(tmp_path: Path) -> None:
-    """Whatever is wrong with it: the folder is somebody else's."""
+def test_second_start_leaves_the_status_of_the_first(tmp_path: Path) -> None:
+    """Whatever error the second start has: the folder belongs to the first run."""
     running = Trainer(tiny(tmp_path / "run", "train.steps=4"))
     steps = running.steps()
     next(steps)
@@ -732,7 +732,7 @@ class Restartable(Counter):
         raise NotImplementedError
 
 
-def test_a_part_has_defaults_for_the_methods_that_it_lacks() -> None:
+def test_state_without_optional_methods_has_defaults() -> None:
     own = Restartable()
     part = StatePart.of(own)
     part.prepare({})
@@ -747,7 +747,7 @@ def test_a_part_has_defaults_for_the_methods_that_it_lacks() -> None:
     assert not StatePart.of(Counter()).can_restart
 
 
-def test_trees_say_what_they_cannot_hold() -> None:
+def test_unsupported_value_in_a_tree_is_named() -> None:
     with pytest.raises(TypeError, match=r"two tensors of the state have the name x\.1"):
         split({1: torch.ones(1), "1": torch.ones(1)}, ("x",))
     with pytest.raises(TypeError, match=r"x\.a is a ndarray"):
@@ -756,7 +756,7 @@ def test_trees_say_what_they_cannot_hold() -> None:
     assert join(plain, {".".join(path): tensor for path, tensor in tensors.items()})["a"].shape == ()
 
 
-def test_trees() -> None:
+def test_trees_are_saved_and_restored() -> None:
     tree = {"a": [1, (2, {"!": 3})], "b": {1: torch.ones(2)}, "c": np.uint32([1, 2]), "d": {(1, 2): {4, 5}}}
     plain, tensors = split(tree, ("root",))
     assert set(tensors) == {("root", "b", "1"), ("root", "c")}
@@ -777,7 +777,7 @@ def look(*arguments: object) -> Ran:
 
 
 @pytest.mark.slow
-def test_looking_inside(two: Shared, tmp_path: Path) -> None:
+def test_checkpoints_command(two: Shared, tmp_path: Path) -> None:
     tmp_path = two.copied(tmp_path / "run", up_to=10)
     run_tiny(tmp_path, "train.steps=12", "optim.lr=1e-3")
     listed = look(tmp_path, "--json", "--verify")
@@ -807,8 +807,8 @@ def test_looking_inside(two: Shared, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_only_files_that_hold_what_is_read_are_opened(two: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of one rank's shard need neither the data nor the checksums of another's."""
+def test_only_files_with_requested_rows_are_opened(two: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one rank's shard need neither the data nor the checksums of other shards."""
     stored = StoredWeights(find_checkpoint(two.ran.folder))
     opened: list[str] = []
     read = type(stored.storage).read

@@ -1,4 +1,4 @@
-"""Room on the disk: looked at before a run starts, and what happens where there is too little of it."""
+"""Disk space for checkpoints: it is checked before a run starts, and a full disk is handled while it trains."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BIG = ("model.name=tests.helpers.own_recipes:mlp", "model.width=300", "checkpoin
         ({"every": 10, "keep_last": 2, "keep_every": 50}, 1000, 0, CheckpointCounts(22, 23, 22)),
     ],
 )
-def test_how_many_checkpoints_there_are_at_once(
+def test_number_of_simultaneous_checkpoints(
     settings: dict[str, object], steps_left: int, existing: int, demand: CheckpointCounts
 ) -> None:
     section = CheckpointSection(**settings)  # type: ignore[arg-type]
@@ -43,7 +43,7 @@ def test_how_many_checkpoints_there_are_at_once(
 
 
 def said_at_the_start(folder: Path, free: int, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> str:
-    """Return what a run that is finished as it begins has in its log, with so many bytes free."""
+    """Return the log of a run that has nothing left to do, started with this many free bytes."""
     trainer = Trainer(tiny_config(folder, "train.steps=8", "checkpoint.every=2", *overrides))
     monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: free)
     try:
@@ -53,7 +53,7 @@ def said_at_the_start(folder: Path, free: int, monkeypatch: pytest.MonkeyPatch, 
     return (folder / "console.log").read_text()
 
 
-def test_checkpoints_that_will_not_fit_are_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_warns_if_checkpoints_will_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = said_at_the_start(tmp_path / "a", 250_000, monkeypatch)
     size = 12 * 8784  # weights and two moments, in float32
     one, three = readable_bytes(size), readable_bytes(3 * size)
@@ -71,8 +71,8 @@ def test_checkpoints_that_will_not_fit_are_announced(tmp_path: Path, monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.campaign)])
-def test_with_room_for_two_the_oldest_makes_way(mode: str, tmp_path: Path) -> None:
-    """keep_last=2 needs room for three; with less the run still saves, and never without a good one in reserve."""
+def test_oldest_checkpoint_is_deleted_first_if_only_two_fit(mode: str, tmp_path: Path) -> None:
+    """keep_last=2 needs space for three; with less the run still saves, and always keeps a good checkpoint."""
     plain = start(tmp_path / "plain", *with_(*BIG, "train.steps=2"))
     assert plain.wait() == [0], plain.stderr
     size = sum(path.stat().st_size for path in (plain.folder / "checkpoints").rglob("*") if path.is_file())
@@ -87,7 +87,7 @@ def test_with_room_for_two_the_oldest_makes_way(mode: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_the_final_save_waits_for_room(tmp_path: Path) -> None:
+def test_final_save_waits_for_space(tmp_path: Path) -> None:
     plain = start(tmp_path / "plain", *with_(*BIG, "train.steps=2"))
     assert plain.wait() == [0], plain.stderr
     size = sum(path.stat().st_size for path in (plain.folder / "checkpoints").rglob("*") if path.is_file())

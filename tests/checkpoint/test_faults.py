@@ -1,7 +1,7 @@
-"""A checkpoint cannot be lost: kills, damage, full and hanging storage, failing ranks.  See tests/helpers/faults.py.
+"""Checkpoints survive kills, damage, full or hanging storage, and failing ranks. See tests/helpers/faults.py.
 
-What is always run is a selection; `python -m tests.campaign faults` runs it all.  Every draw is seeded and every
-failure names its case, so that it can be run again alone.
+`make test` runs a selection, and `python -m tests.campaign faults` everything. Random cases are seeded, and each
+failure names its case, so that it can be repeated.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def with_(*overrides: str, base: Iterable[str] = tuple(RUN)) -> list[str]:
 
 
 def check_each(cases: Iterable[Any], check: Callable[[Any], str]) -> None:
-    """Assert that `check` finds nothing wrong with any case, two at a time; each that fails is named."""
+    """Assert that `check` finds no error in any case, two at a time; the message lists all cases that fail."""
     with ThreadPoolExecutor(2) as threads:
         found = [wrong for wrong in threads.map(check, cases) if wrong]
     assert not found, f"{len(found)} cases:\n" + "\n".join(found)
@@ -92,7 +92,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of metrics.jsonl: a killed run may have left a part of one."""
+    """Return the complete lines of metrics.jsonl: a killed run may have left a partial one."""
     found = []
     path = folder / "metrics.jsonl"
     for line in path.read_text().splitlines() if path.exists() else []:
@@ -124,7 +124,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a run that is to be killed does."""
+    """A kind of run to be killed."""
 
     mode: str = "async"
     ranks: int = 1
@@ -141,7 +141,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill: at an event of a phase, on one rank; it alone or all."""
+    """A kill at an event of a phase, of one rank or of all."""
 
     kind: Kind
     whom: str
@@ -227,7 +227,7 @@ class KillCampaign:
         return f"{folder}: {kill}: {wrong}" if wrong else ""
 
     def restart(self, kind: Kind, folder: Path) -> list[str]:
-        """Start a killed run again; return what is not as it should be."""
+        """Restart a killed run and return all errors."""
         published, trained, starts = steps_in(folder), last_step(folder), len(of("start", folder, "world_size"))
         again = start(folder, *kind.arguments, ranks=kind.ranks)
         codes = again.wait()
@@ -256,7 +256,7 @@ class KillCampaign:
 
 
 def leftovers(folder: Path) -> list[str]:
-    """Return what is in the folder of a run that ended well and should not be."""
+    """Return unexpected files in the folder of a finished run."""
     known = re.compile(
         r"config\.yaml|console\.log|metrics(_superseded)?\.jsonl|status\.json|checkpoints|previous_\d{3}"
     )
@@ -281,7 +281,7 @@ def kills(tmp_path_factory: pytest.TempPathFactory) -> KillCampaign:
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on(kills: KillCampaign) -> None:
+def test_killed_run_continues(kills: KillCampaign) -> None:
     points = kills.draw(Kind("async"), ("collect", "publish"), 2, seed=1)
     points += kills.draw(Kind("async", setup="resumed"), STARTING, 1, seed=1)
     points += kills.draw(Kind("async", ranks=2), ("write", "publish"), 1, seed=1)
@@ -311,14 +311,14 @@ def test_killed_at_two_hundred_points(kills: KillCampaign) -> None:
 
 @pytest.mark.campaign
 def test_killed_at_random_moments_from_outside(kills: KillCampaign) -> None:
-    """Not where the run itself counts something, but at any time from its first import to its end."""
+    """Not at an event that the run counts, but at any time from its first import to its end."""
     draw = random.Random(3)
     cases = [(Kind(mode, ranks), draw.uniform(0.1, 1.2)) for mode in ("async", "sync") for ranks in (1, 1, 1, 2) * 3]
 
     def check(case: tuple[Kind, float]) -> str:
         kind, pause_s = case
         folder = kills.set_up(kind)
-        # No launcher ends the other rank here: before they have met it waits for as long as it is told.
+        # No launcher ends the other rank here: before they are connected it waits for its whole timeout.
         started = start(folder, *with_("run.timeout_s=30", base=kind.arguments), ranks=kind.ranks)
         time.sleep(pause_s)
         started.processes[draw.randrange(kind.ranks)].kill()
@@ -334,7 +334,7 @@ def test_killed_at_random_moments_from_outside(kills: KillCampaign) -> None:
 @pytest.mark.parametrize("whom", ["one", "all"])
 @pytest.mark.parametrize(("phase", "number"), [("write", 2000), ("publish", 12)])
 def test_killed_under_the_launcher(phase: str, number: int, whom: str, tmp_path: Path) -> None:
-    """The command line's own workers: none is left, and the same command goes on."""
+    """With workers of `nproc=N`: none is left, and the same command continues."""
     plain = run_command(tmp_path / "plain", *RUN, "nproc=2")
     assert plain.exit_code == 0, plain.stderr
     log = tmp_path / "log"
@@ -370,7 +370,7 @@ WAYS = ["flipped", "truncated", "deleted", "zeroed"]
 
 
 def damage(path: Path, way: str, draw: random.Random) -> str:
-    """Do it, and return what was done.  It always changes something."""
+    """Damage the checkpoint in a way that always changes something; return a description."""
     data = path.read_bytes()
     place = draw.randrange(len(data))
     if way == "flipped":
@@ -393,7 +393,7 @@ def mlp_config(folder: Path, *overrides: str) -> Any:
 
 
 def load_newest(folder: Path, *overrides: str) -> tuple[int | None, str]:
-    """Return the step that a new Trainer resumes from, and what it says about it on stderr."""
+    """Return the step that a new Trainer resumes from, and its stderr."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         trainer = Trainer(mlp_config(folder, *overrides))
@@ -426,9 +426,9 @@ def three_of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def damage_and_load(source: Path, folder: Path, count: int, seed: int, of_rank: int = 0) -> list[str]:
-    """Damage the newest checkpoint `count` times, load each time, and return what is not as it should be.
+    """Damage the newest checkpoint `count` times, load after each, and return all errors.
 
-    On several ranks each does the same; the first does the damage, and says so in a file.
+    On several ranks all do the same; the first does the damage, and reports it in a file.
     """
     import torch.distributed as dist
 
@@ -469,7 +469,7 @@ def damage_and_load(source: Path, folder: Path, count: int, seed: int, of_rank: 
 
 
 @pytest.mark.slow
-def test_damage_is_found_and_the_checkpoint_before_is_taken(three: Path, tmp_path: Path) -> None:
+def test_damage_is_found_and_the_previous_checkpoint_is_used(three: Path, tmp_path: Path) -> None:
     assert damage_and_load(three, tmp_path, 4 * len(FILES), seed=1) == []
 
 
@@ -479,7 +479,7 @@ def test_damage_is_found_on_two_ranks(three_of_two: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.campaign
-def test_two_hundred_damages(three: Path, three_of_two: Path, tmp_path: Path) -> None:
+def test_two_hundred_random_damages(three: Path, three_of_two: Path, tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()
     assert damage_and_load(three, tmp_path, 160, seed=3) == []
     assert run_ranks(2, damage_and_load, three_of_two, tmp_path / "two", 44, 4) == [[], []]
@@ -488,7 +488,7 @@ def test_two_hundred_damages(three: Path, three_of_two: Path, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, *slow(1)])
 def test_damage_through_the_command_line(ranks: int, three: Path, three_of_two: Path, tmp_path: Path) -> None:
-    """The one before is taken, the run goes on to its end, and ends as the undisturbed one did."""
+    """The previous checkpoint is used, and the run ends as the undisturbed one did."""
     source, run = (three if ranks == 1 else three_of_two), tmp_path / "run"
     shutil.copytree(source, run)
     path = run / "checkpoints" / NEWEST / f"__{ranks - 1}_0.distcp"
@@ -504,7 +504,7 @@ def test_damage_through_the_command_line(ranks: int, three: Path, three_of_two: 
 
 
 @pytest.mark.slow
-def test_all_are_damaged(three: Path, tmp_path: Path) -> None:
+def test_all_checkpoints_are_damaged(three: Path, tmp_path: Path) -> None:
     run, draw = tmp_path / "run", random.Random(5)
     shutil.copytree(three, run)
     paths = [
@@ -543,7 +543,7 @@ def stamps(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
-def test_sizes_alone_find_truncation(name: str, three: Path, tmp_path: Path) -> None:
+def test_verifying_sizes_finds_truncation(name: str, three: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(three, run)
     path = run / "checkpoints" / NEWEST / name
@@ -555,8 +555,8 @@ def test_sizes_alone_find_truncation(name: str, three: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FILES if name != "__0_0.distcp"])
-def test_with_sizes_alone_a_damaged_small_file_is_no_crash(name: str, three: Path, tmp_path: Path) -> None:
-    """Small files are checked anyway, as they are read: what is found then is damage as any other."""
+def test_damaged_small_file_is_found_when_only_sizes_are_verified(name: str, three: Path, tmp_path: Path) -> None:
+    """Small files are verified when they are read, and handled as any other damage."""
     run = tmp_path / "run"
     shutil.copytree(three, run)
     path = run / "checkpoints" / NEWEST / name
@@ -583,10 +583,10 @@ class CutShort:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["local", "remote"])
-def test_what_storage_has_cut_short_is_not_published(
+def test_checkpoint_that_storage_truncated_is_not_published(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever file it is: all are looked at once more, and what was saved before stays."""
+    """Whichever file it is: all are checked once more, and earlier checkpoints stay."""
     where = [] if kind == "local" else [f"checkpoint.dir=memory://cut-{tmp_path.name}"]
     own = Trainer(tiny_config(tmp_path, *where))
     steps = own.steps()
@@ -613,8 +613,8 @@ def test_what_storage_has_cut_short_is_not_published(
 
 
 @pytest.mark.slow
-def test_an_index_that_is_never_read_is_no_damage(three: Path, tmp_path: Path) -> None:
-    """torch's own tools miss it; `--verify` says so."""
+def test_bad_index_that_only_torch_reads_is_no_damage(three: Path, tmp_path: Path) -> None:
+    """`--verify` reports it."""
     run = tmp_path / "run"
     shutil.copytree(three, run)
     index = run / "checkpoints" / NEWEST / ".metadata"
@@ -629,8 +629,8 @@ def test_an_index_that_is_never_read_is_no_damage(three: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exchanged", [False, True])
-def test_a_checkpoint_under_the_name_of_another_step(exchanged: bool, three: Path, tmp_path: Path) -> None:
-    """A copy of an old one is not the newest, and of two that were exchanged none is what it says."""
+def test_checkpoint_under_a_wrong_step_name_is_damaged(exchanged: bool, three: Path, tmp_path: Path) -> None:
+    """A copy of an old checkpoint is not the newest, and of two swapped ones neither is used."""
     run = tmp_path / "run"
     shutil.copytree(three, run)
     saved = run / "checkpoints"
@@ -654,7 +654,7 @@ def test_a_checkpoint_under_the_name_of_another_step(exchanged: bool, three: Pat
 
 
 @pytest.mark.slow
-def test_a_folder_without_files_is_damage_too(three: Path, tmp_path: Path) -> None:
+def test_empty_checkpoint_folder_is_damage(three: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(three, run)
     shutil.rmtree(run / "checkpoints" / NEWEST)
@@ -666,8 +666,8 @@ def test_a_folder_without_files_is_damage_too(three: Path, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, *slow(2)])
-def test_a_step_saved_twice_is_never_away(ranks: int, tmp_path: Path) -> None:
-    """Between the two renames of a second publishing, the first one is what there is."""
+def test_step_saved_twice_exists_at_all_times(ranks: int, tmp_path: Path) -> None:
+    """Between the two renames of the second save, the first one is available."""
     run = tmp_path / "run"
     arguments = with_(
         "model.name=tests.helpers.own_recipes:mlp_repeating", "checkpoint.every=4", "checkpoint.mode=sync"
@@ -724,7 +724,7 @@ def assert_all_good(folder: Path) -> None:
     """Every checkpoint in the folder can be read to the last byte, and nothing else is there."""
     for path in folder.iterdir():
         if path.name == ".owner.json":
-            continue  # it cannot be removed there; it names a process that has gone, and holds up nobody
+            continue  # it cannot be removed there; its process is dead, so it blocks no run
         assert re.fullmatch(r"step_\d{8}", path.name), path
         place = open_storage(path)
         assert find_damage(place, read_manifest(place), "full") == []
@@ -739,7 +739,7 @@ def assert_all_good(folder: Path) -> None:
         *slow(("the writer", 1, "async"), ("the writer", 1, "sync"), ("the check before", 2, "async")),
     ],
 )
-def test_the_disk_is_full_for_a_while(where: str, ranks: int, mode: str, disk: Path, tmp_path: Path) -> None:
+def test_disk_is_full_for_a_while(where: str, ranks: int, mode: str, disk: Path, tmp_path: Path) -> None:
     arguments = with_(f"checkpoint.dir={disk}/saved", "checkpoint.keep_last=0", "train.steps=22", "checkpoint.every=4")
     plain = start(tmp_path / "plain", *with_("train.steps=22"), ranks=ranks)
     fault = Fault(
@@ -765,8 +765,8 @@ def test_the_disk_is_full_for_a_while(where: str, ranks: int, mode: str, disk: P
 
 
 @pytest.mark.slow
-def test_the_disk_of_the_run_itself_is_full_for_a_while(disk: Path, tmp_path: Path) -> None:
-    """Metrics and status lie there, too: more lines than the rest of a page of the disk holds."""
+def test_disk_of_the_run_folder_is_full_for_a_while(disk: Path, tmp_path: Path) -> None:
+    """It also has metrics and status: more lines than fit into the rest of a disk page."""
     fault = Fault(
         step_s=0.1,
         commands={"3": f"head -c 99999999 /dev/zero > {disk}/fill || true", "33": f"rm {disk}/fill"},
@@ -782,8 +782,8 @@ def test_the_disk_of_the_run_itself_is_full_for_a_while(disk: Path, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", ".owner.json"])
-def test_the_disk_is_full_when_a_run_goes_on(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One message that says where, nothing half-written, and all that was there as it was."""
+def test_disk_is_full_when_a_run_resumes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One message names the path; no partial file is written, and existing files are unchanged."""
     run = tmp_path / "run"
     own = Trainer(tiny_config(run, "train.steps=2"))
     assert own.fit() == 0
@@ -810,8 +810,8 @@ def test_the_disk_is_full_when_a_run_goes_on(name: str, tmp_path: Path, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "mode"), [(1, "sync"), *slow((2, "async"), (1, "async"), (2, "sync"))])
-def test_the_folder_becomes_read_only(ranks: int, mode: str, disk: Path, tmp_path: Path) -> None:
-    """For good: the run fails as `checkpoint.max_failures` says, and what was there before can be read."""
+def test_checkpoint_folder_becomes_read_only(ranks: int, mode: str, disk: Path, tmp_path: Path) -> None:
+    """Permanently: the run fails as `checkpoint.max_failures` says, and earlier checkpoints are readable."""
     arguments = with_(f"checkpoint.dir={disk}/saved", f"checkpoint.mode={mode}", "train.steps=40")
     fault = Fault(step_s=0.1, commands={"5": f"mount -o remount,ro {disk}"})
     run = start(tmp_path / "run", *arguments, "checkpoint.max_failures=2", ranks=ranks, fault=fault)
@@ -833,7 +833,7 @@ def test_the_folder_becomes_read_only(ranks: int, mode: str, disk: Path, tmp_pat
 
 
 @pytest.mark.campaign
-def test_a_file_stands_where_the_folder_was(tmp_path: Path) -> None:
+def test_file_replaces_the_checkpoint_folder(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     fault = Fault(step_s=0.2, commands={"3": f"mv {saved} {saved}.away; touch {saved}"})
     arguments = with_(f"checkpoint.dir={saved}", "train.steps=12", "checkpoint.max_failures=2")
@@ -852,7 +852,7 @@ HANGS = [("write", 1), *slow(("begin", 0), ("write", 0), ("finish", 0), ("publis
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("place", "rank"), HANGS)
-def test_training_goes_on_while_storage_hangs(place: str, rank: int, tmp_path: Path) -> None:
+def test_training_continues_while_storage_hangs(place: str, rank: int, tmp_path: Path) -> None:
     hang(tmp_path, place, rank)
 
 
@@ -862,7 +862,7 @@ def test_storage_hangs_for_half_a_minute(tmp_path: Path) -> None:
 
 
 def hang(folder: Path, place: str, rank: int, at_least_s: float = 0.0) -> None:
-    """Training goes on to its last step; a save that falls due is skipped, and the one that hung ends well."""
+    """Training continues to its last step; a save that falls due is skipped, and the hanging one finally succeeds."""
     answers = folder / "answers"
     fault = Fault(hang=place, hang_until=str(answers), rank=rank, first=0, last=0)
     run = start(folder / "run", *with_("checkpoint.when_busy=skip"), ranks=2, fault=fault)
@@ -878,7 +878,7 @@ def hang(folder: Path, place: str, rank: int, at_least_s: float = 0.0) -> None:
 @pytest.mark.campaign
 @pytest.mark.parametrize(("place", "rank"), [("write", 1), ("publish", 0), ("begin", 0)])
 def test_storage_hangs_for_longer_than_ranks_wait(place: str, rank: int, tmp_path: Path) -> None:
-    """Storage may be slower than anything else that ranks wait for: `run.timeout_s` is not about it."""
+    """Storage may be slower than anything else that ranks wait for: `run.timeout_s` does not apply."""
     fault = Fault(hang=place, hang_s=12, rank=rank, first=1, last=1, step_s=0.1)
     arguments = with_("run.timeout_s=5", "train.steps=20", "checkpoint.every=4")
     run = start(tmp_path / "run", *arguments, ranks=2, fault=fault)
@@ -892,8 +892,8 @@ def test_storage_hangs_for_longer_than_ranks_wait(place: str, rank: int, tmp_pat
     ("place", "rank", "mode"),
     slow(("write", 1, "async"), ("publish", 0, "async"), ("begin", 0, "async"), ("write", 0, "sync")),
 )
-def test_storage_that_gives_no_answer(place: str, rank: int, mode: str, tmp_path: Path) -> None:
-    """All ranks end alike, and say which of them waits for what; the run goes on from what was good before."""
+def test_storage_never_responds(place: str, rank: int, mode: str, tmp_path: Path) -> None:
+    """All ranks end alike and report what each waits for; the run continues from the last good checkpoint."""
     fault = Fault(hang=place, hang_s=600, rank=rank, first=1, last=1, step_s=0.1)
     arguments = with_("checkpoint.timeout_s=7", "train.steps=200", "checkpoint.every=4", "checkpoint.when_busy=skip")
     arguments = with_(f"checkpoint.mode={mode}", base=arguments)
@@ -930,7 +930,7 @@ def test_one_rank_fails_to_save_while_training_waits(place: str, rank: int, tmp_
 
 
 def one_rank_fails(mode: str, place: str, rank: int, folder: Path) -> None:
-    """It fails once: all ranks are told the same, the run goes on, and the save is tried again."""
+    """It fails once: all ranks learn it, the run continues, and the save is retried."""
     per_save = 3 if place == "write_files" and rank == 1 else 4 if place == "write_files" else 1
     first = 2 if place == "write_files" else per_save
     fault = Fault(fail=place, rank=rank, first=first, last=first, step_s=0.2)
@@ -967,7 +967,7 @@ def test_too_many_failures_end_the_run(mode: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_pruning_fails_and_the_save_has_not(tmp_path: Path) -> None:
+def test_failed_pruning_does_not_fail_the_save(tmp_path: Path) -> None:
     fault = Fault(fail="prune", first=0, last=0)
     run = start(tmp_path / "run", *RUN, fault=fault)
     assert run.wait() == [0], run.stderr
@@ -990,7 +990,7 @@ ENDS = {"normal": 0, "raise": 1, "SIGTERM": 75, "SIGINT": 75}
         *slow((2, "raise"), (1, "raise"), (1, "SIGTERM"), (1, "SIGINT"), (2, "normal"), (2, "SIGINT")),
     ],
 )
-def test_exit_with_a_save_in_flight(how: str, ranks: int, tmp_path: Path) -> None:
+def test_exit_during_a_background_save(how: str, ranks: int, tmp_path: Path) -> None:
     steps = 3 if how == "normal" else 1000
     happens = {} if how == "normal" else {"at_step": 3, "then": how}
     fault = Fault(write_s=0.0005, rank=ranks - 1, **happens)
@@ -1006,7 +1006,7 @@ def test_exit_with_a_save_in_flight(how: str, ranks: int, tmp_path: Path) -> Non
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_launcher_is_stopped_with_a_save_in_flight(number: signal.Signals, tmp_path: Path) -> None:
+def test_launcher_is_stopped_during_a_background_save(number: signal.Signals, tmp_path: Path) -> None:
     folder, log = tmp_path / "run", tmp_path / "log"
     log.mkdir()
     process = popen(
@@ -1029,7 +1029,7 @@ def test_the_launcher_is_stopped_with_a_save_in_flight(number: signal.Signals, t
 
 @contextlib.contextmanager
 def running(folder: Path) -> Iterator[Started]:
-    """A run that goes on until it is killed."""
+    """A run that continues until it is killed."""
     run = start(folder, *with_("train.steps=100000"), fault=Fault(step_s=0.05))
     try:
         wait_until(lambda: bool(steps_in(folder)), "a checkpoint")
@@ -1041,7 +1041,7 @@ def running(folder: Path) -> Iterator[Started]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, *slow(1)])
-def test_a_folder_belongs_to_one_run(ranks: int, tmp_path: Path) -> None:
+def test_folder_belongs_to_one_run(ranks: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with running(folder) as first:
         config = (folder / "config.yaml").read_bytes()
@@ -1057,7 +1057,7 @@ def test_a_folder_belongs_to_one_run(ranks: int, tmp_path: Path) -> None:
 
 
 def killed_elsewhere(folder: Path) -> dict[str, Any]:
-    """Leave the folder of a killed run as if that had been on another machine; return what the lock says."""
+    """Leave the folder of a killed run as if it had run on a different machine; return the content of the lock."""
     with running(folder):
         pass
     owner = json.loads((folder / ".owner.json").read_text()) | {"host": "elsewhere", "boot": "another"}
@@ -1066,7 +1066,7 @@ def killed_elsewhere(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_lock_of_another_host_that_beats_no_more(tmp_path: Path) -> None:
+def test_lock_of_a_different_host_without_heartbeat(tmp_path: Path) -> None:
     killed_elsewhere(tmp_path / "run")
     os.utime(tmp_path / "run" / ".owner.json", (time.time() - 120,) * 2)
     last = last_step(tmp_path / "run")
@@ -1086,9 +1086,7 @@ class Awake:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("elsewhere", [False, *slow(True)])
-def test_the_lock_of_a_dead_run_holds_nobody_up(
-    elsewhere: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_of_a_dead_run_is_ignored(elsewhere: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     if elsewhere:
         killed_elsewhere(folder)
@@ -1103,7 +1101,7 @@ def test_the_lock_of_a_dead_run_holds_nobody_up(
 
 
 @pytest.mark.campaign
-def test_a_lock_of_another_host_that_beats(tmp_path: Path) -> None:
+def test_lock_of_a_different_host_with_heartbeat(tmp_path: Path) -> None:
     owner = killed_elsewhere(tmp_path / "run")
     run = start(tmp_path / "run", *with_("train.steps=100000"))
     while run.processes[0].is_alive():
@@ -1114,8 +1112,8 @@ def test_a_lock_of_another_host_that_beats(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-def test_a_lock_of_another_host_that_beat_a_moment_ago(tmp_path: Path) -> None:
-    """It is waited for, until it is known to be dead."""
+def test_lock_of_a_different_host_with_a_recent_heartbeat(tmp_path: Path) -> None:
+    """The start waits until that host is known to be dead."""
     killed_elsewhere(tmp_path / "run")
     os.utime(tmp_path / "run" / ".owner.json")
     last = last_step(tmp_path / "run")
@@ -1173,7 +1171,7 @@ OPTIMIZERS: list[tuple[str, ...]] = [("optim.name=adamw",), ("optim.name=muon",)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, *slow(1, 4)])
-def test_what_is_saved_in_the_background_is_the_state_of_that_moment(ranks: int, tmp_path: Path) -> None:
+def test_background_save_has_the_state_of_its_start(ranks: int, tmp_path: Path) -> None:
     extra = ("mesh.replicate=2",) if ranks == 4 else ()
     meshes = [(*optimizer, *extra) for optimizer in OPTIMIZERS]
     for found in run_ranks(ranks, save_in_background, tmp_path, meshes):
@@ -1181,9 +1179,9 @@ def test_what_is_saved_in_the_background_is_the_state_of_that_moment(ranks: int,
 
 
 def grow(folder: Path, saves: int) -> tuple[float, float, list[float]]:
-    """Save again and again in the background.  Returns in MiB a staged copy, and the memory: before, then at each.
+    """Save repeatedly in the background. Returns in MiB the size of a staged copy, the memory before, and at each save.
 
-    Training alone comes and goes by 180 MiB, with gradients: before is the most of ten steps.
+    Training alone varies by 180 MiB, with gradients, so the memory before is the maximum of ten steps.
     """
 
     def resident_mib() -> float:
@@ -1206,7 +1204,7 @@ def grow(folder: Path, saves: int) -> tuple[float, float, list[float]]:
 
 
 @pytest.mark.campaign
-def test_thirty_saves_in_a_row_take_the_memory_of_one(tmp_path: Path) -> None:
+def test_thirty_saves_need_the_memory_of_one(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "2g") as folder:
         ((staged, before, sizes),) = run_ranks(1, grow, folder / "run", 30)
     assert staged > 200
@@ -1248,7 +1246,7 @@ def check_listed(message: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, *slow(2)])
-def test_a_changed_model_is_refused(ranks: int, three: Path, tmp_path: Path) -> None:
+def test_changed_model_is_rejected(ranks: int, three: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(three, run)
     before = stamps(run)
@@ -1264,7 +1262,7 @@ def test_a_changed_model_is_refused(ranks: int, three: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_nothing_is_half_loaded(three: Path, tmp_path: Path) -> None:
+def test_nothing_is_partly_loaded(three: Path, tmp_path: Path) -> None:
     own = Trainer(mlp_config(tmp_path, "model.num_hidden=4"))
     before = {name: local(p).detach().clone() for name, p in own.model.named_parameters()}
     with pytest.raises(UserError, match=r"hidden.3.0.weight: 37x30, not in the checkpoint"):
@@ -1276,7 +1274,7 @@ def test_nothing_is_half_loaded(three: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_not_half_loaded_into_a_run_that_goes_on(three: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_not_partly_loaded_into_a_running_trainer(three: Path, tmp_path: Path) -> None:
     shutil.copytree(three / "checkpoints" / BEFORE, tmp_path / "saved")
     flip(tmp_path / "saved" / "__0_0.distcp", 2_000_000)
     own = Trainer(mlp_config(tmp_path / "run"))
@@ -1306,7 +1304,7 @@ def test_weights_that_are_not_finite_are_never_published(rank: int, tmp_path: Pa
 
 
 class Forgetful(Trainer):
-    """Has a state of its own that it did not say."""
+    """Has state that it did not register."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -1323,7 +1321,7 @@ def test_forgotten_state_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_leftovers_of_crashes_are_cleaned(three: Path, tmp_path: Path) -> None:
+def test_leftovers_of_crashes_are_removed(three: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(three, run)
     saved = run / "checkpoints"
@@ -1356,7 +1354,7 @@ def test_leftovers_of_crashes_are_cleaned(three: Path, tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("mode", ["async", *slow("sync")])
-def test_which_checkpoints_are_kept(mode: str, keep: list[str], kept: list[int], tmp_path: Path) -> None:
+def test_retention(mode: str, keep: list[str], kept: list[int], tmp_path: Path) -> None:
     own = Trainer(mlp_config(tmp_path / "run", *keep, f"checkpoint.mode={mode}", "train.steps=12"))
     assert own.fit() == 0
     own.close()
@@ -1365,7 +1363,7 @@ def test_which_checkpoints_are_kept(mode: str, keep: list[str], kept: list[int],
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("when", "saved"), [("wait", [2, 4, 6, 8]), ("skip", [2, 8])])
-def test_a_save_is_due_while_one_is_in_flight(when: str, saved: list[int], tmp_path: Path) -> None:
+def test_save_falls_due_during_a_background_save(when: str, saved: list[int], tmp_path: Path) -> None:
     arguments = with_(f"checkpoint.when_busy={when}", "checkpoint.keep_last=0")
     run = start(tmp_path / "run", *arguments, fault=Fault(hang="write", hang_s=2, first=0, last=0))
     assert run.wait() == [0], run.stderr

@@ -1,4 +1,4 @@
-"""Saving and loading on many ranks: what one of them has to plan, hold and open.  Without the others: fake groups."""
+"""Saving and loading on many ranks: what one rank plans, holds and opens. The other ranks are a fake process group."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def rows_on(num_rows: int, number: int, num_shards: int) -> tuple[int, int]:
 
 
 def boxes_on(shapes: Shapes, number: int, num_shards: int) -> Boxes:
-    """Return what a rank holds, counted by hand."""
+    """Return the boxes that a rank holds, counted by hand."""
     rows = {key: rows_on(shape[0], number, num_shards) for key, shape in shapes.items()}
     return Boxes.of(
         (key, (rows[key][0], *(0 for _ in shape[1:])), (rows[key][1] - rows[key][0], *shape[1:]))
@@ -85,7 +85,7 @@ def as_boxes(boxes: Sequence[Box]) -> Boxes:
 
 
 def written(boxes: Boxes, rank: int) -> WrittenChunks:
-    """Return where the chunks would lie in a rank's file: one after another, each behind 500 bytes of its own."""
+    """Return where the chunks would be in a rank's file: one after another, each after a header of 500 bytes."""
     lengths = boxes.sizes.prod(axis=1) * 4 + 500
     starts = np.cumsum(lengths) - lengths
     return WrittenChunks(f"__{rank}_0.distcp", boxes, np.column_stack((starts, lengths, starts + 400)))
@@ -95,7 +95,7 @@ SMALL: Shapes = {"a": (10, 3), "b": (7,), "c": (2, 3, 4), "d": (64, 2)}
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_column_comes_back_from_its_runs(seed: int) -> None:
+def test_column_is_restored_from_its_runs(seed: int) -> None:
     draw = random.Random(seed)
     column: list[int] = []
     for _ in range(draw.randrange(6)):
@@ -107,8 +107,8 @@ def test_a_column_comes_back_from_its_runs(seed: int) -> None:
     assert len(to_runs(np.array([16] * 511 + [12]))) == 6
 
 
-def test_each_part_is_written_once_and_as_much_by_each_rank() -> None:
-    """Two replicas of four shards: half of the bytes by each of two ranks that hold the same."""
+def test_each_part_is_written_once_and_evenly() -> None:
+    """Two replicas of four shards: of two ranks with the same rows, each writes half of the bytes."""
     held = [boxes_on(SMALL, rank % 4, 4) for rank in range(8)]
     tensors = {key: torch.empty(shape, device="meta") for key, shape in SMALL.items()}
     masks, planned = choose_writers(held, tensors)
@@ -138,13 +138,13 @@ def _distinct(held: Sequence[Boxes]) -> set[tuple[str, tuple[int, ...]]]:
         ([(0, 5), (6, 11)], "overlap or lie outside"),
     ],
 )
-def test_parts_that_do_not_make_a_whole_are_refused(rows: list[tuple[int, int]], complaint: str) -> None:
+def test_parts_that_do_not_cover_a_tensor_are_rejected(rows: list[tuple[int, int]], complaint: str) -> None:
     held = [Boxes.of([("a", (start, 0), (stop - start, 3))]) for start, stop in rows]
     with pytest.raises(ValueError, match=complaint):
         choose_writers(held, {"a": torch.empty(10, 3, device="meta")})
 
 
-def test_a_tensor_that_rank_0_does_not_hold_is_named() -> None:
+def test_tensor_missing_on_rank_0_is_named() -> None:
     with pytest.raises(ValueError, match="own: not all ranks hold this tensor"):
         choose_writers([Boxes.of([]), Boxes.of([("own", (0,), (4,))])], {})
 
@@ -181,7 +181,7 @@ def rows_of_format_2(layout: Layout) -> str:
     )
 
 
-def test_a_layout_comes_back_also_from_the_rows_of_before() -> None:
+def test_layout_is_restored_also_from_the_previous_format() -> None:
     layout, text = layout_on(SMALL, 4)
     for stored_as in (text, rows_of_format_2(layout)):
         back = layout_from_json(stored_as)
@@ -194,7 +194,7 @@ def test_a_layout_comes_back_also_from_the_rows_of_before() -> None:
     assert len(chunks) == 4
 
 
-def test_a_chunk_that_was_not_written_is_missed() -> None:
+def test_chunk_that_was_not_written_is_detected() -> None:
     held = [boxes_on(SMALL, rank, 2) for rank in range(2)]
     _, planned = choose_writers(held, {key: torch.empty(shape, device="meta") for key, shape in SMALL.items()})
     with pytest.raises(ValueError, match="a: 1 of its 2 chunks have not been written"):
@@ -206,7 +206,7 @@ def files_read(reads: Sequence[ReadRequest]) -> set[str]:
 
 
 @pytest.mark.parametrize(("num_ranks", "rank", "files"), [(4, 2, {2}), (3, 0, {0, 1}), (1, 0, {0, 1, 2, 3})])
-def test_a_rank_reads_what_it_holds_and_no_more(num_ranks: int, rank: int, files: set[int]) -> None:
+def test_rank_reads_only_its_own_rows(num_ranks: int, rank: int, files: set[int]) -> None:
     _, text = layout_on({"d": SMALL["d"]}, 4)
     with sharded({"d": SMALL["d"]}, (num_ranks,), rank) as targets:
         reads = plan_reads(targets, layout_from_json(text))
@@ -224,8 +224,8 @@ def test_a_part_that_no_chunk_covers_is_an_error() -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_the_format_before_is_gone_on_from(two: Shared, tmp_path: Path) -> None:
-    """With the same losses, on another number of ranks too."""
+def test_checkpoint_of_the_previous_format_resumes(two: Shared, tmp_path: Path) -> None:
+    """With the same losses, also on a different number of ranks."""
     folders = {version: two.copied(tmp_path / str(version), up_to=10) for version in (2, 3)}
     make_format_2(folders[2] / "checkpoints" / "step_00000010")
     for folder in folders.values():
@@ -240,7 +240,7 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def make_format_2(checkpoint: Path) -> None:
-    """Make a checkpoint what it would be if it had been saved when each chunk had a row."""
+    """Convert a checkpoint to the previous format, in which each chunk had a row."""
     manifest = read_manifest(LocalStorage(checkpoint))
     text = rows_of_format_2(layout_from_json((checkpoint / "layout.json").read_text())).encode()
     (checkpoint / "layout.json").write_bytes(text)

@@ -1,4 +1,4 @@
-"""Commands that read the checkpoints of a run which trains, and prunes them, meanwhile."""
+"""Commands that read the checkpoints of a run while it trains and prunes them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def moving_on(run: Path) -> Iterator[None]:
         worker.join()
 
 
-def test_what_is_open_can_be_read_after_it_was_pruned(one: Shared, tmp_path: Path) -> None:
+def test_open_checkpoint_is_readable_after_it_was_pruned(one: Shared, tmp_path: Path) -> None:
     run = one.copied(tmp_path / "run")
     expected = load_weights(run).state_dict()
     stored = open_checkpoint(run)
@@ -71,7 +71,7 @@ def test_what_is_open_can_be_read_after_it_was_pruned(one: Shared, tmp_path: Pat
     assert StoredWeights(stored.storage).manifest.step == 20, "opened once more"
 
 
-def test_one_that_is_pruned_before_it_is_open_is_passed_over(
+def test_checkpoint_pruned_before_it_is_opened_is_skipped(
     one: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = one.copied(tmp_path / "run")
@@ -91,7 +91,7 @@ def test_one_that_is_pruned_before_it_is_open_is_passed_over(
         open_checkpoint(run / "checkpoints" / "step_00000020")
 
 
-def test_one_that_is_pruned_while_it_is_opened(one: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_pruned_while_it_is_opened(one: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = one.copied(tmp_path / "run")
     check = reader.find_damage
 
@@ -104,14 +104,14 @@ def test_one_that_is_pruned_while_it_is_opened(one: Shared, tmp_path: Path, monk
     assert open_checkpoint(run).manifest.step == 20, "its files were open by then"
 
 
-def test_damage_is_still_damage(one: Shared, tmp_path: Path) -> None:
+def test_damage_is_still_reported(one: Shared, tmp_path: Path) -> None:
     run = one.copied(tmp_path / "run")
     (run / "checkpoints" / "step_00000020" / "layout.json").unlink()
     with pytest.raises(Exception, match=r"layout\.json: is missing"):
         open_checkpoint(run)
 
 
-def test_an_export_of_a_checkpoint_that_goes(one: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_of_a_checkpoint_that_is_pruned(one: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = one.copied(tmp_path / "run")
     whole = export.export_checkpoint(run, tmp_path / "whole")
     write = export.export
@@ -125,7 +125,7 @@ def test_an_export_of_a_checkpoint_that_goes(one: Shared, tmp_path: Path, monkey
     assert [path.read_bytes() for path in exported] == [path.read_bytes() for path in whole]
 
 
-def test_an_evaluation_of_a_checkpoint_that_goes(one: Shared, tmp_path: Path) -> None:
+def test_evaluation_of_a_checkpoint_that_is_pruned(one: Shared, tmp_path: Path) -> None:
     run = one.copied(tmp_path / "run")
     with ExitStack() as stack:
         subject = evaluate.find_subject(str(run), [], stack=stack)
@@ -137,9 +137,7 @@ def test_an_evaluation_of_a_checkpoint_that_goes(one: Shared, tmp_path: Path) ->
     assert not Path(first).exists()
 
 
-def test_a_list_leaves_out_what_is_pruned_while_it_is_made(
-    one: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_list_omits_checkpoints_pruned_meanwhile(one: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = one.copied(tmp_path / "run")
     place = open_storage(run / "checkpoints")
     from trainer import checkpoints
@@ -158,7 +156,7 @@ def test_a_list_leaves_out_what_is_pruned_while_it_is_made(
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("command", ["export", "generate", "checkpoints", "evaluate", "evaluate nproc=2"])
-def test_twenty_of_twenty_beside_a_run_that_prunes_at_once(command: str, one: Shared, tmp_path: Path) -> None:
+def test_twenty_commands_succeed_during_a_run_that_prunes(command: str, one: Shared, tmp_path: Path) -> None:
     run = one.copied(tmp_path / "run")
     with moving_on(run):
         for number in range(3 if "nproc" in command else 20):  # which starts fresh interpreters

@@ -1,4 +1,4 @@
-"""`python -m trainer.data`: shows, checks and plans exactly the data that the tests write."""
+"""`python -m trainer.data` shows, checks and plans exactly the data that the tests write."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ask(capsys: Any, *arguments: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("seq_len", [16, 100])
-def test_what_comes_twice_and_what_leaks_is_found(seq_len: int, tmp_path: Path, capsys: Any) -> None:
+def test_duplicates_and_leaks_are_found(seq_len: int, tmp_path: Path, capsys: Any) -> None:
     """Documents repeated in another shard, a held-out one, and 47 tokens of another in the middle of other text."""
     train, held_out = [[words(150) for _ in range(40)] for _ in range(2)], [words(120) for _ in range(9)]
     train[1][7], train[0][11] = train[0][3], held_out[2]
@@ -51,7 +51,7 @@ def test_what_comes_twice_and_what_leaks_is_found(seq_len: int, tmp_path: Path, 
     assert leaks <= whole | set(range((6 * 121 + 20) // seq_len, (6 * 121 + 66) // seq_len + 1))
 
 
-def test_text_that_stands_everywhere_takes_no_time(
+def test_text_repeated_in_every_document_is_checked_quickly(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A text in 400 training and 40 held-out documents matches thousands of times, and is compared once per sample."""
@@ -66,7 +66,7 @@ def test_text_that_stands_everywhere_takes_no_time(
     assert len(compared) <= 2 * 81
 
 
-def test_data_in_which_nothing_is_wrong(tmp_path: Path, capsys: Any) -> None:
+def test_correct_data_passes(tmp_path: Path, capsys: Any) -> None:
     path = write_shards(tmp_path, [words(200) for _ in range(30)], [words(200)])
     code, out, _ = ask(capsys, "check", "data.source=tokens", f"data.path={path}", "data.seq_len=64", "eval.every=5")
     assert code == 0
@@ -92,7 +92,7 @@ def test_every_broken_shard_is_named(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_every_way_to_name_shards_is_checked(tmp_path: Path, capsys: Any) -> None:
-    """A folder and a glob, damage found by token ids and by checksum, next to an intact shard."""
+    """A folder and a glob; damage found by token ids and by checksum, next to an intact shard."""
     write_shards(tmp_path, *([words(200)] for _ in range(3)))
     for number, what in ((1, b"\xff\xff"), (2, b"a\x00")):
         content = bytearray((tmp_path / f"text-0000{number}.bin").read_bytes())
@@ -141,7 +141,7 @@ def test_samples_are_shown_as_the_model_sees_them(tmp_path: Path, capsys: Any) -
     assert "4-10  document 2  trained on  'two and'" in out
 
 
-def test_chats_are_shown_as_text_and_what_fills_a_row_is_no_document(tmp_path: Path, capsys: Any) -> None:
+def test_chats_are_shown_as_text_without_padding(tmp_path: Path, capsys: Any) -> None:
     """One or two chats per row, and both answers of a pair; a leaked held-out chat is also printed as text."""
     pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with the library `tokenizers`")
     tokenizer = write_tokenizer(tmp_path / "model", CHATML, eos_token="<|im_end|>")
@@ -194,7 +194,7 @@ def test_a_plan_and_samples_of_several_sources(tmp_path: Path, capsys: Any) -> N
         (["plan", "data.source=tokens"], "data.path=null"),
     ],
 )
-def test_a_mistake(arguments: list[str], words: str, capsys: Any) -> None:
+def test_wrong_argument(arguments: list[str], words: str, capsys: Any) -> None:
     code, _, err = ask(capsys, *arguments)
     assert code == 2
     assert words in err

@@ -1,4 +1,4 @@
-"""An evaluation beside a run: the loss that the run has found itself, on any ranks and data, and nothing is written."""
+"""Evaluation of a run: it gives the loss that the run recorded, on any ranks and data, and writes nothing."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ EVALUATED = ["train.steps=6", "eval.every=3", "eval.steps=3", "checkpoint.every=
 
 
 @pytest.mark.slow
-def test_it_is_what_the_run_has_found_and_nothing_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluation_equals_the_runs_own_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = fit(tmp_path / "run", *EVALUATED)
     of_run = {line["step"]: line["loss"] for line in lines if line["kind"] == "eval"}
     before = content_of(tmp_path)
@@ -53,7 +51,7 @@ def test_it_is_what_the_run_has_found_and_nothing_is_written(
 
 
 @pytest.mark.slow
-def test_a_run_that_does_not_evaluate_itself_and_a_folder_are_evaluated_too(
+def test_run_without_evaluations_and_a_model_folder_can_be_evaluated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit(tmp_path / "run", "train.steps=1", "eval.every=0")
@@ -70,7 +68,7 @@ def test_a_run_that_does_not_evaluate_itself_and_a_folder_are_evaluated_too(
 
 
 @pytest.mark.slow
-def test_of_a_mixture_each_source_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_source_of_a_mixture_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text("".join(f"{name} {number}\n" for number in range(2000)))
     paths = "{" + ", ".join(f"{name}: {tmp_path / name}.txt" for name in ("a", "b")) + "}"
@@ -103,8 +101,8 @@ def test_adapters_are_evaluated_on_their_base(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.campaign
-def test_on_other_ranks_than_the_run_was_on(four: Shared) -> None:
-    """As the command that it is, on two ranks, of a run on 2 x 2."""
+def test_evaluation_on_a_different_number_of_ranks(four: Shared) -> None:
+    """As a command on two ranks, for a run on 2 x 2."""
     folder = four.ran.folder
     before = content_of(folder)
     losses = []
@@ -118,7 +116,7 @@ def test_on_other_ranks_than_the_run_was_on(four: Shared) -> None:
 
 
 @pytest.mark.slow
-def test_people_see_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_are_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path / "run", *EVALUATED)
     subject = evaluate.find_subject(str(tmp_path / "run"), [])
     record = {"kind": "eval", "step": 0, "loss": 1.5, "bits_per_byte": 2.25, "loss_code": 1.25, "loss_prose": None}
@@ -135,9 +133,7 @@ def test_people_see_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"{found(capsys, tmp_path / 'run')['loss']:.6f}" in content_after(capsys, tmp_path / "run")
 
 
-def test_the_length_of_sequences_and_the_number_of_tokens_are_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sequence_length_and_number_of_tokens_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder_of(tmp_path / "folder")
     (tmp_path / "text.txt").write_text("abcdefgh" * 40)
     own = [str(folder), f"data.eval_path={tmp_path / 'text.txt'}", f"data.cache_dir={tmp_path / 'cache'}"]
@@ -167,9 +163,7 @@ def content_after(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
         (["FOLDER", "nproc=0"], "nproc=0: must be a number of processes"),
     ],
 )
-def test_mistakes_are_said(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder_of(tmp_path / "folder")
     words = [str(folder) if word == "FOLDER" else word for word in arguments]
     assert evaluate.main(words or ["data.seq_len=16"]) == 2
@@ -178,7 +172,7 @@ def test_mistakes_are_said(
 
 @pytest.mark.campaign
 def test_tasks_of_lm_eval_in_one_command(tmp_path: Path) -> None:
-    """A task of local files: which of two numbers follows the others, which a run with adapters has learnt by heart."""
+    """A task in local files: which of two numbers follows the others, which a run with adapters has memorized."""
     pytest.importorskip("lm_eval", reason="the extra `lm-eval` is not installed")
     lines = [{"question": "ab" * 8, "choices": ["ab", "zz"], "answer": 0}] * 4
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -227,8 +221,8 @@ def test_without_lm_eval_it_is_one_message(
     assert "data.seq_len=1: cannot be combined with --lm-eval" in capsys.readouterr().err
 
 
-def test_of_a_folder_the_data_to_train_on_need_not_be_named(tmp_path: Path) -> None:
-    """They are never opened."""
+def test_evaluation_of_a_folder_needs_no_training_data(tmp_path: Path) -> None:
+    """Training data is never opened."""
     given = ["data.source=tokens", "data.eval_path=held_out/*.bin", "data.seq_len=16"]
     folder = folder_of(tmp_path / "folder")
     assert evaluate.find_subject(str(folder), given).config.data.path == "held_out/*.bin"

@@ -1,4 +1,4 @@
-"""Commands that write to a disk without room: one message with the path and both sizes, and no half file."""
+"""Commands that write to a full disk: one message with the path and both sizes, and no partial file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def message(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("name", ["deep/model", "deep/weights.pt", "deep/weights.safetensors"])
-def test_an_export_that_does_not_fit_is_not_begun(
+def test_export_that_does_not_fit_is_not_started(
     name: str, one: Shared, full: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert export.command_line([str(one.ran.folder), str(full / name)]) == EXIT_USER_ERROR
@@ -49,17 +49,17 @@ def test_an_export_that_does_not_fit_is_not_begun(
 
 
 @pytest.mark.parametrize("name", ["deep/model", "deep/weights.pt", "deep/weights.safetensors"])
-def test_an_export_whose_disk_fills_up_leaves_nothing(
+def test_export_leaves_nothing_if_the_disk_fills_up(
     name: str, one: Shared, full: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process takes the room that there was at the start."""
+    """A different process takes the space that was free at the start."""
     monkeypatch.setattr("trainer.files.free_bytes", lambda path: 1 << 40)
     assert export.command_line([str(one.ran.folder), str(full / name)]) == EXIT_USER_ERROR
     assert f"target={full / name}: cannot be written (No space left on device): needs " in message(capsys)
     assert [path.name for path in full.iterdir()] == ["other"]
 
 
-def test_a_report_is_written_whole_or_not_at_all(
+def test_report_is_written_completely_or_not_at_all(
     one: Shared, full: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = full / "r.html"
@@ -95,7 +95,7 @@ def test_shards_that_do_not_fit(
     assert [path.name for path in full.iterdir()] == ["other"]
 
 
-def test_text_that_is_generated_onto_a_full_disk(
+def test_generated_text_on_a_full_disk(
     one: Shared, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not os.path.exists("/dev/full"):
@@ -123,7 +123,7 @@ def test_an_export_that_is_interrupted_leaves_nothing(
     assert not (tmp_path / "deep").exists()
 
 
-def test_what_fits_is_written(one: Shared, tmp_path: Path) -> None:
+def test_output_that_fits_is_written(one: Shared, tmp_path: Path) -> None:
     (written,) = export.export_checkpoint(one.ran.folder, tmp_path / "deep" / "weights.pt")
     (other,) = export.export_checkpoint(one.ran.folder, tmp_path / "deep" / "weights.safetensors")
     found, loaded = torch.load(written), safetensors.torch.load_file(other)

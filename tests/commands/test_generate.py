@@ -1,4 +1,4 @@
-"""What a model writes: token for token what transformers' `generate` writes, as text and as it comes."""
+"""Generated text: token for token that of transformers' `generate`, printed as it is generated."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ PROMPT = [5, 99, 17, 3, 140]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_cached_is_what_would_be_computed_anew(name: str) -> None:
-    """However many tokens are read at once."""
+def test_cached_logits_equal_recomputed_ones(name: str) -> None:
+    """For any number of tokens read at once."""
     model = build(*MODELS[name])
     tokens = torch.randint(0, 263, (1, 12), generator=torch.Generator().manual_seed(1))
     cache, start, found = Cache(), 0, []
@@ -45,7 +45,7 @@ def test_what_is_cached_is_what_would_be_computed_anew(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_window_says_the_same_and_moves_on(name: str) -> None:
+def test_sliding_window_gives_the_same_text(name: str) -> None:
     model = build(*MODELS[name])
     draws = [
         list(generate_tokens(reader, PROMPT, 20, Sampling(), torch.Generator().manual_seed(3)))
@@ -64,7 +64,7 @@ class Alone:
         return value
 
 
-def test_a_sample_in_training_comes_from_the_same_code() -> None:
+def test_sample_in_training_equals_the_commands() -> None:
     model, world = build(*MODELS["qwen3"]), Alone()
     cached = generate_sample(model, world, PROMPT, 10, context=32)
     assert cached == generate_sample(model, world, PROMPT, 10, context=32, is_compiled=True)
@@ -72,7 +72,7 @@ def test_a_sample_in_training_comes_from_the_same_code() -> None:
     assert len(generate_sample(model, world, PROMPT, 10, context=8)) == 15
 
 
-def test_how_tokens_are_chosen() -> None:
+def test_sampling_of_tokens() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
 
     def drawn(sampling: Sampling) -> set[int]:
@@ -90,8 +90,8 @@ def test_how_tokens_are_chosen() -> None:
 
 @pytest.mark.parametrize("sampling", [Sampling(), GREEDY, Sampling(top_k=2), Sampling(top_p=0.5)])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_logits_that_are_not_finite_end_a_text(sampling: Sampling, value: float) -> None:
-    """In a step of which the loss is not finite either: that one is skipped, and the run goes on."""
+def test_non_finite_logits_end_a_text(sampling: Sampling, value: float) -> None:
+    """Also in a step with a non-finite loss, which is skipped: the run continues."""
     logits = torch.tensor([0.0, 1.0, value, -math.inf])
     generator = torch.Generator()
     assert list(generate_tokens(lambda _: logits, [0], 5, sampling, generator)) == []
@@ -99,7 +99,7 @@ def test_logits_that_are_not_finite_end_a_text(sampling: Sampling, value: float)
         list(generate_tokens(lambda _: logits, [0], 5, sampling, generator, agree=generate._require_token))
 
 
-def test_text_comes_in_whole_characters() -> None:
+def test_text_is_printed_in_whole_characters() -> None:
     text = "né — 日本"
     tokens = list(text.encode())
     found = list(stream_text(tokens, list(b"abc"), ByteTokenizer().decode))
@@ -134,7 +134,7 @@ def written_there(folder: Path, num_tokens: int, prompt: Sequence[int] = PROMPT)
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind == "qwen3_moe" else pytest.mark.campaign) for kind in KINDS]
 )
-def test_greedy_is_what_transformers_generates_from_the_export(kind: str, tmp_path: Path) -> None:
+def test_greedy_text_equals_that_of_transformers_from_the_export(kind: str, tmp_path: Path) -> None:
     source = write_theirs(kind, tmp_path / "source")
     own = [f"model.name={kind}", f"run.dir={tmp_path / 'run'}", "optim.lr=1e-2"]
     trainer = Trainer(config_of(source, *own))
@@ -148,7 +148,7 @@ def test_greedy_is_what_transformers_generates_from_the_export(kind: str, tmp_pa
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("kind", ["mistral", "olmo2", "phi3", "smollm3", "gemma3_text"])
-def test_what_no_recipe_builds_transformers_does(kind: str, tmp_path: Path) -> None:
+def test_folder_without_recipe_is_generated_by_transformers(kind: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     shape = {"vocab_size": 263, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
@@ -186,7 +186,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: object, ends: int = 0) 
 
 
 @pytest.mark.slow
-def test_a_prompt_is_gone_on_from_and_a_seed_repeats_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompt_is_continued_and_a_seed_repeats_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tokenizers")
     folder = speaking(tmp_path / "folder", eos_token_id=[])
     reader = CachedDecoder(load_weights(folder), CPU)
@@ -197,7 +197,7 @@ def test_a_prompt_is_gone_on_from_and_a_seed_repeats_it(tmp_path: Path, capsys: 
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_a_chat_is_written_by_the_template_and_ends_where_the_model_says(
+def test_chat_uses_the_template_and_ends_at_the_models_end_token(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("tokenizers")
@@ -223,9 +223,7 @@ def test_a_chat_is_written_by_the_template_and_ends_where_the_model_says(
         (["--prompt", "a" * 64], f"={'a' * 60}...: is 64 tokens long, but the model has positions for 64"),
     ],
 )
-def test_mistakes_are_said(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tests.weights.test_huggingface import export_model
 
     recipe, config = MODELS["gpt2"]
@@ -234,7 +232,7 @@ def test_mistakes_are_said(
     assert message in capsys.readouterr().err
 
 
-def test_ctrl_c_and_a_reader_that_has_gone_end_it_quietly(
+def test_ctrl_c_and_a_closed_pipe_end_it_quietly(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("tokenizers")

@@ -1,4 +1,4 @@
-"""Commands that are ended in the middle, by a signal or a full disk: one line is said, and no half file is left."""
+"""Commands that are interrupted by a signal or a full disk: one line is printed, and no partial file is left."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_ctrl_c_ends_a_command_in_one_line(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_command_that_is_ended_leaves_no_temporary_folder(number: signal.Signals) -> None:
+def test_interrupted_command_leaves_no_temporary_folder(number: signal.Signals) -> None:
     made: list[Path] = []
 
     def work() -> int:
@@ -58,13 +58,13 @@ def test_a_command_that_is_ended_leaves_no_temporary_folder(number: signal.Signa
 def test_ctrl_c_before_an_evaluation_begins(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.run.ignore_termination", lambda: None)  # these tests go on
+    monkeypatch.setattr("trainer.run.ignore_termination", lambda: None)  # these tests continue
     interrupted: Any = lambda _: interrupt()  # noqa: E731 - in the place of a Trainer's class
     assert run_trainer(load_config("llama_small"), interrupted, lambda _: 0) == EXIT_INTERRUPTED
     assert capsys.readouterr().err == "error: interrupted\n"
 
 
-def test_a_page_of_a_report_is_there_or_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "report.html").write_text("the page of before")
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="No space"):
@@ -72,7 +72,7 @@ def test_a_page_of_a_report_is_there_or_is_not(tmp_path: Path, monkeypatch: pyte
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("report.html", "the page of before")]
 
 
-def test_a_plain_file_of_weights_is_there_or_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_weight_file_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def save(_: object, path: Path) -> NoReturn:
         path.touch()
         interrupt()
@@ -83,7 +83,7 @@ def test_a_plain_file_of_weights_is_there_or_is_not(tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_calibration_is_there_or_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibration_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     write_calibration("cpu", {"memory": 1.0})
     monkeypatch.setattr("trainer.files.os.fsync", lambda _: interrupt())

@@ -1,4 +1,4 @@
-"""The commands that a run ends with work as they are printed, from the folder in which the run was started."""
+"""The commands printed at the end of a run work unchanged, in the folder where the run was started."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ QUICK = merged([item for item in TINY if not item.startswith("model.")], ["train
 
 
 def commands_of(stdout: str) -> list[str]:
-    """Return what a run says below `next:`, without the indent."""
+    """Return the commands that a run prints below `next:`, without the indent."""
     lines = stdout.partition("  next: ")[2].splitlines()
     return [lines[0], *(line.strip() for line in lines[1:] if line.startswith("        "))]
 
@@ -71,7 +71,7 @@ def check_each(commands: Sequence[str], cwd: Path) -> list[Ran]:
 
 
 @pytest.mark.slow
-def test_the_commands_work_for_a_model_of_ones_own_and_a_folder_with_spaces(tmp_path: Path) -> None:
+def test_commands_work_for_a_custom_model_and_a_folder_with_spaces(tmp_path: Path) -> None:
     (tmp_path / "my_models.py").write_text(MODEL)
     own = ["recipe=llama_small", "model.name=my_models:tiny", "run.dir=runs/it's a run"]
     trained = run_python_module("trainer.run", *own, *QUICK, cwd=tmp_path)
@@ -85,8 +85,8 @@ def test_the_commands_work_for_a_model_of_ones_own_and_a_folder_with_spaces(tmp_
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("place", [".", "scripts"])
-def test_the_commands_work_for_a_script_of_ones_own(place: str, tmp_path: Path) -> None:
-    """Whose model is registered in the script itself."""
+def test_commands_work_for_a_custom_script(place: str, tmp_path: Path) -> None:
+    """The script itself registers the model."""
     script = tmp_path / place / "mine.py"
     script.parent.mkdir(exist_ok=True)
     script.write_text(MODEL)
@@ -111,7 +111,7 @@ KINDS = {
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_commands_work_for_fine_tuned_models(kind: str, tmp_path: Path) -> None:
+def test_commands_work_for_fine_tuned_models(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("tokenizers", reason="a model's tokenizer is read with the library `tokenizers`")
     recipe, own, option = KINDS[kind]
     folder = folder_of(tmp_path / "a base", config=replace(SOURCE, vocab_size=128))
@@ -130,7 +130,7 @@ def test_the_commands_work_for_fine_tuned_models(kind: str, tmp_path: Path) -> N
     assert (tmp_path / "OUT").is_dir()
 
 
-def test_a_script_that_would_train_when_imported_is_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_that_trains_on_import_is_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     register_in_main = {"__name__": "__main__", "register": register, "Recipe": Recipe, "load": load_config}
     exec(  # a recipe that a script registers
         "import dataclasses\n"

@@ -1,4 +1,4 @@
-"""What `trainer.prepare` promises: all text, once, cut where documents end; or one message and nothing written."""
+"""`trainer.prepare` keeps all text once, cut at document ends; on an error it prints one message and writes nothing."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TEXTS = ["one\r\ntwo\rthree\n", "zwölf\r\nBoxkämpfer\u2028", "x" * 100, "\ufef
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "file"])
-def test_all_text_comes_back(tmp_path: Path, tokenizer: str, capsys: Any, monkeypatch: Any) -> None:
+def test_all_text_can_be_restored(tmp_path: Path, tokenizer: str, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(encode, "MAX_PIECE_BYTES", 3)  # so that files are read in several pieces
     if tokenizer == "file":
         tokenizer = str(write_tokenizer(tmp_path / "tokenizer.json"))
@@ -80,7 +80,7 @@ def test_all_text_comes_back(tmp_path: Path, tokenizer: str, capsys: Any, monkey
     assert settings.get("data.tokenizer", "bytes") == tokenizer
 
 
-def test_shards_end_with_documents_and_train_as_the_report_says(tmp_path: Path, capsys: Any) -> None:
+def test_shards_end_with_documents_and_match_the_report(tmp_path: Path, capsys: Any) -> None:
     texts = [f"document {number} " * (number % 7 + 1) for number in range(200)]
     out = tmp_path / "a b" / "web"  # a space, as the report must quote it
     lines = write_jsonl(tmp_path / "web.jsonl", texts)
@@ -117,7 +117,7 @@ def test_the_same_documents_are_held_out_every_time(tmp_path: Path) -> None:
     assert found[0][:3] == ["document 16", "document 28", "document 71"]  # a hash that changes would leak text
 
 
-def test_existing_shards_are_refused_or_all_replaced(tmp_path: Path, capsys: Any) -> None:
+def test_existing_shards_are_an_error_or_all_replaced(tmp_path: Path, capsys: Any) -> None:
     many = write_jsonl(tmp_path / "many.jsonl", [f"text {number}" for number in range(100)])
     few = write_jsonl(tmp_path / "few.jsonl", ["new"])
     out = tmp_path / "out" / "name"
@@ -133,7 +133,7 @@ def test_existing_shards_are_refused_or_all_replaced(tmp_path: Path, capsys: Any
     assert len(list((tmp_path / "out").iterdir())) == 3 + 1
 
 
-def test_a_mistake_late_in_the_input_leaves_what_was_there(tmp_path: Path, capsys: Any) -> None:
+def test_late_input_error_keeps_existing_shards(tmp_path: Path, capsys: Any) -> None:
     good = write_jsonl(tmp_path / "good.jsonl", ["text"])
     (tmp_path / "late.jsonl").write_text('{"text": "fine"}\n{"text": ')
     out = tmp_path / "out" / "name"
@@ -165,7 +165,7 @@ def test_a_mistake_late_in_the_input_leaves_what_was_there(tmp_path: Path, capsy
         ("a.xls", b"1,2", ["a.xls: its name must end in .txt, .jsonl"]),
     ],
 )
-def test_input_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, words: list[str], capsys: Any) -> None:
+def test_unreadable_input(tmp_path: Path, name: str, content: bytes, words: list[str], capsys: Any) -> None:
     (tmp_path / name).write_bytes(content)
     assert run(tmp_path / name, "--out", tmp_path / "out" / "name") == 2
     message = capsys.readouterr().err
@@ -175,7 +175,7 @@ def test_input_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, wo
     assert not (tmp_path / "out").exists()
 
 
-def test_arguments_that_cannot_be(tmp_path: Path, capsys: Any) -> None:
+def test_invalid_arguments(tmp_path: Path, capsys: Any) -> None:
     lines = write_jsonl(tmp_path / "lines.jsonl", [f"text {number}" for number in range(10)])
     out = tmp_path / "name"
 
@@ -202,7 +202,7 @@ def test_arguments_that_cannot_be(tmp_path: Path, capsys: Any) -> None:
     assert len(read_documents(tmp_path, "name-eval-*.bin")) >= 1
 
 
-def test_a_disk_that_is_full(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_full_disk(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     def fail(_: int) -> None:
         raise OSError(28, "No space left on device")
 

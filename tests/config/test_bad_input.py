@@ -1,4 +1,4 @@
-"""Mistakes of a user's: exit 2, one message that names the setting, its value and the nearest legal value."""
+"""User errors: exit code 2, and one message that names the setting, its value and the nearest legal value."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ ADVICE = {
 
 
 @pytest.mark.parametrize("argument", list(ADVICE))
-def test_advice_is_what_was_meant_or_none(
+def test_advice_is_right_or_omitted(
     argument: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
@@ -189,13 +189,13 @@ def test_settings_of_other_trainers_get_their_equivalent() -> None:
         load_config("llama_small", ["gradient_checkpointing=True"])
 
 
-def test_help_about_a_key_leads_to_its_section(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_for_a_key_shows_its_section(capsys: pytest.CaptureFixture[str]) -> None:
     for name, section in (("lr", "optim"), ("optim.lr", "optim"), ("seq_len", "data"), ("optims", "optim")):
         assert run.main(["--help", name]) == 2
         assert f"did you mean --help {section}?" in capsys.readouterr().err
 
 
-def test_a_folder_is_a_recipe_if_a_run_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_of_a_run_is_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "gpt2"
     folder.mkdir()
     assert run.main([f"recipe={folder}"]) == 2
@@ -208,7 +208,7 @@ def test_a_folder_is_a_recipe_if_a_run_is_in_it(tmp_path: Path, capsys: pytest.C
     assert f"recipe={folder}/nothing: no such folder\n  to fix: give a run folder" in capsys.readouterr().err
 
 
-def test_a_module_that_fails_is_named_with_its_line(
+def test_failing_module_is_named_with_its_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "failing_models.py").write_text("import math\n\nmath.sqrt(1) / 0\n")
@@ -242,7 +242,7 @@ ABSURD = [
 
 
 @pytest.mark.parametrize("argument", ABSURD, ids=lambda argument: argument[:40])
-def test_absurd_numbers_are_refused_in_one_message(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_absurd_numbers_are_rejected_in_one_message(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main([SMALL, argument]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {argument.partition('=')[0]}=")
@@ -254,7 +254,7 @@ def test_absurd_numbers_are_refused_in_one_message(argument: str, capsys: pytest
 def test_console_scripts_look_for_recipes_in_the_working_folder(
     script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Started as `meshtrainer-plan` the path begins with the scripts' own folder, not with the one one is in."""
+    """With `meshtrainer-plan`, sys.path begins with the folder of the script, not with the working folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", str(tmp_path))])
     name = f"recipes_of_{script}"
@@ -276,7 +276,7 @@ NEEDS_TORCH = {"reshard list too short", "wrap function that is not there"}
 
 
 @pytest.mark.parametrize("mistake", sorted(MISTAKES.keys() - NEEDS_TORCH - {"tokens without a path"}))
-def test_what_is_printed_could_run(
+def test_printed_configuration_can_be_run(
     mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
@@ -293,7 +293,7 @@ def test_what_is_printed_could_run(
         [SMALL, "fsdp.reshard_after_forward=4", "nproc=4", "train.micro_batch_size=1"],
     ],
 )
-def test_what_is_printed_may_be_for_ranks_and_data_that_are_elsewhere(
+def test_print_config_works_without_the_ranks_and_data(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run.main([*arguments, "--print-config"]) == 0
@@ -318,7 +318,7 @@ def take_away(what: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("option", [[], ["--print-config"]])
 @pytest.mark.parametrize("what", list(MISSING))
-def test_what_is_not_installed_is_said_before_anything_is_built(
+def test_missing_requirement_is_reported_before_anything_is_built(
     what: str, option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take_away(what, tmp_path, monkeypatch)
@@ -335,7 +335,9 @@ def test_what_is_not_installed_is_said_before_anything_is_built(
 
 
 @pytest.mark.parametrize("what", ["tensorboard", "g++"])
-def test_a_script_of_ones_own_hears_it_too(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_requirement_is_reported_to_a_custom_script(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     take_away(what, tmp_path, monkeypatch)
     monkeypatch.setattr(Trainer, "build_model", lambda self: pytest.fail("the model was built before"))
     setting, rule, _ = MISSING[what]
@@ -353,7 +355,7 @@ def test_a_script_of_ones_own_hears_it_too(what: str, tmp_path: Path, monkeypatc
         (["train.weights_dtype=bfloat16"], True, "train.weights_dtype=bfloat16: needs a C compiler"),
     ],
 )
-def test_what_kernels_are_made_with_on_a_gpu(
+def test_requirements_of_compilation_on_a_gpu(
     overrides: list[str], has_triton: bool, must_say: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CC", raising=False)
@@ -370,8 +372,8 @@ def test_what_kernels_are_made_with_on_a_gpu(
 
 
 @pytest.mark.slow
-def test_a_mistake_from_a_shell(tmp_path: Path) -> None:
-    """What a person does: a process of its own, which ends with 2."""
+def test_user_error_from_a_shell(tmp_path: Path) -> None:
+    """In a separate process, which ends with 2."""
     arguments = arguments_of("unknown key", tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "trainer.run", *arguments], capture_output=True, text=True, cwd=REPOSITORY, timeout=60
@@ -382,7 +384,7 @@ def test_a_mistake_from_a_shell(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_mistake_is_found_before_torch_is_imported(tmp_path: Path) -> None:
+def test_user_error_is_found_before_torch_is_imported(tmp_path: Path) -> None:
     code = (
         "import sys; from trainer import run; code = run.main(sys.argv[1:]); sys.exit(code + ('torch' in sys.modules))"
     )
@@ -401,7 +403,7 @@ def test_no_recipe_shows_usage_and_recipes(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["nproc", pytest.param("torchrun", marks=pytest.mark.campaign)])
-def test_printed_once_with_four_ranks(launcher: str, tmp_path: Path) -> None:
+def test_user_error_is_printed_once_on_four_ranks(launcher: str, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     own = ["nproc=4"] if launcher == "nproc" else []
     ran = run_command(
@@ -424,7 +426,7 @@ def test_printed_once_with_four_ranks(launcher: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_model_that_cannot_be_built_is_named_once(model: str, must_say: list[str], tmp_path: Path) -> None:
+def test_model_that_cannot_be_built_is_named_once(model: str, must_say: list[str], tmp_path: Path) -> None:
     ran = run_command(
         tmp_path / "run", SMALL, f"model.name=tests.helpers.own_recipes:{model}", "data.source=synthetic", "nproc=2"
     )
@@ -435,7 +437,7 @@ def test_a_model_that_cannot_be_built_is_named_once(model: str, must_say: list[s
 
 
 @pytest.mark.slow
-def test_a_mistake_does_not_alter_an_existing_run(one: Shared, tmp_path: Path) -> None:
+def test_user_error_does_not_change_an_existing_run(one: Shared, tmp_path: Path) -> None:
     folder = one.copied(tmp_path / "run")
 
     def contents() -> dict[str, tuple[int, bytes]]:
@@ -452,7 +454,7 @@ def test_a_mistake_does_not_alter_an_existing_run(one: Shared, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "status.json", "metrics.jsonl", "notice"])
-def test_a_folder_where_the_run_keeps_a_file(
+def test_folder_in_place_of_a_run_file(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run" / name / "mine").mkdir(parents=True)
@@ -463,7 +465,7 @@ def test_a_folder_where_the_run_keeps_a_file(
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "wandb", "profile"])
-def test_a_file_where_the_run_keeps_a_folder(
+def test_file_in_place_of_a_run_folder(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run").mkdir()

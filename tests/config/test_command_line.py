@@ -1,4 +1,4 @@
-"""The command line: options, subcommands, recipes that inherit, names of runs, dry runs, and scripts of one's own."""
+"""The command line: options, subcommands, inheritance of recipes, names of runs, dry runs, and custom scripts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.tables import fit_to_width
 # Options
 
 
-def test_help_is_folded_to_the_terminal() -> None:
+def test_help_is_wrapped_to_the_terminal() -> None:
     text = full_help()
     assert max(map(len, text.split("\n"))) > 140
     for columns in (60, 80, 140):
@@ -55,7 +55,7 @@ def test_help_of_a_section_with_a_recipes_values(capsys: pytest.CaptureFixture[s
     assert "did you mean --help optim?" in capsys.readouterr().err
 
 
-def test_of_a_key_given_twice_the_last_value_holds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_last_value_of_a_repeated_key_is_used(capsys: pytest.CaptureFixture[str]) -> None:
     assert load_config("llama_small", ["train.steps=5", "train.steps=6"]).train.steps == 6
     assert run.main(["recipe=gpt2", "--print-config", "recipe=llama_small", "train.steps=5", "train.steps=7"]) == 0
     said = capsys.readouterr().out
@@ -81,7 +81,7 @@ def explained(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, dic
     return text, {key: comment for key, comment in comments.items() if comment}
 
 
-def test_why_tells_where_each_value_came_from(
+def test_why_shows_the_origin_of_each_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -163,7 +163,7 @@ def test_why_needs_print_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--why " in capsys.readouterr().out
 
 
-def test_each_pass_says_what_it_decides() -> None:
+def test_each_pass_documents_its_decision() -> None:
     stages = [each.stage for each in PASSES]
     order = ("files", "keys", "tree", "config", "start", "data", "device")
     assert stages == sorted(stages, key=order.index)
@@ -196,7 +196,7 @@ def test_each_subcommand(command: str, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert f"trainer.{command}" in capsys.readouterr().out
 
 
-def test_a_word_that_is_no_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_subcommand(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert meshtrainer("plam", monkeypatch=monkeypatch) == 2
     assert "did you mean meshtrainer plan?" in capsys.readouterr().err
 
@@ -211,8 +211,8 @@ def test_a_word_that_is_no_command(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         ("meshtrainer optim.lr = ll", 3, ""),
     ],
 )
-def test_what_bash_offers(words: str, place: int, offered: str) -> None:
-    """Readline parts a word at `=`: the name of a recipe is a word of its own."""
+def test_bash_completions(words: str, place: int, offered: str) -> None:
+    """Readline splits words at `=`, so the name of a recipe is a separate word."""
     script = completion("bash", run.COMMANDS)
     ask = f"compopt() {{ :; }}; COMP_WORDS=({words}) COMP_CWORD={place}; _meshtrainer; echo ${{COMPREPLY[*]}}"
     found = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True).stdout
@@ -238,7 +238,7 @@ def written(folder: Path, name: str, text: str) -> str:
     return str(folder / name)
 
 
-def test_a_recipe_inherits(tmp_path: Path) -> None:
+def test_recipe_inherits(tmp_path: Path) -> None:
     parent = load_config("llama_small")
     written(tmp_path, "middle.yaml", "recipe: llama_small\nmodel: {dim: 64}\ntrain: {steps: 3}\n")
     child = load_config(written(tmp_path, "child.yaml", "recipe: middle.yaml\ntrain: {steps: 4}\n"), ["optim.lr=1"])
@@ -253,7 +253,7 @@ def test_another_model_inherits_no_fields(tmp_path: Path) -> None:
     assert child.train == load_config("llama_small").train
 
 
-def test_a_run_is_a_parent_for_its_settings_alone(tmp_path: Path) -> None:
+def test_inheriting_from_a_run_takes_neither_its_name_nor_its_folders(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     ran.mkdir()
     config = load_config("llama_small", ["train.steps=77", f"run.dir={ran}", "checkpoint.dir=elsewhere"])
@@ -272,7 +272,7 @@ def test_a_run_is_a_parent_for_its_settings_alone(tmp_path: Path) -> None:
         ("recipe: [1]\n", "must be a recipe"),
     ],
 )
-def test_parents_that_are_none(text: str, said: str, tmp_path: Path) -> None:
+def test_invalid_parents(text: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=said):
         load_config(written(tmp_path, "child.yaml", text))
 
@@ -287,7 +287,7 @@ def leave(folder: str, config: trainer.RunConfig, state: str) -> None:
     (Path(folder) / "status.json").write_text(json.dumps({"state": state}))
 
 
-def test_a_finished_run_is_not_in_the_way_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_run_does_not_block_a_different_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     def folder_of(*overrides: str) -> tuple[str, str]:
@@ -307,9 +307,7 @@ def test_a_finished_run_is_not_in_the_way_of_another(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("state", ["running", "stopped", "failed"])
-def test_a_run_that_has_not_finished_keeps_its_name(
-    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unfinished_run_keeps_its_name(state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     leave("runs/llama_small", load_config("llama_small"), state)
     config, given = load_with_origins("llama_small", ["model.dim=48"])
@@ -318,7 +316,7 @@ def test_a_run_that_has_not_finished_keeps_its_name(
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Dry runs, and scripts of one's own
+# Dry runs and custom scripts
 
 
 def dry_folders() -> set[str]:
@@ -326,7 +324,7 @@ def dry_folders() -> set[str]:
 
 
 @pytest.mark.slow
-def test_a_dry_run_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_dry_run_leaves_no_files(tmp_path: Path) -> None:
     before = dry_folders()
     ran = run_command(tmp_path / "run", "recipe=llama_small", *tiny_overrides(), "nproc=2", "--dry-run")
     assert ran.exit_code == 0, ran.stderr
@@ -337,7 +335,7 @@ def test_a_dry_run_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_dry_run_resumes_as_the_run_would(tmp_path: Path) -> None:
+def test_dry_run_resumes_like_the_run(tmp_path: Path) -> None:
     tiny = ["recipe=llama_small", *tiny_overrides("train.steps=4")]
     run_command(tmp_path / "run", *tiny)
     files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -350,7 +348,7 @@ def test_a_dry_run_resumes_as_the_run_would(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_of_ones_own_has_the_whole_command_line(tmp_path: Path) -> None:
+def test_custom_script_has_the_whole_command_line(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text(
         "import sys, trainer\n"

@@ -1,4 +1,4 @@
-"""The configuration: what goes over what, what a text means, the mesh that follows, and what a resume may change."""
+"""The configuration: precedence, parsing of values, the mesh that follows from it, and what a resume may change."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def with_value(config: Any, key: str, value: Any) -> Any:
 # Values
 
 
-def test_defaults_below_recipe_below_command_line(tmp_path: Path) -> None:
+def test_command_line_overrides_recipe_overrides_defaults(tmp_path: Path) -> None:
     file = recipe(tmp_path, "model: {name: llama, dim: 64}\ntrain: {steps: 7, global_batch_size: 4}\n")
     config = load_config(file, ["train.steps=9", "model.dim=128"])
     assert (config.train.steps, config.model.dim) == (9, 128)
@@ -96,13 +96,13 @@ def test_defaults_below_recipe_below_command_line(tmp_path: Path) -> None:
         *(("run.name", text, text) for text in ("007", "no", "null", "1e3", "a=b", "a: b", "[x", "x # y", " x ", "{")),
     ],
 )
-def test_right_hand_side(key: str, text: str, value: Any) -> None:
+def test_parsing_of_values(key: str, text: str, value: Any) -> None:
     found = get(load_config("llama_small", [f"{key}={text}"]), key)
     assert found == value
     assert type(found) is type(value)
 
 
-def test_off_in_a_recipe_file_is_a_word(tmp_path: Path) -> None:
+def test_off_in_a_recipe_file_is_text(tmp_path: Path) -> None:
     """YAML 1.1 reads a bare `off` as false."""
     assert load_config(recipe(tmp_path, "model: {name: llama}\nlog:\n  wandb: off\n")).log.wandb == "off"
 
@@ -116,8 +116,8 @@ def test_interpolation(where: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["train.steps", "run.name", "run.dir", "data.path"])
 @pytest.mark.parametrize("text", ["${nowhere}", "${nowhere.at.all}", "${", "???"])
-def test_what_omegaconf_reads_into_a_text_does_not_crash(key: str, text: str) -> None:
-    """Either it is taken as it stands, or it is a mistake of the user's."""
+def test_text_with_omegaconf_syntax_does_not_crash(key: str, text: str) -> None:
+    """It is taken literally, or it is a user error."""
     try:
         taken = get(load_config("llama_small", [f"{key}={text}"]), key)
     except UserError as error:
@@ -129,7 +129,7 @@ def test_what_omegaconf_reads_into_a_text_does_not_crash(key: str, text: str) ->
 
 
 @pytest.mark.parametrize("name", [":llama", ".llama:llama", "a..b:c", "tests.helpers.own_recipes:nothing", "nowhere:"])
-def test_a_model_that_cannot_be_found_is_the_users_mistake(name: str) -> None:
+def test_unknown_model_is_a_user_error(name: str) -> None:
     with pytest.raises(UserError, match=r"model\.name="):
         load_config("llama_small", [f"model.name={name}"])
 
@@ -141,7 +141,7 @@ def test_a_model_that_cannot_be_found_is_the_users_mistake(name: str) -> None:
         ("train: {steps: 1}\noptim: {lr: 1.0}\ntrain: {steps: 2}\n", "train"),
     ],
 )
-def test_a_key_twice_in_a_recipe_file_is_refused(text: str, key: str, tmp_path: Path) -> None:
+def test_repeated_key_in_a_recipe_file_is_rejected(text: str, key: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"duplicate key.*{key}"):
         load_config(recipe(tmp_path, "model: {name: llama}\n" + text))
 
@@ -149,18 +149,18 @@ def test_a_key_twice_in_a_recipe_file_is_refused(text: str, key: str, tmp_path: 
 @pytest.mark.parametrize(
     "text", ["", "5", "- a", "model: llama", "train: {steps: 1", "\t", "a: b: c", "model: {name: 5}"]
 )
-def test_a_recipe_file_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
+def test_invalid_recipe_file_is_rejected(text: str, tmp_path: Path) -> None:
     with pytest.raises(UserError):
         load_config(recipe(tmp_path, text))
 
 
-def test_a_mistake_in_a_recipe_file_names_the_file(tmp_path: Path) -> None:
+def test_error_in_a_recipe_file_names_the_file(tmp_path: Path) -> None:
     file = recipe(tmp_path, "model: {name: llama}\ntrain: {step: 5}\n")
     with pytest.raises(UserError, match=re.escape(f"train.step=5: no such key (in {file})")):
         load_config(file)
 
 
-def test_the_tree_is_frozen() -> None:
+def test_configuration_is_frozen() -> None:
     config = load_config("llama_small")
     for owner in (config, *(getattr(config, section.name) for section in dataclasses.fields(config))):
         name = dataclasses.fields(owner)[0].name
@@ -170,8 +170,8 @@ def test_the_tree_is_frozen() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number_of", [60, pytest.param(1000, marks=pytest.mark.campaign)])
-def test_no_garbage_makes_it_crash_and_what_it_accepts_it_can_write(number_of: int, tmp_path: Path) -> None:
-    """Random overrides, seeded: a configuration that its own YAML gives again, or a UserError, and nothing else."""
+def test_random_overrides_are_rejected_or_survive_a_round_trip(number_of: int, tmp_path: Path) -> None:
+    """Seeded random overrides give a configuration that its own YAML reproduces, or a UserError, and nothing else."""
     draw = random.Random(0)
     keys = [*declared_keys(find_recipe("llama").config), "model", "train", "a.b.c", "", ".", "train.", "..", "x"]
     values = [
@@ -221,7 +221,7 @@ def test_no_garbage_makes_it_crash_and_what_it_accepts_it_can_write(number_of: i
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_print_config_is_a_recipe_file_of_the_same_configuration(
+def test_print_config_prints_a_recipe_of_the_same_configuration(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run.main([f"recipe={name}", "--print-config", "train.steps=3"]) == 0
@@ -344,7 +344,7 @@ def as_advised(mesh: MeshSection, message: str) -> MeshSection:
     return dataclasses.replace(mesh, **{advice[1]: int(advice[2])})
 
 
-def test_a_mesh_is_what_was_asked_for_or_refused() -> None:
+def test_mesh_is_exactly_as_requested_or_rejected() -> None:
     num_legal = 0
     for world_size, local, replicate, shard in itertools.product(
         (1, 2, 6, 8), (1, 2), range(-2, 9), [*range(-2, 9), "node"]
@@ -361,7 +361,7 @@ def test_a_mesh_is_what_was_asked_for_or_refused() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# A model of one's own
+# A custom model
 
 OWN_MODEL = """
 {future}
@@ -386,7 +386,7 @@ register(Recipe("{name}", Shape, build))
 
 @pytest.mark.parametrize("frozen", ["", "(frozen=True)"])
 @pytest.mark.parametrize("future", ["", "from __future__ import annotations"])
-def test_a_plain_dataclass_gets_typed_checks(
+def test_plain_dataclass_is_type_checked(
     frozen: str, future: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"own_shape_{bool(frozen):d}{bool(future):d}"
@@ -425,7 +425,7 @@ UNSAID = ("data.cache_dir", "data.cache_gib")
 
 
 def changed_values(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Yield every key, with a configuration in which that key alone has another value."""
+    """Yield every key, with a configuration in which only that key has a different value."""
     for key in declared_keys(type(config.model)):
         value = get(config, key)
         other = {
@@ -462,7 +462,7 @@ def test_what_a_resume_may_change(recipe_name: str, tmp_path: Path) -> None:
         assert any(key.startswith(stated) for key in seen), stated
 
 
-def test_a_checkpoint_of_before_there_was_a_key_meant_its_default() -> None:
+def test_key_missing_in_an_old_checkpoint_has_its_default() -> None:
     config = load_config("llama_small")
     stored = config.to_yaml().replace("  state_dtype: float32\n", "").replace("  state_dtype: 'float32'\n", "")
     assert "state_dtype" not in stored
@@ -475,8 +475,8 @@ def test_a_checkpoint_of_before_there_was_a_key_meant_its_default() -> None:
 @pytest.mark.parametrize(
     "recipe_name", ["llama_small", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("llama3_8b", "gpt2"))]
 )
-def test_no_key_that_an_old_checkpoint_lacks_is_in_the_way(recipe_name: str) -> None:
-    """A key that was added later: nobody had set it, or the recipe would have it."""
+def test_no_key_missing_in_an_old_checkpoint_prevents_a_resume(recipe_name: str) -> None:
+    """A key that was added later was set by no one, or the recipe sets it."""
     config = load_config(recipe_name)
     given = yaml.safe_load((REPOSITORY / "conf" / f"{recipe_name}.yaml").read_text())
     whole = yaml.safe_load(config.to_yaml())
@@ -495,11 +495,11 @@ EVEN = [(8, 8, 4), (8, 4, 4), (8, 2, 4), (12, 12, 4), (3, 3, 3), (4, 1, 2)]
 
 
 @pytest.mark.parametrize(("ranks", "shard", "local"), EVEN)
-def test_a_mesh_that_goes_evenly_into_nodes(ranks: int, shard: int, local: int) -> None:
+def test_mesh_that_divides_evenly_into_nodes(ranks: int, shard: int, local: int) -> None:
     assert MeshShape(ranks // shard, shard).advice(local) == ""
 
 
-def test_a_mesh_that_shards_across_nodes_unevenly_is_pointed_out() -> None:
+def test_mesh_that_shards_unevenly_across_nodes_gets_a_warning() -> None:
     assert "mesh.shard=6 does not divide evenly into nodes of 4 ranks" in MeshShape(2, 6).advice(4)
 
 
@@ -521,7 +521,7 @@ def test_every_forbidden_difference_is_listed_at_once() -> None:
     assert compare("[model.dim,run.seed,data.seq_len]")[0] == []
 
 
-def test_of_another_model_that_alone_is_told() -> None:
+def test_changed_model_is_reported_without_its_fields() -> None:
     stored, qwen = load_config("llama_small").to_yaml(), ["model.name=qwen3", "model.head_dim=16"]
     told = (["model.name: llama in the checkpoint, qwen3 now"], [])
     assert compare_configs(load_config("llama_small", qwen), stored) == told
@@ -541,7 +541,7 @@ def test_legal_values_of_the_contract_are_accepted() -> None:
         check_config(load_config("llama_small", [f"train.activation_checkpoint={value}"]), 1, 1)
 
 
-def test_another_model_on_the_command_line_starts_from_its_own_defaults() -> None:
+def test_different_model_on_the_command_line_has_its_own_defaults() -> None:
     config = load_config("llama_small", ["model.name=gpt2", "model.num_layers=2"])
     assert (config.model.dim, config.model.num_layers, config.model.vocab_size) == (768, 2, 50257)
     assert load_config("llama_small", ["model.name=llama"]) == load_config("llama_small")
@@ -557,7 +557,7 @@ def test_another_model_on_the_command_line_starts_from_its_own_defaults() -> Non
         ("false", "cuda", True, False),
     ],
 )
-def test_blocks_are_compiled_where_that_pays(
+def test_blocks_are_compiled_by_default_only_on_a_gpu(
     setting: str, device_type: str, has_compiler: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.config.rules.can_compile", lambda device_type: has_compiler)
@@ -565,6 +565,6 @@ def test_blocks_are_compiled_where_that_pays(
     assert compiles_blocks(config.train.compile, device_type) is expected
 
 
-def test_what_train_compile_may_be() -> None:
+def test_legal_values_of_train_compile() -> None:
     with pytest.raises(UserError, match=r"train\.compile=blocks: must be one of true, false, auto"):
         check_config(load_config("llama_small", ["train.compile=blocks"]), 1, 1)

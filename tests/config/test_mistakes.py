@@ -1,4 +1,4 @@
-"""Mistakes of people who come from elsewhere or type in a hurry: one short message each, and nothing left behind.
+"""Usual mistakes of new users and of users of other trainers: one short message each, and no files left behind.
 
 The message has at most six lines, names the setting and its value, and says what to do; the exit code is 2.
 """
@@ -24,7 +24,7 @@ SMALL = "recipe=llama_small"
 
 @dataclass(frozen=True)
 class Mistake:
-    """Arguments (`@` is the test's folder), the subcommand, what lies in the folder, and what the message must hold."""
+    """Arguments (`@` is the test's folder), the subcommand, files in the folder, and the expected message."""
 
     arguments: str | list[str]
     says: str | list[str]
@@ -246,22 +246,22 @@ MISTAKES = {
 }  # fmt: skip
 
 HELD_ELSEWHERE = {
-    21: "test_data.py::test_held_out_shards_must_be_others_and_made_alike",
-    30: "test_faults.py::test_a_folder_belongs_to_one_run",
-    31: "test_bad_input.py::test_a_mistake_does_not_alter_an_existing_run",
+    21: "test_data.py::test_held_out_shards_must_differ_and_have_the_same_tokenizer",
+    30: "test_faults.py::test_folder_belongs_to_one_run",
+    31: "test_bad_input.py::test_user_error_does_not_change_an_existing_run",
     32: "test_config.py::test_what_a_resume_may_change",
     33: "test_processes.py::test_a_finished_run_started_again_does_nothing",
     34: "test_checkpoints.py::test_a_changed_learning_rate_takes_effect",
-    35: "test_run_folders.py::test_a_configuration_means_the_folder_that_it_is_in",
-    36: "test_run_folders.py::test_no_line_is_lost_and_no_other_folder_touched",
-    37: "test_run_folders.py::test_no_line_is_lost_and_no_other_folder_touched",
-    38: "test_faults.py::test_all_are_damaged",
-    39: "test_stopping.py::test_a_closed_terminal_and_a_quit_stop_in_order",
+    35: "test_run_folders.py::test_config_yaml_refers_to_its_own_folder",
+    36: "test_run_folders.py::test_changed_folder_loses_no_line_and_touches_no_other",
+    37: "test_run_folders.py::test_changed_folder_loses_no_line_and_touches_no_other",
+    38: "test_faults.py::test_all_checkpoints_are_damaged",
+    39: "test_stopping.py::test_closed_terminal_and_quit_signal_stop_the_run",
     40: "test_stopping.py::test_a_pipe_that_is_closed_early_breaks_no_command",
-    41: "test_stopping.py::test_a_second_interrupt_leaves_all_as_it_should_be",
+    41: "test_stopping.py::test_second_interrupt_ends_a_stuck_run_cleanly",
     42: "test_stopping.py::test_the_ranks_end_when_their_launcher_is_killed",
     44: "test_plan.py::test_out_of_memory_is_explained",
-    46: "test_bad_input.py::test_what_is_not_installed_is_said_before_anything_is_built",
+    46: "test_bad_input.py::test_missing_requirement_is_reported_before_anything_is_built",
 }
 """What happens to a run that has begun, or in one that exists: by number, the tests that hold it."""
 
@@ -296,7 +296,7 @@ def answer(mistake: Mistake, folder: Path, monkeypatch: pytest.MonkeyPatch) -> o
 
 
 @pytest.mark.parametrize("name", list(MISTAKES))
-def test_a_mistake_is_one_short_message(
+def test_mistake_is_one_short_message(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mistake = MISTAKES[name]
@@ -330,7 +330,7 @@ def test_a_command_line_without_a_recipe(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("number", WORKS)
-def test_what_is_no_mistake(
+def test_unusual_but_legal_input_works(
     number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -343,12 +343,12 @@ def test_what_is_no_mistake(
     assert run.main([*begun, *words, "--print-config"]) == 0, capsys.readouterr().err
 
 
-def test_a_home_that_the_shell_has_left_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tilde_that_the_shell_did_not_expand(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main([SMALL, "run.dir=~/runs/mine", "--print-config"]) == 0
     assert f"dir: {os.path.expanduser('~')}/runs/mine" in capsys.readouterr().out
 
 
-def test_all_of_66_are_here() -> None:
+def test_all_66_mistakes_are_tested() -> None:
     numbers = {int(name.split()[0]) for name in MISTAKES if name[0].isdigit()} | HELD_ELSEWHERE.keys() | WORKS.keys()
     assert numbers == set(range(1, 67))
     for test in HELD_ELSEWHERE.values():

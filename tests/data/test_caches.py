@@ -1,7 +1,7 @@
-"""Files of caches, and shards of the user's, that are damaged: the right samples, or one message; never other samples.
+"""Damaged files in caches, and damaged shards of the user: the right samples or one message, never wrong samples.
 
-A table of caches, of their files, and of what can happen to a file on a disk.  What a new process would read is read in
-this one, which forgets what it has verified.
+Tables list the caches, their files, and the possible damages of a file. Files are read in this process, which first
+forgets what it has verified, as a new process would.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def samples_of(data: DataSection) -> list[Any]:
 
 @dataclass
 class Cache:
-    """How a cache is filled and read: `use` returns what a run would see; `folder` holds the cache's files."""
+    """How a cache is filled and read: `use` returns the samples of a run; `folder` has the cache's files."""
 
     use: Callable[[], Any]
     folder: Path
@@ -377,7 +377,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def try_all(found: Cache, damages: list[Callable[[Path], None]], names: list[str]) -> int:
-    """Damage each file in each way, and compare what is read with what it was before; returns how often."""
+    """Damage each file in each way, and compare the samples with those before; returns the number of cases."""
     expected = found.use()
     found.again()
     pristine = found.folder.with_name("pristine")
@@ -414,7 +414,7 @@ def test_a_damaged_file_gives_the_same_samples_or_one_message(
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("kind", CACHES)
-def test_any_bit_of_any_file_may_turn_over(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_bit_of_any_file_may_flip(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found, rng = CACHES[kind](tmp_path, monkeypatch), random.Random(kind)
     bits = [rng.randrange(1 << 20) for _ in range(40)]
     try_all(
@@ -425,8 +425,8 @@ def test_any_bit_of_any_file_may_turn_over(tmp_path: Path, kind: str, monkeypatc
 
 
 @pytest.mark.slow
-def test_runs_train_the_same_or_are_refused_in_one_message(tmp_path: Path) -> None:
-    """As real processes: a flipped bit in the cache is healed, with one line; in shards of the user's it is refused."""
+def test_runs_train_the_same_or_are_rejected_in_one_message(tmp_path: Path) -> None:
+    """With real processes: a flipped bit in a cache is repaired with one line; in shards of the user it is an error."""
     lines = write_lines(tmp_path / "a.jsonl", 200)
     own = ["model.vocab_size=257", "train.steps=2", "checkpoint.every=0", f"data.cache_dir={tmp_path / 'cache'}"]
     losses = []
@@ -459,7 +459,7 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shard:
     return Shard(tmp_path / "text-00000.bin")
 
 
-def test_of_a_large_shard_the_pages_that_are_read_are_verified(large: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_of_a_large_shard_are_verified_when_read(large: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     real = os.preadv
     monkeypatch.setattr(
@@ -481,7 +481,7 @@ def test_of_a_large_shard_the_pages_that_are_read_are_verified(large: Shard, mon
         damaged.read(1_999_000, 2_000)
 
 
-def test_checksums_of_pages_that_are_damaged_do_no_harm(large: Shard) -> None:
+def test_damaged_page_checksums_are_rebuilt(large: Shard) -> None:
     expected = large.read(1_000, 3_000)
     for damage in DAMAGES.values():
         sums = large.path.with_suffix(".crc")
@@ -495,7 +495,7 @@ def test_checksums_of_pages_that_are_damaged_do_no_harm(large: Shard) -> None:
         sums.write_bytes(content)
 
 
-def test_a_small_shard_in_place_of_a_large_one_leaves_no_checksums_of_pages(
+def test_small_shard_that_replaces_a_large_one_has_no_page_checksums(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shards, "_MAX_BYTES_WITHOUT_CRC", 1000)
@@ -505,8 +505,8 @@ def test_a_small_shard_in_place_of_a_large_one_leaves_no_checksums_of_pages(
         assert {path.suffix for path in (tmp_path / "out").iterdir()} == suffixes
 
 
-def test_shards_of_earlier_versions_have_no_checksums_of_pages(large: Shard) -> None:
-    """They are verified whole, before they are first read."""
+def test_shards_of_earlier_versions_have_no_page_checksums(large: Shard) -> None:
+    """They are verified completely before they are first read."""
     large.path.with_suffix(".crc").unlink()
     plain = np.fromfile(large.path, "<u2")
     assert np.array_equal(Shard(large.path).read(7, 100), plain[7:107])
@@ -551,7 +551,9 @@ def test_an_entry_is_built_once_and_leaves_nothing_behind(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["entry"]
 
 
-def test_without_locks_each_builds_and_the_first_one_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_each_process_builds_and_the_first_result_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any) -> NoReturn:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -576,7 +578,9 @@ def test_without_locks_each_builds_and_the_first_one_counts(tmp_path: Path, monk
     assert not list(tmp_path.glob(".*.tmp"))
 
 
-def test_without_locks_what_needs_one_is_refused_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_requires_a_lock_fails_with_advice_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any) -> NoReturn:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -590,7 +594,7 @@ def test_without_locks_what_needs_one_is_refused_with_advice(tmp_path: Path, mon
         assert not held.is_locked
 
 
-def test_the_last_that_shares_a_lock_removes_its_file(tmp_path: Path) -> None:
+def test_last_holder_of_a_shared_lock_removes_its_file(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with locked(path, is_shared=True) as first:
         with locked(path, is_shared=True) as second:
@@ -604,16 +608,16 @@ def test_the_last_that_shares_a_lock_removes_its_file(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_file_that_is_its_own_lock_stays_once_it_is_renamed(tmp_path: Path) -> None:
-    """And so does one that another process has begun under the old name."""
+def test_locked_file_that_was_renamed_is_kept(tmp_path: Path) -> None:
+    """The same for a file that a different process has created under the old name."""
     with locked(tmp_path / "part"):
         (tmp_path / "part").rename(tmp_path / "whole")
         (tmp_path / "part").touch()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["part", "whole"]
 
 
-def test_a_lock_whose_file_is_removed_still_excludes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each holder removes the file: one that had opened it before must not take it for the one that others lock."""
+def test_lock_excludes_others_even_if_its_file_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each holder removes the file; a process that opened it before must not take it for the file that others lock."""
     path, real = tmp_path / "lock", locks.open_lock
     with contextlib.ExitStack() as first:
         first.enter_context(locked(path))
@@ -659,7 +663,7 @@ def test_a_full_disk_is_one_message_and_no_file(tmp_path: Path, kind: str, monke
 
 
 @pytest.mark.slow
-def test_shards_from_afar_on_a_full_disk_are_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_shards_on_a_full_disk_are_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.data.test_caches.texts", lambda _: ["a document " * 2000] * 2)
     with small_disk(tmp_path / "cache", "8k") as disk:
         with pytest.raises(UserError) as caught:
@@ -674,8 +678,8 @@ def test_shards_from_afar_on_a_full_disk_are_one_message(tmp_path: Path, monkeyp
 # -- text from afar ---------------------------------------------------------------------------------------------------
 
 
-def test_text_that_changes_between_look_up_and_download_is_refused(tmp_path: Path) -> None:
-    """The same size, another time: it would be kept under the version that was looked up."""
+def test_text_that_changes_between_lookup_and_download_is_rejected(tmp_path: Path) -> None:
+    """Same size, new time: it would be cached under the version of the lookup."""
     (tmp_path / "there").mkdir()
     path = write_lines(tmp_path / "there" / "a.jsonl")
     server = _served(tmp_path / "there")

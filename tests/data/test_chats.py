@@ -38,7 +38,7 @@ def marked(encoder: Encoder, messages: list[dict[str, Any]], tools: list[Any] | 
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_each_token_is_trained_on_or_not_as_by_hand(family: str, tmp_path: Path) -> None:
+def test_loss_mask_equals_the_one_written_by_hand(family: str, tmp_path: Path) -> None:
     case = FAMILIES[family]
     assert marked(encoder_of(tmp_path, case), case.messages, case.tools) == case.truth
 
@@ -62,20 +62,20 @@ def refused(folder: Path, template: str, messages: list[dict[str, Any]], **setti
     return caught.value
 
 
-def test_a_turn_that_is_shown_otherwise_later_is_refused(tmp_path: Path) -> None:
+def test_template_that_changes_earlier_turns_is_rejected(tmp_path: Path) -> None:
     error = refused(tmp_path, QWEN3, said("Hi", "Yes", "Bye", "No"))
     assert "messages[1]" in str(error)
     assert (error.key, error.legal) == ("data.train_on", "last")
 
 
-def test_what_a_template_leaves_out_is_refused(tmp_path: Path) -> None:
+def test_template_that_omits_a_turn_is_rejected(tmp_path: Path) -> None:
     silent = CHATML.replace("for m in messages", "for m in messages if m.role != 'system'")
     assert "messages[0].role='system'" in str(refused(tmp_path, silent, said("Hi", "Yes", system="Be brief")))
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "weather", "arguments": {}}}]}
     assert "messages[1].tool_calls" in str(refused(tmp_path, CHATML, [*said("Hi"), call]))
 
 
-def test_a_turn_that_nothing_ends_is_refused(tmp_path: Path) -> None:
+def test_turn_without_an_end_marker_is_rejected(tmp_path: Path) -> None:
     """Also a turn that ends with white space only, which an answer may contain: generation would never stop."""
     for end in ("", "\n", "\n\n", " ", "\t"):
         endless = f"{{% for m in messages %}}{{{{ m.role + ' ' + m.content + {end!r} }}}}{{% endfor %}}"
@@ -83,7 +83,7 @@ def test_a_turn_that_nothing_ends_is_refused(tmp_path: Path) -> None:
             assert "does not end this turn with a token" in str(refused(tmp_path, endless, chat)), repr(end)
 
 
-def test_an_answer_that_looks_like_an_end_of_turn_is_none(tmp_path: Path) -> None:
+def test_answer_that_resembles_an_end_of_turn(tmp_path: Path) -> None:
     """`>` is also the last character of `<|im_end|>`."""
     for template in (CHATML, FAMILIES["llama3"].template):
         family = Family(template, [], "")
@@ -92,7 +92,7 @@ def test_an_answer_that_looks_like_an_end_of_turn_is_none(tmp_path: Path) -> Non
         assert [text for text, is_trained in tokens if is_trained] == [">", end, "|", ">", end]
 
 
-def test_a_template_refuses_in_its_own_words(tmp_path: Path) -> None:
+def test_error_raised_by_a_template_is_shown(tmp_path: Path) -> None:
     gemma = FAMILIES["gemma"].template
     assert "System role not supported" in str(refused(tmp_path, gemma, said("Hi", "Yes", system="Be brief")))
 
@@ -106,7 +106,7 @@ def test_a_template_runs_in_a_sandbox(tmp_path: Path) -> None:
 # Targets
 
 
-def test_whose_turns_are_trained_on(tmp_path: Path) -> None:
+def test_roles_that_are_trained_on(tmp_path: Path) -> None:
     chatml = FAMILIES["chatml"]
     for train_on, trained in {"last": 4, "completion": 4, "assistant": 8, "all": len(chatml.truth)}.items():
         encoder = encoder_of(tmp_path, dataclasses.replace(chatml, train_on=train_on))
@@ -120,7 +120,7 @@ def test_whose_turns_are_trained_on(tmp_path: Path) -> None:
     assert ignored == ["<|im_start|>user\nHi<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n"]
 
 
-def test_generation_tags_without_the_end_of_turn_teach_it_all_the_same(tmp_path: Path) -> None:
+def test_end_of_turn_outside_generation_tags_is_a_target(tmp_path: Path) -> None:
     outside = GENERATION.replace("m.content + '<|im_end|>\n' }}{% endgen", "m.content }}{% endgen").replace(
         "{% endgeneration %}", "{% endgeneration %}{{ '<|im_end|>\n' }}"
     )
@@ -128,7 +128,7 @@ def test_generation_tags_without_the_end_of_turn_teach_it_all_the_same(tmp_path:
     assert marked(encoder_of(tmp_path, dataclasses.replace(case, template=outside)), case.messages) == case.truth
 
 
-def test_what_a_message_spells_is_text(tmp_path: Path) -> None:
+def test_special_tokens_spelled_in_a_message_are_text(tmp_path: Path) -> None:
     """A special token spelled in a message does not end the turn, and the text around it is trained on unchanged."""
     tokens = marked(encoder_of(tmp_path, FAMILIES["chatml"]), said("Hi<|im_end|>", "Yes<|im_end|>No"))
     texts = [text for text, _ in tokens]
@@ -256,7 +256,7 @@ def chat_settings(folder: Path, *settings: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", list(BAD))
-def test_a_bad_chat_is_refused_with_its_line_and_setting(
+def test_bad_chat_is_rejected_with_its_line_and_setting(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record, settings, expected = BAD[kind]
@@ -299,7 +299,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", list(MISTAKES))
-def test_a_mistake_about_chats(mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_settings_for_chats(mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     places = {
         "chats": write_lines(tmp_path / "chats.jsonl", [{"messages": ANSWERED}]),
         "asked": write_lines(tmp_path / "asked.jsonl", [{"question": "Hi", "answer": "Yes"}]),
@@ -316,7 +316,7 @@ def test_a_mistake_about_chats(mistake: str, tmp_path: Path, capsys: pytest.Capt
     assert all(text in stderr for text in expected), stderr
 
 
-def test_pairs_are_refused_where_nothing_compares_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pairs_are_rejected_without_a_preference_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_lines(tmp_path / "pairs.jsonl", [{"prompt": "Hi", "chosen": "Yes", "rejected": "No"}])
     folder = write_tokenizer(tmp_path / "model", CHATML)
     assert run.main(chat_settings(tmp_path, f"data.path={path}", f"data.tokenizer={folder}")) == 2
@@ -397,19 +397,19 @@ def test_formats(kind: str, tmp_path: Path) -> None:
         ({"chosen": said("Hi", "Yes"), "rejected": said("Bye", "No")}, "chosen and rejected must have the same"),
     ],
 )
-def test_pairs_that_are_none(record: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_invalid_pairs(record: dict[str, Any], says: str, tmp_path: Path) -> None:
     good = {"prompt": "Hi", "chosen": "Yes", "rejected": "No"}
     with pytest.raises(UserError, match=f"^data\\.path=.*chats.jsonl:2: {says}"):
         open_source(data_of(tmp_path, [good, record]), None, "train")
 
 
-def test_a_history_that_is_no_list_is_refused(tmp_path: Path) -> None:
+def test_history_that_is_not_a_list_is_rejected(tmp_path: Path) -> None:
     record = {"instruction": "Hi", "output": "Yes", "history": 5}
     with pytest.raises(UserError, match=r"chats.jsonl:1: history must be a list of .*, not a number"):
         open_source(data_of(tmp_path, [record]), None, "train")
 
 
-def test_text_of_parquet_that_is_none_is_refused_with_its_row(tmp_path: Path) -> None:
+def test_invalid_text_in_parquet_is_rejected_with_its_row(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="parquet is read with the library `pyarrow`")
     parquet = pytest.importorskip("pyarrow.parquet")
     texts = pyarrow.array([b"Hi", b"Bye", b"\xff"]).view(pyarrow.string())
@@ -420,7 +420,7 @@ def test_text_of_parquet_that_is_none_is_refused_with_its_row(tmp_path: Path) ->
         open_source(data, None, "train")
 
 
-def test_columns_of_ones_own_and_parquet(tmp_path: Path) -> None:
+def test_custom_columns_and_parquet(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="parquet is read with the library `pyarrow`")
     parquet = pytest.importorskip("pyarrow.parquet")
     chats = [{"dialog": said("Hi", "Yes")}, {"dialog": said("Bye", "No", system="Be brief")}]
@@ -431,7 +431,7 @@ def test_columns_of_ones_own_and_parquet(tmp_path: Path) -> None:
         assert trained_texts(open_source(each, None, "train"), each) == ["Yes<|im_end|>", "No<|im_end|>"]
 
 
-def test_what_is_too_long_is_dropped_or_cut_and_what_holds_nothing_is_named(tmp_path: Path) -> None:
+def test_long_chats_are_dropped_or_truncated_and_empty_ones_named(tmp_path: Path) -> None:
     short, long, mute = {"messages": ANSWERED}, {"messages": TOO_LONG}, {"messages": ANSWERED[:1]}
     records = [short] * 148 + [long, mute]
     for too_long, samples, lost, trained in (("drop", 148, 91, 148 * 2), ("truncate", 149, 91 - 65, 148 * 2 + 65 - 9)):
@@ -490,7 +490,7 @@ def test_a_run_that_drops_some_of_the_data_warns(tmp_path: Path) -> None:
     assert "warning" not in open_source(few, None, "train").summary
 
 
-def test_pairs_and_held_out_chats_are_dropped_as_chats_are(tmp_path: Path) -> None:
+def test_pairs_and_held_out_chats_are_dropped_like_chats(tmp_path: Path) -> None:
     answers = [{"chosen": "Yes", "rejected": "No"}] * 4 + [{"chosen": "Yes " * 40, "rejected": "No"}] * 6
     data = data_of(tmp_path, [{"prompt": "Hi", **answer} for answer in answers])
     with pytest.raises(UserError, match=r"data\.seq_len=64: 6 of 10 pairs"):
@@ -501,7 +501,7 @@ def test_pairs_and_held_out_chats_are_dropped_as_chats_are(tmp_path: Path) -> No
         open_source(dataclasses.replace(short, eval_path=str(chats)), None, "eval")
 
 
-def test_peculiarities_of_chats_are_said(tmp_path: Path) -> None:
+def test_unusual_properties_of_chats_are_reported(tmp_path: Path) -> None:
     """Plain text without a template, a template applied twice, a generated header, turns that end in text."""
 
     def lines_of(template: str | None, *records: dict[str, Any], **settings: Any) -> list[str]:
@@ -536,7 +536,7 @@ def test_peculiarities_of_chats_are_said(tmp_path: Path) -> None:
     assert "'assistant:'" in line
 
 
-def test_each_conversation_is_packed_once_and_held_out_by_what_it_says(tmp_path: Path) -> None:
+def test_each_conversation_is_packed_once_and_held_out_by_content(tmp_path: Path) -> None:
     records = [{"messages": said(f"{a} {b}", "Yes " * a)} for a in range(1, 6) for b in range(1, 6)]
     data = data_of(tmp_path, records, holdout=0.2)
     train, held_out = open_source(data, None, "train"), open_source(data, None, "eval")
@@ -559,7 +559,7 @@ def test_each_conversation_is_packed_once_and_held_out_by_what_it_says(tmp_path:
     assert sorted("".join(trained_texts(again, data))) == sorted("".join(trained_texts(held_out, data)))
 
 
-def test_no_twin_of_what_is_held_out_is_trained_on(tmp_path: Path) -> None:
+def test_duplicates_of_held_out_chats_are_not_trained_on(tmp_path: Path) -> None:
     """A tiny `holdout` holds out one distinct conversation, the one with the lowest hash, with all its duplicates."""
     records = [{"messages": said(f"{a} {b}", "Yes")} for a in range(1, 6) for b in range(1, 4)]
     for number, order in enumerate((records * 2, [record for record in records for _ in range(2)])):
@@ -576,7 +576,7 @@ def test_no_twin_of_what_is_held_out_is_trained_on(tmp_path: Path) -> None:
     assert open_source(alike, None, "eval") is None, "there is nothing but twins"
 
 
-def test_rows_are_filled_as_well_as_they_can_be() -> None:
+def test_best_fit_wastes_at_most_two_percent() -> None:
     lengths = np.random.default_rng(0).integers(1, 33, 500)
     order, starts = best_fit(lengths, 64)
     assert sorted(order.tolist()) == list(range(500))
@@ -585,7 +585,7 @@ def test_rows_are_filled_as_well_as_they_can_be() -> None:
     assert len(filled) <= 1.02 * lengths.sum() / 64
 
 
-def test_what_is_trained_on_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_marks_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     call = [{"from": "human", "value": "weather ?"}, CALL, {"from": "observation", "value": "sunny"}]
     chat = {"conversations": [*call, {"from": "gpt", "value": "It is sunny"}]}
     path = write_lines(tmp_path / "chats.jsonl", [chat, chat, chat])
@@ -599,9 +599,7 @@ def test_what_is_trained_on_is_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["chats.jsonl", "model"]
 
 
-def test_a_recipes_rows_are_no_longer_than_the_model_and_given_ones_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_row_length_is_limited_by_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_lines(tmp_path / "chats.jsonl", [{"messages": ANSWERED}])
     folder = write_tokenizer(tmp_path / "model", CHATML)
     gpt2 = ["model.max_seq_len=24", "model.vocab_size=512", "data.source=chat", f"data.path={path}"]

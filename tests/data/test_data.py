@@ -80,7 +80,7 @@ def without_checksums(folder: Path) -> None:
         path.write_text(json.dumps({name: value for name, value in content.items() if name != CHECKSUM}))
 
 
-def test_a_run_says_which_documents_of_a_text_are_left_out(tmp_path: Path) -> None:
+def test_run_reports_dropped_documents(tmp_path: Path) -> None:
     """It reports unreadable documents, and empty ones if there are more than a few."""
 
     def said_of(name: str, *lines: str, bad: str = "skip") -> list[str]:
@@ -131,7 +131,7 @@ def test_huge_sizes_stay_in_range_without_collision(num_samples: int) -> None:
     assert len(np.unique(found)) == len(found)
 
 
-def test_the_order_is_what_it_has_always_been() -> None:
+def test_order_has_not_changed_between_versions() -> None:
     """Runs resume from a position: changing these numbers would silently repeat some samples and skip others."""
     assert sample_at(np.arange(8), 10, 0).tolist() == [3, 5, 9, 4, 1, 6, 8, 7]
     assert sample_at(np.array([9, 10, 31]), 10, 0).tolist() == [0, 9, 2]
@@ -157,7 +157,7 @@ def test_the_order_is_random() -> None:
         assert (one == other).sum() < 20
 
 
-def test_a_position_does_not_depend_on_what_is_asked_with_it() -> None:
+def test_sample_at_a_position_does_not_depend_on_the_query() -> None:
     together = sample_at(np.arange(300), 77, 4)
     assert [int(sample_at(np.array([p]), 77, 4)[0]) for p in range(300)] == together.tolist()
     assert sample_at(np.arange(300).reshape(3, 100), 77, 4).tolist() == together.reshape(3, 100).tolist()
@@ -230,7 +230,7 @@ def test_workers_end_when_their_rank_is_killed(method: str, tmp_path: Path) -> N
     wait_until(lambda: not worker.exists() or "\nState:\tZ" in (worker / "status").read_text(), "the worker ended", 20)
 
 
-def test_far_more_updates_than_are_planned_at_a_time() -> None:
+def test_more_steps_than_one_plan_covers() -> None:
     loader = make_loader(global_batch_size=2, micro_batch_size=1)
     assert take(loader, 2100).ravel().tolist() == sample_at(np.arange(4200), 100, 3).tolist()
 
@@ -273,7 +273,7 @@ def test_resume_with_another_global_batch() -> None:
     assert found.ravel().tolist() == straight[48 : 48 + 48].tolist()
 
 
-def test_the_state_moves_with_the_last_micro_batch_of_an_update() -> None:
+def test_state_advances_with_the_last_micro_batch_of_a_step() -> None:
     loader = make_loader(micro_batch_size=8, global_batch_size=24)
     seen = []
     for _ in range(7):
@@ -282,7 +282,7 @@ def test_the_state_moves_with_the_last_micro_batch_of_an_update() -> None:
     assert seen == [0, 0, 24, 24, 24, 48, 48]
 
 
-def test_loading_in_the_middle_of_an_update_starts_at_the_update() -> None:
+def test_loading_in_the_middle_of_a_step_starts_at_that_step() -> None:
     loader = make_loader(micro_batch_size=8)
     straight = take(make_loader(micro_batch_size=8), 3)
     take(loader, 1)
@@ -299,7 +299,7 @@ def test_more_ranks_than_samples() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_global_random_generators_stay_as_they_are(num_workers: int) -> None:
+def test_global_random_generators_are_unchanged(num_workers: int) -> None:
     torch.manual_seed(1)
     np.random.seed(1)
     random.seed(1)
@@ -314,7 +314,7 @@ def test_global_random_generators_stay_as_they_are(num_workers: int) -> None:
 
 
 @pytest.mark.slow
-def test_workers_outlive_signals_and_end_with_close() -> None:
+def test_workers_survive_signals_and_end_with_close() -> None:
     others = set(multiprocessing.active_children())
     loader = make_loader(num_workers=2)
     batch = next(loader)
@@ -332,7 +332,7 @@ def test_workers_outlive_signals_and_end_with_close() -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_forgets_to_close_ends_all_the_same() -> None:
+def test_process_that_does_not_close_its_loader_ends() -> None:
     """Workers ignore SIGTERM, the only signal that multiprocessing sends them at exit before it waits for them."""
     program = (
         "from tests.data.test_data import make_loader; loader = make_loader(num_workers=1); next(loader); print('end')"
@@ -342,7 +342,7 @@ def test_a_process_that_forgets_to_close_ends_all_the_same() -> None:
     assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
 
 
-def test_a_thread_works_ahead_and_hands_over_what_went_wrong_in_its_turn() -> None:
+def test_thread_prefetches_and_raises_errors_at_the_right_item() -> None:
     made: list[int] = []
     full, go_on = threading.Event(), threading.Event()
 
@@ -371,9 +371,7 @@ def test_a_thread_works_ahead_and_hands_over_what_went_wrong_in_its_turn() -> No
 
 
 @pytest.mark.parametrize(("soon_s", "makes_some"), [(0.0, False), (math.inf, True)])
-def test_a_caller_who_does_nothing_between_two_items_makes_them_itself(
-    monkeypatch: pytest.MonkeyPatch, soon_s: float, makes_some: bool
-) -> None:
+def test_idle_caller_produces_items_itself(monkeypatch: pytest.MonkeyPatch, soon_s: float, makes_some: bool) -> None:
     """A thread would only contend with it for the GIL, and take 50% more CPU time per micro-batch."""
     monkeypatch.setattr("trainer.data.loader._IDLE_CALLER_S", soon_s)
     makers: list[str] = []
@@ -398,7 +396,7 @@ def test_a_caller_who_does_nothing_between_two_items_makes_them_itself(
     prefetcher.close()
 
 
-def test_what_a_caller_makes_itself_may_go_wrong_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_in_an_item_that_the_caller_produces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.data.loader._IDLE_CALLER_S", math.inf)
 
     def items() -> Iterator[int]:
@@ -414,7 +412,7 @@ def test_what_a_caller_makes_itself_may_go_wrong_too(monkeypatch: pytest.MonkeyP
     assert not any(thread.name == "data" for thread in threading.enumerate())
 
 
-def test_a_thread_ends_with_what_it_works_for() -> None:
+def test_prefetching_thread_ends_with_its_loader() -> None:
     before = threading.active_count()
     prefetcher = Prefetcher(itertools.count(), capacity=2)
     assert next(prefetcher) == 0
@@ -527,7 +525,7 @@ def test_a_source_can_be_sent_to_another_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"), [(256, "uint8"), (257, "uint16"), (2**16, "uint16"), (2**16 + 1, "uint32")]
 )
-def test_tokens_take_as_little_space_as_the_vocabulary_allows(tmp_path: Path, vocab_size: int, dtype: str) -> None:
+def test_token_dtype_is_the_smallest_for_the_vocabulary(tmp_path: Path, vocab_size: int, dtype: str) -> None:
     class Sized(ByteTokenizer):
         end_id = vocab_size - 1
         end_ids = (end_id,)
@@ -559,7 +557,7 @@ def test_synthetic_samples_repeat_a_pattern() -> None:
     assert tokens.max() == 49
 
 
-def test_synthetic_samples_are_what_they_have_always_been() -> None:
+def test_synthetic_samples_have_not_changed_between_versions() -> None:
     train, held_out = SyntheticSource(8, 100, 0, "train"), SyntheticSource(8, 100, 1, "eval")
     assert (len(train), len(held_out)) == (2**20, 256)
     assert train.batch(np.array([0, 2**20 - 1]))[0].tolist() == [
@@ -593,7 +591,7 @@ def test_stdlib_holds_out_whole_files_and_counts_every_byte(cache: str) -> None:
     assert 0.999 < train.bytes_per_token < 1
 
 
-def test_stdlib_leaves_out_tests_and_packages(tmp_path: Path) -> None:
+def test_stdlib_excludes_tests_and_packages(tmp_path: Path) -> None:
     names = [f"kept_{number}.py" for number in range(100)]
     left_out = ["test/a.py", "json/tests/b.py", "idlelib/idle_test/c.py", "site-packages/d.py", "notes.txt"]
     for name in [*names, "json/kept.py", *left_out]:
@@ -626,7 +624,7 @@ def stdlib_text(**settings: Any) -> str:
     return ByteTokenizer().decode(np.concatenate([tokens[0, :1], targets[targets != IGNORE]]))
 
 
-def test_stdlib_cache_is_used_and_made_again_when_damaged(small_stdlib: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_stdlib_cache_is_used_and_rebuilt_if_damaged(small_stdlib: Path, tmp_path: Path, monkeypatch: Any) -> None:
     expected = stdlib_text()
     (entry,) = (tmp_path / "cache" / "meshtrainer").iterdir()
     files = {path.suffix: path for path in entry.iterdir()}
@@ -650,7 +648,7 @@ def test_stdlib_cache_is_used_and_made_again_when_damaged(small_stdlib: Path, tm
     assert "y = 3" in stdlib_text()
 
 
-def test_stdlib_cache_is_kept_where_it_is_asked_for(small_stdlib: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_stdlib_cache_is_in_the_configured_folder(small_stdlib: Path, tmp_path: Path, monkeypatch: Any) -> None:
     stdlib_text(cache_dir=str(tmp_path / "own" / "folder"))
     assert len(list((tmp_path / "own" / "folder").glob("*/*"))) == 3
     assert not (tmp_path / "cache").exists()
@@ -671,7 +669,7 @@ def test_stdlib_cache_is_kept_where_it_is_asked_for(small_stdlib: Path, tmp_path
     assert "data.cache_dir=null" in message_of(DataSection())
 
 
-def test_stdlib_cache_is_built_by_many_at_once(small_stdlib: Path, tmp_path: Path) -> None:
+def test_stdlib_cache_is_built_by_many_processes_at_once(small_stdlib: Path, tmp_path: Path) -> None:
     found: list[str] = []
     start = threading.Barrier(8)
 
@@ -735,7 +733,7 @@ def damage_metadata(folder: Path, **changes: Any) -> None:
         (lambda folder: write_other(folder), "must be made in the same way"),
     ],
 )
-def test_shards_that_are_not_as_they_should_be(tmp_path: Path, damage: Any, words: str) -> None:
+def test_inconsistent_shards_are_rejected(tmp_path: Path, damage: Any, words: str) -> None:
     data = DataSection(source="tokens", path=write_shards(tmp_path, DOCUMENTS), seq_len=4, pack=False)
     open_source(data, 257, "train")
     damage(tmp_path)
@@ -756,7 +754,7 @@ def write_other(folder: Path, name: str = "text", number: int = 1) -> None:
 
 
 @pytest.mark.parametrize("spelled", ["{}/text-eval-00000.bin", "./text-eval-00000.bin", "link/text-eval-00000.bin"])
-def test_held_out_shards_are_others_however_they_are_spelled(
+def test_held_out_shards_differ_from_training_shards_however_spelled(
     tmp_path: Path, spelled: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_shards(tmp_path, DOCUMENTS)
@@ -769,7 +767,7 @@ def test_held_out_shards_are_others_however_they_are_spelled(
     assert message.endswith("'data.path=text-?????.bin'")
 
 
-def test_held_out_chats_are_others(tmp_path: Path) -> None:
+def test_held_out_chats_must_differ_from_training_chats(tmp_path: Path) -> None:
     for name in "train", "held":
         (tmp_path / f"{name}.jsonl").write_text("{}\n")
     held = str(tmp_path / "held.jsonl")
@@ -781,7 +779,7 @@ def test_held_out_chats_are_others(tmp_path: Path) -> None:
     assert "source own: data.path=" in message_of(mixed)
 
 
-def test_held_out_shards_must_be_others_and_made_alike(tmp_path: Path) -> None:
+def test_held_out_shards_must_differ_and_have_the_same_tokenizer(tmp_path: Path) -> None:
     path = write_shards(tmp_path, DOCUMENTS)
     held_out = write_shards(tmp_path, DOCUMENTS, name="text-eval")
     too_wide = DataSection(source="tokens", path=str(tmp_path / "text-*.bin"), eval_path=held_out, seq_len=4)
@@ -855,7 +853,7 @@ def test_file_tokenizer(tmp_path: Path, end: str) -> None:
     assert find_tokenizer(str(tmp_path / "other.json")).name.split(":")[1] == tokenizer.name.split(":")[1]
 
 
-def test_tokenizers_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"data\.tokenizer=byte: must be bytes, or the path"):
         find_tokenizer("byte")
     (tmp_path / "broken.json").write_text("{}")
@@ -885,7 +883,7 @@ def test_stdlib_with_a_tokenizer_file(small_stdlib: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_making_shards_imports_neither_torch_nor_the_configuration() -> None:
+def test_building_shards_imports_neither_torch_nor_the_configuration() -> None:
     """Both take longer to import than small texts take to tokenize."""
     program = (
         "import sys, trainer.data.source, trainer.prepare; "

@@ -1,6 +1,4 @@
-"""Data that changed since a checkpoint: the stored position is no longer valid in them, so a run does not resume unless
-this is allowed.
-"""
+"""Changed data: the stored position is not valid in it, so a run does not resume unless this is allowed."""
 
 from __future__ import annotations
 
@@ -121,7 +119,7 @@ def test_each_change_of_the_data_is_seen(tmp_path: Path, change: str) -> None:
     assert (refused_none, told_one) == ([], refused.replace(REFUSAL, ", as it was allowed"))
 
 
-def test_what_is_to_be_allowed_is_named_once() -> None:
+def test_keys_to_allow_are_listed_once() -> None:
     """A key is not listed if its entire section is."""
     unfit = [f"data, source {name}: 1 sample{REFUSAL}" for name in ("web", "code")]
     unfit.append("data.phases: phase 2 (allow it: checkpoint.allow_changes=[data.phases])")
@@ -133,7 +131,7 @@ REFUSAL = " (allow it: checkpoint.allow_changes=[data])"
 
 
 @pytest.mark.slow
-def test_data_that_have_changed_are_refused(tmp_path: Path, capsys: Any) -> None:
+def test_changed_data_is_rejected(tmp_path: Path, capsys: Any) -> None:
     """If allowed, the run resumes on them; the next checkpoint has their fingerprint, and needs no permission."""
     path = write(tmp_path / "data", *TEXTS[:3])
     fit(tmp_path / "run", *settings(path))
@@ -152,7 +150,7 @@ def test_data_that_have_changed_are_refused(tmp_path: Path, capsys: Any) -> None
 
 
 @pytest.mark.slow
-def test_a_position_is_kept_where_changed_data_are_allowed(tmp_path: Path) -> None:
+def test_position_is_kept_if_changed_data_is_allowed(tmp_path: Path) -> None:
     path = write(tmp_path / "data", *TEXTS[:3])
     fit(tmp_path / "run", *settings(path))
     write(tmp_path / "data", *TEXTS[:4])
@@ -164,7 +162,7 @@ def test_a_position_is_kept_where_changed_data_are_allowed(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_the_same_data_elsewhere_are_the_same(tmp_path: Path, capsys: Any) -> None:
+def test_moved_data_counts_as_unchanged(tmp_path: Path, capsys: Any) -> None:
     """Data in another folder, with other file names and modification times."""
     path = write(tmp_path / "data", *TEXTS[:3])
     fit(tmp_path / "run", *settings(path))
@@ -178,7 +176,7 @@ def test_the_same_data_elsewhere_are_the_same(tmp_path: Path, capsys: Any) -> No
 
 
 @pytest.mark.parametrize("change", [{"seq_len": 24}, {"pack": False}, {"holdout": 0.4}])
-def test_another_cut_of_the_same_data_needs_no_more_than_its_own_key(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_new_sequence_length_on_the_same_data_needs_only_its_key(tmp_path: Path, change: dict[str, Any]) -> None:
     data = DataSection(source="tokens", path=write(tmp_path / "data", *TEXTS[:3]), seq_len=20)
 
     def loader(data: DataSection) -> TrainLoader:
@@ -196,7 +194,7 @@ def test_another_cut_of_the_same_data_needs_no_more_than_its_own_key(tmp_path: P
 
 
 @pytest.mark.campaign
-def test_a_checkpoint_of_before_there_were_fingerprints(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_checkpoint_without_fingerprint(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     """A run resumes from it with one warning, and the next checkpoint has a fingerprint."""
     path = write(tmp_path / "data", *TEXTS[:3])
     with monkeypatch.context() as before:
@@ -211,7 +209,7 @@ def test_a_checkpoint_of_before_there_were_fingerprints(tmp_path: Path, capsys: 
     assert "warning" not in capsys.readouterr().err
 
 
-def test_the_state_stays_small_and_readable_by_those_who_know_the_position_alone(tmp_path: Path) -> None:
+def test_state_is_small_and_readable_by_earlier_versions(tmp_path: Path) -> None:
     path = write(tmp_path, *TEXTS)
     source = open_source(DataSection(source="tokens", path=path, seq_len=16), None, "train")
     loader = TrainLoader(source, seed=0, global_batch_size=4, micro_batch_size=2)
@@ -238,7 +236,7 @@ class OtherPython(StdlibCorpus):
 
 
 @pytest.mark.slow
-def test_another_python_has_another_standard_library(tmp_path: Path, monkeypatch: Any) -> None:
+def test_different_python_version_counts_as_changed_data(tmp_path: Path, monkeypatch: Any) -> None:
     stdlib = ["data.source=stdlib", "model.vocab_size=257", f"data.cache_dir={tmp_path}/cache"]
     monkeypatch.setattr(opening, "StdlibCorpus", OtherPython)
     fit(tmp_path / "run", *stdlib, "train.steps=1")
@@ -251,7 +249,7 @@ def test_another_python_has_another_standard_library(tmp_path: Path, monkeypatch
     updated.close()
 
 
-def test_a_source_of_ones_own_that_grows_is_refused_too() -> None:
+def test_custom_source_that_has_grown_is_rejected() -> None:
     stored = make_loader(num_samples=100).state_dict()
     refused, told = make_loader(num_samples=100).changes_outside(stored, frozenset())
     assert (refused, told) == ([], [])
@@ -261,7 +259,7 @@ def test_a_source_of_ones_own_that_grows_is_refused_too() -> None:
     assert make_loader(num_samples=101).changes_outside(stored, frozenset({"data"}))[0] == []
 
 
-def test_a_source_of_ones_own_may_tell_its_content() -> None:
+def test_custom_source_may_provide_a_fingerprint() -> None:
     class DeclaredModel(Numbered):
         version = "1"
 
@@ -310,7 +308,7 @@ def outcome(folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_ranks_that_read_other_data_are_named(tmp_path: Path) -> None:
+def test_ranks_with_different_data_are_named(tmp_path: Path) -> None:
     for rank, texts in enumerate((TEXTS[:3], [*TEXTS[:2], TEXTS[4]])):
         write(tmp_path / str(rank), *texts)
     for found in run_ranks(2, outcome, tmp_path):
@@ -318,7 +316,7 @@ def test_ranks_that_read_other_data_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_refuse_changed_data_together(tmp_path: Path) -> None:
+def test_two_ranks_reject_changed_data_together(tmp_path: Path) -> None:
     path = write(tmp_path / "data", *TEXTS[:3])
     run_tiny(tmp_path / "run", *settings(path, 2, "nproc=2"))
     write(tmp_path / "data", *TEXTS[:4])

@@ -1,4 +1,4 @@
-"""What stands around a document: text is only text, and what begins and ends it is what its tokenizer says."""
+"""The tokens of a document: text is only text, and the tokenizer's configuration says how documents begin and end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEXTS = [
 
 
 def write(folder: Path, template: str | None = None, **beside: Any) -> Path:
-    """Write a tokenizer with three special tokens and, if any, a post-processor; and what is to stand beside it."""
+    """Write a tokenizer with three special tokens, an optional post-processor, and other files of its folder."""
     import tokenizers
     from tokenizers import processors
 
@@ -47,7 +47,7 @@ def write(folder: Path, template: str | None = None, **beside: Any) -> Path:
 
 
 def expected(path: Path, text: str, end: Sequence[str]) -> list[int]:
-    """Return what the library gives for a document, and the ends that it does not add."""
+    """Return the ids that the library gives for a document, plus the end tokens that it does not add."""
     import tokenizers
 
     library = tokenizers.Tokenizer.from_file(str(path))
@@ -77,15 +77,15 @@ def prepared(folder: Path, tokenizer: Path, texts: Sequence[str]) -> list[list[i
         (f"{BEGIN} $A {STOP}", None, []),
     ],
 )
-def test_documents_are_what_their_tokenizer_makes_of_them(
+def test_documents_have_the_ids_of_their_tokenizer(
     tmp_path: Path, template: str | None, eos: str | None, end: list[str]
 ) -> None:
-    """Token for token, also where text spells a special token; with one end if the tokenizer adds none."""
+    """Also if text spells a special token; with a single end, also if the tokenizer adds none."""
     path = write(tmp_path, template, tokenizer_config={"eos_token": eos})
     assert prepared(tmp_path, path, TEXTS) == [expected(path, text, end) for text in TEXTS]
 
 
-def test_text_that_spells_a_special_token_comes_back_as_text(tmp_path: Path) -> None:
+def test_text_that_spells_a_special_token_is_restored_as_text(tmp_path: Path) -> None:
     tokenizer = find_tokenizer(str(write(tmp_path)))
     for text in TEXTS:
         ids = tokenizer.encode(text).tolist()
@@ -93,7 +93,7 @@ def test_text_that_spells_a_special_token_comes_back_as_text(tmp_path: Path) -> 
         assert tokenizer.decode(ids) == text
 
 
-def test_a_document_in_pieces_begins_and_ends_once(tmp_path: Path, monkeypatch: Any) -> None:
+def test_document_tokenized_in_pieces_has_one_beginning_and_end(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(encode, "MAX_PIECE_BYTES", 5)
     path = write(tmp_path, f"{BEGIN} $A {END}")
     (tmp_path / "long.txt").write_text("the cat\nand the hat\n" * 20)
@@ -106,8 +106,8 @@ def test_a_document_in_pieces_begins_and_ends_once(tmp_path: Path, monkeypatch: 
     assert special.decode(ids) == "the cat\nand the hat\n" * 20
 
 
-def test_no_text_is_cut_off_or_filled_up(tmp_path: Path) -> None:
-    """A tokenizer.json may have been saved with the lengths of some model's inputs."""
+def test_truncation_and_padding_of_the_tokenizer_are_ignored(tmp_path: Path) -> None:
+    """A tokenizer.json may contain the input length of some model."""
     import tokenizers
 
     path = write(tmp_path)
@@ -132,9 +132,7 @@ def test_no_text_is_cut_off_or_filled_up(tmp_path: Path) -> None:
         ({"config": {"eos_token_id": None}, "generation_config": {}}, END),
     ],
 )
-def test_the_end_of_a_document_is_the_one_of_its_configuration(
-    tmp_path: Path, beside: dict[str, Any], end: str
-) -> None:
+def test_end_of_document_follows_the_tokenizer_configuration(tmp_path: Path, beside: dict[str, Any], end: str) -> None:
     tokenizer = find_tokenizer(str(write(tmp_path, **beside)))
     assert tokenizer.decode([65]) != ""
     assert tokenizer.end_id == {END: 0, STOP: 271}[end]
@@ -151,16 +149,14 @@ def test_the_end_of_a_document_is_the_one_of_its_configuration(
         ({"tokenizer_config": "[]"}, r"tokenizer_config\.json in the same folder cannot be read"),
     ],
 )
-def test_a_configuration_that_does_not_go_with_its_tokenizer(
-    tmp_path: Path, beside: dict[str, Any], words: str
-) -> None:
+def test_configuration_that_does_not_fit_its_tokenizer(tmp_path: Path, beside: dict[str, Any], words: str) -> None:
     path = write(tmp_path, **beside)
     with pytest.raises(UserError, match=rf"^data\.tokenizer={path}: .*{words}"):
         find_tokenizer(str(path))
 
 
-def test_tokenizers_that_give_other_ids_have_other_names(tmp_path: Path) -> None:
-    """So that no cache and no shards of one are taken for those of another."""
+def test_tokenizers_with_different_ids_have_different_names(tmp_path: Path) -> None:
+    """So no cache and no shards of one are used for the other."""
     names = set()
     for number, beside in enumerate([{}, {"tokenizer_config": {"eos_token": STOP}}]):
         (tmp_path / str(number)).mkdir()

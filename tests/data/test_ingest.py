@@ -1,4 +1,4 @@
-"""Building shards from text: the same tokens from every kind of file, however many build, and whichever of them die."""
+"""Building shards from text: the same tokens from every kind of file, with any number of builders, also if some die."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def as_views(folder: Path) -> Path:
 
 
 def as_cached_by_hugging_face(folder: Path) -> Path:
-    """A link whose name tells what is in the file that it leads to, and whose file's name does not."""
+    """A link `train.parquet` to a file that is named by its hash."""
     (folder / "snapshots").mkdir()
     as_parquet(folder).rename(folder / "deadbeef")
     (folder / "snapshots" / "train.parquet").symlink_to(folder / "deadbeef")
@@ -163,8 +163,8 @@ def test_every_kind_of_file_is_the_same_documents(tmp_path: Path, write: Callabl
     assert texts_in(tmp_path, write(tmp_path / "in")) == TEXTS
 
 
-def test_lines_belong_to_one_unit_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the borders, the blocks in which files are read, and lines longer than both."""
+def test_each_line_belongs_to_one_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For any unit boundaries and block sizes, also with lines that are longer than both."""
     rng = random.Random(0)
     texts = ["".join(rng.choices('ab\n"\\é👩', k=rng.choice([1, 5, 40, 400]))) for _ in range(40)]
     lines = write_jsonl(tmp_path / "a.jsonl", texts)
@@ -196,7 +196,7 @@ def bad_lines(folder: Path, good: int = 30) -> Path:
 
 
 @pytest.mark.parametrize("longest", [1 << 22, 8])
-def test_what_cannot_be_read_is_refused_or_left_out_and_counted(
+def test_unreadable_input_is_rejected_or_dropped_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, longest: int
 ) -> None:
     monkeypatch.setattr(readers, "MAX_IN_MEMORY_BYTES", longest)
@@ -215,8 +215,8 @@ def test_what_cannot_be_read_is_refused_or_left_out_and_counted(
         texts_in(tmp_path, path, bad="often")
 
 
-def test_a_file_that_is_cut_short_is_more_than_a_document(tmp_path: Path) -> None:
-    """Nobody can tell how many documents it had: no share lets it pass, and skipping it is said."""
+def test_truncated_file_counts_as_more_than_one_document(tmp_path: Path) -> None:
+    """The number of lost documents is unknown, so no `data.bad` share covers it; skipping it is reported."""
     (tmp_path / "whole.jsonl").write_text('{"text": "a line"}\n' * 50)
     content = gzip.compress(b"".join(b'{"text": "line %d"}\n' % number for number in range(5000)))
     (tmp_path / "half.jsonl.gz").write_bytes(content[: len(content) // 2])
@@ -229,8 +229,8 @@ def test_a_file_that_is_cut_short_is_more_than_a_document(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["not text", "an offset beyond", "an index beyond", "not parquet"])
-def test_a_table_that_is_damaged_is_a_bad_file(tmp_path: Path, kind: str) -> None:
-    """Whatever its numbers say: nothing is read where they lead, which may be anywhere in memory."""
+def test_damaged_table_is_a_bad_file(tmp_path: Path, kind: str) -> None:
+    """Whatever its offsets are: memory outside the file is never read."""
     pyarrow = pytest.importorskip("pyarrow")
     (tmp_path / "whole.jsonl").write_text('{"text": "a line"}\n' * 50)
     path = tmp_path / "a.arrow"
@@ -258,7 +258,7 @@ def test_a_table_that_is_damaged_is_a_bad_file(tmp_path: Path, kind: str) -> Non
     assert texts_in(tmp_path, tmp_path, bad="skip")[-50:] == ["a line"] * 50
 
 
-def test_a_row_is_counted_from_the_beginning_of_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_numbers_count_from_the_beginning_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"a": [{"b": "no"}] * 40, "a.b": [None if n == 33 else f"row {n}" for n in range(1, 41)]})
@@ -268,7 +268,7 @@ def test_a_row_is_counted_from_the_beginning_of_its_file(tmp_path: Path, monkeyp
         texts_in(tmp_path, tmp_path / "a.parquet", text_key="a.b")
 
 
-def test_a_text_that_is_null_is_no_reason_to_train_on_another_key(tmp_path: Path) -> None:
+def test_null_text_does_not_select_a_different_key(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"id": "x", "text": "a"}\n{"id": "y", "text": null}\n')
     with pytest.raises(UserError, match=r"a\.jsonl:2: has no text: its 'text' is null\n  to fix: data\.bad=skip"):
         texts_in(tmp_path, tmp_path / "a.jsonl")
@@ -289,7 +289,7 @@ def test_a_text_that_is_null_is_no_reason_to_train_on_another_key(tmp_path: Path
     ],
 )
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_chats_that_are_given_as_text_are_told_by_their_keys(
+def test_chats_given_as_text_are_recognized_by_their_keys(
     kind: str, record: dict[str, Any], more: dict[str, str], tmp_path: Path
 ) -> None:
     path = tmp_path / f"chats.{kind}"
@@ -353,7 +353,7 @@ def test_records_longer_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert texts_in(tmp_path, tmp_path / "a.json") == texts
 
 
-def test_what_is_held_out_depends_on_the_text_alone(tmp_path: Path) -> None:
+def test_holdout_depends_only_on_the_text(tmp_path: Path) -> None:
     texts = [f"document {number} " * 3 for number in range(200)]
     write_jsonl(tmp_path / "b.jsonl", texts[:120])
     write_jsonl(tmp_path / "c.jsonl", texts[100:])  # twenty of them twice
@@ -369,7 +369,7 @@ def test_what_is_held_out_depends_on_the_text_alone(tmp_path: Path) -> None:
     assert {*held_out} == {*texts_of(after.held_out)} - {"in front of them"}
 
 
-def test_one_document_is_divided_by_its_samples(tmp_path: Path) -> None:
+def test_holdout_of_a_single_document_takes_its_last_samples(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abcd" * 100)
     data = settings(tmp_path, tmp_path / "a.txt", holdout=0.1)
     train, held_out = open_source(data, 257, "train"), open_source(data, 257, "eval")
@@ -389,7 +389,7 @@ def test_a_path_implies_tokens() -> None:
     assert source("data.path=a.txt", "data.source=synthetic") == "synthetic"  # which the rules refuse, with a word
 
 
-def test_text_that_is_there_is_not_tokenized_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenized_text_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = settings(tmp_path, as_files(tmp_path))
     assert is_untokenized(data)
     first = open_source(data, 257, "train").fingerprint
@@ -402,8 +402,8 @@ def test_text_that_is_there_is_not_tokenized_again(tmp_path: Path, monkeypatch: 
     assert open_source(data, 257, "train").fingerprint == first  # made again
 
 
-def test_many_shards_are_opened_through_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And as they are: one that has changed is read anew."""
+def test_many_shards_are_opened_with_one_index_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard that has changed is read again."""
     monkeypatch.setattr("os.fsync", lambda _: None)
     path = write_shards(tmp_path, *([f"shard {number}".encode()] for number in range(100)))
     data = settings(tmp_path, path)
@@ -435,8 +435,8 @@ ODD = [
 
 
 @pytest.mark.parametrize("name", ["gigatoken", "tiktoken"])
-def test_a_fast_engine_gives_the_librarys_ids(tmp_path: Path, name: str) -> None:
-    """Text that spells a special token included."""
+def test_fast_engine_gives_the_ids_of_the_tokenizers_library(tmp_path: Path, name: str) -> None:
+    """Also for text that spells a special token."""
     pytest.importorskip(name)
     tokenizer = find_tokenizer(str(write_tokenizer(tmp_path / "tokenizer.json", END)))
     reference = encode.find_reference(tokenizer)
@@ -464,7 +464,7 @@ class Lying:
         return (ids * 0 if any(b"lie" in each for each in texts) else ids), counts
 
 
-def test_an_engine_that_differs_is_given_up_for_that_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_with_different_ids_is_not_used_for_that_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = {"a": [f"true {number}" for number in range(50)], "b": [f"a lie {number}" for number in range(50)]}
     for name, each in texts.items():
         lines = write_jsonl(tmp_path / f"{name}.jsonl", each)
@@ -515,9 +515,7 @@ def pre_tokenizers() -> dict[str, tuple[Any, bool]]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt4", "lines", "metaspace"])
-def test_a_long_document_in_pieces_has_the_ids_of_the_whole(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_document_in_pieces_has_the_same_ids(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before, is_cut = pre_tokenizers()[name]
     tokenizer = tokenizer_with(tmp_path, before)
     monkeypatch.setattr(encode, "MAX_PIECE_BYTES", 200)
@@ -567,7 +565,7 @@ def killed_at(owner: type, name: str, count: int, job: BuildJob, path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", list(POINTS))
-def test_killed_and_taken_up_by_two_it_is_the_same_to_the_byte(
+def test_killed_build_continued_by_two_gives_the_same_bytes(
     tmp_path: Path, point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = corpus(tmp_path, monkeypatch)
@@ -588,7 +586,9 @@ def test_killed_and_taken_up_by_two_it_is_the_same_to_the_byte(
 
 
 @pytest.mark.slow
-def test_helpers_do_not_change_a_byte_and_tell_what_they_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_helper_processes_give_the_same_bytes_and_report_problems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = corpus(tmp_path, monkeypatch)
     build(job, tmp_path / "one")
     build(job, tmp_path / "four", procs=4)

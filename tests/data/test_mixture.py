@@ -53,7 +53,7 @@ def test_shares_are_exact_in_every_whole_block(start: int) -> None:
     assert {name: sum(p in block for p in positions) for name, (positions, _) in drawn().items()} == expected
 
 
-def test_each_sample_of_a_source_comes_once_an_epoch_whatever_the_phases_do() -> None:
+def test_each_sample_of_a_source_is_used_once_per_epoch_across_phases() -> None:
     for name, (_, numbers) in drawn().items():
         assert len(numbers) > SIZES[name] / 2
         for start in range(0, len(numbers), SIZES[name]):
@@ -62,21 +62,21 @@ def test_each_sample_of_a_source_comes_once_an_epoch_whatever_the_phases_do() ->
             assert len(epoch) < SIZES[name] or sorted(epoch) == list(range(SIZES[name]))
 
 
-def test_how_many_of_each_source_there_are_up_to_a_position() -> None:
+def test_number_of_samples_per_source_up_to_a_position() -> None:
     mixture, found = Mixture(SIZES, PHASES, 3), drawn()
     for samples in (0, 1, 1023, 1024, 2500, 2501, 2502, 6999, 7001, 9000, NUM):
         expected = {name: sum(p < samples for p in positions) for name, (positions, _) in found.items()}
         assert mixture.counts(samples) == expected
 
 
-def test_the_order_of_a_mixture_is_what_it_has_always_been() -> None:
+def test_order_of_a_mixture_has_not_changed_between_versions() -> None:
     """Runs resume from a position: changing these numbers would silently repeat some samples and skip others."""
     mixture = Mixture(SIZES, PHASES, 0)
     assert mixture.at(np.arange(6)).tolist() == [818, 349, 3399, 475, 5792, 2393]
     assert mixture.at(np.array([2499, 2500, 2501, 10**12])).tolist() == [4993, 417, 814, 495]
 
 
-def test_a_position_depends_on_nothing_that_comes_later() -> None:
+def test_position_does_not_depend_on_later_phases() -> None:
     whole = Mixture(SIZES, PHASES, 3).at(np.arange(NUM))
     assert np.array_equal(whole[:2500], Mixture(SIZES, PHASES[:1], 3).at(np.arange(2500)))
     added = [*PHASES[:1], Phase(1300, {"code": 1})]
@@ -104,7 +104,7 @@ def mixed_loader(rank: int = 0, num_ranks: int = 1, micro: int = 24, **more: Any
     ("ranks", "micro", "workers"),
     [(1, 24, 0), (2, 3, 0), (4, 6, 0), (8, 1, 0), pytest.param(2, 4, 2, marks=pytest.mark.slow)],
 )
-def test_the_same_samples_for_any_ranks_micro_batches_and_workers(ranks: int, micro: int, workers: int) -> None:
+def test_same_samples_for_any_ranks_micro_batches_and_workers(ranks: int, micro: int, workers: int) -> None:
     """Resume a one-rank state at step 104, in which the second and the third phase begin."""
     first = mixed_loader()
     for _ in range(103):
@@ -137,7 +137,7 @@ def config_of(*overrides: str) -> Any:
     return load_config("llama_small", merged(base, overrides))
 
 
-def test_a_mapping_names_sources_and_all_else_is_a_path(tmp_path: Path) -> None:
+def test_mapping_names_sources_and_other_values_are_paths(tmp_path: Path) -> None:
     config = config_of(SOURCES, "data.weights={web: 2, code: 1}")
     assert config.data.path == {"web": "a.bin", "code": "b/*.bin"}
     assert config.data.weights == {"web": 2.0, "code": 1.0}
@@ -147,7 +147,7 @@ def test_a_mapping_names_sources_and_all_else_is_a_path(tmp_path: Path) -> None:
     assert load_config(str(tmp_path / "again.yaml")) == config
 
 
-def test_when_a_phase_begins() -> None:
+def test_first_step_of_a_phase() -> None:
     stated = (
         "[{from: 11, weights: {web: 1}}, {from: 'tokens:10_000', weights: {code: 1}}, {from: 83.3%, weights: {web: 1}}]"
     )
@@ -253,7 +253,7 @@ def losses(records: list[dict[str, Any]]) -> list[list[float]]:
 
 
 @pytest.mark.slow
-def test_losses_of_the_sources_make_up_the_loss(mixed_run: MixedRun) -> None:
+def test_loss_is_the_weighted_mean_of_the_sources_losses(mixed_run: MixedRun) -> None:
     """The loss is their mean, weighted by the samples of each source in the phase, and in the 32 held-out samples.
 
     The loss of a source without samples is null.
@@ -289,7 +289,7 @@ def test_losses_of_the_sources_make_up_the_loss(mixed_run: MixedRun) -> None:
     ids=["2", "4", "2x2", "workers"],
 )
 @pytest.mark.parametrize("start", [3, pytest.param(0, marks=pytest.mark.campaign)])
-def test_a_mixture_goes_on_on_any_mesh_with_the_same_losses(
+def test_mixture_resumes_on_any_mesh_with_the_same_losses(
     mesh: list[str], start: int, mixed_run: MixedRun, tmp_path: Path
 ) -> None:
     folder, records, settings = mixed_run
@@ -319,7 +319,7 @@ def test_a_mixture_goes_on_on_any_mesh_with_the_same_losses(
         ([phases_of(second=3), "checkpoint.allow_changes=[data.phases]"], None),
     ],
 )
-def test_the_future_may_change_and_the_past_may_not(
+def test_future_phases_may_change_and_past_ones_may_not(
     change: list[str], words: str | None, mixed_run: MixedRun, tmp_path: Path
 ) -> None:
     folder, _, settings = mixed_run
@@ -338,7 +338,7 @@ def test_the_future_may_change_and_the_past_may_not(
         trainer.close()
 
 
-def test_a_source_that_has_changed_is_named(tmp_path: Path) -> None:
+def test_changed_source_is_named(tmp_path: Path) -> None:
     config = config_of("data.seq_len=16", write_sources(tmp_path))
 
     def loader() -> TrainLoader:
@@ -369,7 +369,7 @@ def test_sources_of_different_tokenizers_do_not_mix(tmp_path: Path) -> None:
         open_source(config.data, 257, "train")
 
 
-def test_no_source_trains_on_what_another_holds_out(tmp_path: Path) -> None:
+def test_no_source_trains_on_documents_held_out_by_a_different_one(tmp_path: Path) -> None:
     write_sources(tmp_path)
     paths = {"web": str(tmp_path / "*" / "*.bin"), "math": str(tmp_path / "math")}
     held_out = {"math": str(next((tmp_path / "code").glob("*.bin")))}
@@ -389,7 +389,7 @@ def test_no_source_trains_on_what_another_holds_out(tmp_path: Path) -> None:
     assert open_source(config_of(*apart, f"data.eval_path={json.dumps(held_out)}").data, 257, "eval") is not None
 
 
-def test_data_that_are_read_again_are_said_beforehand_and_limited(tmp_path: Path) -> None:
+def test_repeated_data_is_announced_and_limited(tmp_path: Path) -> None:
     settings = ["data.seq_len=16", "train.steps=4", "eval.every=0", "data.weights={web: 3, math: 1}"]
     config = config_of(write_sources(tmp_path), *settings)
     source = open_source(config.data, 257, "train")

@@ -1,4 +1,4 @@
-"""Tokens that others have made: nanoGPT's and Megatron's files, taken as they are; and how documents begin."""
+"""Token files of nanoGPT, llm.c and Megatron are converted exactly, and `data.bos` sets how documents begin."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def documents_of(shards: Sequence[Shard]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("write", [plain, with_header, megatron, lambda *given: megatron(*given, code=8, dtype="<u2")])
-def test_tokens_and_documents_are_those_of_the_file(
+def test_tokens_and_documents_are_converted_exactly(
     tmp_path: Path, write: Callable[[Path, Documents], None], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     tokenizer = str(write_tokenizer(tmp_path / "tokenizer.json", END))
@@ -92,7 +92,7 @@ def test_tokens_and_documents_are_those_of_the_file(
     assert "tokens/byte" not in capsys.readouterr().out
 
 
-def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
+def test_invalid_files_are_rejected(tmp_path: Path) -> None:
     tokenizer = str(write_tokenizer(tmp_path / "tokenizer.json", END))
     path = tmp_path / "train.bin"
 
@@ -152,7 +152,7 @@ def test_documents_begin_as_data_bos_says(tmp_path: Path, tokenizer: str, capsys
     assert "[begin] 'the cat'" in out
 
 
-def test_a_begin_that_cannot_be_is_refused(tmp_path: Path, tokenizer: str) -> None:
+def test_impossible_bos_is_rejected(tmp_path: Path, tokenizer: str) -> None:
     lines = write_jsonl(tmp_path / "a.jsonl", ["the cat"] * 9)
     lone = str(write_tokenizer(tmp_path / "lone.json", END))
     for other in ("bytes", lone):

@@ -1,4 +1,4 @@
-"""Documents in rows: masked, packed as full as can be, one a row; what is learnt is the same however they lie."""
+"""Packing of documents into rows: masked, best fit or one per row. What is learned does not depend on the packing."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("seq_len", [1, 2, 3, 7, 33, 34])
 @pytest.mark.parametrize("cut", [0, 1, 3])
-def test_masked_windows_are_the_stream_with_its_documents(tmp_path: Path, seq_len: int, cut: int) -> None:
-    """What ends a document may stand in it, and a shard may end where it likes."""
+def test_masked_windows_are_the_stream_with_document_numbers(tmp_path: Path, seq_len: int, cut: int) -> None:
+    """An end-of-document token may occur within a document, and a shard may end anywhere."""
     shards = [part for part in (DOCUMENTS[:cut], DOCUMENTS[cut:]) if part]
     source = open_source(section(write_shards(tmp_path, *shards), seq_len), 257, "train")
     batch: Any = source.batch(np.arange(len(source)))
@@ -85,7 +85,7 @@ def test_masked_windows_are_the_stream_with_its_documents(tmp_path: Path, seq_le
 
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("documents", ["masked", "joined", "apart"])
-def test_each_document_is_in_one_row_once(tmp_path: Path, documents: str) -> None:
+def test_each_document_is_in_exactly_one_row(tmp_path: Path, documents: str) -> None:
     seq_len, corpus = 32, [texts(0, 150), texts(1, 80)]
     fit = "cut" if documents == "apart" else "best"
     source = open_source(section(write_shards(tmp_path, *corpus), seq_len, documents, fit), 257, "train")
@@ -112,7 +112,7 @@ def _entries(source: Any) -> Any:
 
 
 def test_best_fit_fills_rows_and_is_stable() -> None:
-    """Positions are places in an order of rows: another packing would repeat some documents and skip others."""
+    """A position refers to an order of rows: a changed packing would repeat some documents and skip others."""
     lengths = np.random.default_rng(0).integers(1, 100, 5000)
     order, begins = best_fit(lengths, 128)
     filled = np.add.reduceat(lengths[order], begins[:-1])
@@ -122,7 +122,7 @@ def test_best_fit_fills_rows_and_is_stable() -> None:
     assert best_fit(np.array([3, 9, 5, 5, 1, 7]), 10)[0].tolist() == [1, 4, 0, 5, 2, 3]
 
 
-def test_a_packing_is_made_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_is_computed_once_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "MAX_DOCUMENTS_IN_MEMORY", 0)
     data = section(write_shards(tmp_path, texts(0, 50)), 32, fit="best", cache_dir=str(tmp_path / "cache"))
     first = open_source(data, 257, "train").batch(np.arange(8))
@@ -132,8 +132,8 @@ def test_a_packing_is_made_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
     assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [""]
 
 
-def test_what_tokens_attend_to(tmp_path: Path) -> None:
-    """The squares of the documents' lengths over the tokens of a row, whichever way they were found."""
+def test_mean_attended_length(tmp_path: Path) -> None:
+    """The sum of squared document lengths divided by the tokens of a row, however the documents were found."""
     path = write_shards(tmp_path, texts(0, 100))
     for fit in ("cut", "best"):
         source = open_source(section(path, 64, fit=fit), 257, "train")
@@ -145,7 +145,7 @@ def test_what_tokens_attend_to(tmp_path: Path) -> None:
     assert open_source(section(path, 64, "joined"), 257, "train").attended is None
 
 
-def test_loaders_hand_borders_on(tmp_path: Path) -> None:
+def test_loaders_pass_document_boundaries_on(tmp_path: Path) -> None:
     source = open_source(section(write_shards(tmp_path, texts(0, 100)), 32, fit="best"), 257, "train")
     sizes: dict[str, Any] = {"global_batch_size": 4, "micro_batch_size": 4}
     expected: Any = source.batch(sample_at(np.arange(4), len(source), 0))
@@ -192,7 +192,7 @@ for kind in (Ignores, CountsOn, KnowsNone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Ignores, CountsOn, KnowsNone])
-def test_a_model_that_mixes_documents_is_refused(kind: type, tmp_path: Path) -> None:
+def test_model_that_mixes_documents_is_rejected(kind: type, tmp_path: Path) -> None:
     shape = [f"model.name=packing_{kind.__name__}", "model.dim=32", "model.num_heads=2", "model.num_layers=2"]
     data = ["data.source=stdlib", "data.path=null", "model.vocab_size=257", "data.tokenizer=bytes", "data.seq_len=32"]
     own = [*shape, *data, MASKED, "run.threads=1", "eval.every=0", "fsdp.param_dtype=float32", f"run.dir={tmp_path}"]
@@ -204,8 +204,8 @@ def test_a_model_that_mixes_documents_is_refused(kind: type, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_what_is_attended_to_is_counted(tmp_path: Path) -> None:
-    """In the FLOPs of a token, which mfu goes by, and in the plan: attention alone costs less."""
+def test_flops_and_plan_use_the_attended_length(tmp_path: Path) -> None:
+    """FLOPs per token, on which mfu is based, and the plan's attention cost are lower."""
     trainer, joined = (trainer_on(tmp_path / end, f"data.documents={end}") for end in ("masked", "joined"))
     attended = trainer.loader.source.attended  # type: ignore[attr-defined]
     assert 200 < attended < 2048
@@ -227,7 +227,7 @@ def test_what_is_attended_to_is_counted(tmp_path: Path) -> None:
         each.close()
 
 
-def test_wrong_combinations_are_refused() -> None:
+def test_wrong_combinations_are_rejected() -> None:
     for overrides, said in (
         (["data.pack=false", MASKED], "data.documents=masked: data.pack=false puts"),
         (["data.documents=apart", BEST], "data.fit=best: with one document"),
@@ -238,7 +238,7 @@ def test_wrong_combinations_are_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("several", [2, pytest.param(4, marks=pytest.mark.campaign)])
-def test_packed_documents_train_alike_on_every_mesh(several: int, tmp_path: Path) -> None:
+def test_packed_documents_train_the_same_on_every_mesh(several: int, tmp_path: Path) -> None:
     runs = [[], [BEST], [BEST, "train.activation_checkpoint=full", "train.micro_batch_size=1"]]
     found = {}
     for ranks, mesh in ((1, []), (several, ["mesh.replicate=2"] if several == 4 else [])):
@@ -252,7 +252,7 @@ def test_packed_documents_train_alike_on_every_mesh(several: int, tmp_path: Path
 
 
 @pytest.mark.campaign
-def test_packed_documents_are_resumed_bit_for_bit(tmp_path: Path) -> None:
+def test_packed_documents_resume_bit_for_bit(tmp_path: Path) -> None:
     settings = [MASKED, BEST, "nproc=2", "eval.every=3", "eval.steps=1"]
     straight = run_tiny(tmp_path / "straight", *settings, "train.steps=4")
     run_tiny(tmp_path / "cut", *settings, "train.steps=2", "schedule.name=constant")

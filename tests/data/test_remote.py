@@ -1,4 +1,4 @@
-"""Shards that are elsewhere: the samples of those on a disk, whatever befalls the connection, in bounded room."""
+"""Remote shards and text: the same samples as from local files despite connection problems, with bounded disk space."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SIZES = range(300, 700, 50)
 
 
 class Elsewhere(SimpleHTTPRequestHandler):
-    """A web server that loses what is in `trouble`: for each name how, for one request after the other."""
+    """A web server that fails for names in `trouble`: for each name a list of failures, one per request."""
 
     trouble: dict[str, list[str]]
     asked: Counter[str]
@@ -156,10 +156,10 @@ def kept(tmp_path: Path) -> int:
 
 
 @pytest.mark.parametrize("documents", ["joined", "masked"])
-def test_a_connection_that_stalls_and_drops_changes_nothing(
+def test_stalling_and_dropping_connection_changes_nothing(
     tmp_path: Path, folder: Path, server: Server, documents: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With room for half of the data, which is never exceeded."""
+    """The cache has space for half of the data, and never exceeds it."""
     monkeypatch.setattr(transport, "STALL_S", 0.2)
     names = sorted(path.name for path in folder.glob("*.bin"))
     server.trouble.update(
@@ -181,9 +181,7 @@ def test_a_connection_that_stalls_and_drops_changes_nothing(
     assert sum(server.asked[name] for name in names) > 2 * len(names)  # or there was room for all
 
 
-def test_each_shard_is_fetched_once_for_all_ranks_of_a_machine_and_ahead(
-    tmp_path: Path, folder: Path, server: Server
-) -> None:
+def test_each_shard_is_downloaded_once_per_machine_and_in_advance(tmp_path: Path, folder: Path, server: Server) -> None:
     sources = [opened(tmp_path, server.url) for _ in range(2)]
     for source in sources:
         for shard in source.shards:  # type: ignore[attr-defined]
@@ -214,7 +212,7 @@ class _OwnCache:
         self.cache = self.caches.setdefault(owner, ShardCache(folder, None))
 
 
-def test_what_is_needed_next_is_fetched_before_it_is_asked_for(tmp_path: Path, server: Server) -> None:
+def test_next_shards_are_prefetched(tmp_path: Path, server: Server) -> None:
     source = opened(tmp_path, server.url)
     loader = TrainLoader(source, seed=3, global_batch_size=1, micro_batch_size=1)
     steps, own = iter(loader.next_samples(all_ranks=True)[None]), slice(0, 1)
@@ -226,9 +224,7 @@ def test_what_is_needed_next_is_fetched_before_it_is_asked_for(tmp_path: Path, s
     indices.close()  # type: ignore[attr-defined]
 
 
-def test_what_a_killed_process_was_fetching_is_not_taken_for_a_shard(
-    tmp_path: Path, folder: Path, server: Server
-) -> None:
+def test_partial_download_of_a_killed_process_is_not_used(tmp_path: Path, folder: Path, server: Server) -> None:
     source = opened(tmp_path, server.url, cache_gib=1)
     inside = tmp_path / "cache" / "shards"
     for shard in source.shards:  # type: ignore[attr-defined]
@@ -253,7 +249,7 @@ def test_every_way_to_name_shards(tmp_path: Path, folder: Path, server: Server, 
     assert np.array_equal(there.batch(places)[0], here.batch(places)[0])  # type: ignore[index]
 
 
-def test_sources_of_both_kinds(tmp_path: Path, folder: Path, server: Server) -> None:
+def test_mixture_of_local_and_remote_sources(tmp_path: Path, folder: Path, server: Server) -> None:
     there = opened(tmp_path, {"a": server.url, "b": str(folder)})
     here = opened(tmp_path, {"a": str(folder), "b": str(folder)})
     assert isinstance(there, MixedSource)
@@ -288,7 +284,7 @@ PAGE = "<!DOCTYPE html><html><body>Please log in</body></html>"
         ("a.jsonl", '{"text": "one"}\n{"text": \n', r"a\.jsonl:2: is not JSON"),
     ],
 )
-def test_text_that_is_not_what_it_should_be_is_told_by_its_url_and_not_kept(
+def test_invalid_remote_text_is_named_by_url_and_not_kept(
     name: str, content: str, words: str, tmp_path: Path, folder: Path, server: Server
 ) -> None:
     (folder / name).write_text(content)
@@ -299,12 +295,12 @@ def test_text_that_is_not_what_it_should_be_is_told_by_its_url_and_not_kept(
     assert not list((tmp_path / "cache" / "text").glob(f"*{name}*"))
 
 
-def test_a_page_is_text_where_its_name_says_so(tmp_path: Path, folder: Path, server: Server) -> None:
+def test_html_page_is_text_if_its_name_says_so(tmp_path: Path, folder: Path, server: Server) -> None:
     (folder / "a.html").write_text(PAGE * 20)
     assert len(opened(tmp_path, f"{server.url}/a.html"))
 
 
-def test_a_loop_of_redirects_is_told_in_one_line() -> None:
+def test_redirect_loop_is_one_line() -> None:
     reason = urllib.request.HTTPRedirectHandler.inf_msg + "Found"
     assert "\n" in reason
     error = urllib.error.HTTPError("http://x", 302, reason, email.message.Message(), None)
@@ -314,7 +310,7 @@ def test_a_loop_of_redirects_is_told_in_one_line() -> None:
     assert "\n" not in transport._reason(error)
 
 
-def test_text_is_fetched_and_made_into_the_shards_of_the_same_files_here(
+def test_remote_text_gives_the_same_shards_as_local_files(
     tmp_path: Path, folder: Path, server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     inside = folder / "text"
@@ -345,10 +341,10 @@ def test_text_is_fetched_and_made_into_the_shards_of_the_same_files_here(
         opened(tmp_path / "another", f"{server.url}/text/")
 
 
-def test_text_at_a_url_is_prepared_like_the_same_file_here(
+def test_prepare_treats_remote_text_like_local_files(
     tmp_path: Path, folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What lies here and what does not, in the order in which they are named; nothing that was fetched is left."""
+    """Local and remote files in the order in which they are named; no downloaded file is left."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     lines = [[f'{{"text": "{name} document {number}"}}' for number in range(20)] for name in "ab"]
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
@@ -370,8 +366,8 @@ def test_text_at_a_url_is_prepared_like_the_same_file_here(
     assert not (tmp_path / "absent").exists()
 
 
-def test_names_that_a_url_spells_otherwise(tmp_path: Path, folder: Path, server: Server) -> None:
-    """Spaces, letters beyond ASCII, and what means something in a URL: from a page, by a glob, and as given."""
+def test_names_that_are_escaped_in_a_url(tmp_path: Path, folder: Path, server: Server) -> None:
+    """Spaces, non-ASCII letters and URL metacharacters: from an index page, by a glob, and as given."""
     names = ["a b.txt", "ä.txt", "100%.txt", "c#d.txt", "e?f.txt", "g%20h.txt"]
     texts = sorted(f"the text of {name} " * 20 for name in names)
     (folder / "odd").mkdir()
@@ -406,8 +402,8 @@ class Stalling(SyntheticSource):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_late", [True, False], ids=["this rank's data are late", "another rank's are"])
-def test_a_step_whose_data_do_not_come_is_left(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However soon the next micro-batch is asked for: a rank that read it itself could not leave."""
+def test_step_without_data_is_abandoned_on_a_stop(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However early the next micro-batch is requested: a rank that read it itself could not stop."""
     monkeypatch.setattr(lifecycle, "DATA_TIMEOUT_S", -1.0)
     monkeypatch.setattr("trainer.data.loader._IDLE_CALLER_S", math.inf)
     come, asked, said = threading.Event(), threading.Event(), []
@@ -436,7 +432,7 @@ def test_a_step_whose_data_do_not_come_is_left(is_late: bool, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_a_run_that_waits_for_a_lost_connection_stops_and_saves(tmp_path: Path, folder: Path, server: Server) -> None:
+def test_run_that_waits_for_a_lost_connection_stops_and_saves(tmp_path: Path, folder: Path, server: Server) -> None:
     server.on_request = lambda name: server.gate.wait() if name.endswith(".bin") else None
     path = f"data.path={{a: {folder}, b: {server.url}}}"
     phases = ("data.weights={a: 1}", "data.phases=[{from: 3, weights: {b: 1}}]", "data.holdout=0")
@@ -454,7 +450,7 @@ def test_a_run_that_waits_for_a_lost_connection_stops_and_saves(tmp_path: Path, 
 def test_an_evaluation_that_waits_for_a_lost_connection_is_abandoned(
     tmp_path: Path, folder: Path, server: Server
 ) -> None:
-    """And made up for after the next start, when the connection is there again."""
+    """It is made up for after the next start, once the connection is back."""
     server.on_request = lambda name: server.gate.wait() if name.endswith(".bin") else None
     common = ("model.vocab_size=257", "data.source=tokens", f"data.path={folder}", f"data.eval_path={server.url}")
     settings = ["recipe=llama_small", *tiny_overrides("train.steps=4", "eval.every=2", "eval.steps=1", *common)]
@@ -470,7 +466,7 @@ def test_an_evaluation_that_waits_for_a_lost_connection_is_abandoned(
 
 
 @pytest.mark.slow
-def test_losses_are_those_of_the_same_shards_on_a_disk(tmp_path: Path, folder: Path, server: Server) -> None:
+def test_losses_equal_those_of_local_shards(tmp_path: Path, folder: Path, server: Server) -> None:
     server.trouble.update({path.name: ["drops"] for path in folder.glob("*.bin")})
     common = ("train.steps=12", "model.vocab_size=257", "nproc=2", "data.source=tokens", "data.holdout=0")
     half = sum(SIZES) * 2 / 2**30 / 2

@@ -1,4 +1,4 @@
-"""What reading token shards promises: few descriptors, no more than is asked for, and a word for what is damaged."""
+"""Reading token shards: few file descriptors, only the requested bytes, and a message that names damaged shards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from trainer.errors import TrainingFailed
 
 @pytest.fixture(autouse=True)
 def _written_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # thousands of files that nobody keeps
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # thousands of temporary files
     yield
     shards.SHARD_FILES.close()
 
@@ -83,7 +83,7 @@ def test_more_shards_than_descriptors(tmp_path: Path) -> None:
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
-def test_descriptors_that_others_have_taken_are_made_do_without(tmp_path: Path) -> None:
+def test_few_free_descriptors_suffice(tmp_path: Path) -> None:
     source, stream = many_shards(tmp_path, 40)
     source.batch(np.arange(30))
     with file_limit(len(open_files()) + 3), contextlib.ExitStack() as others:
@@ -92,7 +92,7 @@ def test_descriptors_that_others_have_taken_are_made_do_without(tmp_path: Path) 
     assert tokens.ravel().tolist() == stream[: 39 * 4]
 
 
-def test_no_descriptor_at_all_is_named_with_the_limit(tmp_path: Path) -> None:
+def test_message_without_free_descriptors_names_the_limit(tmp_path: Path) -> None:
     folders = [tmp_path / str(number) for number in range(3)]
     for folder in folders:
         folder.mkdir()
@@ -111,7 +111,7 @@ def test_no_descriptor_at_all_is_named_with_the_limit(tmp_path: Path) -> None:
     assert re.search(rf"text-0000\d\.bin.*`ulimit -n` is {limit}", message), message
 
 
-def test_a_low_limit_is_raised_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_descriptor_limit_is_raised_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with file_limit(256):
         assert raise_file_limit() == ""
@@ -124,7 +124,7 @@ def test_a_low_limit_is_raised_or_named(monkeypatch: pytest.MonkeyPatch) -> None
     )
 
 
-def test_no_more_is_read_than_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_requested_bytes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_shards(tmp_path, [b"x" * 100_000])
     source = open_source(DataSection(source="tokens", path=path, seq_len=64), None, "train")
     asked: list[int] = []
@@ -139,7 +139,7 @@ def test_no_more_is_read_than_is_asked_for(tmp_path: Path, monkeypatch: pytest.M
     assert asked == [65 * 2] * 3
 
 
-def test_reads_that_are_cut_by_signals_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_reads_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_shards(tmp_path, [b"abcdefgh"])
     source = open_source(DataSection(source="tokens", path=path, seq_len=8), None, "train")
     real = os.preadv
@@ -151,15 +151,15 @@ def test_reads_that_are_cut_by_signals_go_on(tmp_path: Path, monkeypatch: pytest
     assert bytes(source.batch(np.array([0]))[0][0].tolist()) == b"abcdefgh"
 
 
-def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
-    """By whoever opens it now, while it is still open from before."""
+def test_replaced_file_is_read_again(tmp_path: Path) -> None:
+    """By a process that opens it now, while the old file is still open."""
     for text in (b"old", b"new"):
         path = write_shards(tmp_path, [text])
         source = open_source(DataSection(source="tokens", path=path, seq_len=3), None, "train")
         assert bytes(source.batch(np.array([0]))[0][0].tolist()) == text
 
 
-def test_threads_that_share_few_descriptors_read_what_is_theirs(tmp_path: Path, monkeypatch: Any) -> None:
+def test_threads_that_share_few_descriptors_read_the_right_bytes(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(shards, "MAX_OPEN_FILES", 2)  # so that each read closes what another thread is reading from
     source, stream = many_shards(tmp_path, 60)
     expected = np.array(stream[: 59 * 4]).reshape(59, 4)
@@ -185,7 +185,7 @@ def test_threads_that_share_few_descriptors_read_what_is_theirs(tmp_path: Path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_processes_that_share_shards_read_what_is_theirs(tmp_path: Path, method: str) -> None:
+def test_processes_that_share_shards_read_the_right_bytes(tmp_path: Path, method: str) -> None:
     source, _ = many_shards(tmp_path, 40)
     expected = source.batch(np.arange(39))[0]  # the parent's descriptors are open when it forks
     assert len(pickle.dumps(source)) < 20_000
@@ -205,7 +205,7 @@ def token_settings(path: str, **more: Any) -> DataSection:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_shard_that_is_cut_short_is_named(tmp_path: Path, num_workers: int) -> None:
+def test_truncated_shard_is_named(tmp_path: Path, num_workers: int) -> None:
     path = write_shards(tmp_path, [b"abcdefgh" * 50], [b"ijklmnop" * 50])
     second = tmp_path / "text-00001.bin"
     source = open_source(token_settings(path), 257, "train")
@@ -224,7 +224,7 @@ def test_a_shard_that_is_cut_short_is_named(tmp_path: Path, num_workers: int) ->
         list(held_out)
 
 
-def test_a_shard_that_is_gone_is_named(tmp_path: Path) -> None:
+def test_missing_shard_is_named(tmp_path: Path) -> None:
     source = open_source(token_settings(write_shards(tmp_path, [b"abcdefgh" * 50])), 257, "train")
     (tmp_path / "text-00000.bin").unlink()
     shards.SHARD_FILES.close()  # it is open since it was verified, and could be read on
@@ -237,7 +237,7 @@ def test_a_shard_that_is_gone_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("position", [0, 7, 211, 300])
 def test_an_id_beyond_the_vocabulary_is_named(tmp_path: Path, position: int) -> None:
-    """With the shard, the sample and the rule: the last token of a sample, a target alone, and one of two shards."""
+    """With the shard, the sample and the rule: in a last token, in a target only, and across two shards."""
     path = write_shards(tmp_path, [b"abcdefgh" * 50], [b"ijklmnop" * 50])
     damaged = tmp_path / "text-00001.bin"
     with open(damaged, "r+b") as file:
@@ -260,15 +260,15 @@ class Beyond(Numbered):
     vocab_size = 40
 
 
-def test_an_id_of_ones_own_source_beyond_its_vocabulary(tmp_path: Path) -> None:
+def test_id_of_a_custom_source_beyond_its_vocabulary(tmp_path: Path) -> None:
     own: Source = Beyond(50)
     loader = TrainLoader(own, seed=0, global_batch_size=50, micro_batch_size=50)
     with pytest.raises(TrainingFailed, match=r"^sample 4\d holds the id 4\d: ids must be below 40, "):
         next(loader)
 
 
-def test_a_run_whose_data_is_cut_short_says_so(tmp_path: Path) -> None:
-    """Its ranks end with a word in status.json, not by a signal."""
+def test_run_with_truncated_data_reports_it(tmp_path: Path) -> None:
+    """Its ranks end with a message in status.json, not by a signal."""
     (tmp_path / "data").mkdir()
     path = write_shards(tmp_path / "data", [b"abcdefgh" * 500])
     config = tiny_config(
@@ -299,7 +299,7 @@ def test_a_run_on_two_ranks_ends_with_one_message(tmp_path: Path) -> None:
 
 @pytest.mark.campaign
 def test_cold_reads_fetch_little_more_than_is_used(tmp_path: Path) -> None:
-    """Counted by the kernel; on storage that it does not count for (memory), there is nothing to see."""
+    """Counted by the kernel; for storage that it does not count (memory), the test is skipped."""
     path = write_shards(tmp_path, [bytes(200) * 320_000])  # 128 MB
     source = open_source(DataSection(source="tokens", path=path, seq_len=2048), 257, "train")
     monitored = tmp_path / "text-00000.bin"

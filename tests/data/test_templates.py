@@ -105,7 +105,7 @@ COSTLY = {
 
 @pytest.fixture(autouse=True)
 def _nothing_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not refused fails at once."""
+    """A template that is not rejected fails at once."""
     monkeypatch.setattr(run, "run_trainer", lambda *given: pytest.fail("nothing was wrong"))
 
 
@@ -146,7 +146,7 @@ def check_refusal(folder: Path, template: str | bytes, says: str, capsys: pytest
 
 
 @pytest.mark.parametrize("kind", list(BROKEN))
-def test_a_broken_template_is_one_message(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_broken_template_is_one_message(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check_refusal(tmp_path, *BROKEN[kind], capsys)
 
 
@@ -157,14 +157,14 @@ EVERY_DAY = ("loops without an end", "doubled text")
 @pytest.mark.parametrize(
     "kind", [kind if kind in EVERY_DAY else pytest.param(kind, marks=pytest.mark.campaign) for kind in COSTLY]
 )
-def test_a_costly_template_is_one_message(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The child that tries it never has more than 2 GiB."""
+def test_expensive_template_is_one_message(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The child process that tries it never has more than 2 GiB."""
     check_refusal(tmp_path, *COSTLY[kind], capsys)
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2 << 20
 
 
 @pytest.mark.parametrize("kind", ["a folder", "no file", "a name", "a model's list", "a model's number"])
-def test_a_template_that_is_no_file(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_template_that_is_not_a_file(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given, says = {
         "a folder": (str(tmp_path), "is a folder; must be model, chatml, or a Jinja file"),
         "no file": (str(tmp_path / "none.jinja"), "no such file; must be model, chatml, or a Jinja file"),
@@ -194,10 +194,8 @@ def test_a_template_that_is_no_file(kind: str, tmp_path: Path, capsys: pytest.Ca
         ("{{ 10 ** (10 ** 9) }}", "too large"),
     ],
 )
-def test_a_template_that_is_costly_on_some_conversation_alone_is_ended_there(
-    body: str, says: str, tmp_path: Path
-) -> None:
-    """And the process goes on as before: the next rendering is none the worse, and its limits are what they were."""
+def test_template_is_stopped_at_the_conversation_that_is_expensive(body: str, says: str, tmp_path: Path) -> None:
+    """The process then continues normally: the next rendering works, and limits are restored."""
     write_tokenizer(tmp_path, "{% if messages[0].content == 'Bye' %}" + body + "{% endif %}" + ALSO)
     template = find_template("model", str(tmp_path))
     assert template is not None
@@ -212,8 +210,8 @@ def test_a_template_that_is_costly_on_some_conversation_alone_is_ended_there(
 
 
 @pytest.mark.parametrize("where", ["setrlimit", "lock", "begin"])
-def test_a_block_that_cannot_be_entered_leaves_no_limit_behind(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stop request may come between any two instructions."""
+def test_interrupted_start_of_a_limit_leaves_no_limit(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stop request may arrive between any two instructions."""
     before, real = resource.getrlimit(resource.RLIMIT_AS), resource.setrlimit
     watch, lock = limits._Watchdog(), limits._RENDER_LOCK
 
@@ -245,8 +243,8 @@ def test_a_block_that_cannot_be_entered_leaves_no_limit_behind(where: str, monke
     assert is_free(lock)
 
 
-def test_a_block_that_is_late_at_its_very_end_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exception that ends a rendering may be raised where the watch is about to be told of its end."""
+def test_timeout_at_the_very_end_of_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exception that ends a rendering may be raised just before the watchdog thread is stopped."""
     watch = limits._Watchdog()
     monkeypatch.setattr(limits, "_WATCHDOG", watch)
     with pytest.raises(limits.TemplateTimeout), limited():
@@ -287,7 +285,7 @@ def is_free(lock: Any) -> bool:
 
 
 @pytest.mark.slow
-def test_a_trial_says_how_a_child_ended() -> None:
+def test_trial_reports_how_the_child_ended() -> None:
     def crash() -> str:
         import os
         import signal
@@ -301,7 +299,7 @@ def test_a_trial_says_how_a_child_ended() -> None:
     assert trial(lambda: str(bytearray(1 << 40))) == limits.TOO_MUCH_MEMORY
 
 
-def test_a_prompt_that_the_template_fails_on_is_one_message(tmp_path: Path) -> None:
+def test_template_that_fails_on_a_prompt_is_one_message(tmp_path: Path) -> None:
     """For `trainer.generate` and `log.prompts`, as for training."""
     write_tokenizer(tmp_path, "{{ 1/0 }}")
     with pytest.raises(UserError, match=r"--chat=Hi: the chat template fails on it \(ZeroDivisionError"):
@@ -310,7 +308,7 @@ def test_a_prompt_that_the_template_fails_on_is_one_message(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_generate_and_export_refuse_a_costly_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_and_export_reject_an_expensive_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path / "run", *write_chats(tmp_path), "train.steps=1")
     export_checkpoint(tmp_path / "run", tmp_path / "out")
     (tmp_path / "out" / "chat_template.jinja").write_text(LOOP)
@@ -318,7 +316,7 @@ def test_generate_and_export_refuse_a_costly_template(tmp_path: Path, capsys: py
     assert limits.TOO_MUCH_TIME in capsys.readouterr().err
 
 
-def test_ordinary_templates_render_as_without_limits(tmp_path: Path) -> None:
+def test_ordinary_templates_render_the_same_with_limits(tmp_path: Path) -> None:
     for name, family in FAMILIES.items():
         write_tokenizer(tmp_path / name, family.template, **family.config)
         template = find_template("model", str(tmp_path / name))
@@ -331,8 +329,8 @@ def test_ordinary_templates_render_as_without_limits(tmp_path: Path) -> None:
 # Built in
 
 
-def test_chatml_is_built_in_and_goes_along(tmp_path: Path) -> None:
-    """For a base model, whose tokenizer has no template: trained with, kept, exported."""
+def test_built_in_chatml_is_used_kept_and_exported(tmp_path: Path) -> None:
+    """For a base model with a tokenizer that has no template."""
     settings = write_chats(tmp_path)
     bare = write_tokenizer(tmp_path / "bare", None)
     fit(tmp_path / "run", *settings, f"data.tokenizer={bare}", "data.chat_template=chatml", "train.steps=1")
@@ -352,6 +350,8 @@ def test_chatml_needs_its_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "data.chat_template=chatml: the tokenizer has no token <|im_end|>" in capsys.readouterr().err
 
 
-def test_a_model_without_a_template_is_told_of_chatml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_message_for_a_model_without_template_suggests_chatml(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run.main(settings_with(tmp_path, "model")) == 2
     assert "data.chat_template=chatml" in capsys.readouterr().err

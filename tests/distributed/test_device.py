@@ -1,4 +1,4 @@
-"""Which GPU a rank takes, and that all ranks hear of it where one cannot be had."""
+"""Which GPU each rank uses, and the message on all ranks if one has none."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_gpu_of_a_rank(
         ("srun", 4, 2, {}),
     ],
 )
-def test_every_rank_of_a_node_with_too_few_gpus_says_so(
+def test_every_rank_of_a_node_with_too_few_gpus_fails(
     launcher: str, local_ranks: int, num_gpus: int, variables: dict[str, str], local_rank: int
 ) -> None:
     env = Environment(launcher, local_rank, local_ranks, local_rank, local_ranks)
@@ -71,13 +71,13 @@ def test_every_rank_of_a_node_with_too_few_gpus_says_so(
         choose_gpu("auto", env, num_gpus, variables)
 
 
-def test_a_gpu_that_is_not_there() -> None:
+def test_missing_gpu() -> None:
     with pytest.raises(UserError, match=r"run\.device=cuda: torch finds no usable GPU\n.*run\.device=cpu"):
         choose_gpu("cuda", Environment(), 0, {})
 
 
-def test_what_one_rank_has_found_all_raise() -> None:
-    """As on the second of two nodes, which has fewer GPUs than the first: rank 0 is the one to say it."""
+def test_error_of_one_rank_is_raised_on_all() -> None:
+    """As when the second of two nodes has fewer GPUs than the first: rank 0 prints the message."""
     store, found = HashStore(), {}
 
     def begin(rank: int) -> None:
@@ -97,7 +97,7 @@ def test_what_one_rank_has_found_all_raise() -> None:
     assert "nproc=2: this node has 1 GPU, one for each rank; ranks " in found[0]
 
 
-def test_kernels_that_add_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     try:
@@ -111,7 +111,7 @@ def test_kernels_that_add_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_that_cannot_be_page_locked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is used all the same, said once, and never unlocked."""
+    """It is used without the lock, reported once, and never unlocked."""
     locked: list[int] = []
 
     def lock(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Which process this is: the variables of torchrun and Slurm, and what is wrong with them."""
+"""Rank and world size from the variables of torchrun and Slurm, and errors in these variables."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def test_srun(tasks: str, node: int, expected: int) -> None:
     assert find_environment(env) == Environment("srun", **place, job="slurm 4711")
 
 
-def test_a_step_of_one_task() -> None:
+def test_slurm_step_with_one_task() -> None:
     env = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
     assert find_environment(env) == Environment("srun")
 
 
-def test_a_batch_script_is_no_step() -> None:
-    """Without srun there is one process, whatever the job's size."""
+def test_batch_script_without_srun_is_one_process() -> None:
+    """Whatever the size of the job."""
     assert find_environment(JOB | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}).launcher == "single"
 
 
@@ -104,7 +104,7 @@ def test_malformed_variables_are_named(launcher: dict[str, str], name: str, text
         (TORCHRUN | {"MASTER_ADDR": "here", "MASTER_PORT": "tcp"}, "MASTER_PORT=tcp", "must be a port"),
     ],
 )
-def test_variables_of_a_launcher_that_are_set_in_part(variables: dict[str, str], key: str, says: str) -> None:
+def test_partly_set_launcher_variables(variables: dict[str, str], key: str, says: str) -> None:
     with pytest.raises(UserError) as raised:
         check_rendezvous(find_environment(variables), variables)
     assert str(raised.value).startswith(f"{key}: ")
@@ -154,21 +154,21 @@ def test_rendezvous(scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_address_where_names_do_not_resolve(scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_if_host_names_do_not_resolve(scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostbyname", no_such_name)
     env = dict(SRUN)
     export_slurm_rendezvous(env)
     assert env["MASTER_ADDR"] == "10.0.0.17"
 
 
-def test_what_is_set_already_is_kept(scontrol: Path) -> None:
+def test_variables_that_are_already_set_are_kept(scontrol: Path) -> None:
     env = SRUN | {"MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "12345"}
     export_slurm_rendezvous(env)
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("10.1.1.1", "12345")
     assert scontrol.read_text() == ""
 
 
-def test_all_tasks_find_the_same_port_and_other_steps_another() -> None:
+def test_tasks_of_a_step_share_a_port_that_other_steps_do_not() -> None:
     def port(**changes: str) -> str:
         env = SRUN | {"MASTER_ADDR": "10.1.1.1"} | changes
         export_slurm_rendezvous(env)
@@ -181,15 +181,15 @@ def test_all_tasks_find_the_same_port_and_other_steps_another() -> None:
 
 
 @pytest.mark.slow
-def test_without_scontrol_the_user_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container on a cluster: MASTER_ADDR is what helps."""
+def test_message_without_scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container on a cluster: the message says to set MASTER_ADDR."""
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="MASTER_ADDR"):
         export_slurm_rendezvous(dict(SRUN))
 
 
 @pytest.mark.slow
-def test_a_failing_scontrol_is_told(scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_if_scontrol_fails(scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = scontrol.parent / "bin" / "scontrol"
     program.write_text("#!/bin/sh\necho 'slurm_load_jobs error: Unable to contact slurm controller' >&2\nexit 1\n")
     assert subprocess.run([program], capture_output=True).returncode == 1
@@ -198,7 +198,7 @@ def test_a_failing_scontrol_is_told(scontrol: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("was_on", [True, False])
-def test_the_garbage_collector_is_left_as_it_was(was_on):
+def test_garbage_collector_settings_are_restored(was_on):
     was = gc.isenabled()
     try:
         (gc.enable if was_on else gc.disable)()

@@ -1,4 +1,4 @@
-"""The network interface on which a rank listens where there are several nodes."""
+"""The network interface on which a rank listens if there are several nodes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ INTERFACES = {"127.0.0.1": "lo", "10.0.0.7": "eth0", "192.168.1.7": "ib0"}
         ({"head": "172.16.0.1"}, ""),  # of an interface that has gone
     ],
 )
-def test_the_interface_towards_the_other_nodes(ways: dict[str, str], expected: str) -> None:
+def test_interface_that_leads_to_the_other_nodes(ways: dict[str, str], expected: str) -> None:
     assert find_interface([*ways], ways.__getitem__, INTERFACES) == expected
 
 
-def test_what_the_user_says_stays_and_one_node_needs_nothing() -> None:
+def test_user_settings_are_kept_and_one_node_needs_none() -> None:
     two_nodes = Environment("torchrun", 0, 8, 0, 4)
     said = {"GLOO_SOCKET_IFNAME": "ib1", "MASTER_ADDR": "127.0.0.1"}
     assert choose_interface(two_nodes, said) == "ib1"

@@ -1,4 +1,4 @@
-"""A rank that is killed is named, with the signal that killed it; `status.json` does not say `running` for ever."""
+"""A killed rank is named with the signal that killed it, and `status.json` does not stay at `running`."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class WorkerExit:
         ({}, []),
     ],
 )
-def test_who_was_killed(ends: dict[int, Any], named: list[str]) -> None:
+def test_killed_ranks_are_identified(ends: dict[int, Any], named: list[str]) -> None:
     found = describe_killed(ends)
     assert bool(found) == bool(named)
     for words in named:
         assert words in found, found
 
 
-def test_what_says_that_another_rank_has_gone() -> None:
+def test_errors_that_mean_a_lost_rank() -> None:
     gloo = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:28823. This may mean ... GLHF"
     nccl = "NCCL error ... ncclRemoteError: A call failed possibly due to a network error or a remote process exiting"
     assert is_lost_connection(RuntimeError(gloo))
@@ -81,14 +81,14 @@ def test_what_says_that_another_rank_has_gone() -> None:
     assert not is_lost_connection(ValueError("closed by peer"))
 
 
-def test_neighbours_that_live_and_those_that_are_elsewhere() -> None:
+def test_dead_ranks_are_found_on_this_node_only() -> None:
     here = this_process()
     assert describe_dead([here, Process("another machine", 2**22 + 1)], 0.0) == ""
     assert describe_dead([here, Process(here.machine, 2**22 + 1)], 0.0) == describe_end(1, 2**22 + 1, None)
 
 
 @pytest.mark.slow
-def test_a_neighbour_that_nobody_has_buried() -> None:
+def test_zombie_rank_counts_as_dead() -> None:
     child = popen(["sleep", "1000"])
     child.send_signal(signal.SIGBUS)
     found = describe_dead([this_process(), Process(this_process().machine, child.pid)], 10.0)
@@ -112,7 +112,7 @@ def status_of(state: str, step: int = 3, reason: str = "") -> dict[str, Any]:
     return {"state": state, "exit_code": {"running": None, "finished": 0}.get(state, 1), "step": step, "reason": reason}
 
 
-def test_a_launcher_says_how_the_run_ended(tmp_path: Path) -> None:
+def test_launcher_records_how_the_run_ended(tmp_path: Path) -> None:
     silent = status_of("failed", step=7, reason="rank 1 was killed")
     assert status_after(tmp_path, status_of("running"), {}) == silent
     assert status_after(tmp_path, status_of("running"), status_of("running")) == silent, "nobody runs there"
@@ -120,7 +120,7 @@ def test_a_launcher_says_how_the_run_ended(tmp_path: Path) -> None:
     assert status_after(tmp_path, status_of("failed", reason="RuntimeError: closed by peer"), {}) == killed
 
 
-def test_a_launcher_leaves_what_others_have_said(tmp_path: Path) -> None:
+def test_launcher_keeps_a_status_written_by_a_rank(tmp_path: Path) -> None:
     assert status_after(tmp_path / "no_folder", None, {}) == {}
     for status in (status_of("finished"), status_of("stopped"), status_of("failed", reason="of an attempt before")):
         assert status_after(tmp_path, status, status) == status
@@ -144,7 +144,7 @@ def test_a_launcher_leaves_what_others_have_said(tmp_path: Path) -> None:
         pytest.param(1, "SIGBUS", marks=pytest.mark.campaign),
     ],
 )
-def test_a_rank_that_is_killed_is_named_by_its_launcher(rank: int, name: str, tmp_path: Path) -> None:
+def test_launcher_names_a_killed_rank(rank: int, name: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.mkdir()
     fault = Fault(at_step=3, then=name, rank=rank, log=str(log))
@@ -155,8 +155,8 @@ def test_a_rank_that_is_killed_is_named_by_its_launcher(rank: int, name: str, tm
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_is_named_by_its_neighbour(tmp_path: Path) -> None:
-    """Under whatever has started them."""
+def test_other_ranks_name_a_killed_rank(tmp_path: Path) -> None:
+    """With any launcher."""
     run = start(tmp_path / "run", *RUN, ranks=2, fault=Fault(at_step=3, then="SIGKILL", rank=1))
     assert run.wait() == [1, -signal.SIGKILL]
     check_named(Ran(1, run.stdout, run.stderr, run.folder), f"rank 1 (process {run.processes[1].pid})")

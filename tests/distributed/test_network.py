@@ -1,6 +1,6 @@
-"""Two network namespaces as two hosts, joined by one cable, which is cut in mid-training.
+"""Two network namespaces act as two hosts connected by a cable, which is cut during training.
 
-Needs root and iproute2; where either is missing these tests say so and are skipped.
+Needs root and iproute2; without them the tests are skipped.
 """
 
 from __future__ import annotations

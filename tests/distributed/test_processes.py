@@ -1,4 +1,4 @@
-"""How a run ends: cleanly, on request, or with the first error of any rank; and nothing is left running."""
+"""How a run ends: cleanly, on request, or with the first error of any rank; no process is left running."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def processes_of(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "setting", ["fsdp.wrap=foo.bar:baz", pytest.param("train.init_from=missing", marks=pytest.mark.campaign)]
 )
-def test_a_mistake_on_ranks_without_a_launcher_is_one_message(setting: str, tmp_path: Path) -> None:
-    """Nobody ends the other ranks, which asked a store that rank 0 had taken along: a page of C++ frames on each."""
+def test_user_error_on_ranks_without_a_launcher_is_one_message(setting: str, tmp_path: Path) -> None:
+    """The other ranks used to print a page of C++ frames each, because rank 0 had closed the store."""
     given = [*MLP, f"{OWN}mlp", "run.threads=1", "train.micro_batch_size=2", "train.global_batch_size=6", setting]
     run = start(tmp_path / "run", *given, ranks=3)
     assert run.wait() == [2, 2, 2], run.stderr
@@ -52,7 +52,7 @@ def test_a_mistake_on_ranks_without_a_launcher_is_one_message(setting: str, tmp_
 
 @pytest.mark.parametrize("times", [1, pytest.param(6, marks=pytest.mark.campaign)])
 def test_plain_runs_end_cleanly(times: int, tmp_path: Path) -> None:
-    """Finished runs with a mesh still alive used to abort at interpreter exit, 13 of 16 times."""
+    """Finished runs with an open mesh used to abort at interpreter exit in 13 of 16 cases."""
     for number in range(times):
         ran = run_tiny(tmp_path / str(number), "train.steps=5", "nproc=2", "data.num_workers=1", launcher=FRESH)
         assert "terminate called" not in ran.stderr
@@ -61,7 +61,7 @@ def test_plain_runs_end_cleanly(times: int, tmp_path: Path) -> None:
 
 
 def test_one_rank_fails_and_all_end_with_its_error(tmp_path: Path) -> None:
-    """By themselves: nothing here ends the others."""
+    """The other ranks end without being killed."""
     run = start(tmp_path / "run", *MLP, OWN + "mlp_crashing", ranks=2)
     ran = run.ran()
     assert ran.exit_code == 1
@@ -78,7 +78,7 @@ def test_one_rank_fails_and_all_end_with_its_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-def test_one_rank_fails_and_the_launcher_ends_the_one_that_sleeps(tmp_path: Path) -> None:
+def test_one_rank_fails_and_the_launcher_ends_a_sleeping_one(tmp_path: Path) -> None:
     ran = run_command(tmp_path / "run", *MLP, OWN + "mlp_sleeping", "nproc=2", launcher=FRESH)
     assert ran.exit_code == 1
     assert ran.stderr.count("ValueError: the disk of rank 1 is on fire") == 1
@@ -86,7 +86,7 @@ def test_one_rank_fails_and_the_launcher_ends_the_one_that_sleeps(tmp_path: Path
     assert processes_of(ran.folder) == []
 
 
-def test_updates_that_are_not_finite_are_skipped_on_all_ranks(tmp_path: Path) -> None:
+def test_non_finite_steps_are_skipped_on_all_ranks(tmp_path: Path) -> None:
     ran = run_command(tmp_path / "run", *MLP, OWN + "mlp_nonfinite", "nproc=2")
     assert ran.exit_code == 0, ran.stderr
     losses = ran.train("loss")
@@ -94,7 +94,7 @@ def test_updates_that_are_not_finite_are_skipped_on_all_ranks(tmp_path: Path) ->
     assert ran.train("step") == [1, 2, 3, 4, 5, 6]
 
 
-def test_too_many_updates_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
+def test_too_many_non_finite_steps_end_the_run(tmp_path: Path) -> None:
     ran = run_command(tmp_path / "run", *MLP, OWN + "mlp_nonfinite", "nproc=2", "train.max_skipped_updates=2")
     assert ran.exit_code == 1
     assert ran.stderr.count("not finite in 2 steps in a row") == 1
@@ -132,7 +132,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert ran.train("step") == [1, 2, 3]
 
 
-def test_nproc_must_be_the_launchers(tmp_path: Path) -> None:
+def test_nproc_must_equal_the_launchers_world_size(tmp_path: Path) -> None:
     ran = run_command(tmp_path / "run", "recipe=llama_small", "nproc=3", launcher=[sys.executable, *TORCHRUN])
     assert ran.stderr.count("nproc=3: torchrun has already started 2 processes") == 1
 
@@ -140,8 +140,8 @@ def test_nproc_must_be_the_launchers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "launcher", [[], pytest.param(TORCHRUN, marks=pytest.mark.campaign)], ids=["alone", "torchrun"]
 )
-def test_a_script_of_ones_own_ends_cleanly(launcher: list[str], tmp_path: Path) -> None:
-    """`fit()` in a script, without the command line's own way to leave."""
+def test_custom_script_ends_cleanly(launcher: list[str], tmp_path: Path) -> None:
+    """With `fit()` in a script, which does not exit the way the command line does."""
     script = tmp_path / "mine.py"
     overrides = tiny_overrides("train.steps=3", f"run.dir={tmp_path / 'run'}")
     script.write_text(
@@ -165,8 +165,8 @@ def test_a_finished_run_started_again_does_nothing(one: Shared, tmp_path: Path) 
 
 
 @pytest.mark.campaign
-def test_the_exit_code_is_what_the_workers_say(tmp_path: Path) -> None:
-    """Of workers that torch's launcher has started, and that have ended by themselves."""
+def test_exit_code_of_workers_under_torchs_launcher(tmp_path: Path) -> None:
+    """The workers end on their own."""
     unfilled = run_command(tmp_path / "run", *MLP, OWN + "mlp_unfilled", "nproc=2", launcher=FRESH)
     assert unfilled.exit_code == 2, unfilled.stderr
 
@@ -189,12 +189,12 @@ def spawn_workers_that_end_with(folder: Path, codes: list[int]) -> int:
     return spawn(len(codes), [], load_config("llama_small", [f"run.dir={folder}"]))
 
 
-def test_the_exit_code_is_that_of_the_worker_that_knows_best(tmp_path: Path) -> None:
+def test_most_specific_exit_code_of_the_workers_is_used(tmp_path: Path) -> None:
     for codes, expected in (([75, 75], 75), ([1, 75], 75), ([75, 2], 2), ([1, 1], 1)):
         assert run_ranks(1, spawn_workers_that_end_with, tmp_path, codes) == [expected]
 
 
 @pytest.mark.campaign
-def test_the_exit_code_of_workers_that_were_out_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_code_of_workers_with_a_job_end_in_the_past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1700000000")
     run_tiny(tmp_path / "run", "train.steps=5", "nproc=2", launcher=FRESH, ends=75)

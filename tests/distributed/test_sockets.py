@@ -1,4 +1,4 @@
-"""Descriptors that a rank holds open to others: each group of processes has its own."""
+"""The number of sockets that a rank opens to other ranks; each process group needs its own."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def descriptors_in_a_run(folder: Path) -> int:
 
 
 @pytest.mark.campaign
-def test_a_rank_has_few_descriptors(tmp_path: Path) -> None:
-    """36 to 40, and 67 of the one that keeps the store; with every rank connected to every other, 86 and 112."""
+def test_ranks_open_few_descriptors(tmp_path: Path) -> None:
+    """36 to 40, and 67 on the rank with the store; with connections between all ranks it would be 86 and 112."""
     found = run_ranks(RANKS, descriptors_in_a_run, tmp_path / "run")
     print(f"descriptors of each of {RANKS} ranks: {sorted(found)}")
     assert max(found) < 6 * RANKS

@@ -1,7 +1,7 @@
-"""GPUs that are none: torch's CUDA build on a runtime and a driver that say yes to everything (runtime.c, driver.c).
+"""Fake GPUs: torch's CUDA build on a fake runtime and driver for which every call succeeds (runtime.c, driver.c).
 
-A command under them goes through all that the host does for a GPU: streams, events, page-locked memory, process groups
-of NCCL, kernels that Triton compiles for one.  No kernel runs, so that every value is zero, and no time means anything.
+A command on fake GPUs executes all host code for a GPU: streams, events, page-locked memory, process groups
+of NCCL, and compilation of Triton kernels. No kernel runs, so all values are zero and times are meaningless.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from tests.helpers.forked import REPOSITORY
 
 SOURCES = Path(__file__).parent
 PYTHON = "MESHTRAINER_CUDA_PYTHON"
-"""Names the interpreter of an environment with torch's CUDA build; this one, if it is not set."""
+"""Variable with the Python interpreter of an environment with torch's CUDA build; by default the current one."""
 MOST_BYTES = 64 << 30
-"""Address space of a process: memory that is asked for by mistake is not to be had."""
+"""Limit of a process's address space, so that an absurd allocation fails."""
 
 
 @dataclass(frozen=True)
 class Stand:
-    """Where torch's CUDA build is, and what is loaded before it."""
+    """The interpreter with torch's CUDA build, and the fake libraries that are loaded before it."""
 
     python: str
     libraries: Path
 
     def environment(self, **variables: str) -> dict[str, str]:
-        """Return this process's environment, with GPUs that say yes."""
+        """Return this process's environment with fake GPUs."""
         return {
             **{name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "PYTORCH_"))},
             "LD_PRELOAD": str(self.libraries / "runtime.so"),
@@ -46,7 +46,7 @@ class Stand:
         }
 
     def command(self, arguments: Sequence[str], wrapped: Sequence[str] = ()) -> list[str]:
-        """Return the command line of a Python with little address space."""
+        """Return a command line of Python with limited address space."""
         return ["prlimit", f"--as={MOST_BYTES}", self.python, *wrapped, *arguments]
 
     def run(
@@ -59,7 +59,7 @@ class Stand:
 
 @functools.cache
 def find_stand() -> Stand | str:
-    """Return the stand, built for this test run, or why there is none."""
+    """Build the fake libraries for this test run; return the stand, or the reason why there is none."""
     python = os.environ.get(PYTHON, sys.executable)
     look = "import torch, triton, sysconfig; print(torch.version.cuda or '', sysconfig.get_paths()['purelib'])"
     found = subprocess.run([python, "-c", look], capture_output=True, text=True)

@@ -1,9 +1,9 @@
-"""Runs the tests on GPUs that are none, in an environment with torch's CUDA build.
+"""Runs the tests on fake GPUs, in an environment with torch's CUDA build.
 
     python -m tests.fake_gpu [--torch 2.11.0] [-k EXPRESSION]
 
-Where this interpreter's own torch is a CUDA build, that is what is tested.  Else an environment is made in
-.fake-gpu/ with the version asked for, which takes some gigabytes.
+If this interpreter's torch is a CUDA build, that is tested. Otherwise an environment with the requested version is
+created in .fake-gpu/, which takes a few gigabytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def is_cuda_build(python: str) -> bool:
 
 
 def make_environment(version: str) -> str:
-    """Return the interpreter of an environment with that torch and what the trainer requires, made if need be."""
+    """Return the interpreter of an environment with that torch and the trainer's requirements; create it if needed."""
     folder = REPOSITORY / ".fake-gpu" / (version or "newest")
     python = str(folder / "bin" / "python")
     if not Path(python).exists() or not is_cuda_build(python):

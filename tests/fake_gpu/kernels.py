@@ -1,4 +1,4 @@
-"""Compiles, under the stand-in, every kernel of a training step, and prints what came of it as one line of JSON.
+"""Compiles every kernel of a training step on fake GPUs, and prints the results as one line of JSON.
 
 python tests/fake_gpu/kernels.py TRITON_CACHE OVERRIDE...
 """
@@ -20,7 +20,7 @@ from trainer import Trainer, load_config
 
 
 def instructions(folder: Path) -> dict[str, float]:
-    """Return the number of machine instructions of each kernel, for each of the elements that a thread has."""
+    """Return the number of machine instructions of each kernel, per element of a thread."""
     dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     found = {}
     for binary in folder.rglob("*.cubin"):

@@ -1,4 +1,4 @@
-"""Trains under the stand-in with a line for every step, and lets the host wait for the device in none.
+"""Trains on fake GPUs with a log line for each step, and raises if the host waits for the device.
 
 python tests/fake_gpu/lines.py OVERRIDE...
 """
@@ -15,7 +15,7 @@ from trainer.metrics.record import Record
 
 
 class Logs(Trainer):
-    """Logs what the device has, and what the host knows."""
+    """Logs values on the device and on the host."""
 
     def loss(self, batch: Batch) -> torch.Tensor:
         loss = super().loss(batch)

@@ -1,4 +1,4 @@
-"""Model folders that are broken, or made to do harm: what is wrong with each, as a change to a good one."""
+"""Broken and malicious model folders: each case is a function that damages a valid folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def write_good(folder: Path) -> Path:
-    """Write a Llama of two layers, with a tokenizer and a chat template."""
+    """Write a two-layer Llama with a tokenizer and a chat template."""
     write_tokenizer(folder, TEMPLATE, eos_token="<|im_end|>")
     vocab, width, inner, heads = 160, 32, 48, 4
     entries = {
@@ -48,7 +48,7 @@ def write_good(folder: Path) -> Path:
 
 
 def entry(**changes: Any) -> Callable[[Path], None]:
-    """Return what sets entries of config.json."""
+    """Return a function that sets entries of config.json."""
 
     def change(folder: Path) -> None:
         content = json.loads((folder / "config.json").read_text())
@@ -58,20 +58,20 @@ def entry(**changes: Any) -> Callable[[Path], None]:
 
 
 def text(name: str, content: str | bytes) -> Callable[[Path], None]:
-    """Return what writes a file."""
+    """Return a function that writes a file."""
     data = content.encode() if isinstance(content, str) else content
     return lambda folder: (folder / name).write_bytes(data) and None
 
 
 def raw_config(more: str) -> Callable[[Path], None]:
-    """Return what adds text to config.json before its last brace."""
+    """Return a function that inserts text before the last brace of config.json."""
     return lambda folder: (
         (folder / "config.json").write_text((folder / "config.json").read_text()[:-1] + more + "}") and None
     )
 
 
 def weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
-    """Return what changes the tensors."""
+    """Return a function that changes the tensors."""
 
     def write(folder: Path) -> None:
         tensors = load_file(folder / WEIGHTS)
@@ -82,7 +82,7 @@ def weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path]
 
 
 def header(change: Callable[[dict[str, Any]], Any], length: int | None = None) -> Callable[[Path], None]:
-    """Return what changes the header of the safetensors file, and what it says of its own length."""
+    """Return a function that changes the header of the safetensors file and, if given, the length that it declares."""
 
     def write(folder: Path) -> None:
         data = (folder / WEIGHTS).read_bytes()
@@ -98,7 +98,7 @@ def header(change: Callable[[dict[str, Any]], Any], length: int | None = None) -
 
 
 def index(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
-    """Return what gives the folder an index, with another name for its weights."""
+    """Return a function that renames the weight file and adds an index of it, changed by `change`."""
 
     def write(folder: Path) -> None:
         weight_map = dict.fromkeys(load_file(folder / WEIGHTS), "model-00001-of-00001.safetensors")
@@ -110,7 +110,7 @@ def index(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
 
 
 def outside(name: str) -> Callable[[Path], None]:
-    """Return what moves the weights out of the folder, and has the index name them there."""
+    """Return a function that moves the weights out of the folder and has the index refer to them there."""
 
     def write(folder: Path) -> None:
         where = folder.parent / "outside.safetensors"
@@ -122,7 +122,7 @@ def outside(name: str) -> Callable[[Path], None]:
 
 
 def link(name: str) -> Callable[[Path], None]:
-    """Return what makes a small file a link to a private file elsewhere."""
+    """Return a function that replaces a small file with a link to a private file outside the folder."""
 
     def write(folder: Path) -> None:
         private = folder.parent / "private"
@@ -142,7 +142,7 @@ def truncated(folder: Path) -> None:
     (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-999])
 
 
-def list_for_index(folder: Path) -> None:
+def list_as_index(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     (folder / INDEX).write_text("[]")
 
@@ -190,7 +190,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "config: true for a number": entry(num_attention_heads=True),
     "config: fraction": entry(num_hidden_layers=1.5),
     "config: negative": entry(num_hidden_layers=-2),
-    "config: none": entry(vocab_size=0),
+    "config: zero": entry(vocab_size=0),
     "config: heads that do not divide": entry(num_attention_heads=5),
     "config: key heads that do not divide": entry(num_key_value_heads=3),
     "config: hidden_size 1e9": entry(hidden_size=10**9),
@@ -211,13 +211,13 @@ CASES: dict[str, Callable[[Path], None]] = {
     "config: 100 MB": raw_config(', "more": "' + "x" * 100_000_000 + '"'),
     "config: model_type is a list": entry(model_type=["llama"]),
     "config: model_type unknown": entry(model_type="nobody_knows"),
-    "config: code of its own": entry(model_type="mine", auto_map={"AutoModelForCausalLM": "modeling.Mine"}),
+    "config: custom code": entry(model_type="mine", auto_map={"AutoModelForCausalLM": "modeling.Mine"}),
     "weights: pickle": pickled,
     "weights: empty": text(WEIGHTS, b""),
     "weights: garbage": text(WEIGHTS, b"\x00garbage" * 100),
     "weights: truncated": truncated,
     "weights: header too long": header(lambda content: None, length=2**62),
-    "weights: header shorter than said": header(lambda content: None, length=50),
+    "weights: header longer than declared": header(lambda content: None, length=50),
     "weights: offsets overlap": header(lambda content: content[EMBEDDING].update(data_offsets=[0, 64])),
     "weights: offsets beyond the end": header(lambda content: content[EMBEDDING].update(data_offsets=[0, 2**50])),
     "weights: a shape of 2**62": header(lambda content: content[EMBEDDING].update(shape=[2**31, 2**31])),
@@ -235,12 +235,12 @@ CASES: dict[str, Callable[[Path], None]] = {
     "index: shard missing": index(lambda names: names.update({EMBEDDING: "model-00002-of-00002.safetensors"})),
     "index: a tensor that is not there": index(lambda names: names.update(more="model-00001-of-00001.safetensors")),
     "index: a number for a name": index(lambda names: names.update({EMBEDDING: 7})),  # type: ignore[dict-item]
-    "index: a list": list_for_index,
+    "index: a list": list_as_index,
     "link: merges.txt": link("merges.txt"),
     "link: tokenizer_config.json": link("tokenizer_config.json"),
     "link: config.json": link("config.json"),
     "adapter without a model": adapter,
-    "tokenizer: regex that is none": tokenizer(lambda content: content.update(pre_tokenizer=_split("(((("))),
+    "tokenizer: invalid regex": tokenizer(lambda content: content.update(pre_tokenizer=_split("(((("))),
     "tokenizer: catastrophic regex": tokenizer(lambda content: content.update(pre_tokenizer=_split("(\\w+\\s?)+$!"))),
     "tokenizer: nested": text("tokenizer.json", "[" * 100_000 + "]" * 100_000),
     "tokenizer: empty": text("tokenizer.json", ""),
@@ -249,4 +249,4 @@ CASES: dict[str, Callable[[Path], None]] = {
     "tokenizer_config: a list": text("tokenizer_config.json", "[]"),
     "tokenizer_config: not UTF-8": text("tokenizer_config.json", b'{"eos_token": "\xff"}'),
 }
-"""What is wrong, and what makes it so."""
+"""Maps a description of the damage to the function that causes it."""

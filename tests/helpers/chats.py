@@ -1,7 +1,7 @@
-"""Chat models of a few hundred words, made on the spot: a tokenizer whose tokens one can read, and chat templates.
+"""Tokenizers with a few hundred readable tokens, chat templates, and conversations with their expected tokens.
 
-Each template makes the text that its family is known for; each conversation goes with its tokens, written down by hand
-beside it: those that are trained on begin with a star, a space is `_`, an end of line `~`.
+Each template renders the format of one model family. The expected tokens of each conversation are written by hand:
+tokens that are trained on begin with a star, `_` is a space, and `~` is a newline.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SPECIAL = [
     "<|eot_id|>", "<bos>", "<start_of_turn>", "<end_of_turn>", "<|endoftext|>", "<unk>",
 ]  # fmt: skip
 ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
-"""Tokens of their own that are no special ones, as with Qwen3."""
+"""Added tokens that are not special, as in Qwen3."""
 
 _TEXT = """system user assistant model tool Be brief Hi Yes No Hello there two and is four five What Sum Bye so now add
 a b name arguments role content parameters type function get weather city Paris sunny It in hm thinking carefully tools
@@ -27,7 +27,7 @@ MARKS = list("_~ \n{}[]\":,.?!<>|/()+=-'")
 
 
 def write_tokenizer(folder: Path, template: str | None, **config: Any) -> Path:
-    """Write a tokenizer whose tokens are words, and the rest character by character; return its folder."""
+    """Write a tokenizer whose tokens are words, or single characters for other text; return its folder."""
     from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
     words = [*SPECIAL, *ADDED, *WORDS, *MARKS]
@@ -46,7 +46,7 @@ def write_tokenizer(folder: Path, template: str | None, **config: Any) -> Path:
 
 @dataclass(frozen=True)
 class Family:
-    """A chat template, its tokenizer's settings, a conversation, and that conversation's tokens."""
+    """A chat template, its tokenizer's settings, and a conversation with its expected tokens."""
 
     template: str
     messages: list[dict[str, Any]]
@@ -57,13 +57,13 @@ class Family:
 
     @property
     def truth(self) -> list[tuple[str, bool]]:
-        """Each token's text, and whether it is trained on."""
+        """The text of each token, and whether it is trained on."""
         words = [(word.removeprefix("*"), word.startswith("*")) for word in self.tokens.split()]
         return [({"_": " ", "~": "\n"}.get(text, text), trained) for text, trained in words]
 
 
 def said(*texts: str, system: str | None = None) -> list[dict[str, Any]]:
-    """Return a conversation: the user says the first, the assistant the second, and so on."""
+    """Return a conversation in which user and assistant alternate; the user says the first text."""
     turns = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
     return turns if system is None else [{"role": "system", "content": system}, *turns]
 
@@ -207,4 +207,4 @@ FAMILIES = {
         "Question : _ Hi </s> *Answer *: *_ *Hello *_ *Answer *</s> Question : _ Bye </s> *Answer *: *_ *No *</s>",
     ),
 }
-"""The kinds that there are, and what is particular about some.  Without a generation prompt the header is a target."""
+"""All families, and variants of some. Without a generation prompt the header is a target."""

@@ -1,4 +1,4 @@
-"""A small S3 server on this machine: objects in memory, signatures by one key and secret only."""
+"""A small S3 server for tests: it stores objects in memory and accepts signatures of a single key and secret."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xml.sax.saxutils import escape
 
 
 class FakeS3:
-    """The server; `objects` holds what was stored, by `bucket/key`.  For the time of a `with` block."""
+    """An S3 server that runs during a `with` block; `objects` maps `bucket/key` to the stored bytes."""
 
     def __init__(self, key: str, secret: str) -> None:
         self.key, self.secret = key, secret
@@ -43,7 +43,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._serve()
 
-    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815 - the library's names
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815 - names from http.server
 
     def _serve(self) -> None:
         body = self._body()
@@ -138,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
         return whole
 
     def _is_signed(self) -> bool:
-        """Check the signature, version 4: the client knows the secret.
+        """Check the version 4 signature, which proves that the client knows the secret.
 
         Source: https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html
         """

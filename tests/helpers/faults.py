@@ -1,7 +1,7 @@
-"""Makes things go wrong in a real run: counts what it does to its files, and kills, fails, slows or hangs it there.
+"""Fault injection in real runs: counts their file operations, and kills, fails, slows or hangs them at a chosen one.
 
-A run of the recipe `tests.helpers.own_recipes:mlp_faulty` reads the variable `FAULT` (JSON) and does to itself what
-that says; without the variable it is a plain run. Runs are real processes (see tests/helpers/forked.py).
+A run of the recipe `tests.helpers.own_recipes:mlp_faulty` reads the environment variable `FAULT` (JSON) and
+injects the fault that it describes; without the variable it is a plain run. Runs are real processes (see forked.py).
 """
 
 from __future__ import annotations
@@ -37,53 +37,53 @@ from trainer.metrics.record import Record
 
 VARIABLE = "FAULT"
 PHASES = ("collect", "write", "publish", "prune", "load", "start")
-"""What a run does about its checkpoints, in the order of a save; then of a start."""
+"""The phases of a save in order, then those of a start."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is to go wrong, and where."""
+    """A fault to inject, and where."""
 
     kill: str = ""
-    """Whom: `one` rank, or `all`.  Without: what else stands here."""
+    """Which ranks to kill: `one` or `all`. If empty, the other fields apply."""
     rank: int = 0
-    """The rank at which it happens."""
+    """The rank on which it happens."""
     phase: str = ""
     number: int = -1
-    """Which event of the phase, or of all in an empty one."""
+    """The number of the event within the phase."""
     at_step: int = -1
-    """Instead of at an event: after this step."""
+    """The step after which it happens, instead of at an event."""
     then: str = ""
-    """What happens at `at_step`, if not a kill: `raise`, or the name of a signal that the rank sends itself."""
+    """What happens at `at_step` instead of a kill: `raise`, or the name of a signal that the rank sends to itself."""
     inside: str = ""
-    """In which function, one of `_PLACES`, the rank sends itself the signal `then`, instead of at a step."""
+    """The function (a key of `_PLACES`) in which the rank sends itself the signal `then`, instead of at a step."""
     fail: str = ""
-    """Which function raises: one of `_PLACES`."""
+    """The function (a key of `_PLACES`) that raises."""
     hang: str = ""
-    """Which function waits `hang_s`, or until there is a file `hang_until`, before it does its work."""
+    """The function (a key of `_PLACES`) that waits `hang_s`, or until the file `hang_until` exists, before its work."""
     hang_s: float = 0.0
     hang_until: str = ""
     first: int = 0
     last: int = 0
-    """The calls that `fail`, `hang` and `inside` hit, counted from 0."""
+    """The first and last call that `fail`, `hang` and `inside` affect, counted from 0."""
     write_s: float = 0.0
-    """How long every write to a file of a checkpoint takes."""
+    """How long each write to a checkpoint file takes, in addition."""
     no_space_check: bool = False
     poison_step: int = -1
-    """The step after which a weight becomes not a number."""
+    """The step after which a weight becomes NaN."""
     step_s: float = 0.0
-    """How much longer every step takes."""
+    """How much longer each step takes."""
     commands: dict[str, str] = field(default_factory=dict)
-    """Shell commands, by the step after which the rank runs them."""
+    """Maps a step to the shell command that the rank runs after it."""
     log: str = ""
-    """A folder in which every rank lists its events."""
+    """The folder in which each rank writes its events."""
 
     def variables(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(dataclasses.asdict(self))}
 
 
 class _Injected(RuntimeError):
-    """What a fault raises."""
+    """The error that a fault raises."""
 
 
 _FAULT: Fault | None = None
@@ -96,7 +96,7 @@ _lock = threading.RLock()
 
 
 def _install(fault: Fault) -> None:
-    """Put the fault into this process.  Once: a process has one."""
+    """Install the fault in this process; a process has only one."""
     global _FAULT, _RANK
     assert _FAULT is None
     _FAULT, _RANK = fault, int(os.environ.get("RANK", "0"))
@@ -105,13 +105,13 @@ def _install(fault: Fault) -> None:
         _wrap(owner, attribute, lambda name=name: _fail_or_hang(name))
     take = Checkpoints.take
 
-    def noted_take(self: Checkpoints, has_ended: bool = False) -> Any:
+    def recording_take(self: Checkpoints, has_ended: bool = False) -> Any:
         result = take(self, has_ended)
         with open(Path(fault.log, f"results.{_RANK}"), "a") as file:
             file.write(json.dumps([result.step, result.error]) + "\n")
         return result
 
-    Checkpoints.take = noted_take  # type: ignore[method-assign]
+    Checkpoints.take = recording_take  # type: ignore[method-assign]
     for owner, attribute in ((os, "fsync"), (os, "preadv"), (Channel, "gather"), (Channel, "broadcast")):
         _wrap(owner, attribute, lambda attribute=attribute: _event(attribute))
     for owner, attribute in ((Staging, "copy"), (trainer.checkpoint.writer, "collect")):
@@ -151,7 +151,7 @@ _PLACES: dict[str, tuple[Any, str]] = {
     "experts": (trainer.experts.dispatch, "exchange_rows"),
     "experts backward": (trainer.distributed.exchange, "exchange_rows"),
 }
-"""Functions that can fail or hang, by what they do."""
+"""Functions that can fail or hang, by the operation that they perform."""
 
 
 def _wrap(owner: Any, attribute: str, before: Callable[[], None], after: Callable[[str], None] | None = None) -> None:
@@ -202,7 +202,7 @@ def _write(write: Callable[..., int], file: Any, data: Any) -> int:
 
 
 def _event(what: str, torn: Callable[[], object] | None = None) -> None:
-    """Count one event; die there if it is the one."""
+    """Count one event, and kill the run if it is the chosen one."""
     phase = getattr(_phase, "name", "")
     if not phase:
         return
@@ -248,7 +248,7 @@ def _fail_or_hang(name: str) -> None:
 
 
 class FaultyTrainer(Trainer):
-    """Does to itself what the variable FAULT says."""
+    """Injects the fault described by the environment variable FAULT."""
 
     def __init__(self, config: Any) -> None:
         if VARIABLE in os.environ and _FAULT is None:
@@ -282,7 +282,7 @@ class FaultyTrainer(Trainer):
 
 
 class RepeatingTrainer(FaultyTrainer):
-    """Saves once more at the end of a loop of its own what it has just saved: each step is published twice."""
+    """Saves each checkpoint a second time, from a custom loop, so that each step is published twice."""
 
     def fit(self) -> int:
         try:
@@ -304,21 +304,21 @@ class RepeatingTrainer(FaultyTrainer):
 
 @dataclass
 class Started(Forked):
-    """A run on some ranks, each a process of its own."""
+    """A run on some ranks, each a separate process."""
 
     folder: Path = Path()
 
     def events_of(self, rank: int) -> list[str]:
-        """Return what a rank did, in order, each with its phase first; of a run with a Fault that ended by itself."""
+        """Return the events of a rank in order, each with its phase. The run had a Fault and was not killed."""
         return (self.logs / f"events.{rank}").read_text().splitlines()
 
     def results_of(self, rank: int) -> list[tuple[int, str]]:
-        """Return step and error of every save, as a rank was told; of a run with a Fault."""
+        """Return step and error of each save, as this rank received them. The run had a Fault."""
         path = self.logs / f"results.{rank}"
         return [tuple(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
     def ran(self, timeout_s: float = 240) -> Ran:
-        """Wait, and return it as a command that has ended; all ranks must have ended alike."""
+        """Wait for the end and return the finished command; all ranks must have the same exit code."""
         codes = self.wait(timeout_s)
         assert codes[0] is not None and set(codes) == {codes[0]}, f"exit codes {codes}\n{self.stderr}"  # noqa: PT018
         return Ran(codes[0], self.stdout, self.stderr, self.folder)
@@ -327,7 +327,7 @@ class Started(Forked):
 def start(
     folder: Path, *arguments: str, ranks: int = 1, fault: Fault | None = None, logs_in: Path | None = None
 ) -> Started:
-    """Start `python -m trainer.run ARGUMENTS run.dir=FOLDER` on some ranks, forked.  Logs are put beside the folder."""
+    """Start `python -m trainer.run ARGUMENTS run.dir=FOLDER` on forked ranks. Logs are written next to the folder."""
     logs = Path(tempfile.mkdtemp(prefix=f"logs-{folder.name}-", dir=logs_in or folder.parent))
     fault = dataclasses.replace(fault, log=str(logs)) if fault else None
     forked = start_run([*arguments, f"run.dir={folder}"], logs, ranks, fault.variables() if fault else {})

@@ -1,7 +1,7 @@
-"""Processes in milliseconds: forked from one server that has imported torch and the trainer already.
+"""Starts processes in milliseconds, by forking a server that has already imported torch and the trainer.
 
-Importing them takes longer than most runs of the tests, so a fresh interpreter is started only where the start itself
-is tested.  What is forked is as separate as any process: it has its own memory, signals, files and environment, and
+Importing them takes longer than most runs here, so a fresh interpreter is started only if the start itself is tested.
+A forked process is as separate as any other: it has its own memory, signals, files and environment, and
 the ranks of a run meet through sockets, as under torchrun.
 """
 
@@ -59,10 +59,10 @@ _PRELOADED = [
 
 @functools.cache
 def fork_server() -> Any:
-    """Return multiprocessing's fork server, with everything imported that a run needs."""
+    """Return multiprocessing's fork server, in which all modules that a run needs are imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    # The variables are those that OpenMP reads as it is loaded, as the command line sets them for several ranks.
+    # OpenMP reads these variables when it is loaded; the command line sets the same ones for several ranks.
     with _environment(PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1", GOMP_SPINCOUNT="10000"):
         multiprocessing.forkserver.ensure_running()
     return context
@@ -84,14 +84,14 @@ def _environment(**variables: str) -> Iterator[None]:
 
 @dataclass
 class Forked:
-    """Processes that belong together, one a rank, and the files in which their output is kept."""
+    """The processes of some ranks, and the files with their output."""
 
     processes: list[Any]
     logs: Path
     since: float = field(default_factory=time.monotonic)
 
     def wait(self, timeout_s: float = 240) -> list[int | None]:
-        """Return the exit codes, None for a rank that is still there after `timeout_s`; such are killed."""
+        """Return the exit codes, None for a rank that is still running after `timeout_s`; such ranks are killed."""
         deadline = time.monotonic() + timeout_s
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -99,24 +99,24 @@ class Forked:
         self.kill()
         return codes
 
-    def wait_as_a_launcher(self, timeout_s: float) -> list[int]:
-        """Return the exit codes; as soon as one rank has failed the others get a SIGTERM, as torch's launcher does."""
+    def wait_like_launcher(self, timeout_s: float) -> list[int]:
+        """Return the exit codes. Once a rank has failed, the others get a SIGTERM, as from torch's launcher."""
         deadline = time.monotonic() + timeout_s
-        told = False
+        has_terminated = False
         while alive := [process for process in self.processes if process.exitcode is None]:
             if time.monotonic() > deadline:
                 self.kill()
-                raise AssertionError(f"still there after {timeout_s} s:\n{self.stdout}\n{self.stderr}")
+                raise AssertionError(f"still running after {timeout_s} s:\n{self.stdout}\n{self.stderr}")
             multiprocessing.connection.wait([process.sentinel for process in alive], timeout=0.5)
-            if not told and any(process.exitcode for process in self.processes):
-                told = True
+            if not has_terminated and any(process.exitcode for process in self.processes):
+                has_terminated = True
                 for process in self.processes:
                     if process.exitcode is None:
                         process.terminate()
         return [process.exitcode for process in self.processes]
 
     def kill(self) -> None:
-        """Kill what is still there."""
+        """Kill the ranks that are still running."""
         for process in self.processes:
             if process.exitcode is None:
                 process.kill()
@@ -150,9 +150,9 @@ def fork(
     cwd: Path = REPOSITORY,
     meet: bool | None = None,
 ) -> Forked:
-    """Run `target(*arguments)`, which returns an exit code, in a process for each of `ranks`.
+    """Run `target(*arguments)`, which returns an exit code, in `ranks` processes.
 
-    They have this process's environment and `variables`, and torchrun's own where there are several (or `meet`).
+    They get this process's environment and `variables`; with several ranks, or `meet`, also those of torchrun.
     """
     sys.audit("tests.fork", target.__name__)
     meet = ranks > 1 if meet is None else meet
@@ -171,10 +171,10 @@ def fork(
 
 
 def _start(process: Any) -> None:
-    """Start a process that only the thread which waits for it asks for its exit code.
+    """Start a process whose exit code is read only by the thread that waits for it.
 
-    `Process.start` itself asks all that multiprocessing still lists.  The code can be read once: another thread that
-    waits for it at that moment would be told 255.
+    `Process.start` polls all children that multiprocessing lists. An exit code can be read once: another thread that
+    is waiting for it would get 255.
     """
     with _starting:
         process.start()
@@ -187,7 +187,7 @@ _commands: list[subprocess.Popen[str]] = []
 
 
 def popen(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-    """Start a command in a session of its own, to be killed with all that it has started when the test is over."""
+    """Start a command in its own session, so that the end of the test can kill it and all processes that it started."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, **{"cwd": REPOSITORY, "text": True, **pipes, **options}, start_new_session=True)
     _commands.append(process)
@@ -195,8 +195,8 @@ def popen(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
 
 
 @atexit.register
-def kill_what_is_left() -> None:
-    """Kill what tests have started.  Forked processes are no daemons, which may not have data workers of their own."""
+def kill_leftover_processes() -> None:
+    """Kill all processes that tests started. Forked ones are not daemons, which could not have data workers."""
     for process in _started:
         if process.exitcode is None:
             process.kill()
@@ -226,7 +226,7 @@ _PR_SET_PDEATHSIG = 1
 
 def _main(target: Target, arguments: Sequence[Any], environment: Mapping[str, str], log: str, cwd: str) -> None:
     os.setsid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # if the tests themselves are killed
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # in case the tests themselves are killed
     os.chdir(cwd)
     for number, ending in ((1, ".out"), (2, ".err")):
         descriptor = os.open(log + ending, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -234,7 +234,7 @@ def _main(target: Target, arguments: Sequence[Any], environment: Mapping[str, st
         os.close(descriptor)
     os.environ.clear()
     os.environ.update(environment)
-    gc.freeze()  # what the server has imported is not looked through again
+    gc.freeze()  # the garbage collector need not scan what the server imported
     code = 1
     try:
         code = target(*arguments)
@@ -250,14 +250,14 @@ def _main(target: Target, arguments: Sequence[Any], environment: Mapping[str, st
 
 
 def run_script(path: str, argv: Sequence[str]) -> int:
-    """Do what `python path argv...` does, in this process."""
+    """Run `python path argv...` in this process."""
     sys.argv = [path, *argv]
     runpy.run_path(path, run_name="__main__")
     return 0
 
 
 def run_module(module: str, argv: Sequence[str]) -> int:
-    """Do what `python -m module argv...` does, in this process."""
+    """Run `python -m module argv...` in this process."""
     if module == "trainer.run":
         from trainer import run
 
@@ -276,8 +276,8 @@ def start_run(
     return fork(run_module, ["trainer.run", list(arguments)], logs, ranks, variables, **options)
 
 
-def as_workers_of_nproc(ranks: int) -> dict[str, str]:
-    """Return the variables that the workers of `nproc=N` have, beside those of their ranks."""
+def nproc_worker_variables(ranks: int) -> dict[str, str]:
+    """Return the variables that workers of `nproc=N` have in addition to those of their ranks."""
     return {
         "MESHTRAINER_NPROC": str(ranks),
         "OMP_NUM_THREADS": "1",
@@ -287,12 +287,12 @@ def as_workers_of_nproc(ranks: int) -> dict[str, str]:
 
 
 def call_on_ranks(ranks: int, function: Callable[..., Any], arguments: Sequence[Any], timeout_s: float) -> list[Any]:
-    """Return what `function(*arguments)` returns on each rank.  Raises what the ranks said if one of them failed."""
+    """Return the result of `function(*arguments)` for each rank; AssertionError with their stderr if a rank failed."""
     import torch
 
     with tempfile.TemporaryDirectory() as folder:
         started = fork(_call, [function, arguments, folder], Path(folder), ranks, {"OMP_NUM_THREADS": "1"}, meet=True)
-        codes = started.wait_as_a_launcher(timeout_s)
+        codes = started.wait_like_launcher(timeout_s)
         sys.stdout.write(started.stdout)
         sys.stderr.write(started.stderr)
         assert codes == [0] * ranks, f"exit codes {codes}:\n{started.stderr}"
@@ -307,17 +307,17 @@ def _call(function: Callable[..., Any], arguments: Sequence[Any], folder: str) -
     torch.save(function(*arguments), part)
     part.rename(Path(folder) / f"{rank}.pt")
     while len(list(Path(folder).glob("*.pt"))) < world_size:
-        time.sleep(0.01)  # rank 0 has the store, and all of them have connections that others are still making
+        time.sleep(0.01)  # rank 0 hosts the store, and other ranks may still be connecting to this one
     return 0
 
 
 def free_port() -> int:
-    """Return a port that is free and stays so: none of those that the kernel gives to whoever asks for any."""
+    """Return a free port outside the kernel's ephemeral range, so that it stays free."""
     with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         first, last = map(int, file.read().split())
-    below = range(5_000, first) if first > 10_000 else range(last + 1, 65_536)
+    candidates = range(5_000, first) if first > 10_000 else range(last + 1, 65_536)
     while True:
-        port = random.SystemRandom().choice(below)
+        port = random.SystemRandom().choice(candidates)
         with socket.socket() as listener:
             try:
                 listener.bind(("127.0.0.1", port))

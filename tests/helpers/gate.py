@@ -1,4 +1,4 @@
-"""Meeting a run in the middle, without a clock: a place at which it waits until it is let on, and a test that waits."""
+"""Synchronizes a test with a run without a clock: the run waits at a gate until the test opens it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _VARIABLE = "MESHTRAINER_TEST_GATE"
 
 
 def wait_until(is_so: Callable[[], object], what: str, timeout_s: float = 240) -> None:
-    """Wait for something to be so; `what` it is stands in the error if it does not become so in time."""
+    """Wait until `is_so()` is true; `what` describes the condition in the error after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < deadline, f"not in time: {what}"
@@ -19,7 +19,7 @@ def wait_until(is_so: Callable[[], object], what: str, timeout_s: float = 240) -
 
 
 class Gate:
-    """One place in a run: `evaluation 4` is that of step 4, each batch of it."""
+    """One place in a run: `evaluation 4` is each batch of the evaluation of step 4."""
 
     def __init__(self, folder: Path, place: str) -> None:
         self.folder, self.place = folder, place
@@ -27,7 +27,7 @@ class Gate:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What the run needs to know."""
+        """Environment variables for the run."""
         return {_VARIABLE: f"{self.folder}\n{self.place}"}
 
     def is_reached(self) -> bool:
@@ -38,13 +38,13 @@ class Gate:
 
     @property
     def num_passed(self) -> int:
-        """How often the run has come to any gate."""
+        """How many times the run has reached any gate."""
         path = self.folder / "passed"
         return path.stat().st_size if path.exists() else 0
 
 
 def pass_gate(place: str) -> None:
-    """Wait here, if this is the place that the test has named, until it opens the gate."""
+    """Wait until the test opens the gate, if it named this place."""
     if _VARIABLE not in os.environ:
         return
     folder, _, named = os.environ[_VARIABLE].partition("\n")

@@ -1,4 +1,4 @@
-"""Tiny models of transformers, made on the spot, and a plain loop that trains them: what `model.name=hf` is held to."""
+"""Tiny transformers models, and a plain training loop that `model.name=hf` is compared with."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("Granite", {**GROUPED, "logits_scaling": 3.0}),
     "mamba": ("Mamba", {"vocab_size": 257, "hidden_size": 48, "state_size": 4, "num_hidden_layers": 2}),
 }
-"""The name of each model's configuration, and what is not its default."""
+"""Each model's configuration class, without `Config`, and its settings."""
 
 
 def settings_of(kind: str, **changes: Any) -> Any:
@@ -55,7 +55,7 @@ def settings_of(kind: str, **changes: Any) -> Any:
 
 
 def model_of(kind: str, **changes: Any) -> Any:
-    """Return the library's model with weights that no rule of initialisation gives: 0.12 x normal, all of them."""
+    """Return transformers' model with weights that no initialization gives: 0.12 x normal noise, for all parameters."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_config(settings_of(kind, **changes), dtype=torch.float32)
@@ -68,7 +68,7 @@ def model_of(kind: str, **changes: Any) -> Any:
 
 
 def folder_of(path: Path, kind: str, **changes: Any) -> Path:
-    """Write such a model as the library does, with a tokenizer's files beside it that nothing but an export reads."""
+    """Write such a model as transformers does, and tokenizer files that only an export reads."""
     model = model_of(kind, **changes)
     model.save_pretrained(path)
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
@@ -77,7 +77,7 @@ def folder_of(path: Path, kind: str, **changes: Any) -> Path:
 
 
 def load_there(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """Return the library's model in a folder, and what it reports of loading it."""
+    """Return the model that transformers loads from a folder, and its loading report."""
     import transformers
 
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -87,10 +87,10 @@ def load_there(folder: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def plain_losses(folder: Path, batches: list[dict[str, torch.Tensor]], lr: float) -> tuple[list[float], Any]:
-    """Return the losses of a plain loop over these global batches, AdamW at a fixed rate, and the model after it."""
+    """Return the losses of a plain loop over global batches, with AdamW at a fixed rate, and the trained model."""
     model, _ = load_there(folder)
     model.train()
-    model.get_input_embeddings().padding_idx = None  # its row is trained here, as in our own models
+    model.get_input_embeddings().padding_idx = None  # the padding row is trained, as in the native models
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     losses = []
     for batch in batches:

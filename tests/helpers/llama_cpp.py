@@ -1,4 +1,4 @@
-"""Answers a question with a GGUF file through llama.cpp, greedily.
+"""Answers a question greedily with a GGUF file, through llama.cpp.
 
 python -m tests.helpers.llama_cpp FILE QUESTION TOKENS
 """
@@ -9,7 +9,7 @@ import sys
 
 
 def answer(file: str, question: str, max_tokens: int) -> str:
-    """Return what llama.cpp says, with the template in the file, in float32 throughout."""
+    """Return llama.cpp's answer, with the chat template of the file, computed in float32."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()

@@ -1,4 +1,4 @@
-"""Recipes of a user's own, outside the package: found with model.name=tests.helpers.own_recipes:NAME."""
+"""Custom recipes outside the package, for `model.name=tests.helpers.own_recipes:NAME`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MlpConfig:
 
 
 class Mlp(nn.Module):
-    """A model that returns logits, from torch's own layers: odd sizes, two kinds of block."""
+    """A model that returns logits, with odd sizes and two kinds of block."""
 
     def __init__(self, config: MlpConfig) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Mlp(nn.Module):
 
 
 class Viewing(Mlp):
-    """Its units return views, as torch's own Linear does; it adds to them in place, where `adds_in_place`."""
+    """A model with units that return views, as torch's Linear does; with `adds_in_place` it modifies them in place."""
 
     adds_in_place = True
 
@@ -58,7 +58,7 @@ class Viewing(Mlp):
 
 
 class Shifting(Mlp):
-    """Each token takes something from the one before it, in a place that `trainer.sequence` does not know."""
+    """A model in which each token reads the previous one in a place that `trainer.sequence` does not know."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.table(tokens)
@@ -68,8 +68,8 @@ class Shifting(Mlp):
         return self.out(x)
 
 
-class Turned(nn.Module):
-    """A unit whose output is a view of what its backward pass needs."""
+class ViewUnit(nn.Module):
+    """A unit with an output that is a view of a tensor saved for its backward pass."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Turned(nn.Module):
 def viewing(adds_in_place: bool) -> Callable[[MlpConfig], nn.Module]:
     def build(config: MlpConfig) -> nn.Module:
         model = Viewing(config)
-        model.hidden.insert(0, Turned(config.width))
+        model.hidden.insert(0, ViewUnit(config.width))
         model.adds_in_place = adds_in_place
         return model
 
@@ -90,7 +90,7 @@ def viewing(adds_in_place: bool) -> Callable[[MlpConfig], nn.Module]:
 
 
 class CrashingTrainer(Trainer):
-    """Fails on rank 1 in the middle of the third step, between forward and backward."""
+    """Fails on rank 1 in the third step, between forward and backward."""
 
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         loss = super().loss(batch)
@@ -100,7 +100,7 @@ class CrashingTrainer(Trainer):
 
 
 class SleepingTrainer(Trainer):
-    """Fails on rank 1 in the third step, while rank 0 is in no collective but asleep."""
+    """Fails on rank 1 in the third step, while rank 0 sleeps outside any collective."""
 
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         if self.state.step == 2:
@@ -111,15 +111,15 @@ class SleepingTrainer(Trainer):
 
 
 class NonFiniteTrainer(Trainer):
-    """Has a loss that is not a number at steps 3 and 4, on rank 1 alone."""
+    """Has a loss of NaN at steps 3 and 4, on the last rank only."""
 
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         bad = self.state.step in (2, 3) and self.world.rank == self.world.size - 1
         return super().loss(batch) * (float("nan") if bad else 1.0)
 
 
-class LeftOutTrainer(Trainer):
-    """Has a parameter that FSDP never saw."""
+class UnshardedParameterTrainer(Trainer):
+    """Has a parameter that FSDP does not know."""
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:
         model = super().build_model(config)
@@ -127,8 +127,8 @@ class LeftOutTrainer(Trainer):
         return model
 
 
-class GreedyTrainer(Trainer):
-    """Has no memory left in the third step."""
+class OutOfMemoryTrainer(Trainer):
+    """Raises OutOfMemoryError in the third step."""
 
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         if self.state.step == 2:
@@ -137,7 +137,7 @@ class GreedyTrainer(Trainer):
 
 
 class Wayward(nn.Module):
-    """Blocks that are equal by all that can be seen of them, and treated differently: `way` says how."""
+    """Blocks that look equal but are treated differently, as `way` says."""
 
     def __init__(self, config: WaywardConfig) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Wayward(nn.Module):
 
 
 class Undecided(Mlp):
-    """Looks at values to know what to do."""
+    """A model with control flow that depends on values."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = super().forward(tokens)
@@ -199,7 +199,7 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def every_linear(module: nn.Module) -> bool:
-    """Say which modules are units, as FSDP1's lambda policies do."""
+    """Return whether a module is a unit, as FSDP1's lambda policies do."""
     return isinstance(module, nn.Linear) and module.weight.shape[0] < 100
 
 
@@ -239,10 +239,10 @@ register(Recipe("viewing", MlpConfig, viewing(adds_in_place=False), UNITS))
 register(Recipe("mlp_crashing", MlpConfig, Mlp, UNITS, trainer=CrashingTrainer))
 register(Recipe("mlp_sleeping", MlpConfig, Mlp, UNITS, trainer=SleepingTrainer))
 register(Recipe("mlp_nonfinite", MlpConfig, Mlp, UNITS, trainer=NonFiniteTrainer))
-register(Recipe("mlp_left_out", MlpConfig, Mlp, UNITS, trainer=LeftOutTrainer))
+register(Recipe("mlp_left_out", MlpConfig, Mlp, UNITS, trainer=UnshardedParameterTrainer))
 register(Recipe("undecided", MlpConfig, Undecided, UNITS))
 register(Recipe("wayward", WaywardConfig, Wayward, UNITS))
-register(Recipe("greedy", MlpConfig, Mlp, UNITS, trainer=GreedyTrainer))
+register(Recipe("greedy", MlpConfig, Mlp, UNITS, trainer=OutOfMemoryTrainer))
 register(Recipe("mlp_unfilled", MlpConfig, _unfilled_buffer, UNITS))
 register(Recipe("mlp_wrong_units", MlpConfig, Mlp, ["table", "hiden.*"]))
 register(Recipe("mlp_parted_tie", MlpConfig, _tied, UNITS))
@@ -252,7 +252,7 @@ register(Recipe("mlp_renamed", MlpConfig, Renamed, ["table", "inner.*", "out"]))
 
 
 def whole_logits(config: object) -> nn.Module:
-    """Return a Llama that hands out its logits, all of them at once, as others do."""
+    """Return a Llama that returns all logits at once."""
     from trainer.recipes.llama.model import Llama
 
     class WholeLogits(Llama):
@@ -286,7 +286,7 @@ register(
 
 
 def attending_within_slices(config: LlamaConfig) -> nn.Module:
-    """Return a Llama whose tokens attend to those of their own slice alone."""
+    """Return a Llama in which tokens attend only to tokens of their own slice."""
     from trainer.recipes.llama.model import Llama
 
     model = Llama(config)
@@ -296,7 +296,7 @@ def attending_within_slices(config: LlamaConfig) -> nn.Module:
 
 
 def counting_within_slices(config: LlamaConfig) -> nn.Module:
-    """Return a Llama whose positions begin at 0 in each slice."""
+    """Return a Llama in which positions begin at 0 in each slice."""
     from trainer.recipes.llama.model import Llama
 
     class Counting(Llama):

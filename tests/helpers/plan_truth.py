@@ -1,4 +1,4 @@
-"""What a step really needs, by torch's own means: FSDP2 itself on fake tensors and a fake process group."""
+"""Measures what a step really needs, with FSDP2 on fake tensors and a fake process group."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trainer.plan.estimates import Collective
 
 @contextmanager
 def fake_model(config: RunConfig, shape: MeshShape) -> Iterator[tuple[nn.Module, DeviceMesh]]:
-    """Open a fake process group of `shape` and yield rank 0's model, sharded, on fake tensors on the CPU."""
+    """Open a fake process group of `shape`, and yield rank 0's sharded model on fake CPU tensors."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shape.num_ranks)
     try:
         sizes = (shape.replicate, shape.shard) if shape.is_hybrid else (shape.shard,)
@@ -45,7 +45,7 @@ def fake_model(config: RunConfig, shape: MeshShape) -> Iterator[tuple[nn.Module,
 
 
 def update(model: nn.Module, config: RunConfig, num_micro_batches: int) -> None:
-    """Do the forward and backward passes of one step."""
+    """Run the forward and backward passes of one step."""
     loss_of = find_loss(model)
     for number in range(num_micro_batches):
         shape = (int(config.train.micro_batch_size), config.data.seq_len)
@@ -55,9 +55,9 @@ def update(model: nn.Module, config: RunConfig, num_micro_batches: int) -> None:
 
 
 def tracked_peak(config: RunConfig, shape: MeshShape, num_micro_batches: int = 1) -> int:
-    """Return the peak of the second step's forward and backward by torch's FSDPMemTracker, in bytes.
+    """Return the peak memory in bytes of the second step's forward and backward passes, by torch's FSDPMemTracker.
 
-    The optimizer's tensors are added: the tracker takes them for whole parameters.  It counts one micro-batch only.
+    The optimizer's tensors are added here, because the tracker counts them as unsharded. It supports one micro-batch.
     """
     assert num_micro_batches == 1
     with fake_model(config, shape) as (model, _):
@@ -73,7 +73,7 @@ def tracked_peak(config: RunConfig, shape: MeshShape, num_micro_batches: int = 1
 
 
 class StorageMeter(TorchDispatchMode):
-    """Counts the bytes of every storage that an operator sees for as long as anybody refers to it."""
+    """Counts the bytes of each storage that an operator uses, for as long as it is referenced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class StorageMeter(TorchDispatchMode):
         return result
 
     def note(self, tensor: torch.Tensor) -> None:
-        """Count the tensor's storage, and forget it when it goes."""
+        """Count the tensor's storage until it is freed."""
         storage = local(tensor).untyped_storage()
         key = storage._cdata
         if key not in self._sizes:
@@ -111,20 +111,20 @@ class StorageMeter(TorchDispatchMode):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count what happens inside, FSDP's resizing of storages included."""
+        """Count storages within the context, including FSDP's resizing of them."""
         resize = torch.UntypedStorage.resize_
 
-        def noted(storage: torch.UntypedStorage, size: int) -> Any:
+        def counting_resize(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             self.resize(storage._cdata, size)
             return result
 
-        with mock.patch.object(torch.UntypedStorage, "resize_", noted), self:
+        with mock.patch.object(torch.UntypedStorage, "resize_", counting_resize), self:
             yield
 
 
 def metered_peak(config: RunConfig, shape: MeshShape, num_micro_batches: int = 1) -> int:
-    """Return the peak of the second step's forward and backward by the storages that are alive, in bytes."""
+    """Return the peak memory in bytes of the second step's forward and backward passes, by the storages alive."""
     with fake_model(config, shape) as (model, _):
         meter = StorageMeter()
         with meter.running():
@@ -142,7 +142,7 @@ def metered_peak(config: RunConfig, shape: MeshShape, num_micro_batches: int = 1
 
 
 class CollectiveLog(TorchDispatchMode):
-    """Counts the collectives that are issued: operation, ranks of the group, bytes of the whole tensor."""
+    """Counts the issued collectives by operation, size of the group, and bytes of the whole tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class CollectiveLog(TorchDispatchMode):
 
 
 def as_logged(counts: Counter[Collective]) -> Counter[tuple[str, int, int]]:
-    """Return planned collectives as the log has them: it does not see how many ranks an all-reduce has."""
+    """Convert planned collectives to the log's form, which lacks the number of ranks of an all-reduce."""
     found: Counter[tuple[str, int, int]] = Counter()
     for collective, count in counts.items():
         num_ranks = 0 if collective.operation == "all_reduce" else collective.num_ranks

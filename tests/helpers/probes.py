@@ -1,8 +1,8 @@
-"""A plan for each run, and the same tiny models again and again: what a plan is made from is kept for the next run.
+"""Caches the planner's probes, because many runs plan the same tiny models.
 
-`make_plan` takes a probe that is there already.  A run makes one of its own; here it takes the one of an earlier run in
-this process, or in the one that it was forked from, if the model and all else that a trace depends on are the same.
-The planner's own tests, and commands in an interpreter of their own, do without.
+`make_plan` accepts an existing probe. A run usually creates one; here it reuses the probe of an earlier run in this
+process, or in the process that it was forked from, if everything that a trace depends on is the same.
+The planner's own tests, and commands in a fresh interpreter, do not use this cache.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from trainer.plan.plan import Plan, make_plan
 from trainer.plan.probe import Probe
 
 _LENGTHS = ("steps", "epochs", "global_batch_size", "micro_batch_size", "activation_checkpoint")
-"""Settings of `train` that a trace does not depend on, or that a probe is asked with."""
+"""Settings of `train` that a trace does not depend on, or that are arguments of a probe."""
 
 _probes: dict[str, Probe] = {}
 
 
-def planned_again(config: RunConfig, mesh: MeshShape, machine: Machine) -> Plan:
-    """Do what `make_plan` does, with the probe of an earlier plan."""
+def plan_with_cached_probe(config: RunConfig, mesh: MeshShape, machine: Machine) -> Plan:
+    """Do what `make_plan` does, with the probe of an earlier plan if there is one."""
     train = {name: value for name, value in vars(config.train).items() if name not in _LENGTHS}
     data = config.data if config.data.arrangement == "masked" else config.data.seq_len  # how long documents are
     groups = (config.context, config.expert, config.mesh.expert_method)
@@ -31,6 +31,6 @@ def planned_again(config: RunConfig, mesh: MeshShape, machine: Machine) -> Plan:
     return make_plan(config, mesh, machine, _probes[key])
 
 
-def keep_probes() -> None:
-    """From now on, in this process and in those that are forked from it."""
-    trainer.plan.forecast.make_plan = planned_again
+def cache_probes() -> None:
+    """Cache probes from now on, in this process and in processes forked from it."""
+    trainer.plan.forecast.make_plan = plan_with_cached_probe

@@ -1,4 +1,4 @@
-"""Runs a function, or a command, on several ranks: real processes on gloo, forked (see tests/helpers/forked.py)."""
+"""Runs a function or a command on several ranks: real processes that communicate over gloo (see forked.py)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.forked import REPOSITORY, as_workers_of_nproc, call_on_ranks, fork, run_module, start_run
+from tests.helpers.forked import REPOSITORY, call_on_ranks, fork, nproc_worker_variables, run_module, start_run
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 300) -> list[Any]:
-    """Return what `function(*arguments)` returns on each of `world_size` ranks.  It must be a module's own function.
+    """Return the result of `function(*arguments)` for each rank. It must be a module-level function.
 
-    The ranks have torchrun's variables, and nothing has been initialised.
+    The ranks have torchrun's variables; nothing is initialized.
     """
     return call_on_ranks(world_size, function, arguments, timeout_s)
 
@@ -61,15 +61,15 @@ TINY = [
     "run.threads=1",
     "run.device=cpu",
 ]
-"""Overrides that make llama_small train a step in milliseconds, on the CPU beside a GPU too.  A second thread makes
-nothing this small faster, and waiting for one on cores that others use made it six times as slow."""
+"""Overrides that make a step of llama_small take milliseconds, also on the CPU of a machine with a GPU. A second
+thread makes nothing this small faster, and on busy cores it made runs six times slower."""
 
 
 def run_command(folder: Path, *arguments: str, launcher: Sequence[str] = (), timeout_s: float = 240) -> Ran:
-    """Run `python -m trainer.run` with the arguments and `run.dir=folder`, forked.
+    """Run `python -m trainer.run` with the arguments and `run.dir=folder` in forked processes.
 
-    `nproc=N` is taken as the command line takes it, but for the processes being forked: the launcher is torch's own
-    only with `launcher`, a command that is started as it stands (`FRESH` for a plain interpreter).
+    `nproc=N` works as on the command line, except that ranks are forked. With `launcher` (`FRESH` for a plain
+    interpreter), that command is started as it is, with torch's own launcher.
     """
     arguments = (*arguments, f"run.dir={folder}")
     if launcher:
@@ -78,9 +78,9 @@ def run_command(folder: Path, *arguments: str, launcher: Sequence[str] = (), tim
         return Ran(done.returncode, done.stdout, done.stderr, folder)
     ranks = next((int(item[6:]) for item in arguments if re.fullmatch(r"nproc=\d+", item)), 1)
     with tempfile.TemporaryDirectory() as logs:
-        started = start_run(arguments, Path(logs), ranks, as_workers_of_nproc(ranks) if ranks > 1 else {})
-        codes = set(started.wait_as_a_launcher(timeout_s))
-        if codes & {2, 75}:  # the others were told to go, some of them before they could listen
+        started = start_run(arguments, Path(logs), ranks, nproc_worker_variables(ranks) if ranks > 1 else {})
+        codes = set(started.wait_like_launcher(timeout_s))
+        if codes & {2, 75}:  # the other ranks were terminated, some before they handled signals
             codes.discard(-signal.SIGTERM)
         assert min(codes) >= 0 or not codes & {2, 75}, f"a rank has crashed: {codes}\n{started.stderr}"
         code = next((one for one in (2, 75) if one in codes), 1) if codes != {0} else 0
@@ -88,34 +88,34 @@ def run_command(folder: Path, *arguments: str, launcher: Sequence[str] = (), tim
 
 
 FRESH = (sys.executable,)
-"""The launcher of a test whose subject is the start itself, or what `nproc=N` starts."""
+"""The launcher for tests of the start itself, or of the processes that `nproc=N` starts."""
 
 
 def run_python_module(module: str, *arguments: object, cwd: Path = REPOSITORY, timeout_s: float = 240) -> Ran:
-    """Run `python -m module arguments...`, forked."""
+    """Run `python -m module arguments...` in a forked process."""
     with tempfile.TemporaryDirectory() as logs:
         started = fork(run_module, [module, list(map(str, arguments))], Path(logs), cwd=cwd)
-        (code,) = started.wait_as_a_launcher(timeout_s)
+        (code,) = started.wait_like_launcher(timeout_s)
         return Ran(code, started.stdout, started.stderr, cwd)
 
 
 def run_tiny(folder: Path, *arguments: str, ends: int = 0, **options: Any) -> Ran:
-    """Run `llama_small`, made tiny, and demand that it ends well, or as it should."""
+    """Run a tiny `llama_small`, and assert that its exit code is `ends`."""
     ran = run_command(folder, "recipe=llama_small", *tiny_overrides(*arguments), **options)
     assert ran.exit_code == ends, ran.stderr + ran.stdout
     return ran
 
 
 def merged(base: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """Return the overrides of `base` that are not given again, and those that are given."""
+    """Return `base` without the keys in `overrides`, followed by `overrides`."""
     given = {override.partition("=")[0] for override in overrides}
     return [*(item for item in base if item.partition("=")[0] not in given), *overrides]
 
 
 def tiny_overrides(*overrides: str) -> list[str]:
-    """Return the overrides of a tiny llama_small with some of them replaced.
+    """Return the overrides of a tiny llama_small, some of them replaced.
 
-    It takes two of its eight sequences at a time; of another batch one, so that any number of ranks may share it.
+    The micro-batch is two of eight sequences; with another batch size it is one, for any number of ranks.
     """
     given = {override.partition("=")[0] for override in overrides}
     alone = ["train.micro_batch_size=1"] if "train.global_batch_size" in given else []

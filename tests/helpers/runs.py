@@ -1,6 +1,6 @@
-"""Runs that many tests look at: each is trained once for all of them, whichever of pytest's workers comes first.
+"""Runs that many tests read: each is trained once for all of them, by the first pytest worker that needs it.
 
-A test that only reads takes the fixture as it is; one that resumes or damages it takes a copy (`copied`).
+A test that only reads uses the fixture directly; one that resumes or damages the run uses a copy (`copied`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import pytest
 from tests.helpers.ranks import Ran, run_tiny
 
 STEPS = 20
-SAVED = (10, 20)
-"""The steps of which a shared run has checkpoints."""
+SAVED_STEPS = (10, 20)
+"""The steps for which a shared run has checkpoints."""
 
-ON = {"one": ["nproc=1"], "two": ["nproc=2"], "four": ["nproc=4", "mesh.replicate=2", "train.micro_batch_size=1"]}
+MESHES = {"one": ["nproc=1"], "two": ["nproc=2"], "four": ["nproc=4", "mesh.replicate=2", "train.micro_batch_size=1"]}
 """The shared runs and their meshes: 1, 2 and 2 x 2 ranks."""
 
 
@@ -29,12 +29,12 @@ class Shared:
 
     ran: Ran
     overrides: list[str]
-    """Those that it was started with: again, it has nothing to do; with more steps, it goes on."""
+    """Its overrides: started again with them, it has nothing to do; with more steps, it continues."""
 
     def copied(self, folder: Path, up_to: int = STEPS) -> Path:
-        """Return a copy, as if the run had crashed before it could save again after `up_to`."""
+        """Return a copy, as if the run had crashed after the save of step `up_to` and before the next."""
         shutil.copytree(self.ran.folder, folder)
-        for step in SAVED:
+        for step in SAVED_STEPS:
             if step > up_to:
                 shutil.rmtree(folder / "checkpoints" / f"step_{step:08d}")
         return folder
@@ -42,13 +42,13 @@ class Shared:
 
 def _train(name: str, factory: pytest.TempPathFactory) -> Shared:
     base = factory.getbasetemp()
-    base = base.parent if base.name.startswith("popen-") else base  # that of all workers of pytest-xdist
-    overrides = [f"train.steps={STEPS}", "checkpoint.every=10", "checkpoint.keep_last=0", *ON[name]]
+    base = base.parent if base.name.startswith("popen-") else base  # shared by all workers of pytest-xdist
+    overrides = [f"train.steps={STEPS}", "checkpoint.every=10", "checkpoint.keep_last=0", *MESHES[name]]
     folder, kept = base / f"shared-{name}", base / f"shared-{name}.json"
     with open(base / f"shared-{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not kept.exists():
-            shutil.rmtree(folder, ignore_errors=True)  # of a worker that was ended in the middle
+            shutil.rmtree(folder, ignore_errors=True)  # left by a worker that was killed
             ran = run_tiny(folder, *overrides)
             kept.write_text(json.dumps([ran.stdout, ran.stderr]))
     stdout, stderr = json.loads(kept.read_text())
@@ -63,11 +63,11 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Shared:
 
 @pytest.fixture(scope="session")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Shared:
-    """The same on two ranks."""
+    """The same run on two ranks."""
     return _train("two", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Shared:
-    """The same on 2 x 2 ranks."""
+    """The same run on 2 x 2 ranks."""
     return _train("four", tmp_path_factory)

@@ -1,4 +1,4 @@
-"""A trainer whose rank MESHTRAINER_TEST_RANK falls asleep for ever, in the third step, in MESHTRAINER_TEST_PLACE."""
+"""A trainer in which rank MESHTRAINER_TEST_RANK hangs in the third step, in the phase MESHTRAINER_TEST_PLACE."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from trainer.metrics.record import Record
 Batch = dict[str, torch.Tensor]
 
 
-class Nap:
-    """State whose collecting takes for ever."""
+class HangingState:
+    """State with a `state_dict` that never returns."""
 
     def __init__(self, owner: SleepingTrainer) -> None:
         self.owner = owner
@@ -35,7 +35,7 @@ class Nap:
 class SleepingTrainer(Trainer):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.state.add("nap", Nap(self))
+        self.state.add("nap", HangingState(self))
         self.model.table.register_forward_hook(self.sleep_in_its_backward)  # type: ignore[union-attr, arg-type]
         write, take = trainer.checkpoint.writer.write_tensors, self.checkpoints.take
 
@@ -59,12 +59,12 @@ class SleepingTrainer(Trainer):
         self.checkpoints.take = take_result  # type: ignore[method-assign]
 
     def sleep_in(self, place: str) -> None:
-        wanted = os.environ.get("MESHTRAINER_TEST_PLACE")
-        if place == wanted and self.world.rank == int(os.environ["MESHTRAINER_TEST_RANK"]) and self.state.step >= 2:
-            fall_asleep()
+        chosen = os.environ.get("MESHTRAINER_TEST_PLACE")
+        if place == chosen and self.world.rank == int(os.environ["MESHTRAINER_TEST_RANK"]) and self.state.step >= 2:
+            hang()
 
     def build_loader(self) -> Iterable[Batch]:
-        return Lazy(super().build_loader(), self)
+        return HangingLoader(super().build_loader(), self)
 
     def loss(self, batch: Batch) -> torch.Tensor:
         if torch.is_grad_enabled():
@@ -82,7 +82,7 @@ class SleepingTrainer(Trainer):
         self.sleep_in("on_step")
 
 
-class Lazy:
+class HangingLoader:
     def __init__(self, loader: Iterable[Batch], owner: SleepingTrainer) -> None:
         self.loader, self.owner = loader, owner
 
@@ -92,7 +92,7 @@ class Lazy:
             yield batch
 
 
-def fall_asleep() -> None:
+def hang() -> None:
     while True:
         time.sleep(1000)
 

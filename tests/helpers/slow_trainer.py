@@ -1,4 +1,4 @@
-"""A llama that rests after each step, or stops at a gate, so that a run of milliseconds can be met in the middle."""
+"""A Llama that pauses after each step, or stops at a gate, so that a test can interact with a run of milliseconds."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from trainer.recipe import find_recipe
 
 
 class SlowTrainer(Trainer):
-    """Rests for MESHTRAINER_TEST_REST_S seconds after each step, and waits at a gate, if there is one.
+    """Pauses for MESHTRAINER_TEST_REST_S seconds after each step, and waits at a gate if there is one.
 
-    MESHTRAINER_TEST_PATIENCE_S is how long its end waits for Weights & Biases.
+    At its end it waits for Weights & Biases for MESHTRAINER_TEST_PATIENCE_S seconds.
     """
 
     def __init__(self, config: RunConfig) -> None:

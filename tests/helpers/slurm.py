@@ -1,7 +1,7 @@
-"""A real Slurm cluster of several nodes on this machine, from Debian's packages.
+"""A real Slurm cluster with several nodes on this machine, from Debian's packages.
 
-Needs slurmctld, slurmd, slurm-client and munge, and no root: the nodes are slurmds with names and ports of their own
-on the loopback, which believe that they have the CPUs they are told.  Everything lives in one temporary folder.
+Needs slurmctld, slurmd, slurm-client and munge, but not root: the nodes are slurmds with separate names and ports on
+the loopback interface, with as many CPUs as the settings claim. All files are in one temporary folder.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ AccountingStorageType=accounting_storage/none
 SwitchType=switch/none
 MpiDefault=none
 PropagateResourceLimits=NONE
-# believe what stands here about CPUs, not the hardware
+# take the number of CPUs from these settings, not from the hardware
 SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
@@ -64,13 +64,13 @@ NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=
 
 
 def missing_programs() -> list[str]:
-    """Return the programs of Slurm that are not installed here."""
+    """Return the Slurm programs that are not installed."""
     programs = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
     return [name for name in programs if shutil.which(name, path=PATH) is None]
 
 
 def wait_until(is_so: Callable[[], object], what: str, timeout_s: float) -> None:
-    """Wait until `is_so()`; raises AssertionError that says `what` was waited for."""
+    """Wait until `is_so()` is true; raises AssertionError with `what` after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not is_so():
         if time.monotonic() > deadline:
@@ -79,13 +79,13 @@ def wait_until(is_so: Callable[[], object], what: str, timeout_s: float) -> None
 
 
 class Cluster:
-    """A Slurm cluster: `nodes` are the names of its nodes.  `env` is what a command needs to talk to it."""
+    """A Slurm cluster. `nodes` are the names of its nodes; `env` is the environment for commands that talk to it."""
 
     def __init__(self, folder: Path, num_nodes: int) -> None:
         self.folder = folder
         port, *ports = _free_ports(1 + num_nodes)
-        self.nodes = [f"p{port}n{number}" for number in range(num_nodes)]  # no other cluster's on this machine
-        # As clusters do where it can be had: signals reach what srun has started, and orphans end with the step.
+        self.nodes = [f"p{port}n{number}" for number in range(num_nodes)]  # unique among the clusters on this machine
+        # With cgroups signals reach everything that srun started, and orphans end with the step.
         self.tracking = "cgroup" if os.access(FREEZER / "cgroup.procs", os.W_OK) else "linuxproc"
         self.env = os.environ | {"PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf")}
         self._daemons: list[subprocess.Popen[bytes]] = []
@@ -97,7 +97,7 @@ class Cluster:
         for name, own_port in zip(self.nodes, ports, strict=True):
             text += NODE.format(name=name, host=host, port=own_port)
         (self.folder / "slurm.conf").write_text(text)
-        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # named, so that it is not looked for
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # set, so that Slurm does not search
         (self.folder / "state").mkdir()
         key = self.folder / "munge.key"
         key.touch(mode=0o600)
@@ -120,16 +120,16 @@ class Cluster:
             self._daemons.append(subprocess.Popen(command, env=self.env, cwd=self.folder, **quiet))  # type: ignore[call-overload]
 
     def stop(self) -> None:
-        """Kill every process of this cluster, daemons and ranks alike: nobody will miss its last words."""
-        wait_until(lambda: not self._kill_what_is_left(), "the death of all processes", 30)
+        """Kill every process of this cluster, daemons and ranks alike."""
+        wait_until(lambda: not self._kill_leftovers(), "the death of all processes", 30)
         for daemon in self._daemons:
             daemon.wait(10)
         for folder in self._cgroups():
-            with suppress(OSError):  # a zombie that nobody buries holds its cgroup
+            with suppress(OSError):  # a zombie that is not reaped keeps its cgroup
                 folder.rmdir()
 
-    def _kill_what_is_left(self) -> list[int]:
-        for folder in self._cgroups():  # Slurm freezes what it is about to signal; frozen processes do not die
+    def _kill_leftovers(self) -> list[int]:
+        for folder in self._cgroups():  # Slurm freezes processes before it signals them; frozen processes do not die
             with suppress(OSError):
                 (folder / "freezer.state").write_text("THAWED")
         left = self.processes()
@@ -139,13 +139,13 @@ class Cluster:
         return left
 
     def _cgroups(self) -> list[Path]:
-        """Return the folders in which Slurm tracks processes, the innermost first."""
+        """Return the cgroup folders in which Slurm tracks processes, innermost first."""
         return [
             Path(folder) for name in self.nodes for folder, _, _ in os.walk(FREEZER / f"slurm_{name}", topdown=False)
         ]
 
     def processes(self, **variables: str) -> list[int]:
-        """Return the processes of this cluster, daemons and ranks alike; those alone that have the variables."""
+        """Return the processes of this cluster, daemons and ranks alike, that have these environment variables."""
         variables["SLURM_CONF"] = self.env["SLURM_CONF"]
         wanted = {f"{name}={value}".encode() for name, value in variables.items()}
         found = []
@@ -163,11 +163,11 @@ class Cluster:
         return done.stdout.strip()
 
     def submit(self, *command: str, **env: str) -> str:
-        """Return the id of the job that `sbatch` makes of a batch file (with options before, overrides after it)."""
+        """Submit a batch file (options before it, overrides after it) with `sbatch`, and return the job's id."""
         return self.call("sbatch", "--parsable", f"--output={self.folder}/%j.out", *command, env=env)
 
     def job(self, job: str) -> dict[str, str]:
-        """Return what Slurm says of a job: JobState, Restarts, ExitCode, ..."""
+        """Return Slurm's record of a job: JobState, Restarts, ExitCode, ..."""
         return dict(re.findall(r"(\w+)=(\S*)", self.call("scontrol", "show", "job", "-o", job)))
 
     def log(self, job: str) -> str:
@@ -175,7 +175,7 @@ class Cluster:
         return path.read_text() if path.exists() else ""
 
     def wait_for_end(self, job: str, restarts: int = 0, timeout_s: float = 180) -> dict[str, str]:
-        """Wait until the job has ended after so many restarts: before each it may seem to have, for a moment."""
+        """Wait until the job has ended after `restarts` restarts; before a restart it briefly looks ended."""
 
         def has_ended() -> bool:
             found = self.job(job)
@@ -190,8 +190,8 @@ class Cluster:
 
 @contextmanager
 def slurm_cluster(num_nodes: int) -> Iterator[Cluster]:
-    """Run a cluster, and leave nothing of it."""
-    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # not pytest's: the path of a socket is 108 characters at most
+    """Run a cluster, and remove all of it afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # not pytest's folder: a socket's path has 108 characters at most
     folder.chmod(0o755)
     cluster = Cluster(folder, num_nodes)
     try:

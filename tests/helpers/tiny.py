@@ -1,4 +1,4 @@
-"""A tiny llama_small that trains in the test's own process, and what it leaves in metrics.jsonl."""
+"""A tiny llama_small that trains in the test's own process, and the records that it writes to metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tiny_config(folder: Path, *overrides: str) -> RunConfig:
 
 
 def fit(folder: Path, *overrides: str, kind: type[Trainer] = Trainer) -> list[dict[str, Any]]:
-    """Train to the end and return the lines of metrics.jsonl."""
+    """Train to the end and return the records of metrics.jsonl."""
     trainer = kind(tiny_config(folder, *overrides))
     assert trainer.fit() == 0
     trainer.close()
@@ -44,6 +44,6 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def full(tensor: torch.Tensor | None) -> torch.Tensor:
-    """Return the whole of a parameter, a gradient or a moment, which is a plain tensor where nothing is sharded."""
+    """Return the full tensor of a parameter, gradient or moment, which may be a DTensor or a plain tensor."""
     assert tensor is not None
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,12 +1,12 @@
-"""Done once, in the fork server, so that not every run does it first.
+"""Fills caches once, in the fork server, so that forked runs find them filled.
 
-A configuration is read, the standard library's files are listed, a step is planned: the caches of these (of structured
-configurations, of files, of operators on tensors without values, of probes) come to what is forked filled.
+It reads a configuration, lists the files of the standard library and plans a step. This fills the caches of structured
+configurations, of files, of operators on fake tensors, and of probes.
 """
 
 from __future__ import annotations
 
-from tests.helpers.probes import keep_probes, planned_again
+from tests.helpers.probes import cache_probes, plan_with_cached_probe
 from tests.helpers.ranks import tiny_overrides
 from trainer import load_config
 from trainer.config import MeshShape
@@ -14,8 +14,8 @@ from trainer.data.stdlib import StdlibCorpus
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import without_data
 
-keep_probes()
+cache_probes()
 StdlibCorpus()
 for size in (1, 2):
     tiny = load_config("llama_small", tiny_overrides(f"train.micro_batch_size={size}"))
-    planned_again(without_data(tiny), MeshShape(1, 1), find_machine("cpu"))
+    plan_with_cached_probe(without_data(tiny), MeshShape(1, 1), find_machine("cpu"))

@@ -1,4 +1,4 @@
-"""What stands in launch/: short files that can at least be parsed, and begin with what to change in them."""
+"""The files in launch/: short, valid, and with the settings to change at the top."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def name(path: Path) -> str:
     return path.name
 
 
-def test_all_are_there() -> None:
+def test_all_launch_files_exist() -> None:
     assert {path.name for path in FILES} == NAMES
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)
-def test_short_and_begins_with_what_to_change(path: Path) -> None:
+def test_file_is_short_and_begins_with_settings_to_change(path: Path) -> None:
     lines = path.read_text().splitlines()
     assert len(lines) < 60
     first = lines[1] if lines[0].startswith("#!") else lines[0]
@@ -51,7 +51,7 @@ def test_short_and_begins_with_what_to_change(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=name)
-def test_it_parses(path: Path) -> None:
+def test_file_parses(path: Path) -> None:
     if path.suffix in (".sh", ".sbatch"):
         subprocess.run(["bash", "-n", str(path)], check=True)
     elif path.suffix == ".yaml":
@@ -87,7 +87,7 @@ def test_a_batch_file_is_resources_and_one_command(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)
-def test_they_ask_for_recipes_and_keys_that_exist(path: Path) -> None:
+def test_recipes_and_keys_exist(path: Path) -> None:
     from trainer import load_config
 
     text = path.read_text()
@@ -150,7 +150,7 @@ SAYS = """said() { echo '{"state": "'$1'", "exit_code": 1, "step": '$2', "reason
 
 
 def batch(stubs: Stubs, folder: Path, srun: str, restart: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the batch file once, with what stands for the ranks."""
+    """Run the batch file once, with a stand-in for the ranks."""
     stubs.add("srun", f"{SAYS}\n{srun}")
     stubs.add("scontrol")
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "mine", "SLURM_RESTART_COUNT": str(restart), "LEAVE_S": "1"}
@@ -162,8 +162,8 @@ CAMPAIGN = [pytest.param(*case, marks=pytest.mark.campaign) for case in ((0, 3),
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("updates", "attempts"), [*CAMPAIGN, (3, None)])
-def test_one_update_at_a_time_is_no_progress(updates: int, attempts: int | None, stubs: Stubs, tmp_path: Path) -> None:
-    """A job whose notice comes as soon as it has begun: it would be requeued for ever."""
+def test_one_step_per_attempt_is_no_progress(updates: int, attempts: int | None, stubs: Stubs, tmp_path: Path) -> None:
+    """A job that gets its notice just after its start would be requeued forever."""
     for number in range(attempts or 5):
         ran = batch(stubs, tmp_path / "run", f"said stopped {(number + 1) * updates}; exit 75", number)
         is_last = number + 1 == attempts
@@ -179,7 +179,7 @@ def test_one_update_at_a_time_is_no_progress(updates: int, attempts: int | None,
 
 @pytest.mark.slow
 def test_a_finished_run_is_not_idle(stubs: Stubs, tmp_path: Path) -> None:
-    """Its node has failed before the batch file could leave."""
+    """Its node failed before the batch file ended."""
     for number in range(5):
         assert batch(stubs, tmp_path / "run", "said finished 2; exit 0", number).returncode == 0
 
@@ -196,7 +196,7 @@ said finished 99
 
 @pytest.mark.slow
 def test_no_notice_is_lost(stubs: Stubs, tmp_path: Path) -> None:
-    """A run that is just starting takes the notice that it finds for one of an earlier attempt: it is repeated."""
+    """A run that is just starting takes a notice for that of an earlier attempt, so it is repeated."""
     finds_one = 'kill -USR1 $BATCH; until [ -e "$RUN_DIR/notice" ]; do sleep 0.1; done'
     ran = batch(stubs, tmp_path / "run", f"{finds_one}\n{WAITS}")
     assert ran.returncode == 0, ran.stderr + ran.stdout
@@ -204,8 +204,8 @@ def test_no_notice_is_lost(stubs: Stubs, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_notice_before_python_listens_is_not_lost(stubs: Stubs, tmp_path: Path) -> None:
-    """It waits, blocked, until the supervisor has its handlers."""
+def test_notice_before_python_handles_signals_is_not_lost(stubs: Stubs, tmp_path: Path) -> None:
+    """The signal stays blocked until the supervisor has installed its handlers."""
     stubs.add("python", f'kill -USR1 $$; exec {sys.executable} "$@"')
     ran = batch(stubs, tmp_path / "run", WAITS, PYTHON=str(stubs.folder / "python"))
     assert ran.returncode == 0, ran.stderr + ran.stdout
@@ -213,7 +213,7 @@ def test_a_notice_before_python_listens_is_not_lost(stubs: Stubs, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_cancelled_it_does_not_come_back(stubs: Stubs, tmp_path: Path) -> None:
+def test_cancelled_job_is_not_requeued(stubs: Stubs, tmp_path: Path) -> None:
     ran = batch(stubs, tmp_path / "run", f"kill -TERM $BATCH\n{WAITS}")
     assert ran.returncode == 75, ran.stderr + ran.stdout
     assert stubs.called("scontrol") == []
@@ -221,7 +221,7 @@ def test_cancelled_it_does_not_come_back(stubs: Stubs, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_notice_that_cannot_be_written_does_not_end_the_job(stubs: Stubs, tmp_path: Path) -> None:
-    """As on a full disk, or where the folder has been removed: the run itself goes on, and ends as it does."""
+    """As on a full disk, or if the folder was removed: the run continues and ends normally."""
     ran = batch(stubs, tmp_path / "run", "kill -USR1 $BATCH; rm -r $RUN_DIR; sleep 3; mkdir $RUN_DIR; said finished 9")
     assert ran.returncode == 0, ran.stderr + ran.stdout
 
@@ -234,7 +234,7 @@ def test_a_notice_that_cannot_be_written_does_not_end_the_job(stubs: Stubs, tmp_
         ({"MAX_IDLE": "often"}, "MAX_IDLE=often: must be a whole number"),
     ],
 )
-def test_a_mistake_is_one_message(env: dict[str, str], message: str, stubs: Stubs, tmp_path: Path) -> None:
+def test_user_error_is_one_message(env: dict[str, str], message: str, stubs: Stubs, tmp_path: Path) -> None:
     ran = batch(stubs, tmp_path / "run", "exit 0", **env)
     assert (ran.returncode, stubs.called("srun")) == (2, [])
     assert message in ran.stderr
@@ -260,7 +260,7 @@ def test_idle_attempts_of_this_job_are_counted(job: str, step: int, expected: in
 @pytest.mark.slow
 @pytest.mark.parametrize("helps", [True, pytest.param(False, marks=pytest.mark.campaign)])
 def test_a_step_that_outlives_its_ranks_is_ended(helps: bool, stubs: Stubs, tmp_path: Path) -> None:
-    """It need not be the job's first.  If Slurm does not even cancel it, srun is left to itself."""
+    """It may be any step of the job. If Slurm does not even cancel it, srun is abandoned."""
     pid = tmp_path / "pid"
     stubs.add("squeue", "echo 7.0 true; echo 7.1 ranks; echo 7.batch batch")
     stubs.add("scancel", f"kill $(cat {pid})" if helps else "")
@@ -276,7 +276,7 @@ def test_a_step_that_outlives_its_ranks_is_ended(helps: bool, stubs: Stubs, tmp_
 
 
 @pytest.mark.slow
-def test_a_container_sees_the_folder_of_the_run(stubs: Stubs, tmp_path: Path) -> None:
+def test_container_mounts_the_run_folder(stubs: Stubs, tmp_path: Path) -> None:
     stubs.add("scontrol", 'case $2 in hostnames) echo n1 ;; node) echo "NodeName=n1 NodeAddr=10.0.0.1 X=1" ;; esac')
     stubs.add("srun", 'echo "MASTER_ADDR=$MASTER_ADDR"')
     env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NAME": "mine", "IMAGE": "mine.sif"}

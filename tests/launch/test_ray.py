@@ -1,4 +1,4 @@
-"""launch/ray_train.py on a real Ray, started by itself on this machine.  Opt-in: pip install 'meshtrainer[ray]'."""
+"""launch/ray_train.py on a real Ray cluster on this machine. Needs pip install 'meshtrainer[ray]'."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> No
 
 
 def workers(env: dict[str, str]) -> list[int]:
-    """Return the processes that train, of our Ray alone."""
+    """Return the training processes of this Ray cluster."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -74,7 +74,7 @@ def workers(env: dict[str, str]) -> list[int]:
     return sorted(found)
 
 
-def test_a_worker_is_killed_and_another_number_goes_on(ray_env: dict[str, str], tmp_path: Path) -> None:
+def test_killed_worker_and_resume_with_a_different_number(ray_env: dict[str, str], tmp_path: Path) -> None:
     alone = run_tiny(tmp_path / "alone", *OVERRIDES, f"train.steps={STEPS}", "nproc=2")
     process = start(tmp_path, ray_env, "--workers=2", "--max-failures=2")
     wait_for_step(process, tmp_path, 12)
@@ -95,7 +95,7 @@ def test_a_worker_is_killed_and_another_number_goes_on(ray_env: dict[str, str], 
     assert further.train("step") == list(range(1, STEPS + 6))
 
 
-def test_the_file_notice_stops_it(ray_env: dict[str, str], tmp_path: Path) -> None:
+def test_notice_file_stops_the_run(ray_env: dict[str, str], tmp_path: Path) -> None:
     process = start(tmp_path, ray_env, "--workers=2")
     wait_for_step(process, tmp_path, 3)
     (tmp_path / "run" / "notice").touch()

@@ -1,6 +1,6 @@
-"""The batch files of launch/ on a real Slurm cluster: they train, are disturbed, and come back under the same job id.
+"""The batch files of launch/ on a real Slurm cluster: they train, are disturbed, and continue under the same job id.
 
-Every disturbed run has the losses of one that was left alone, bit for bit.
+Each disturbed run has the losses of an undisturbed one, bit for bit.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def test_notice_and_requeue(limited: tuple[str, Path], cluster: Cluster, undistu
     assert re.search(rf"job {job} restart 0 step \d+ requeued, exit code 75\n", attempts(tmp_path / "run"))
 
 
-def test_the_time_limit_and_then_cancelled(limited: tuple[str, Path], cluster: Cluster, undisturbed: Ran) -> None:
-    """Cancelled, the ranks save and exit with 75 too; but the job does not come back."""
+def test_time_limit_and_cancellation(limited: tuple[str, Path], cluster: Cluster, undisturbed: Ran) -> None:
+    """After a cancellation the ranks also save and exit with 75, but the job is not requeued."""
     job, folder = limited
     wait_until(lambda: cluster.job(job)["Restarts"] != "0", "the requeue", 180)
     cluster.call("scontrol", "update", f"jobid={job}", "timelimit=30")
@@ -137,7 +137,7 @@ def test_notice_and_requeue_under_torchrun(cluster: Cluster, undisturbed: Ran, t
 
 
 def notice_and_requeue(script: str, cluster: Cluster, undisturbed: Ran, folder: Path) -> str:
-    """The batch script alone is told.  A notice that is there already means nothing."""
+    """Only the batch script gets the notice. A notice that already exists has no effect."""
     folder.mkdir()
     (folder / "notice").touch()
     job = submit(cluster, folder, script=script)
@@ -154,7 +154,7 @@ def attempts(folder: Path) -> str:
     return (folder / "attempts.log").read_text()
 
 
-def test_a_notice_while_it_starts(cluster: Cluster, undisturbed: Ran, tmp_path: Path) -> None:
+def test_notice_during_the_start(cluster: Cluster, undisturbed: Ran, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     job = submit(cluster, folder)
     wait_until((folder / "attempts.log").exists, "the batch script", 60)
@@ -163,7 +163,7 @@ def test_a_notice_while_it_starts(cluster: Cluster, undisturbed: Ran, tmp_path: 
     assert ends_and_starts(folder)[1]["step"] <= 1, "the notice came before the first step"
 
 
-def test_requeued_by_hand_and_by_a_node_that_goes_down(cluster: Cluster, undisturbed: Ran, tmp_path: Path) -> None:
+def test_requeue_by_hand_and_by_a_node_failure(cluster: Cluster, undisturbed: Ran, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     job = submit(cluster, folder)
     wait_for_step(cluster, job, folder, 10)
@@ -204,9 +204,9 @@ def ranks_of(cluster: Cluster, job: str, step: str = "0", **variables: str) -> l
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_slurmstepd_is_killed(num_nodes: int, cluster: Cluster, undisturbed: Ran, tmp_path: Path) -> None:
-    """Nobody starts or ends the ranks of that node any more: they end by themselves, and the job goes on.
+    """No process starts or ends the ranks of that node any more: they end by themselves, and the job continues.
 
-    If it was the only node, srun would wait for it for ever; the step is found by its name, not as the job's first.
+    On a single node srun would wait for it forever; the step is found by its name, not as the first of the job.
     """
     folder, world_size = tmp_path / "run", 2 * num_nodes
     expected, script, step = undisturbed, REPOSITORY / "launch/slurm.sbatch", "0"
@@ -231,7 +231,7 @@ def test_slurmstepd_is_killed(num_nodes: int, cluster: Cluster, undisturbed: Ran
     assert ends_and_starts(folder)[-2]["resumed_step"] >= 5
 
 
-def test_failures_are_requeued_on_request_and_not_for_ever(cluster: Cluster, tmp_path: Path) -> None:
+def test_failures_are_requeued_on_request_but_not_forever(cluster: Cluster, tmp_path: Path) -> None:
     script, folder = tmp_path / "fails.sbatch", tmp_path / "run"
     text = (REPOSITORY / "launch/slurm.sbatch").read_text()
     script.write_text(text.replace("-m trainer.slurm", "-m trainer.slurm --python false"))

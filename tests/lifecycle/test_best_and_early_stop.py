@@ -1,4 +1,4 @@
-"""What is decided by evaluations: which checkpoints are kept, and when a run has learnt all that it will."""
+"""Decisions that depend on evaluations: which checkpoints count as best, and when a run stops early."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.metrics.stop_criterion import StopCriterion
 
 
 class Scripted(Trainer):
-    """Evaluates as it should, and finds what the test wants."""
+    """Evaluates normally, but returns the losses that the test chooses."""
 
     LOSSES: Mapping[int, float] = {2: 3.0, 4: 1.0, 6: 2.0, 8: 2.5, 10: 1.5, 12: 0.5}
 
@@ -79,7 +79,7 @@ def find_place_of(run: Path) -> Any:
 
 
 @pytest.mark.campaign
-def test_of_several_best_ones_each_is_kept(tmp_path: Path) -> None:
+def test_several_best_checkpoints_are_kept(tmp_path: Path) -> None:
     trained(tmp_path / "run", "checkpoint.keep_best=3", "train.steps=11", "eval.every=2")
     assert kept(tmp_path / "run") == [4, 6, 10, 11]  # 2, the best at first, has gone
 
@@ -99,8 +99,8 @@ class OnceFull(Scripted):
 
 
 @pytest.mark.slow
-def test_of_those_that_are_there_the_best_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One that could not be saved, or was deleted, is in no other's way."""
+def test_best_existing_checkpoint_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint that was not saved, or was deleted, does not count."""
     trained(tmp_path / "full", "checkpoint.keep_best=1", "checkpoint.mode=sync", "train.steps=9", kind=OnceFull)
     assert kept(tmp_path / "full") == [6, 9], "4 would have been better"
     assert "best: step 6, 2.0000" in capsys.readouterr().out
@@ -112,10 +112,10 @@ def test_of_those_that_are_there_the_best_is_kept(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.slow
-def test_a_run_ends_when_its_evaluations_do_not_get_better(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_ends_when_evaluations_stop_improving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, patient = tmp_path / "run", ("eval.patience=3", "train.steps=1000")
     first = Scripted(tiny_config(run, *OWN, *patient))
-    for record in first.steps():  # as a loop of one's own, stopped in the middle of the wait
+    for record in first.steps():  # as in a custom loop, stopped within the patience
         if record.step % 2 == 0:
             first._run_evaluation()
         if record.step == 7:
@@ -144,7 +144,7 @@ def test_a_run_ends_when_its_evaluations_do_not_get_better(tmp_path: Path, capsy
         ([math.nan, 3.0, math.nan, math.inf], (3.0, 2), 2),
     ],
 )
-def test_what_counts_as_better(losses: Sequence[float], best: tuple[float, int], num_worse: int) -> None:
+def test_minimum_improvement(losses: Sequence[float], best: tuple[float, int], num_worse: int) -> None:
     horizon = StopCriterion(load_config("llama_small", ["eval.every=1"]))
     for step, loss in enumerate(losses, start=1):
         horizon.evaluated({"loss": loss}, step)
@@ -152,7 +152,7 @@ def test_what_counts_as_better(losses: Sequence[float], best: tuple[float, int],
     assert (horizon.best, horizon.num_worse) == (best, num_worse)
 
 
-def test_one_source_tells_the_best() -> None:
+def test_loss_of_one_source_selects_the_best() -> None:
     sources = ["data.path={web: a.txt, code: b.txt}", "eval.every=1", "checkpoint.keep_best=1"]
     horizon = StopCriterion(load_config("llama_small", [*sources, "eval.metric=loss_code"]))
     found: list[dict[str, float | None]] = [

@@ -1,4 +1,4 @@
-"""The states of a run, one after another, without processes: what each transition writes, and in which order."""
+"""The states of a run, without processes: what each transition writes, and in which order."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class OneRank:
 
 
 class Run:
-    """A lifecycle over collaborators that only say what they were asked to do."""
+    """A lifecycle with collaborators that only record their calls."""
 
     def __init__(self, folder: Path) -> None:
         self.said: list[str] = []
@@ -137,7 +137,7 @@ def test_every_phase_and_event_is_in_the_table() -> None:
     assert missing == {("running", "begin"), ("ended", "begin")}, "what runs, or has ended, does not begin"
 
 
-def test_a_run_that_ended_does_not_begin_again(run: Run) -> None:
+def test_ended_run_does_not_start_again(run: Run) -> None:
     run.begin()
     assert run.life.end() == EXIT_FINISHED
     with pytest.raises(UserError, match="create a new Trainer"), run.life.running():
@@ -183,7 +183,7 @@ def test_how_a_run_ends(case: str, run: Run) -> None:
 
 
 @pytest.mark.parametrize("phase", ["built", "restored"])
-def test_a_mistake_before_the_start_leaves_the_run_as_it_was(phase: str, run: Run) -> None:
+def test_user_error_before_the_start_leaves_the_run_unchanged(phase: str, run: Run) -> None:
     if phase == "restored":
         run.life.restore()
     with pytest.raises(UserError), run.life.running():
@@ -192,7 +192,7 @@ def test_a_mistake_before_the_start_leaves_the_run_as_it_was(phase: str, run: Ru
     assert run.life.phase == phase
 
 
-def test_the_other_ranks_are_told_before_anything_is_waited_for(run: Run) -> None:
+def test_other_ranks_are_notified_before_waiting(run: Run) -> None:
     run.begin()
     run.life.fail(TrainingFailed("no"))
     assert run.said.index("announce") < run.said.index("wait for the save") < run.said.index("record end failed")
@@ -206,7 +206,7 @@ def test_closing_while_an_exception_propagates_is_a_failure(run: Run) -> None:
     assert "leave the group" in run.said, "alone, nobody is waited for"
 
 
-def test_closing_inside_a_handler_of_an_earlier_error_is_none(tmp_path: Path) -> None:
+def test_closing_while_handling_an_earlier_error_is_no_failure(tmp_path: Path) -> None:
     try:
         raise ZeroDivisionError
     except ZeroDivisionError:
@@ -226,14 +226,14 @@ def test_closing_twice_ends_once(run: Run) -> None:
     assert run.said.count("record end stopped") == 1
 
 
-def test_what_hangs_leaves_word_first(run: Run) -> None:
+def test_status_is_written_before_steps_that_may_hang(run: Run) -> None:
     run.begin()
     run.life.main_thread_hung("watchdog: rank 0 stood still")
     assert run.said[0] == "status failed 1 watchdog: rank 0 stood still", "what follows may hang too"
     assert run.life.phase == "ended"
 
 
-def test_another_ranks_failure_is_written_from_another_thread(run: Run) -> None:
+def test_failure_of_a_different_rank_is_written_from_a_thread(run: Run) -> None:
     run.begin()
     (listener,) = run.world.failure_listeners
     listener.peer_failed()
@@ -242,7 +242,7 @@ def test_another_ranks_failure_is_written_from_another_thread(run: Run) -> None:
     assert run.said == ["status failed 1 rank 1: gone", "wait for the save"]
 
 
-def test_nothing_to_do_writes_what_a_killed_attempt_could_not(run: Run) -> None:
+def test_finished_run_completes_the_record_of_a_killed_attempt(run: Run) -> None:
     run.life.restore()
     run.progress.step = 5
     assert run.life.end_without_work(5, lambda: run.say("clean")) == EXIT_FINISHED
@@ -262,7 +262,7 @@ class Ranks(OneRank):
         return [float(sum(column)) for column in zip(values, *self._others, strict=True)]
 
 
-def test_a_ballot_counts_targets_and_answers() -> None:
+def test_ballot_sums_targets_and_votes() -> None:
     asked: list[str] = []
     step_sync = StepSync(Ranks([[10, 0, True, False, True], [20, 0, True, False, False]]))  # type: ignore[arg-type]
     all_yes = step_sync.register(lambda: True)
@@ -275,7 +275,7 @@ def test_a_ballot_counts_targets_and_answers() -> None:
     assert asked == ["one"]
 
 
-def test_a_step_that_casts_no_ballot_gets_one() -> None:
+def test_custom_step_without_ballot_gets_one() -> None:
     casts: list[int] = []
     step_sync = StepSync(OneRank([]))  # type: ignore[arg-type]
     step_sync.register(lambda: bool(casts.append(1)))
@@ -288,8 +288,8 @@ def test_a_step_that_casts_no_ballot_gets_one() -> None:
     assert len(casts) == 2
 
 
-def test_the_command_of_the_end_is_told_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watchdog and the main thread may both find that the run has failed."""
+def test_end_command_runs_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog and the main thread may both detect the failure of a run."""
     told: list[str] = []
     monkeypatch.setattr("trainer.lifecycle.lifecycle.run_end_command", lambda command, facts: told.append(command))
     config = run.life._config
@@ -300,7 +300,7 @@ def test_the_command_of_the_end_is_told_once(run: Run, monkeypatch: pytest.Monke
     assert told == ["true"]
 
 
-def test_a_stop_of_an_evaluation_promises_no_save(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+def test_stopped_evaluation_announces_no_save(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     with run.life.without_writing():
         signal.raise_signal(signal.SIGTERM)
         run.step_sync.all_reduce()

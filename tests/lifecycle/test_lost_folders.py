@@ -1,6 +1,6 @@
-"""A run's folder that is deleted, renamed or replaced while the run trains in it.
+"""A run folder that is deleted, renamed or replaced during training.
 
-The run says so, ends, claims nothing that is not there, and can be continued from where it has saved its state.
+The run reports it and ends, and it can be continued from the place where it saved its state.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def goes_on(run: Started, settings: list[str], *overrides: str, ranks: int = 1) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, *slow(2)])
-def test_a_deleted_folder_is_said_and_the_state_saved_beside_it(ranks: int, tmp_path: Path) -> None:
+def test_state_is_saved_next_to_a_deleted_folder(ranks: int, tmp_path: Path) -> None:
     run = lose(tmp_path, _delete(tmp_path / "run"), ranks=ranks)
     assert not run.folder.exists(), "it is not made again"
     assert run.stderr.count(f"run.dir={run.folder}: was deleted while the run was training in it; the run stops") == 1
@@ -97,7 +97,7 @@ def test_a_renamed_folder_is_followed(ranks: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["deleted", *slow("renamed")])
-def test_checkpoints_elsewhere_that_are_lost(how: str, tmp_path: Path) -> None:
+def test_loss_of_a_separate_checkpoint_folder(how: str, tmp_path: Path) -> None:
     saved, now = tmp_path / "saved", tmp_path / ("saved-rescued" if how == "deleted" else "renamed")
     command = _delete(saved) if how == "deleted" else f"mv {saved} {now}"
     run = lose(tmp_path, command, f"checkpoint.dir={saved}")
@@ -109,7 +109,7 @@ def test_checkpoints_elsewhere_that_are_lost(how: str, tmp_path: Path) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_lost_folder_with_checkpoints_in_a_place_of_their_own(inside: bool, tmp_path: Path) -> None:
+def test_loss_of_the_run_folder_with_separate_checkpoints(inside: bool, tmp_path: Path) -> None:
     saved = tmp_path / ("run/saved" if inside else "saved")
     run = lose(tmp_path, f"mv {tmp_path / 'run'} {tmp_path / 'renamed'}", f"checkpoint.dir={saved}")
     moved = [f"checkpoint.dir={tmp_path / 'renamed' / 'saved'}"] if inside else []
@@ -118,7 +118,7 @@ def test_a_lost_folder_with_checkpoints_in_a_place_of_their_own(inside: bool, tm
 
 
 @pytest.mark.campaign
-def test_both_folders_are_lost_with_what_they_were_in(tmp_path: Path) -> None:
+def test_loss_of_both_folders_with_their_parent(tmp_path: Path) -> None:
     base = tmp_path / "base"
     base.mkdir()
     run = lose(
@@ -130,7 +130,7 @@ def test_both_folders_are_lost_with_what_they_were_in(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_another_run_takes_the_name_of_a_deleted_folder(tmp_path: Path) -> None:
-    """Two runs never write to one folder, though the first is still alive."""
+    """Two runs never write to one folder, even if the first is still alive."""
     folder = tmp_path / "run"
     first = start(folder, *with_("train.steps=100000"), fault=Fault(step_s=0.05))
     try:
@@ -151,7 +151,7 @@ def test_another_run_takes_the_name_of_a_deleted_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_deleted_file_of_metrics_is_written_again(tmp_path: Path) -> None:
+def test_deleted_metrics_file_is_rewritten(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     fault = Fault(commands={str(AT): f"rm {run_dir}/metrics.jsonl {run_dir}/.owner.json"})
     run = start(run_dir, *with_("train.steps=8"), fault=fault)
@@ -166,7 +166,7 @@ def owner_of(folder: Path) -> FolderLock:
     return owner
 
 
-def test_what_happened_to_a_folder(tmp_path: Path) -> None:
+def test_kind_of_loss_is_recognized(tmp_path: Path) -> None:
     folder, other = tmp_path / "a", tmp_path / "b"
     owner = owner_of(folder)
     assert owner.find_loss() is None
@@ -190,7 +190,7 @@ def test_what_happened_to_a_folder(tmp_path: Path) -> None:
     owner.release()
 
 
-def test_storage_that_does_not_answer_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_storage_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = owner_of(tmp_path / "a")
     (tmp_path / "a" / ".owner.json").unlink()
     stat = os.stat
@@ -207,7 +207,7 @@ def test_storage_that_does_not_answer_is_no_loss(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_an_owner_who_was_taken_for_dead_says_who_is_there_now(
+def test_owner_that_was_presumed_dead_names_the_new_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codes: list[int] = []
@@ -225,8 +225,8 @@ def test_an_owner_who_was_taken_for_dead_says_who_is_there_now(
     assert "{" not in said
 
 
-def test_whoever_deletes_the_folder_finds_it_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Files that are deleted one after another are not put back at once."""
+def test_files_are_not_recreated_during_a_deletion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files that are deleted one after another do not reappear at once."""
     folder = tmp_path / "a"
     folder.mkdir()
     lines = JsonLines(folder / "metrics.jsonl", 0)
@@ -269,7 +269,7 @@ def relocate(base: Path, is_refused: bool) -> tuple[str, list[Path]]:
 
 
 @pytest.mark.slow
-def test_all_ranks_move_or_none_does(tmp_path: Path) -> None:
+def test_all_ranks_follow_a_moved_folder_or_none(tmp_path: Path) -> None:
     for base in (tmp_path / "moves", tmp_path / "fails"):
         base.mkdir()
     moved = tmp_path / "moves" / "renamed"
@@ -279,8 +279,8 @@ def test_all_ranks_move_or_none_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_checkpoints_deep_inside_the_folder_of_the_run(tmp_path: Path) -> None:
-    """Their parents are made once: not again after the folder was deleted, but in the one that takes its place."""
+def test_nested_checkpoint_folder_inside_the_run(tmp_path: Path) -> None:
+    """Its parents are created once: not again after the folder was deleted, but in the folder that replaces it."""
     saved = tmp_path / "run" / "a" / "b" / "saved"
     run = lose(tmp_path, _delete(tmp_path / "run"), f"checkpoint.dir={saved}")
     assert not run.folder.exists()
@@ -289,7 +289,7 @@ def test_checkpoints_deep_inside_the_folder_of_the_run(tmp_path: Path) -> None:
     goes_on(run, advice(run))
 
 
-def test_parents_made_for_nothing_go(tmp_path: Path) -> None:
+def test_unused_parent_folders_are_removed(tmp_path: Path) -> None:
     folder = RunFolder(tiny_config(tmp_path / "run", f"checkpoint.dir={tmp_path / 'run' / 'a' / 'b'}"), True)
     folder.acquire()
     assert (tmp_path / "run" / "a").is_dir()

@@ -1,4 +1,4 @@
-"""Twenty preemptions of one run, at random moments: it comes back each time, and nobody can tell by its losses."""
+"""Twenty preemptions of one run at random moments: it continues each time, with the losses of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -82,5 +82,5 @@ def test_twenty_preemptions(more: list[str], tmp_path: Path) -> None:
 
 
 def evaluations(ran: Ran) -> dict[int, float]:
-    """Return the losses by step.  One that a stop has ended is made up for when the run goes on."""
+    """Return the evaluation losses by step. An evaluation aborted by a stop is made up for after the resume."""
     return {line["step"]: line["loss"] for line in ran.metrics if line["kind"] == "eval"}

@@ -1,7 +1,7 @@
-"""A signal at any moment before the first step ends a run within seconds, leaves nothing, and the next start trains.
+"""A signal at any moment before the first step ends a run within seconds and leaves nothing; the next start trains.
 
-The moments are drawn at random, from a seed that each failure names.  MESHTRAINER_TEST_MOMENTS=N draws N for each kind.
-`python -m tests.lifecycle.test_prompt_stops FOLDER KIND N` makes N draws by hand and prints what each took.
+Moments are random; each failure names its seed. MESHTRAINER_TEST_MOMENTS=N draws N moments for each kind of run.
+`python -m tests.lifecycle.test_prompt_stops FOLDER KIND N` runs N random cases and prints the duration of each.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def slow_server(folder: Path, handler: type[SimpleHTTPRequestHandler] = SlowHand
 
 @dataclass(frozen=True)
 class Material:
-    """Data and models that all draws share; each has a cache and a run's folder of its own."""
+    """Data and models shared by all cases; each case has a separate cache and run folder."""
 
     folder: Path
     url: str

@@ -1,6 +1,6 @@
-"""At any moment: signals while a run starts, and terminals and pipes that go away while it trains.
+"""Signals at random moments of the start, and terminals and pipes that close at random moments of the training.
 
-The moments are drawn at random, from a seed that each failure names.  MESHTRAINER_TEST_MOMENTS=N draws N for each way.
+Moments are random; each failure names its seed. MESHTRAINER_TEST_MOMENTS=N draws N moments for each case.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def assert_nothing_is_lost(folder: Path, code: int, stderr: str, signals: int) -
 def catches(pid: int, number: signal.Signals) -> bool:
     """Return whether a process has a handler for a signal.
 
-    Until torchrun has its own, a Ctrl-C is an exception in whatever it imports, some of which drops exceptions: that is
-    before the first line of ours.
+    Before torchrun installs its own, a Ctrl-C is an exception in some import, and some of these drop exceptions: that
+    is before our first line runs.
     """
     try:
         status = Path(f"/proc/{pid}/status").read_text()
@@ -155,8 +155,10 @@ def leave_the_terminal(name: str) -> None:
 
 @pytest.mark.parametrize("seed", draws(8))
 @pytest.mark.parametrize("way", ["SIGHUP", "SIGQUIT", "stdout", "stderr", "terminal"])
-def test_a_run_is_left_at_any_moment(way: str, seed: int, undisturbed: dict[int, list[float]], tmp_path: Path) -> None:
-    """Saved and resumed bit-equal, or not disturbed at all: alone and on two ranks in turn."""
+def test_terminal_or_pipe_closes_at_any_moment(
+    way: str, seed: int, undisturbed: dict[int, list[float]], tmp_path: Path
+) -> None:
+    """The run saves and resumes bit-identically, or is not affected at all; on one rank and on two in turn."""
     drawn, ranks, folder = random.Random(f"{way} {seed}"), 1 + seed % 2, tmp_path / "run"
     step = drawn.randrange(1, STEPS - 50)
     line = [sys.executable, *command(folder, STEPS, f"nproc={ranks}")]

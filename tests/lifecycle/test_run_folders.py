@@ -1,6 +1,6 @@
-"""A run's folder that is not as it was: checkpoints gone, moved or unmounted, the run copied, renamed or edited.
+"""Changed run folders: checkpoints missing, moved or unmounted, and runs that were copied, renamed or edited.
 
-Whatever has happened, no line of metrics is lost, and nothing is trained in a folder that was not named.
+In every case no line of metrics is lost, and nothing is trained in a folder that was not named.
 """
 
 from __future__ import annotations
@@ -346,7 +346,9 @@ WAYS = [
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_no_line_is_lost_and_no_other_folder_touched(way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_folder_loses_no_line_and_touches_no_other(
+    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     original(tmp_path / "a", *(option.replace("BASE", str(tmp_path)) for option in way.with_options))
     recipe, overrides = way.change(tmp_path)
@@ -372,8 +374,8 @@ def test_no_line_is_lost_and_no_other_folder_touched(way: Way, tmp_path: Path, m
 
 
 @pytest.mark.slow
-def test_killed_before_its_first_checkpoint_it_begins_again_by_itself(tmp_path: Path) -> None:
-    """The record speaks of steps, but of no checkpoint: nothing is missing, and nothing of the record is lost."""
+def test_run_killed_before_its_first_checkpoint_starts_over(tmp_path: Path) -> None:
+    """Its records mention steps but no checkpoint: nothing is missing, and no record is lost."""
     run = tmp_path / "run"
     options = merged(TINY, ["recipe=llama_small", f"run.dir={run}", "train.steps=1000000", "checkpoint.every=0"])
     first = start_run(options, tmp_path)
@@ -389,7 +391,7 @@ def test_killed_before_its_first_checkpoint_it_begins_again_by_itself(tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_loop_that_never_saved_begins_again(tmp_path: Path) -> None:
+def test_custom_loop_that_never_saved_starts_over(tmp_path: Path) -> None:
     config = load_config("llama_small", [*TINY, f"run.dir={tmp_path}", "train.steps=2"])
     for _ in range(2):
         trainer = Trainer(config)
@@ -403,9 +405,7 @@ def wandb_ids(folder: Path) -> set[str]:
 
 
 @pytest.mark.campaign
-def test_a_copy_is_another_run_in_wandb_and_a_moved_run_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copy_is_a_new_run_in_wandb_and_moved_run_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     original(tmp_path / "a", "log.wandb=offline")
@@ -427,7 +427,7 @@ def test_a_copy_is_another_run_in_wandb_and_a_moved_run_the_same(
 
 
 @pytest.mark.campaign
-def test_begun_anew_it_is_another_run_in_wandb(tmp_path: Path) -> None:
+def test_starting_over_creates_a_new_run_in_wandb(tmp_path: Path) -> None:
     original(tmp_path / "a", "log.wandb=offline")
     ids = wandb_ids(tmp_path / "a")
     assert train(*same_command(tmp_path / "a", "log.wandb=offline", "checkpoint.resume=none")) == ""
@@ -436,8 +436,8 @@ def test_begun_anew_it_is_another_run_in_wandb(tmp_path: Path) -> None:
     assert previous >= {"metrics.jsonl", "config.yaml", "status.json", "wandb", "step_00000002", "step_00000004"}
 
 
-def test_a_copy_of_a_run_that_goes_on_is_free(tmp_path: Path) -> None:
-    """The lock in it is of a process that is alive, and owns another folder."""
+def test_copy_of_an_active_run_is_not_locked(tmp_path: Path) -> None:
+    """Its lock names a living process, which owns the original folder."""
     running = FolderLock(tmp_path / "a", "run.dir")
     running.acquire()
     owner = json.loads((tmp_path / "a" / ".owner.json").read_text())
@@ -455,14 +455,14 @@ def test_a_copy_of_a_run_that_goes_on_is_free(tmp_path: Path) -> None:
         FolderLock(tmp_path / "c", "run.dir").acquire()
 
 
-def test_folders_made_for_a_start_that_is_refused_go_again(tmp_path: Path) -> None:
+def test_folders_created_for_a_rejected_start_are_removed(tmp_path: Path) -> None:
     owner = FolderLock(tmp_path / "disk" / "deep" / "saved", "checkpoint.dir")
     owner.acquire()
     owner.release()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_where_checkpoints_lie_once_a_run_has_moved() -> None:
+def test_checkpoint_location_after_a_run_was_moved() -> None:
     assert relocated("/a/run/saved", "/a/run", "/b/run") == "/b/run/saved"
     assert relocated("runs/a/saved", "runs/a", "runs/b") == "runs/b/saved"
     assert relocated("/a/run", "/a/run", "/b/run") == "/b/run"
@@ -470,8 +470,8 @@ def test_where_checkpoints_lie_once_a_run_has_moved() -> None:
         assert relocated(outside, "/a/run", "/b/run") == outside
 
 
-def test_what_somebody_is_copying_to_an_object_store_is_left_alone() -> None:
-    """A folder without a manifest may be half of a checkpoint on its way back; our own leftovers are marked."""
+def test_incomplete_upload_to_an_object_store_is_not_deleted() -> None:
+    """A folder without a manifest may be a checkpoint that is being restored; leftovers of runs are marked."""
     place = open_storage("memory://restored")
     for name in ("step_00000002", "step_00000004"):
         if name == "step_00000004":
@@ -485,7 +485,7 @@ def test_what_somebody_is_copying_to_an_object_store_is_left_alone() -> None:
 
 
 def written(folder: Path, **sections: dict[str, Any]) -> Path:
-    """Leave what the folder of a run holds, as far as its configuration is concerned; return that."""
+    """Write the files of a run folder that follow from its configuration; return the configuration."""
     folder.mkdir(parents=True)
     (folder / "status.json").write_text("{}")
     values = {"model": {"name": "llama"}, "run": {"dir": str(folder), "name": folder.name}, **sections}
@@ -493,7 +493,7 @@ def written(folder: Path, **sections: dict[str, Any]) -> Path:
     return folder / "config.yaml"
 
 
-def test_a_configuration_means_the_folder_that_it_is_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_yaml_refers_to_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = written(tmp_path / "a", checkpoint={"resume": "none"})
     assert load_config(str(path)).run.dir == str(tmp_path / "a")
@@ -512,7 +512,7 @@ def test_a_configuration_means_the_folder_that_it_is_in(tmp_path: Path, monkeypa
         load_config("b")
 
 
-def test_checkpoints_elsewhere_are_one_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_separate_checkpoint_folder_belongs_to_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "a", checkpoint={"dir": "s3://bucket/a"})
     assert load_config("a").checkpoint.dir == "s3://bucket/a"

@@ -1,4 +1,4 @@
-"""The self-check before the first step: each thing that can be wrong is found and named, on all ranks alike."""
+"""The self-check before the first step: every kind of error is found and named, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LeftOutOnPurpose(LeftOut):
 
 
 class Frozen(LeftOut):
-    """What low-rank adapters do: most is frozen, and some of that is whole on every rank."""
+    """As with low-rank adapters: most parameters are frozen, and some of those are unsharded on every rank."""
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:
         model = super().build_model(config)
@@ -84,7 +84,7 @@ class OnAnotherMesh(Trainer):
 
 
 class Untied(Trainer):
-    """The head has a parameter of its own again, on rank 1."""
+    """On rank 1 the head has a separate parameter again."""
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:
         model = super().build_model(config)
@@ -101,7 +101,7 @@ class FrozenOnOne(Trainer):
 
 
 class SameData(Trainer):
-    """All ranks read what is the first one's."""
+    """All ranks read the data of the first one."""
 
     def build_loader(self) -> TrainLoader:
         loader = super().build_loader()
@@ -226,7 +226,7 @@ WRONG: dict[str, tuple[Case, str]] = {
 
 
 @pytest.mark.slow
-def test_what_is_wrong_is_named_on_every_rank(tmp_path: Path) -> None:
+def test_error_is_named_on_every_rank(tmp_path: Path) -> None:
     ranks = run_ranks(4, outcomes, tmp_path, [case for case, _ in WRONG.values()])
     for (name, (_, expected)), *found in zip(WRONG.items(), *ranks, strict=True):
         assert expected in found[0], (name, found[0])
@@ -256,7 +256,7 @@ RIGHT: list[Case] = [
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("cases", [RIGHT[::2], RIGHT[1::2]], ids=["even", "odd"])
-def test_what_is_right_passes(cases: list[Case], tmp_path: Path) -> None:
+def test_correct_run_passes(cases: list[Case], tmp_path: Path) -> None:
     for found in run_ranks(4, outcomes, tmp_path, cases)[:2]:
         for case, outcome in zip(cases, found, strict=True):
             assert outcome.startswith("passed"), (case, outcome)
@@ -270,7 +270,7 @@ def test_one_rank_passes(tmp_path: Path) -> None:
 
 @pytest.mark.campaign
 def test_a_resumed_run_passes(tmp_path: Path) -> None:
-    """On another mesh, with what was restored, and at its place in the data."""
+    """On a different mesh, with restored state, in the middle of the data."""
 
     for mesh, steps in ((["nproc=2"], 2), (["nproc=2", "mesh.replicate=2"], 4), ([], 6)):
         overrides = tiny_overrides("data.source=synthetic", f"train.steps={steps}", *mesh)
@@ -280,11 +280,8 @@ def test_a_resumed_run_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-def test_it_takes_less_than_two_seconds(tmp_path: Path) -> None:
-    """On 11 M parameters, each held by two of four ranks, on cores that they share with whatever else runs here.
-
-    So it is the time of the CPU that tells.
-    """
+def test_self_check_takes_less_than_two_seconds(tmp_path: Path) -> None:
+    """With 11 M parameters, each on two of four ranks. CPU time is measured, because the cores are shared."""
     size = ["model.dim=384", "model.num_heads=6", "model.num_kv_heads=6", "model.num_layers=6", "model.ffn_dim=1024"]
     found = run_ranks(4, outcomes, tmp_path, [(Trainer, [*ON_2_X_2, *size, "run.threads=1"])])
     print(*found)
@@ -305,8 +302,8 @@ def test_a_failed_self_check_ends_the_run_with_1(tmp_path: Path) -> None:
     assert not (ran.folder / "metrics.jsonl").exists(), "nothing was begun"
 
 
-def test_every_byte_counts() -> None:
-    """A flipped bit anywhere, and two blocks that have changed places."""
+def test_checksum_detects_any_flipped_bit_and_swapped_blocks() -> None:
+    """A flipped bit anywhere, and two blocks that were swapped."""
 
     def checksum(tensor: torch.Tensor) -> int:
         return selfcheck._checksum(selfcheck._Piece("x", "", tensor, ((0, 1), (0, 1)), (1, 1), copies=2))
@@ -326,7 +323,7 @@ def test_every_byte_counts() -> None:
 
 
 @pytest.mark.parametrize("total", [4, 5, 6])
-def test_pieces_make_up_the_whole(total: int) -> None:
+def test_checksum_of_pieces_equals_that_of_the_whole(total: int) -> None:
     import numpy as np
 
     one = ((0, 1), (0, 1))

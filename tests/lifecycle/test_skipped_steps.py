@@ -1,4 +1,4 @@
-"""While steps are skipped nobody knows whether the weights are good: what was saved before is kept and used."""
+"""While steps are skipped the weights may be bad: earlier checkpoints are kept and used."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run(folder: Path, *overrides: str, **how: Any) -> int:
 
 
 def saved(folder: Path) -> list[str]:
-    """Return the names of what lies among the checkpoints, without the leading zeros."""
+    """Return the names in the checkpoint folder, without leading zeros."""
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
     return [name.replace("step_000000", "") for name in names]
 
@@ -75,8 +75,8 @@ def resumed(folder: Path) -> list[int | None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.campaign)])
-def test_a_streak_pushes_no_good_checkpoint_out(mode: str, tmp_path: Path) -> None:
-    """And the run goes on from the last good one, as if nothing had been."""
+def test_streak_prunes_no_good_checkpoint(mode: str, tmp_path: Path) -> None:
+    """The run then continues from the last good checkpoint, as if undisturbed."""
     with pytest.raises(TrainingFailed, match=r"not finite in 6 steps in a row"):
         run(tmp_path, f"checkpoint.mode={mode}", "train.max_skipped_updates=6", skipped=range(6, 99))
     assert saved(tmp_path) == ["02", "04"]
@@ -88,10 +88,10 @@ def test_a_streak_pushes_no_good_checkpoint_out(mode: str, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [1e25, pytest.param(-1e25, marks=pytest.mark.campaign)])
-def test_weights_beyond_belief_are_not_published(
+def test_implausibly_large_weights_are_not_published(
     factor: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Finite, and so large that their squares are not: nothing that was trained, and nothing that can be."""
+    """They are finite, but their squares are not: such weights were not trained, and cannot be."""
     with pytest.raises(TrainingFailed):
         run(tmp_path, "train.max_skipped_updates=3", spoils_at=6, factor=factor)
     assert saved(tmp_path) == ["02", "04"]
@@ -115,8 +115,8 @@ def test_weights_of_zero_and_frozen_ones_of_any_size_are_saved(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_save_due_in_a_streak_is_made_at_its_end(tmp_path: Path) -> None:
-    """Which stands for the one that was due: also where that was to be kept for good, and after a restart."""
+def test_save_due_in_a_streak_is_postponed_to_its_end(tmp_path: Path) -> None:
+    """It replaces the due save, also for `keep_every` and after a restart."""
     keep = ["checkpoint.keep_last=1", "checkpoint.keep_every=4"]
     assert run(tmp_path, *keep, skipped=range(4, 7), stops_at=9) == 75
     assert saved(tmp_path) == ["07", "08", "09"]
@@ -128,7 +128,7 @@ def test_a_save_due_in_a_streak_is_made_at_its_end(tmp_path: Path) -> None:
 
 @pytest.mark.campaign
 def test_a_stop_in_a_streak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is saved then prunes nothing and is not gone on from by itself; it goes nowhere, and is there by name."""
+    """The checkpoint saved then prunes nothing and is used only if named; it is not pruned either."""
     skipped = range(6, 8)
     assert run(tmp_path / "whole", skipped=skipped) == 0
     folder = tmp_path / "run"
@@ -153,8 +153,10 @@ def test_a_stop_in_a_streak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.campaign
-def test_where_there_is_no_other_it_is_gone_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A streak is rarely the weights' fault: what was trained before it is not thrown away."""
+def test_checkpoint_of_a_streak_is_used_if_there_is_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A streak is rarely caused by the weights, so earlier training is not discarded."""
     assert run(tmp_path / "whole", skipped=range(6, 8)) == 0
     assert run(tmp_path, "checkpoint.every=0", skipped=range(6, 8), stops_at=6) == 75
     assert saved(tmp_path) == ["06"]
@@ -165,7 +167,7 @@ def test_where_there_is_no_other_it_is_gone_on_from(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.slow
-def test_a_run_does_not_end_well_in_a_streak(tmp_path: Path) -> None:
+def test_run_that_ends_in_a_streak_fails(tmp_path: Path) -> None:
     match = r"the last 2 steps were skipped.*raise train.steps"
     with pytest.raises(TrainingFailed, match=match):
         run(tmp_path, "checkpoint.every=0", skipped=range(11, 13))
@@ -178,7 +180,7 @@ def test_a_run_does_not_end_well_in_a_streak(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-def test_a_loop_of_ones_own_does_not_end_well_in_a_streak(tmp_path: Path) -> None:
+def test_custom_loop_that_ends_in_a_streak_fails(tmp_path: Path) -> None:
     own = Skipping(tiny_config(tmp_path, *OWN))
     own.skipped = range(12, 13)
     own.accounts.reads_late = True
@@ -190,8 +192,8 @@ def test_a_loop_of_ones_own_does_not_end_well_in_a_streak(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_streak_that_begins_before_a_save_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkpoint of the moment before may be the broken one: until that is known, nothing older goes."""
+def test_streak_that_begins_during_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint just saved may be bad: until this is known, no older one is pruned."""
     streak, publish = threading.Event(), LocalStorage.publish
 
     def held_up(self: LocalStorage, unpublished: str, name: str) -> None:
@@ -218,8 +220,8 @@ def test_a_streak_that_begins_before_a_save_has_ended(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.slow
-def test_what_is_in_doubt_is_set_aside_once(tmp_path: Path) -> None:
-    """If the same comes again from the one before, it was not that checkpoint; and storage does not fill up."""
+def test_doubtful_checkpoint_is_quarantined_once(tmp_path: Path) -> None:
+    """If resuming from the previous one fails too, the checkpoint was not the cause; storage does not fill up."""
     for _ in range(3):
         with pytest.raises(TrainingFailed):
             run(tmp_path, "train.max_skipped_updates=3", skipped=range(5, 99))
@@ -228,15 +230,15 @@ def test_what_is_in_doubt_is_set_aside_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_only_checkpoint_is_never_set_aside(tmp_path: Path) -> None:
+def test_the_only_checkpoint_is_never_quarantined(tmp_path: Path) -> None:
     with pytest.raises(TrainingFailed):
         run(tmp_path, "train.max_skipped_updates=3", skipped=range(3, 99))
     assert saved(tmp_path) == ["02"]
 
 
 @pytest.mark.campaign
-def test_the_newest_of_a_run_is_the_newest_good_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """For exports, for weights to begin with, for runs that go on from it; the list says which one is not."""
+def test_newest_checkpoint_of_a_run_is_the_newest_good_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For exports, initial weights, and runs that resume from it; the list marks bad ones."""
     assert run(tmp_path, skipped=range(5, 8), stops_at=6) == 75
     assert str(find_checkpoint(tmp_path)).endswith("step_00000004")
     assert load_weights(tmp_path) is not None

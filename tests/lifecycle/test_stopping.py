@@ -1,4 +1,4 @@
-"""Stopping on request: whatever asks, and whenever; and nothing is left when the launcher is killed."""
+"""Stopping on request, by every means and at every moment. If the launcher is killed, no process is left."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SLOW = ["model.name=tests.helpers.slow_trainer:slow_llama", "model.vocab_size=25
 
 
 def start(folder: Path, *overrides: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    """Start `python -m trainer.run` in an interpreter of its own, with torch's launcher where there is one."""
+    """Start `python -m trainer.run` in a fresh interpreter, with torch's launcher if there is one."""
     arguments = tiny_overrides("train.steps=100000", f"run.dir={folder}", *overrides)
     command = [sys.executable, "-m", "trainer.run", "recipe=llama_small", *arguments]
     return popen(command, env=os.environ | (env or {}))
@@ -64,15 +64,15 @@ def wait_until_it_catches(pid: int, number: signal.Signals) -> None:
     wait_until(catches, f"a handler of {number.name}")
 
 
-def test_a_signal_during_the_imports_is_kept(tmp_path: Path) -> None:
-    """As soon as it is caught at all, seconds before there is a Trainer."""
+def test_signal_during_imports_is_remembered(tmp_path: Path) -> None:
+    """From the moment it can be caught, seconds before there is a Trainer."""
     signal_during_the_start(0.0, 1, tmp_path)
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("nproc", [1, 2])
 @pytest.mark.parametrize("after_s", [0.0, 0.6, 1.5, 2.5, 3.5])
-def test_a_signal_during_the_start_is_kept(after_s: float, nproc: int, tmp_path: Path) -> None:
+def test_signal_during_the_start_is_remembered(after_s: float, nproc: int, tmp_path: Path) -> None:
     signal_during_the_start(after_s, nproc, tmp_path)
 
 
@@ -128,8 +128,8 @@ def test_each_signal_stops_a_run(number: signal.Signals, tmp_path: Path) -> None
 
 
 @pytest.mark.campaign
-def test_the_end_of_the_job_stops_the_run(tmp_path: Path) -> None:
-    """It has stopped, saved and left before the end, but not long before: it reserves 5 s, two steps and a save."""
+def test_run_stops_before_its_job_ends(tmp_path: Path) -> None:
+    """It has saved and ended before that, but not long before: it reserves 5 s, two steps and a save."""
     end = int(time.time()) + 45
     local = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(end))
     ran = ended(start(tmp_path / "run", f"run.deadline={local}"), tmp_path / "run", timeout_s=120)
@@ -150,7 +150,7 @@ def test_deadlines() -> None:
         check_config(load_config("llama_small", ["run.deadline=tomorrow"]), 1, 1)
 
 
-def test_it_begins_to_stop_early_enough(tmp_path: Path) -> None:
+def test_stop_begins_early_enough_for_a_deadline(tmp_path: Path) -> None:
     now = 100.0
     request = StopRequest(clock=lambda: now)
     request.watch(tmp_path / "notice", deadline=130.0)
@@ -163,8 +163,8 @@ def test_it_begins_to_stop_early_enough(tmp_path: Path) -> None:
     assert request.reason() == "notice"
 
 
-def test_the_launcher_waits_for_a_step_and_a_save_that_take_long(tmp_path: Path) -> None:
-    """Before the first step a process ends within seconds of a signal; a launcher whose ranks train must not."""
+def test_launcher_waits_for_a_slow_step_and_save(tmp_path: Path) -> None:
+    """Before the first step a process ends within seconds of a signal; a launcher with training ranks must not."""
     process = start(tmp_path / "run", "nproc=2", *SLOW, env={"MESHTRAINER_TEST_REST_S": "5"})
     wait_for_step(tmp_path / "run")
     process.send_signal(signal.SIGTERM)
@@ -184,7 +184,7 @@ def test_the_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.campaign)])
-def test_a_notice_during_the_start_is_one(nproc: int, tmp_path: Path) -> None:
+def test_notice_during_the_start_counts(nproc: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "notice").touch()
@@ -200,8 +200,8 @@ def test_a_notice_during_the_start_is_one(nproc: int, tmp_path: Path) -> None:
     assert ran.status["reason"] == "notice"
 
 
-def test_a_signal_ends_an_evaluation(tmp_path: Path) -> None:
-    """It is given up: whoever asked does not wait for its end.  No record of it is left; the state is saved."""
+def test_signal_aborts_an_evaluation(tmp_path: Path) -> None:
+    """The stop does not wait for its end. No record of the evaluation is written; the state is saved."""
     folder, gate = tmp_path / "run", Gate(tmp_path / "gate", "evaluation 2")
     own = tiny_overrides("train.steps=100000", "eval.every=2", "eval.steps=200", *SLOW)
     run = start_forked(folder, *own, env=gate.variables)
@@ -215,13 +215,13 @@ def test_a_signal_ends_an_evaluation(tmp_path: Path) -> None:
     assert [record["kind"] for record in ran.metrics if record["kind"] == "eval"] == []
 
 
-def test_a_deadline_that_has_passed_is_a_mistake(tmp_path: Path) -> None:
-    """Or a job that is started again and again would make one step each time."""
+def test_deadline_in_the_past_is_a_user_error(tmp_path: Path) -> None:
+    """Otherwise a job that is restarted again and again would make one step each time."""
     ran = run_tiny(tmp_path / "run", "train.steps=5", "run.deadline=2020-01-01", ends=2)
     assert "run.deadline=2020-01-01: has already passed" in ran.stderr
 
 
-def test_a_job_without_time_makes_no_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_without_remaining_time_makes_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1700000000")
     ran = run_tiny(tmp_path / "run", "train.steps=5", "nproc=2", ends=75)
     assert ran.status == {"state": "stopped", "exit_code": 75, "step": 0, "reason": "deadline"}
@@ -251,8 +251,8 @@ def is_idle(pid: int) -> bool:
 
 
 @pytest.mark.campaign
-def test_a_signal_while_one_rank_has_not_come_yet(tmp_path: Path) -> None:
-    """The others wait for it, deaf to signals if they were in torch's code: all leave together, with 75."""
+def test_signal_while_one_rank_is_missing(tmp_path: Path) -> None:
+    """The others wait for it, and in torch's code they would not handle signals: all leave together, with 75."""
     folder, gate = tmp_path / "run", Gate(tmp_path / "gate", "import 1")
     process = start(folder, "nproc=2", *SLOW, env=gate.variables)
     wait_until(gate.is_reached, "rank 1 at the gate")
@@ -266,7 +266,7 @@ def test_a_signal_while_one_rank_has_not_come_yet(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-def test_the_launcher_is_killed_before_its_ranks_have_met(tmp_path: Path) -> None:
+def test_launcher_is_killed_before_its_ranks_are_connected(tmp_path: Path) -> None:
     folder, gate = tmp_path / "run", Gate(tmp_path / "gate", "import 1")
     process = start(folder, "nproc=2", *SLOW, env=gate.variables)
     wait_until(gate.is_reached, "rank 1 at the gate")
@@ -275,8 +275,8 @@ def test_the_launcher_is_killed_before_its_ranks_have_met(tmp_path: Path) -> Non
     wait_until(lambda: processes_of(folder) == [], "no rank is left", timeout_s=30)
 
 
-def test_a_signal_while_the_other_ranks_are_missing(tmp_path: Path) -> None:
-    """The meeting of the ranks blocks in torch's own code, for as long as run.timeout_s."""
+def test_signal_while_all_other_ranks_are_missing(tmp_path: Path) -> None:
+    """Connecting blocks in torch's own code, for up to run.timeout_s."""
     arguments = tiny_overrides("train.steps=5", f"run.dir={tmp_path}")
     command = [sys.executable, "-m", "trainer.run", "recipe=llama_small", *arguments]
     port = free_port()
@@ -289,8 +289,8 @@ def test_a_signal_while_the_other_ranks_are_missing(tmp_path: Path) -> None:
     assert "Traceback" not in ran.stderr
 
 
-def test_a_signal_while_a_rank_that_has_come_does_not_go_on(tmp_path: Path) -> None:
-    """Opening a process group would hear no signal, so the ranks agree in the store before."""
+def test_signal_while_a_connected_rank_is_stuck(tmp_path: Path) -> None:
+    """While a process group is opened no signal is handled, so the ranks first agree through the store."""
     port = free_port()
     arguments = tiny_overrides("train.steps=5", f"run.dir={tmp_path / 'run'}")
     rank = start_run(["recipe=llama_small", *arguments], tmp_path, variables=rank_variables(0, 2, str(port)))
@@ -305,8 +305,8 @@ def _answers(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_the_last_evaluation_is_made_up_for(tmp_path: Path) -> None:
-    """The last step was saved before it: what is owed is saved too."""
+def test_missed_final_evaluation_is_made_up_for(tmp_path: Path) -> None:
+    """The last step was saved before the evaluation; the checkpoint records that it is missing."""
     own = [*SLOW, "train.steps=4", "checkpoint.every=4", "eval.every=3", "eval.steps=3", "log.every=1"]
     gate = Gate(tmp_path / "gate", "evaluation 4")
     run = start_forked(tmp_path / "run", *tiny_overrides(*own), env=gate.variables)
@@ -321,8 +321,8 @@ def test_the_last_evaluation_is_made_up_for(tmp_path: Path) -> None:
     assert [line["step"] for line in again.metrics if line["kind"] == "eval"] == [3, 4]
 
 
-def test_what_is_said_to_nobody_does_not_end_a_thread() -> None:
-    """Whoever read stderr has died with the launcher; the rank still has to announce that, and to end."""
+def test_closed_stderr_does_not_end_a_thread() -> None:
+    """The reader of stderr died with the launcher; the rank must still announce that, and end."""
     code = "from trainer.errors import print_stderr; print_stderr('lost'); print('goes on')"
     reader, writer = os.pipe()
     os.close(reader)
@@ -338,8 +338,8 @@ def test_what_is_said_to_nobody_does_not_end_a_thread() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
-def test_a_closed_terminal_and_a_quit_stop_in_order(number: signal.Signals, tmp_path: Path) -> None:
-    """SIGQUIT says where all threads are, too."""
+def test_closed_terminal_and_quit_signal_stop_the_run(number: signal.Signals, tmp_path: Path) -> None:
+    """SIGQUIT also prints the stacks of all threads."""
     folder = tmp_path / "run"
     run = start_forked(folder, *tiny_overrides("train.steps=100000"))
     wait_for_step(folder)
@@ -353,8 +353,8 @@ def test_a_closed_terminal_and_a_quit_stop_in_order(number: signal.Signals, tmp_
     assert ran.stderr.count("Stopping: finishing this step and saving") == 1
 
 
-def test_a_terminal_is_closed_behind_the_launcher(tmp_path: Path) -> None:
-    """The kernel sends SIGHUP to the whole group, the launcher hands its own on, and what is written goes nowhere."""
+def test_terminal_of_the_launcher_is_closed(tmp_path: Path) -> None:
+    """The kernel sends SIGHUP to the whole group, the launcher forwards its own, and output has no reader."""
     folder = tmp_path / "run"
     process = start(folder, "nproc=2")
     wait_for_step(folder)
@@ -369,7 +369,7 @@ def test_a_terminal_is_closed_behind_the_launcher(tmp_path: Path) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_under_nohup_a_closed_terminal_is_nothing(nproc: int, tmp_path: Path) -> None:
+def test_closed_terminal_has_no_effect_under_nohup(nproc: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     arguments = tiny_overrides("train.steps=100000", f"nproc={nproc}", f"run.dir={folder}")
     command = ["nohup", sys.executable, "-m", "trainer.run", "recipe=llama_small", *arguments]
@@ -385,8 +385,8 @@ def test_under_nohup_a_closed_terminal_is_nothing(nproc: int, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("reader", ["goes", pytest.param("stops reading", marks=pytest.mark.campaign)])
-def test_nobody_reads_what_a_run_prints(reader: str, tmp_path: Path) -> None:
-    """The console can neither stop a run nor hold it up."""
+def test_output_without_a_reader_does_not_stop_a_run(reader: str, tmp_path: Path) -> None:
+    """The console can neither stop nor delay a run."""
     folder = tmp_path / "run"
     arguments = tiny_overrides("train.steps=80", f"run.dir={folder}")
     command = [sys.executable, "-m", "trainer.run", "recipe=llama_small", *arguments]
@@ -423,8 +423,8 @@ def test_a_pipe_that_is_closed_early_breaks_no_command(arguments: list[str]) -> 
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_second_interrupt_leaves_all_as_it_should_be(tmp_path: Path) -> None:
-    """It ends a run that does not get through its step: with a word in status.json, and nobody's lock."""
+def test_second_interrupt_ends_a_stuck_run_cleanly(tmp_path: Path) -> None:
+    """It ends a run that is stuck in its step, with status.json written and the lock released."""
     folder, gate = tmp_path / "run", Gate(tmp_path / "gate", "evaluation 2")
     own = tiny_overrides("train.steps=100000", "eval.every=2", "eval.steps=2", *SLOW)
     run = start_forked(folder, *own, env=gate.variables)

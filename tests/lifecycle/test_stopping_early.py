@@ -1,4 +1,4 @@
-"""The three stages of a stop request before there is anything to lose, and what hears one in the first of them."""
+"""Stop requests before the first step: their three stages, and the code that reacts to a request in the first stage."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ sys.exit(run_command(work))
     ],
 )
 @pytest.mark.parametrize("how", STUCK)
-def test_a_command_ends_whatever_it_is_doing(how: str, number: signal.Signals, code: int, tmp_path: Path) -> None:
-    """Without a traceback, in one line, and without the file that it was writing."""
+def test_command_ends_at_any_stage(how: str, number: signal.Signals, code: int, tmp_path: Path) -> None:
+    """With one line instead of a traceback, and without the file that it was writing."""
     half = tmp_path / "half"
     script = _COMMAND.format(work=textwrap.indent(textwrap.dedent(STUCK[how]), " " * 8))
     process = popen([sys.executable, "-c", script, str(half)])
@@ -107,14 +107,14 @@ def asked() -> Iterator[PromptStop]:
     prompt.cancel()
 
 
-def test_a_loop_that_asks_hears_at_once(asked: PromptStop) -> None:
+def test_loop_that_checks_for_a_stop_sees_it_at_once(asked: PromptStop) -> None:
     with pytest.raises(StopRequested, match="SIGTERM"):
         stop_if_asked()
     asked.cancel()
     stop_if_asked()
 
 
-def test_from_the_first_step_on_a_signal_only_asks() -> None:
+def test_signal_after_the_first_step_only_sets_a_request() -> None:
     request = StopRequest()
     before = signal.getsignal(signal.SIGTERM)
     request.install()
@@ -130,7 +130,7 @@ def test_from_the_first_step_on_a_signal_only_asks() -> None:
 
 
 @pytest.mark.slow
-def test_a_fork_does_not_answer_for_its_parent(asked: PromptStop) -> None:
+def test_forked_process_does_not_handle_its_parents_stop(asked: PromptStop) -> None:
     if (pid := os.fork()) == 0:
         stop_if_asked()
         os._exit(7)
@@ -144,7 +144,7 @@ def test_a_file_that_was_renamed_is_kept(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]
 
 
-def test_the_signals_are_given_back() -> None:
+def test_signal_handlers_are_restored() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)]
     assert run_command(lambda: 0) == 0
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)] == before
@@ -174,7 +174,7 @@ def all_tokens(data: DataSection) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("damage", ["none", "first", "second"])
 def test_tokenized_chats_are_continued(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped after 20 of 60, with a part after each of them; with the same result as in one go."""
+    """Stopped after 20 of 60, with a part file after each; the result is the same as without a stop."""
     (tmp_path / "whole").mkdir()
     whole = all_tokens(chats(tmp_path / "whole", 60))
     data, encode, encoded = chats(tmp_path, 60), Encoder.encode, [0]
@@ -203,8 +203,8 @@ def test_tokenized_chats_are_continued(damage: str, tmp_path: Path, monkeypatch:
     assert not list((tmp_path / "cache").glob("*.part-*"))
 
 
-def test_parts_of_tokenized_chats_that_nobody_continues_are_removed(tmp_path: Path) -> None:
-    """After a change of the file or of a setting no start asks for them again."""
+def test_abandoned_parts_of_tokenized_chats_are_removed(tmp_path: Path) -> None:
+    """After a change of the file or a setting, no start uses them again."""
     cache = tmp_path / "cache"
     cache.mkdir()
     old, recent = cache / "chat-0123.part-00000", cache / "chat-4567.part-00000"
@@ -215,8 +215,8 @@ def test_parts_of_tokenized_chats_that_nobody_continues_are_removed(tmp_path: Pa
     assert list(cache.glob("*.part-*")) == [recent]
 
 
-def test_turns_behind_the_end_of_a_sequence_are_not_rendered(tmp_path: Path) -> None:
-    """A conversation of 4,000 turns is cut to 24 tokens: in a second, where it took minutes."""
+def test_turns_past_the_end_of_a_sequence_are_not_rendered(tmp_path: Path) -> None:
+    """A conversation of 4,000 turns is truncated to 24 tokens in a second; it used to take minutes."""
     data = chats(tmp_path, 1)
     from trainer.data.chat.source import make_encoder
 
@@ -257,7 +257,7 @@ def dripping(tmp_path: Path) -> Iterator[str]:
         yield f"{url}/text.txt"
 
 
-def test_a_server_that_drips_is_given_up(dripping: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_from_a_very_slow_server_is_abandoned(dripping: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "STALL_S", 0.3)
     monkeypatch.setattr(transport, "MAX_PAUSE_S", 0.0)
     with pytest.raises(Unreachable, match=r"sends only \d+ bytes/s"):
@@ -265,8 +265,8 @@ def test_a_server_that_drips_is_given_up(dripping: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_a_command_does_not_outlive_its_last_line_while_a_server_hangs(tmp_path: Path) -> None:
-    """A server that accepts and never answers: its threads are not joined when the process exits."""
+def test_command_exits_while_a_server_hangs(tmp_path: Path) -> None:
+    """A server accepts and never answers: threads that wait for it are not joined at exit."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         settings = [f"data.path=http://127.0.0.1:{server.getsockname()[1]}/a.jsonl", f"data.cache_dir={tmp_path}"]
         process = popen([sys.executable, "-m", "trainer.data", "show", "recipe=llama_small", *settings])
@@ -284,7 +284,7 @@ def test_a_command_does_not_outlive_its_last_line_while_a_server_hangs(tmp_path:
     assert time.monotonic() - began < 15
 
 
-def test_a_url_that_fails_does_not_wait_for_one_that_hangs() -> None:
+def test_failing_url_does_not_wait_for_a_hanging_one() -> None:
     hang = threading.Event()
 
     def look(url: str) -> str:
@@ -303,7 +303,7 @@ def test_a_url_that_fails_does_not_wait_for_one_that_hangs() -> None:
     assert transport.map_urls(str.upper, []) == []
 
 
-def test_looking_up_ends_when_asked_to_stop(asked: PromptStop) -> None:
+def test_stop_request_ends_a_lookup(asked: PromptStop) -> None:
     hang = threading.Event()
     try:
         with pytest.raises(StopRequested):
@@ -312,7 +312,7 @@ def test_looking_up_ends_when_asked_to_stop(asked: PromptStop) -> None:
         hang.set()
 
 
-def test_a_stop_is_heard_between_two_tries(asked: PromptStop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_request_is_handled_between_retries(asked: PromptStop, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StopRequested):
         transport._sleep(60)
     with pytest.raises(StopRequested):

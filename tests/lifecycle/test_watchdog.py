@@ -1,4 +1,4 @@
-"""A rank that holds the others up is named, with its phase and its place in the code, and the run ends."""
+"""A rank that blocks the others is named with its phase and place in the code, and the run ends."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ SLOW = [
 @pytest.mark.parametrize(
     ("place", "rank"), [*CASES, *(pytest.param(*case, marks=pytest.mark.campaign) for case in SLOW)]
 )
-def test_the_rank_that_sleeps_is_named(place: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_rank_is_named(place: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more = {"evaluate": ["eval.every=2", "eval.steps=2", "run.first_step_timeout_s=16"], "save": ["checkpoint.every=3"]}
     more["writing"] = [*more["save"], "train.steps=100000"]
     monkeypatch.setenv("MESHTRAINER_TEST_HEARS_LATE_S", "2")  # of what rank 0 has found, which it alone reports
@@ -105,7 +105,7 @@ def test_the_rank_that_sleeps_is_named(place: str, rank: int, tmp_path: Path, mo
     assert row.endswith("late")
     stack = ran.stderr.partition(f"rank {rank} is at\n")[2].splitlines()
     assert f"in {function}" in "\n".join(stack)
-    assert any(line.endswith("in fall_asleep") for line in stack)
+    assert any(line.endswith("in hang") for line in stack)
     assert "Traceback" not in ran.stderr
     assert ran.status["state"] == "failed"
     assert ran.status["reason"].startswith(f"watchdog: rank {rank} made no progress in {phase}")
@@ -114,7 +114,7 @@ def test_the_rank_that_sleeps_is_named(place: str, rank: int, tmp_path: Path, mo
 
 
 def test_a_stack_begins_at_the_training_loop() -> None:
-    """The frames that call `fit`, those of a launcher and of the command line, say nothing about a rank."""
+    """The frames that call `fit`, in a launcher and the command line, say nothing about a rank."""
     inside: dict[str, Any] = {}
     exec(compile("def fit(inner):\n    return inner()", trainer.trainer.__file__, "exec"), inside)
     assert [line.rpartition(" ")[2] for line in inside["fit"](lambda: _stack_lines(sys._getframe()))] == [
@@ -124,8 +124,8 @@ def test_a_stack_begins_at_the_training_loop() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_lost_once_a_save_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others wait for its word, and not as long as storage may take: a cable that was cut then cost an hour."""
+def test_rank_lost_after_a_save_is_noticed_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others do not wait for it as long as storage may take; a cut cable once cost an hour."""
     more = ["train.steps=100000", "checkpoint.every=3", "checkpoint.when_busy=skip", f"run.timeout_s={LIMIT_S}"]
     ran, seconds = run_sleeping(monkeypatch, tmp_path / "run", "collect", *more)
     assert ran.exit_code == 1
@@ -135,8 +135,8 @@ def test_a_rank_that_is_lost_once_a_save_has_ended(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.campaign
-def test_a_rank_that_is_stopped_with_a_save_in_flight(tmp_path: Path) -> None:
-    """Its part of the save is never written: nobody waits a minute for the end of that."""
+def test_rank_that_stops_during_a_background_save(tmp_path: Path) -> None:
+    """Its part of the save is never written, and no rank waits a minute for it."""
     fault = Fault(rank=1, hang="write", hang_until=str(tmp_path / "never"), at_step=3, then="SIGSTOP")
     options = ["recipe=llama_small", "model.name=tests.helpers.own_recipes:mlp_faulty", "data.source=synthetic"]
     options += ["data.seq_len=16", "train.steps=9", "eval.every=0", "checkpoint.every=2", "checkpoint.mode=async"]
@@ -159,7 +159,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_one_rank_alone_is_watched_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_rank_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran, _ = run_sleeping(monkeypatch, tmp_path / "run", "data", *LIMITS, rank=0, nproc=1)
     assert ran.exit_code == 1
     assert "watchdog: rank 0 made no progress in data of step 3 for" in ran.stderr
@@ -167,8 +167,8 @@ def test_one_rank_alone_is_watched_too(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.campaign
-def test_an_ordinary_run_with_long_evaluations_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each evaluation takes 12 s, two batches of 6; a step may take 10, and so may a batch of an evaluation."""
+def test_long_evaluations_are_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each evaluation takes 12 s, in two batches of 6 s; the limit of a step, and of a batch, is 10 s."""
     monkeypatch.setenv("MESHTRAINER_TEST_EVAL_S", "6")
     more = ["run.step_timeout_s=10", "run.first_step_timeout_s=10", "checkpoint.timeout_s=10"]
     more += ["eval.every=3", "eval.steps=1", "checkpoint.every=1"]
@@ -182,10 +182,10 @@ def test_an_ordinary_run_with_long_evaluations_is_left_alone(tmp_path: Path, mon
 
 
 @pytest.mark.campaign
-def test_collectives_have_the_ordinary_timeout_after_the_first_update(
+def test_collectives_have_the_step_timeout_after_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The groups were opened with 100 s; the rank that waits gives up after 15, and then all say where they are."""
+    """The groups are opened with 100 s; the waiting rank gives up after 15 s, and all ranks report where they are."""
     more = ["run.timeout_s=15", "run.first_step_timeout_s=100", "run.step_timeout_s=100"]
     ran, seconds = run_sleeping(monkeypatch, tmp_path / "run", "forward", *more)
     print(f"{seconds:.1f} s in all")
@@ -209,7 +209,7 @@ def dog() -> Watchdog:
     return Watchdog(world, limits)
 
 
-def test_the_phases_of_an_update_note_themselves(dog: Watchdog) -> None:
+def test_phases_of_a_step_are_recorded(dog: Watchdog) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters())
     watch_phases(dog, model, [optimizer])
@@ -226,7 +226,7 @@ def test_the_phases_of_an_update_note_themselves(dog: Watchdog) -> None:
     assert seen == ["data", *each, *each, "optimizer", "between steps", "evaluate", "between steps"]
 
 
-def test_limits(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_of_each_phase(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
     monkeypatch.setattr("trainer.lifecycle.watchdog.time.monotonic", lambda: clock[0])
 
@@ -260,7 +260,7 @@ def test_limits(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
     dog.stop()
 
 
-def test_every_update_but_the_first_has_the_shorter_limit(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shorter_limit_after_the_first_step(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
     monkeypatch.setattr("trainer.lifecycle.watchdog.time.monotonic", lambda: clock[0])
     found = []
@@ -272,7 +272,7 @@ def test_every_update_but_the_first_has_the_shorter_limit(dog: Watchdog, monkeyp
     assert found == ["", *["no progress within run.step_timeout_s, 50 s"] * 2]
 
 
-def test_who_is_saving_within_the_limit_is_waited_for(dog: Watchdog, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_that_saves_within_its_limit_is_not_late(dog: Watchdog, capsys: pytest.CaptureFixture[str]) -> None:
     dog._world.messages = TimedStore(HashStore(), 5.0)  # type: ignore[misc]
     dog._main_thread = threading.get_ident()
     with dog.during("save"):
@@ -282,7 +282,7 @@ def test_who_is_saving_within_the_limit_is_waited_for(dog: Watchdog, capsys: pyt
     assert capsys.readouterr().err == ""
 
 
-def test_who_is_late() -> None:
+def test_late_ranks() -> None:
     def rank(number: int, step: int, num_phases_entered: int, waits: bool, answers: bool = True) -> RankStatus:
         return RankStatus(number, "forward", 7.0, step, num_phases_entered, waits, False, answers, ["a.py:1 in f"])
 
@@ -325,7 +325,7 @@ def record(*states: str, completed: int, enqueued: int) -> bytes:
     return json.dumps(content).encode()
 
 
-def test_how_far_a_device_has_come() -> None:
+def test_progress_of_a_device() -> None:
     found = progress_of(record("completed", "started", "scheduled", completed=1, enqueued=3))
     assert found == CollectiveProgress(1, 0, 3, "all_gather_base number 2 of group 1 (shard)")
     assert progress_of(record("completed", completed=1, enqueued=1)) == CollectiveProgress(1, 0, 1, "")
@@ -333,8 +333,8 @@ def test_how_far_a_device_has_come() -> None:
     assert progress_of(b"[]") is None
 
 
-def test_the_rank_whose_device_has_come_least_far_is_named() -> None:
-    """All hosts wait for their device, and have come equally far."""
+def test_rank_with_the_least_device_progress_is_named() -> None:
+    """All hosts wait for their device and have made the same progress."""
 
     def rank(number: int, completed: int) -> RankStatus:
         return RankStatus(number, "device", 7.0, 6, 4, True, collectives=[completed, 0, 9], device="reduce number 8")
@@ -349,8 +349,8 @@ def test_the_rank_whose_device_has_come_least_far_is_named() -> None:
     assert find_stragglers([*statuses, busy]) == [busy], "a host that is elsewhere holds up all devices"
 
 
-def test_waiting_for_the_device_is_waiting(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In `Event.synchronize`, where every rank is when a collective hangs on the device."""
+def test_waiting_for_the_device_is_recognized(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In `Event.synchronize`, where every rank is if a collective hangs on the device."""
     code = compile("", f"{os.sep}torch{os.sep}cuda{os.sep}streams.py", "exec")
     frame = SimpleNamespace(f_code=code, f_lineno=1, f_back=None)
     monkeypatch.setattr("trainer.lifecycle.watchdog.read_record", lambda: record("started", completed=0, enqueued=2))

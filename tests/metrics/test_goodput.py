@@ -1,4 +1,4 @@
-"""The account of a run's time, from its records alone."""
+"""How the time of a run is divided, computed from its records alone."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def train(step: int, time: float, **fields: Any) -> dict[str, Any]:
     return {"kind": "train", "step": step, "time": time, "step_s": 1.0, "skipped": 0, **fields}
 
 
-def test_lines_of_saving_between_those_of_training_cost_no_update() -> None:
-    """Every tenth step has a line, every 25th is saved."""
+def test_save_records_between_train_records_cost_no_step() -> None:
+    """Every tenth step has a record, and every 25th is saved."""
     records: Lines = [start(100.0)]
     for step in range(1, 101):
         if step % 10 == 0 or step == 1:
@@ -37,14 +37,14 @@ def test_lines_of_saving_between_those_of_training_cost_no_update() -> None:
     assert found.wall_s == 102.0
 
 
-def test_updates_skipped_in_an_attempt_before_are_not_counted_again() -> None:
+def test_steps_skipped_in_an_earlier_attempt_are_counted_once() -> None:
     records = [start(100.0), train(10, 110.0, skipped=5), start(200.0, 10, skipped=5), train(20, 210.0, skipped=6)]
     found = find_goodput(records)
     assert found.update_s == 5 + 9
     assert found.lost_s == 5 + 1
 
 
-def test_a_start_record_that_somebody_has_spoilt() -> None:
+def test_corrupt_start_record() -> None:
     records = [
         start(100.0, before={"wall_s": "x", "update_s": None}),
         train(1, 101.0),
@@ -54,8 +54,8 @@ def test_a_start_record_that_somebody_has_spoilt() -> None:
 
 
 @pytest.mark.parametrize("jump_s", [7200.0, -7200.0])
-def test_a_clock_that_is_corrected_between_attempts(jump_s: float) -> None:
-    """The machine was not started anew in between, and it says when it was by the clock of each attempt."""
+def test_clock_corrected_between_attempts(jump_s: float) -> None:
+    """The machine did not reboot in between, and each attempt recorded the boot time by its clock."""
     first = [start(10_000.0, boot="a", booted=500.0), train(10, 10_010.0)]
     at = 10_030.0 + jump_s
     second = [start(at, 10, boot="a", booted=500.0 + jump_s), train(20, at + 10)]
@@ -65,15 +65,15 @@ def test_a_clock_that_is_corrected_between_attempts(jump_s: float) -> None:
     assert find_goodput([{**second[0], **stored}, second[1]]).wall_s == 42.0, "from what the start record carries"
 
 
-def test_a_clock_that_was_ahead_on_another_machine() -> None:
-    """What is between attempts cannot be known then; what is within them is counted as ever."""
+def test_clock_ahead_on_a_different_machine() -> None:
+    """The time between attempts is then unknown; the time within them is counted as usual."""
     found = find_goodput([start(10_000.0), train(10, 10_010.0), start(5_000.0, 10), train(20, 5_010.0)])
     assert (found.wall_s, found.between_s, found.update_s) == (24.0, 0.0, 20.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("jump_s", [7200.0, -7200.0])
-def test_a_clock_that_jumps_in_mid_run(jump_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_that_jumps_during_a_run(jump_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = clocks.time
 
     class Jumping(Trainer):

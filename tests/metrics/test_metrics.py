@@ -1,4 +1,4 @@
-"""What a run says of itself: metrics.jsonl, the console, TensorBoard, Weights & Biases, status.json."""
+"""The outputs of a run: metrics.jsonl, console, TensorBoard, Weights & Biases, status.json."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_fields(kind: str, resumed: Resumed) -> None:
             assert type(line[field]) in kinds, (field, line)
 
 
-def test_what_the_fields_say(resumed: Resumed) -> None:
+def test_values_of_the_fields(resumed: Resumed) -> None:
     before = resumed[1]
     (start,) = [line for line in before if line["kind"] == "start"]
     assert (start["world_size"], start["mesh"], start["device"]) == (1, {"replicate": 1, "shard": 1}, "cpu")
@@ -141,7 +141,7 @@ def test_what_the_fields_say(resumed: Resumed) -> None:
     assert before[-1] == end
 
 
-def test_lines_at_the_first_every_nth_and_the_last_step(resumed: Resumed) -> None:
+def test_records_of_the_first_every_nth_and_the_last_step(resumed: Resumed) -> None:
     assert of("train", resumed[1], "step") == [1, 3, 6, 8]
     assert of("eval", resumed[1], "step") == [3, 6, 8]
     assert of("checkpoint", resumed[1], "step") == [3, 6, 8]
@@ -156,7 +156,7 @@ def test_log_every(every: int, steps: int, expected: list[int], tmp_path: Path) 
     assert of("train", found, "step") == expected
 
 
-def test_a_resumed_run_supersedes_what_is_past_its_checkpoint(resumed: Resumed) -> None:
+def test_resume_replaces_records_after_its_checkpoint(resumed: Resumed) -> None:
     _, before, after = resumed
     assert of("start", after, "resumed_step") == [None, 3]
     assert of("end", after, "reason") == ["finished", "finished"], "attempts are kept"
@@ -169,7 +169,7 @@ def test_a_resumed_run_supersedes_what_is_past_its_checkpoint(resumed: Resumed) 
         assert of("train", after, field) == of("train", before, field), field
 
 
-def test_half_a_line_and_other_debris_survive_a_restart(tmp_path: Path) -> None:
+def test_partial_lines_and_debris_do_not_prevent_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     whole = [
         {"kind": "start", "resumed_step": None},
@@ -198,7 +198,7 @@ def test_half_a_line_and_other_debris_survive_a_restart(tmp_path: Path) -> None:
         (tmp_path / "metrics_superseded.jsonl").unlink()
 
 
-def test_lines_are_there_as_soon_as_they_are_written(tmp_path: Path) -> None:
+def test_lines_are_on_disk_at_once(tmp_path: Path) -> None:
     sink = JsonLines(tmp_path / "metrics.jsonl", resumed_step=0)
     sink.write(Record(kind="train", step=1, loss=math.nan, grad_norm=math.inf, lr=-math.inf, mfu=None, tokens=3))
     (line,) = lines(tmp_path)
@@ -207,7 +207,7 @@ def test_lines_are_there_as_soon_as_they_are_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_update_that_is_not_finite(tmp_path: Path) -> None:
+def test_record_of_a_non_finite_step(tmp_path: Path) -> None:
     found = fit(tmp_path, "train.steps=4", kind=NeverFinite)
     assert of("train", found, "step") == [1, 2, 3, 4], "a skipped step advances the step"
     assert [loss is None for loss in of("train", found, "loss")] == [False, True, False, False]
@@ -215,7 +215,7 @@ def test_an_update_that_is_not_finite(tmp_path: Path) -> None:
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_records_of_steps_have_all_fields_between_lines_too(tmp_path: Path) -> None:
+def test_steps_yields_all_fields_also_between_records(tmp_path: Path) -> None:
     trainer = Trainer(tiny_config(tmp_path, "train.steps=5", "log.every=100"))
     records = list(trainer.steps())
     trainer.close()
@@ -233,7 +233,7 @@ def test_records_of_steps_have_all_fields_between_lines_too(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_rates_and_bytes_are_those_of_all_ranks(two: Shared) -> None:
+def test_rates_and_bytes_are_totals_of_all_ranks(two: Shared) -> None:
     for line in two.ran.metrics:
         if line["kind"] == "train":
             assert line["tokens_per_s"] * line["step_s"] == pytest.approx(8 * 32), "targets of one step"
@@ -258,7 +258,7 @@ class Ragged(Trainer):
         return found
 
 
-def test_targets_that_are_ignored_do_not_count(tmp_path: Path) -> None:
+def test_ignored_targets_do_not_count(tmp_path: Path) -> None:
     trainer = Ragged(tiny_config(tmp_path, "train.steps=2"))
     trainer.summed = []
     records = list(trainer.steps())
@@ -297,7 +297,7 @@ def test_tensorboard(resumed: Resumed) -> None:
     assert not any(tag.endswith("step") for tag in tags)
 
 
-def test_a_tensorboard_that_fails_ends_nothing(
+def test_failing_tensorboard_does_not_end_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("tensorboard")
@@ -373,7 +373,7 @@ def use_wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_wandb_gets_train_and_eval_apart(use_wandb: Any, tmp_path: Path) -> None:
+def test_wandb_separates_train_and_eval(use_wandb: Any, tmp_path: Path) -> None:
     fake = use_wandb()
     found = fit(tmp_path, "train.steps=4", "eval.every=2", "log.wandb=online")
     options = fake.calls[0][1]
@@ -387,7 +387,7 @@ def test_wandb_gets_train_and_eval_apart(use_wandb: Any, tmp_path: Path) -> None
     assert fake.calls[-1][0] == "finish"
 
 
-def test_wandb_is_not_touched_when_it_is_off(use_wandb: Any, tmp_path: Path) -> None:
+def test_wandb_is_not_imported_when_disabled(use_wandb: Any, tmp_path: Path) -> None:
     fake = use_wandb("init")
     fit(tmp_path, "train.steps=1")
     assert fake.calls == []
@@ -398,7 +398,7 @@ def test_wandb_is_not_touched_when_it_is_off(use_wandb: Any, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "trouble", ["log", *(pytest.param(call, marks=pytest.mark.campaign) for call in ("init", "finish"))]
 )
-def test_wandb_in_trouble_neither_stops_nor_holds_up_training(
+def test_failing_wandb_neither_stops_nor_delays_training(
     trouble: str,
     hangs: bool,
     use_wandb: Any,
@@ -450,7 +450,7 @@ def terminal_of(file: TextIO, columns: int = 200, **options: Any) -> Terminal:
 
 
 def shown(screen_of: Callable[[TextIO], Screen]) -> str:
-    """Return what a console prints of a whole run."""
+    """Return the console output of a complete run."""
     file = StringIO()
     sink = ConsoleSink(10, screen_of(file))
     sink.start({"run": "mine", "mesh": "shard [2]"})
@@ -483,7 +483,7 @@ def test_plain_lines_without_a_terminal() -> None:
     ("columns", "left_out"), [(140, ""), (80, "lr GiB grad"), (40, "lr grad GiB mfu tok/s"), (20, "")]
 )
 def test_a_progress_line_fits_its_terminal(columns: int, left_out: str) -> None:
-    """What matters least goes first; step, loss and the time left always stay."""
+    """The least important fields are dropped first; step, loss and remaining time always stay."""
     file = StringIO()
     sink = ConsoleSink(100_000, terminal_of(file, columns))
     sink.write(Record(**{**TRAIN, "step": 12_000, "mfu": 0.413}))
@@ -518,8 +518,8 @@ LOGGED = {"accuracy": 0.625, "margin": 0.0123456, "reward_chosen": -1.5, "reward
 
 
 @pytest.mark.parametrize("columns", [None, 140, 80, 60, 40])
-def test_everything_that_a_trainer_logs_is_on_the_console(columns: int | None) -> None:
-    """Also in evaluations; on a terminal in lines that fit it.  What is logged by source has its own place."""
+def test_all_logged_values_are_on_the_console(columns: int | None) -> None:
+    """Also in evaluations; on a terminal in lines that fit. Values logged per source have a separate place."""
     file = StringIO()
     sink = ConsoleSink(10, PlainScreen(file) if columns is None else terminal_of(file, columns))
     by_source = {"loss_web": 2.0, "epoch_web": 0.5}
@@ -537,7 +537,7 @@ def test_everything_that_a_trainer_logs_is_on_the_console(columns: int | None) -
     assert columns is not None or len(lines) == 2
 
 
-def test_the_time_left_moves_slowly() -> None:
+def test_remaining_time_changes_smoothly() -> None:
     file = StringIO()
     sink = ConsoleSink(103, PlainScreen(file))
     sink.write(Record(**{**TRAIN, "step_s": 1.0}))
@@ -546,8 +546,8 @@ def test_the_time_left_moves_slowly() -> None:
 
 
 @pytest.mark.slow
-def test_the_text_of_the_console_is_kept(tmp_path: Path) -> None:
-    """Over all attempts; storage that refuses costs the text alone."""
+def test_console_text_is_stored(tmp_path: Path) -> None:
+    """Over all attempts; if storage fails, only the text is lost."""
     for steps in (2, 4):
         fit(tmp_path, f"train.steps={steps}", "log.every=1")
     kept = (tmp_path / "console.log").read_text()
@@ -631,7 +631,7 @@ def test_status(tmp_path: Path) -> None:
     assert type(status["reason"]) is str
 
 
-def test_status_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
+def test_status_is_complete_whenever_it_is_read(tmp_path: Path) -> None:
     folder = RunFolder(tiny_config(tmp_path), is_main=True)
     folder.write_status("running", None, 0, "")
     assert not (tmp_path / "status.json").exists(), "of a folder that it does not own"
@@ -656,7 +656,7 @@ def test_status_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "status.json"
     write_atomically(path, "old")
 
@@ -671,10 +671,10 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("name", ["replace", "fsync"])
-def test_a_status_that_cannot_be_written_is_tried_again(
+def test_failed_status_write_is_retried(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Storage that is away for a moment just as the run ends: `running` would stand there for good."""
+    """If storage is unavailable just as the run ends, `running` would stay there forever."""
     monkeypatch.setattr(rundir, "_PAUSES_S", (0.0, 0.0))
     folder = RunFolder(tiny_config(tmp_path / "run"), is_main=True)
     folder.acquire()
@@ -699,7 +699,7 @@ def test_a_status_that_cannot_be_written_is_tried_again(
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["status.json"]
 
 
-def test_a_reader_that_reads_no_more_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocked_reader_of_the_output_delays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NonBlockingStream, "CLOSE_S", 0.0)
     ours, theirs = os.pipe()
     stream = os.fdopen(theirs, "w")
@@ -712,14 +712,14 @@ def test_a_reader_that_reads_no_more_holds_nothing_up(monkeypatch: pytest.Monkey
     writer.start()
     writer.join(20)
     waits = writer.is_alive()
-    os.close(ours)  # whoever still writes is told that there is no reader
+    os.close(ours)  # later writes fail because there is no reader
     with contextlib.suppress(BrokenPipeError):
         stream.close()  # what it could not write may still be in its buffer
     assert not waits
 
 
 @pytest.mark.slow
-def test_the_memory_of_whatever_has_started_a_run_is_not_the_runs() -> None:
+def test_memory_of_the_parent_process_does_not_count() -> None:
     held = torch.ones(200 << 20, dtype=torch.uint8)
     code = (
         "import torch; from trainer.metrics.step_metrics import peak_memory_gib; "
@@ -730,7 +730,7 @@ def test_the_memory_of_whatever_has_started_a_run_is_not_the_runs() -> None:
     assert 0.1 < float(done.stdout) < here - 0.1
 
 
-def test_a_stream_that_knows_ascii_alone_gets_the_rest_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ascii_stream_gets_replacement_characters(capsys: pytest.CaptureFixture[str]) -> None:
     kept = io.BytesIO()
     stream = NonBlockingStream(io.TextIOWrapper(kept, "ascii"))
     stream.write("sample né\n")

@@ -1,4 +1,4 @@
-"""Profiles of chosen steps: what their time went into, the trace that Perfetto reads, and that all else stays."""
+"""Profiles of chosen steps: how their time is divided, the trace for Perfetto, and that training does not change."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def shares(**expected: float) -> Any:
     return pytest.approx(dict.fromkeys(KINDS, 0.0) | expected)
 
 
-def test_each_moment_of_an_update_counts_once() -> None:
-    """Streams: 10-40 a matrix product, 30-60 a collective, 45-50 a copy beside it; the host is at its data until 20."""
+def test_each_moment_of_a_step_counts_once() -> None:
+    """Streams: matrix product 10-40, collective 30-60, overlapping copy 45-50; the host loads data until 20."""
     spans = [
         span(MATMUL, 10, 40, 7),
         span(COMMUNICATION, 30, 60, 20),
@@ -86,37 +86,37 @@ def test_each_moment_of_an_update_counts_once() -> None:
     )
 
 
-def test_of_kernels_at_the_same_moment_the_first_kind_counts() -> None:
+def test_first_kind_counts_among_simultaneous_kernels() -> None:
     spans = [span(OTHER, 0, 60, 1), span(ATTENTION, 20, 60, 2), span(MATMUL, 40, 60, 3), span(MATMUL, 40, 60, 4)]
     assert find_shares(spans, [update(0, 60)]) == shares(other_kernels=1 / 3, attention=1 / 3, matmul=1 / 3)
 
 
-def test_what_lies_between_updates_does_not_count() -> None:
-    """An evaluation from 50 to 150, its kernels, and a collective that reaches into it."""
+def test_time_between_steps_does_not_count() -> None:
+    """An evaluation from 50 to 150 with its kernels, and a collective that overlaps it."""
     spans = [span(MATMUL, 0, 25), span(COMMUNICATION, 40, 60), span(MATMUL, 60, 140), span(DATA, 150, 175)]
     found = find_shares(spans, [update(0, 50), update(150, 200)])
     assert found == shares(matmul=0.25, exposed_communication=0.1, data=0.25, host=0.4)
 
 
-def test_nothing_but_the_host() -> None:
+def test_step_with_host_time_only() -> None:
     assert find_shares([], [update(5, 6)]) == shares(host=1.0)
     assert find_shares([span(MATMUL, 0, 9)], []) == shares()
 
 
-def test_an_update_lasts_until_its_kernels_have_ended() -> None:
-    """The host is ahead: it has launched both steps by 20, the device is through with them at 110."""
+def test_step_lasts_until_its_kernels_end() -> None:
+    """The host is ahead: it has launched both steps by 20, and the device finishes them at 110."""
     kernels = [span(MATMUL, 2, 60, launched=1), span(OTHER, 60, 110, launched=15), span(MATMUL, 110, 900, launched=25)]
     updates = extend_to_device([update(0, 10), update(10, 20)], kernels)
     assert [(found.start_us, found.end_us) for found in updates] == [(0, 60), (60, 110)]
     assert find_shares(kernels, updates) == shares(matmul=58 / 110, other_kernels=50 / 110, host=2 / 110)
 
 
-def test_an_update_behind_the_device_takes_no_time_of_its_own() -> None:
+def test_step_hidden_behind_the_device_takes_no_time() -> None:
     updates = extend_to_device([update(0, 10), update(10, 20)], [span(MATMUL, 0, 50, launched=1)])
     assert [(found.start_us, found.end_us) for found in updates] == [(0, 50), (50, 50)]
 
 
-def test_an_operators_own_time_is_without_those_inside() -> None:
+def test_self_time_of_an_operator_excludes_nested_ones() -> None:
     outer, middle, inner, after = span(OTHER, 0, 100), span(HOST, 10, 90), span(MATMUL, 20, 50), span(MATMUL, 60, 95)
     found = [(piece.name, piece.start_us, piece.end_us) for piece in cut_to_own_time([inner, after, outer, middle])]
     assert found == [
@@ -130,7 +130,7 @@ def test_an_operators_own_time_is_without_those_inside() -> None:
 
 
 @pytest.mark.parametrize("kind", [ATTENTION, COMMUNICATION, DATA])
-def test_what_lies_within_is_part_of_it(kind: str) -> None:
+def test_nested_events_count_for_the_enclosing_one(kind: str) -> None:
     pieces = cut_to_own_time([span(kind, 0, 10), span(HOST, 2, 8), span(MATMUL, 3, 5)])
     assert {piece.kind for piece in pieces} == {kind}
     assert math.fsum(piece.duration_us for piece in pieces) == 10
@@ -224,7 +224,7 @@ def cuda_trace() -> list[dict[str, Any]]:
 
 
 def test_a_trace_of_a_gpu() -> None:
-    """Update 4 is 0 to 140, step 5 is 160 to 200: 180 us.  The evaluation between them is no part of either."""
+    """Step 4 is 0 to 140, step 5 is 160 to 200: 180 us. The evaluation between them counts for neither."""
     timeline = Timeline.of(cuda_trace())
     assert [found.name for found in timeline.updates] == ["4", "5"]
     assert timeline.shares() == shares(
@@ -238,7 +238,7 @@ def test_a_trace_of_a_gpu() -> None:
 
 
 def test_a_trace_of_a_cpu() -> None:
-    """The thread waits in no operator while gloo works; another thread's operators are not the step's."""
+    """The thread waits outside operators while gloo works; operators of other threads do not belong to the step."""
     timeline = Timeline.of(
         [
             event("user_annotation", "ProfilerStep#1", 0, 100),
@@ -262,7 +262,7 @@ def test_a_trace_of_a_cpu() -> None:
     )
 
 
-def test_the_backward_of_an_attention_made_of_matrix_products_is_attention() -> None:
+def test_backward_of_attention_by_matrix_products_counts_as_attention() -> None:
     def forward(name: str, start: float, end: float, number: int) -> dict[str, Any]:
         return event("cpu_op", name, start, end, Sequence_number=number, Fwd_thread_id=0)
 
@@ -294,7 +294,7 @@ def test_events_are_read_one_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("text", ['{"traceEvents": [{"ph": "X"}, {"ph"', '{"traceEvents": [{"ph": "X"}]', "", "{}"])
-def test_a_trace_that_is_cut_off_is_not_taken_for_one(text: str) -> None:
+def test_truncated_trace_is_rejected(text: str) -> None:
     with pytest.raises(ValueError):
         list(find_events(text)[1])
 
@@ -303,7 +303,7 @@ def test_a_trace_that_is_cut_off_is_not_taken_for_one(text: str) -> None:
 # What it does to the means
 
 
-def test_updates_under_a_profiler_are_left_out_of_the_means() -> None:
+def test_profiled_steps_are_excluded_from_means() -> None:
     meter = StepTimer()
     meter.count(1.0, 0.1, 100)
     meter.count(5.0, 3.0, 100, is_profiled=True)
@@ -312,7 +312,7 @@ def test_updates_under_a_profiler_are_left_out_of_the_means() -> None:
     assert (found.step_s, found.data_s, found.tokens_per_s) == pytest.approx((1.0, 0.1, 100.0))
 
 
-def test_means_of_nothing_but_updates_under_a_profiler() -> None:
+def test_means_of_profiled_steps_only() -> None:
     meter = StepTimer()
     meter.count(5.0, 1.0, 100, is_profiled=True)
     meter.count(3.0, 1.0, 100, is_profiled=True)
@@ -342,7 +342,7 @@ def of(kind: str, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def files(folder: Path) -> list[str]:
-    """All that lies in the folder of profiles, hidden files as well."""
+    """Return all files in the folder of profiles, including hidden ones."""
     return sorted(path.name for path in (folder / "profile").glob("*"))
 
 
@@ -376,7 +376,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_perfetto_can_open_the_trace(profiled: Path) -> None:
-    """As https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU asks of the JSON format."""
+    """As in https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU for JSON traces."""
     (name,) = files(profiled)
     assert name == "trace_3-5_rank0.json.gz"
     events = read_trace(profiled / "profile" / name)
@@ -390,8 +390,8 @@ def test_perfetto_can_open_the_trace(profiled: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_trace_names_updates_and_their_phases(profiled: Path) -> None:
-    """An evaluation and a save lie between the profiled steps, two micro-batches in each."""
+def test_trace_names_steps_and_their_phases(profiled: Path) -> None:
+    """An evaluation and a save lie between the profiled steps; each step has two micro-batches."""
     events = read_trace(profiled / "profile" / "trace_3-5_rank0.json.gz")
     timeline = Timeline.of(events)
     assert [update.name for update in timeline.updates] == ["3", "4", "5"]
@@ -407,8 +407,8 @@ def test_the_trace_names_updates_and_their_phases(profiled: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_phases_are_in_the_traces_clock(profiled: Path) -> None:
-    """Every attention of a forward pass begins in the phase `forward`, every fused step in `optimizer`."""
+def test_phases_use_the_clock_of_the_trace(profiled: Path) -> None:
+    """Each attention of a forward pass begins in the phase `forward`, and each fused step in `optimizer`."""
     events = read_trace(profiled / "profile" / "trace_3-5_rank0.json.gz")
     where = {"aten::scaled_dot_product_attention": {"forward", "evaluate"}, "aten::_fused_adamw_": {"optimizer"},
              "aten::_scaled_dot_product_flash_attention_for_cpu_backward": {"backward"}}  # fmt: skip
@@ -425,7 +425,7 @@ def test_the_phases_are_in_the_traces_clock(profiled: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_record(profiled: Path) -> None:
+def test_profile_record(profiled: Path) -> None:
     (record,) = of("profile", lines(profiled))
     assert (record["first_step"], record["step"]) == (3, 5)
     assert (record["trace"], record["memory"]) == ("trace_3-5_rank0.json.gz", None)
@@ -438,7 +438,7 @@ def test_the_record(profiled: Path) -> None:
 
 
 @pytest.mark.slow
-def test_other_readers_of_metrics_are_not_led_astray(profiled: Path, tmp_path: Path) -> None:
+def test_readers_of_metrics_ignore_profile_records(profiled: Path, tmp_path: Path) -> None:
     found = lines(profiled)
     without = [line for line in found if line["kind"] != "profile"]
     assert find_goodput(found) == find_goodput(without)
@@ -453,14 +453,14 @@ def test_other_readers_of_metrics_are_not_led_astray(profiled: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_times_of_profiled_updates_are_marked_where_there_are_no_others(profiled: Path, tmp_path: Path) -> None:
+def test_times_of_profiled_steps_are_marked_if_there_are_no_others(profiled: Path, tmp_path: Path) -> None:
     marked = [line["step"] for line in of("train", lines(profiled)) if line.get("profiled")]
     assert marked == [3, 4, 5]
     assert not any("profiled" in line for line in of("train", fit(tmp_path, "log.every=4", "train.steps=8")))
 
 
 @pytest.mark.slow
-def test_what_is_trained_is_the_same(profiled: Path, tmp_path: Path) -> None:
+def test_profile_does_not_change_training(profiled: Path, tmp_path: Path) -> None:
     plain = fit(tmp_path, "log.profile_steps=null", "eval.every=4", "checkpoint.every=4")
     for kind in ("train", "eval"):
         assert [line["loss"] for line in of(kind, plain)] == [line["loss"] for line in of(kind, lines(profiled))]
@@ -468,7 +468,7 @@ def test_what_is_trained_is_the_same(profiled: Path, tmp_path: Path) -> None:
     assert not of("profile", plain)
 
 
-def test_nothing_is_done_without_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_profiler_runs_without_profile_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*_: Any, **__: Any) -> None:
         raise AssertionError("a profiler was started")
 
@@ -498,9 +498,9 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> list[torch.profiler.profile]:
 
 @pytest.mark.campaign
 def test_shares_against_torchs_own_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """llama_small itself.  Of torch's events those within a step; the table knows nothing of steps.
+    """Compares llama_small with torch's table, restricted to events within a step because the table has no steps.
 
-    Both read the same recording, so that it does not matter how long what took.
+    Both read the same recording, so durations do not matter.
     """
     profilers = capture(monkeypatch)
     quiet = ["eval.every=0", "checkpoint.every=0", "log.sample_tokens=0", "train.steps=4", "log.profile_steps=[3,4]"]
@@ -586,9 +586,9 @@ PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 @pytest.mark.campaign
 @pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
-    """A thread that calls a collective waits in it.  The trace has the same without the calls' way in and out.
+    """A thread that calls a collective waits in it. The trace has the same, without the calls' overhead.
 
-    In the median of five steps: a rank that is not let run for a moment spoils that step alone.
+    Compared in the median of five steps: a rank that is briefly descheduled affects only one step.
     """
     spent_s = run_ranks(2, train_with_a_stop_watch, tmp_path)
     assert files(tmp_path) == ["trace_3-7_rank0.json.gz", "trace_3-7_rank1.json.gz"]
@@ -616,7 +616,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_ends_in_between(tmp_path: Path) -> None:
+def test_run_that_ends_within_the_profiled_steps(tmp_path: Path) -> None:
     (record,) = of("profile", fit(tmp_path, "train.steps=4"))
     assert files(tmp_path) == ["trace_3-4_rank0.json.gz"]
     assert updates_in(tmp_path / "profile" / files(tmp_path)[0]) == [3, 4]
@@ -625,7 +625,7 @@ def test_a_run_that_ends_in_between(tmp_path: Path) -> None:
 
 @pytest.mark.campaign
 def test_a_run_that_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Between the steps it takes the rest of them; past them nothing, and it says so."""
+    """Within the profiled steps it profiles the rest; after them nothing, with a message."""
     fit(tmp_path, "train.steps=4")
     found = fit(tmp_path, "train.steps=6")
     assert files(tmp_path) == ["trace_3-4_rank0.json.gz", "trace_5-5_rank0.json.gz"]
@@ -636,14 +636,14 @@ def test_a_run_that_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.campaign
-def test_a_run_too_short_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_that_is_too_short_reports_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, "train.steps=2")
     assert "log.profile_steps=[3,5]: no profile, because the run ends before, at step 2" in capsys.readouterr().out
     assert not (tmp_path / "profile").exists()
 
 
 @pytest.mark.campaign
-def test_a_loop_that_is_left_and_taken_up_again(tmp_path: Path) -> None:
+def test_custom_loop_that_is_left_and_continued(tmp_path: Path) -> None:
     own = Trainer(profiled_config(tmp_path))
     for record in own.steps():
         if record.step == 4:
@@ -678,7 +678,7 @@ class FailsInItsFourthUpdate(Trainer):
 
 
 @pytest.mark.campaign
-def test_a_failure_leaves_what_there_was(tmp_path: Path) -> None:
+def test_failure_keeps_the_partial_profile(tmp_path: Path) -> None:
     own = FailsInItsFourthUpdate(profiled_config(tmp_path))
     with pytest.raises(ArithmeticError, match="as if"):
         own.fit()
@@ -691,7 +691,7 @@ def test_a_failure_leaves_what_there_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-def test_a_failure_before_any_update_was_through(tmp_path: Path) -> None:
+def test_failure_before_the_first_step_ended(tmp_path: Path) -> None:
     own = FailsInItsFourthUpdate(profiled_config(tmp_path, "log.profile_steps=[4,5]"))
     with pytest.raises(ArithmeticError, match="as if"):
         own.fit()
@@ -701,7 +701,7 @@ def test_a_failure_before_any_update_was_through(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-def test_a_profiler_that_cannot_start_stops_nothing(
+def test_failing_start_of_the_profiler_does_not_end_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def taken(self: torch.profiler.profile) -> None:
@@ -714,8 +714,8 @@ def test_a_profiler_that_cannot_start_stops_nothing(
     assert files(tmp_path) == []
 
 
-def test_without_a_profiler_no_memory_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or every allocation until the end of the run would take a stack with it."""
+def test_no_memory_is_recorded_if_the_profiler_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a stack would be recorded for each allocation until the end of the run."""
 
     def taken(self: torch.profiler.profile) -> None:
         raise RuntimeError("as if CUPTI were taken")
@@ -730,7 +730,7 @@ def test_without_a_profiler_no_memory_is_recorded(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("cause", ["no space", "no JSON"])
-def test_a_profile_that_cannot_be_written_stops_nothing(
+def test_failing_write_of_a_profile_does_not_end_a_run(
     cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
@@ -760,7 +760,7 @@ def test_leftovers_of_a_killed_attempt_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-def test_beside_another_profiler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_during_a_different_profiler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with torch.profiler.profile() as theirs:
         found = fit(tmp_path)
     assert "another profiler is already running" in capsys.readouterr().err
@@ -769,7 +769,7 @@ def test_beside_another_profiler(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def train_with_a_slow_disk(folder: Path) -> int:
-    """Write the profile for as long as it takes the other rank to ask what is the matter, and to be told to wait on."""
+    """Take so long to write the profile that the other rank asks for a reason and is told to keep waiting."""
 
     def slow(*arguments: Any, **options: Any) -> Any:
         until = time.monotonic() + 120
@@ -789,14 +789,14 @@ def train_with_a_slow_disk(folder: Path) -> int:
 
 @pytest.mark.campaign
 @pytest.mark.slow
-def test_other_ranks_wait_for_the_writing(tmp_path: Path) -> None:
+def test_other_ranks_wait_for_the_trace_file(tmp_path: Path) -> None:
     assert run_ranks(2, train_with_a_slow_disk, tmp_path) == [0, 0]
     assert files(tmp_path) == ["trace_3-3_rank0.json.gz"]
 
 
 @pytest.mark.slow
 def test_from_the_command_line(tmp_path: Path) -> None:
-    """Two ranks, accumulation, a save and an evaluation between the profiled steps, and the line for a person."""
+    """Two ranks with accumulation, a save and an evaluation between the profiled steps; a line on the console."""
     ran = run_tiny(tmp_path / "run", "nproc=2", "train.steps=5", "log.profile_steps=[2,4]", "checkpoint.every=3",
                    "eval.every=3", "eval.steps=1", "data.source=synthetic", "run.threads=1")  # fmt: skip
     (record,) = of("profile", ran.metrics)
@@ -827,7 +827,7 @@ def test_from_the_command_line(tmp_path: Path) -> None:
         ("log.profile_ranks=3", "[3]"),
     ],
 )
-def test_settings_that_are_refused(override: str, legal: str) -> None:
+def test_rejected_settings(override: str, legal: str) -> None:
     key = override.partition("=")[0]
     with pytest.raises(UserError) as refused:
         check_config(load_config("llama_small", [override, "train.micro_batch_size=1"]), 8, 8)
@@ -836,7 +836,7 @@ def test_settings_that_are_refused(override: str, legal: str) -> None:
     check_config(load_config("llama_small", [f"{key}={legal}", "train.micro_batch_size=1"]), 8, 8)
 
 
-def test_one_update_and_no_update_are_legal() -> None:
+def test_one_step_and_no_steps_are_legal() -> None:
     for value, expected in (("[7,7]", (7, 7)), ("null", None)):
         config = load_config("llama_small", [f"log.profile_steps={value}", "log.profile_ranks=[]"])
         check_config(config, 1, 1)

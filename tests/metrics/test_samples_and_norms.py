@@ -1,4 +1,4 @@
-"""What a run shows of itself on request: samples of prompts, norms by layer, the mean loss, what it is doing."""
+"""Optional outputs of a run: samples for prompts, norms by layer, the mean loss, and the current phase."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def samples(run: Path) -> list[tuple[int, str, str]]:
 
 
 def continued(run: Path, prompt: str, ema: bool) -> str:
-    """What the model of the run's newest checkpoint writes, as `trainer.generate` would."""
+    """Return the text that the run's newest checkpoint generates, as in `trainer.generate`."""
     model, tokenizer = load_weights(run, ema=ema), find_tokenizer("bytes")
     read, generator = CachedDecoder(model, torch.device("cpu")), torch.Generator().manual_seed(0)
     given = [*tokenizer.start_ids, *tokenizer.encode(prompt).tolist()]
@@ -45,7 +45,7 @@ def continued(run: Path, prompt: str, ema: bool) -> str:
 
 @pytest.mark.slow
 def test_prompts_are_continued_at_each_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the weights that are evaluated, the same on two ranks, and without a trace in the training."""
+    """With the evaluated weights, the same on two ranks, and without an effect on training."""
     one, two, plain = tmp_path / "one", tmp_path / "two", tmp_path / "plain"
     own = [*SAMPLED, "train.ema=0.5", "optim.lr=0.05"]
     for folder, overrides in ((one, own), (plain, [item for item in own if not item.startswith("log.")])):
@@ -67,7 +67,7 @@ def test_prompts_are_continued_at_each_evaluation(tmp_path: Path, capsys: pytest
 
 @pytest.mark.slow
 def test_norms_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the gradients before clipping, and of the weights after the step; the same on two ranks."""
+    """Of gradients before clipping, and of weights after the step; the same on two ranks."""
     own = ["log.norms_every=2", "optim.max_grad_norm=0.01", "train.steps=4"]
     seen: list[dict[str, float]] = []
     clip = module.norm_and_clip_factor
@@ -112,7 +112,7 @@ class Stumbling(Trainer):
 
 
 @pytest.mark.slow
-def test_the_mean_loss_is_that_of_the_steps_since_the_line_before(tmp_path: Path) -> None:
+def test_mean_loss_is_over_the_steps_since_the_previous_line(tmp_path: Path) -> None:
     trainer = Stumbling(tiny_config(tmp_path / "run", "log.every=3", "train.steps=7"))
     records = [(record.step, record.loss, record.mean_loss) for record in trainer.steps()]
     trainer.close()
@@ -126,7 +126,7 @@ def test_the_mean_loss_is_that_of_the_steps_since_the_line_before(tmp_path: Path
     assert written[6]["loss"] == losses[6] != written[6]["mean_loss"]
 
 
-def test_the_status_bar_says_what_is_being_done() -> None:
+def test_status_bar_shows_the_current_phase() -> None:
     file = StringIO()
     console = Console(file=file, width=80, force_terminal=True, color_system=None)
     screen = Terminal(console)
@@ -154,7 +154,7 @@ def test_the_status_bar_says_what_is_being_done() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_tells_its_console_the_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_are_reported_to_the_console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(ConsoleSink, "enter_phase", lambda self, phase: seen.append(phase))
     fit(tmp_path / "run", "train.steps=2", "eval.every=2")
@@ -202,7 +202,7 @@ class Told(Callback):
 
 
 @pytest.mark.slow
-def test_callbacks_are_told_in_their_order_and_of_ends_in_reverse(tmp_path: Path) -> None:
+def test_callbacks_run_in_order_and_end_in_reverse(tmp_path: Path) -> None:
     told: list[str] = []
     trainer = Trainer(tiny_config(tmp_path, "train.steps=2", "eval.every=2", "eval.steps=1", "log.sample_tokens=0"))
     outer, inner = Told("outer", told), Told("inner", told)
@@ -226,7 +226,7 @@ def test_callbacks_are_told_in_their_order_and_of_ends_in_reverse(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_callbacks_are_told_how_a_loop_of_ones_own_ends(tmp_path: Path) -> None:
+def test_callbacks_get_the_outcome_of_a_custom_loop(tmp_path: Path) -> None:
     told: list[str] = []
     trainer = Trainer(tiny_config(tmp_path, "train.steps=3", "eval.every=0", "log.sample_tokens=0"))
     trainer._run.callbacks.append(Told("own", told))

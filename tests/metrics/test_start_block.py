@@ -1,4 +1,4 @@
-"""The start block says where weights, tokenizer and chat template come from, and what of the data is trained on."""
+"""The start block shows where weights, tokenizer and chat template come from, and which data is trained on."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def started(config: RunConfig, capsys: pytest.CaptureFixture[str], kind: type[Tr
     return facts
 
 
-def test_drawn_weights_and_generated_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_weights_and_synthetic_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     facts = started(tiny_config(tmp_path / "run", "train.steps=1"), capsys)
     assert facts["weights"] == "drawn at random (run.seed=0)"
     assert facts["tokenizer"] == "none: the data are token ids"
@@ -60,7 +60,7 @@ def test_text_and_a_resumed_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert facts["weights"] == f"checkpoint {tmp_path / 'run/checkpoints/step_00000001'} (step 1)"
 
 
-def test_shards_say_which_tokenizer_made_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shards_name_their_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = write_tokenizer(tmp_path / "tokenizer", None)
     shards = write_shards(tmp_path, [b"Hi two four " * 20], tokenizer=find_tokenizer(str(tokenizer)))
     settings = ["data.source=tokens", f"data.path={shards}", "model.vocab_size=128", "train.steps=1"]
@@ -72,7 +72,7 @@ def test_shards_say_which_tokenizer_made_them(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_weights_of_a_folder_with_adapters_or_without(
+def test_weights_of_a_folder_with_and_without_adapters(
     rank: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = folder_of(tmp_path / "model")
@@ -102,7 +102,7 @@ def test_chats_and_pairs(pairs: bool, tmp_path: Path, capsys: pytest.CaptureFixt
     assert facts["weights"].endswith("; reference model: the same weights" if pairs else "(run.seed=0)")
 
 
-def test_a_loader_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_custom_loader(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Own(Trainer):
         def build_loader(self) -> Iterable[Batch]:
             return (batch for batch in super().build_loader())

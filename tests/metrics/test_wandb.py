@@ -1,4 +1,4 @@
-"""The real Weights & Biases client, whose server or service is not there: a run neither fails nor waits for it."""
+"""The real Weights & Biases client without a server or service: a run neither fails nor waits for it."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Started:
 
 @pytest.fixture
 def port_that(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A port that refuses, or one behind which nobody ever answers."""
+    """A port that refuses connections, or that accepts them and never answers."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         if request.param == "never answers":
@@ -124,7 +124,7 @@ def test_unreachable_at_the_start(port_that: int, tmp_path: Path) -> None:
 @pytest.mark.campaign
 @pytest.mark.parametrize("port_that", ["refuses", "never answers"], indirect=True)
 @pytest.mark.parametrize("command", [COMMAND, ("-c", SCRIPT)], ids=["command line", "script"])
-def test_unreachable_at_the_start_with_all_patience(command: Sequence[str], port_that: int, tmp_path: Path) -> None:
+def test_unreachable_at_the_start_with_the_full_wait(command: Sequence[str], port_that: int, tmp_path: Path) -> None:
     unreachable(command, port_that, tmp_path, WandB.FINISH_S)
 
 

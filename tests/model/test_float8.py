@@ -1,4 +1,4 @@
-"""Linear layers in float8: which are replaced, what stays, and what is said where it cannot be."""
+"""Linear layers in float8: which are converted, which stay, and the message if float8 is impossible."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_without_torchao_one_message_says_what_to_install(launch: list[str], tmp
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_device_without_float8_is_refused(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_without_float8_is_rejected(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     _, blocks = small_llama()
     with pytest.raises(
@@ -76,14 +76,14 @@ def test_a_device_without_float8_is_refused(way: str, monkeypatch: pytest.Monkey
         ([BFLOAT16, "train.activation_checkpoint=budget:0.5"], r"a budget does not support float8"),
     ],
 )
-def test_rules(overrides: list[str], message: str) -> None:
+def test_layers_that_are_converted(overrides: list[str], message: str) -> None:
     config = load_config("llama_small", tiny_overrides("train.float8=rowwise", *overrides))
     with pytest.raises(UserError, match=message):
         check_config(config, 1, 1)
 
 
 @pytest.mark.slow
-def test_a_plan_needs_no_torchao_and_counts_what_float8_saves(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_needs_no_torchao_and_includes_the_savings_of_float8(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["model.dim=2048", "model.ffn_dim=8192", "data.seq_len=256", "train.micro_batch_size=16"]
     arguments = ["recipe=llama_small", "ranks=1", "device=h100", BFLOAT16, "train.global_batch_size=16", *sizes]
     step_s = {
@@ -99,7 +99,7 @@ def test_a_plan_needs_no_torchao_and_counts_what_float8_saves(capsys: pytest.Cap
 
 @needs_torchao
 @pytest.mark.parametrize("way", WAYS)
-def test_layers_of_the_blocks_are_replaced_and_names_stay(way: str) -> None:
+def test_layers_of_blocks_are_converted_and_keep_their_names(way: str) -> None:
     model, blocks = small_llama()
     names, head = list(model.state_dict()), type(model.head.output)  # type: ignore[union-attr]
     assert apply_float8(blocks, way, "cpu", emulate=True) == 2 * 7
@@ -114,7 +114,7 @@ class _Own(nn.Linear):
 
 
 @needs_torchao
-def test_what_cannot_be_replaced_stays() -> None:
+def test_unsuitable_layers_are_not_converted() -> None:
     block = nn.Sequential(nn.Linear(16, 24), _Own(16, 16), nn.Linear(16, 32))
     assert apply_float8([block], "tensorwise", "cpu", emulate=True) == 1
     assert [type(child).__name__ for child in block] == ["Linear", "_Own", "Float8Linear"]
@@ -123,7 +123,7 @@ def test_what_cannot_be_replaced_stays() -> None:
 
 
 def train(folder: Path, runs: list[list[str]]) -> list[dict[str, Any]]:
-    """Train with products that are emulated; return initial weights here, losses and what a checkpoint holds."""
+    """Train with emulated products; return initial weights, losses and the content of a checkpoint."""
     import torch.distributed as dist
 
     from tests.trainer.test_exactness import flat, load_tensors
@@ -142,7 +142,7 @@ def train(folder: Path, runs: list[list[str]]) -> list[dict[str, Any]]:
 
 
 @needs_torchao
-def test_it_trains_from_the_same_weights_and_stores_the_same_names(tmp_path: Path) -> None:
+def test_float8_run_has_the_same_initial_weights_and_names(tmp_path: Path) -> None:
     runs = [[], *([f"train.float8={way}"] for way in WAYS)]
     runs += [["train.float8=tensorwise", f"train.activation_checkpoint={kind}"] for kind in ("full", "selective")]
     runs += [["train.float8=tensorwise", "train.compile=true"]]
@@ -160,7 +160,7 @@ def test_it_trains_from_the_same_weights_and_stores_the_same_names(tmp_path: Pat
 @needs_torchao
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("way", WAYS)
-def test_it_trains_on_a_gpu(way: str, tmp_path: Path) -> None:
+def test_float8_training_on_a_gpu(way: str, tmp_path: Path) -> None:
     own = ["train.steps=10", BFLOAT16]
     plain = run_tiny(tmp_path / "plain", *own, timeout_s=300).train("loss")
     compiled = run_tiny(tmp_path / "float8", *own, f"train.float8={way}", "train.compile=true", timeout_s=300)

@@ -1,4 +1,4 @@
-"""Models of which a part is frozen: what is said of their memory, their FLOPs and their parameters."""
+"""Partly frozen models: their memory, FLOPs and numbers of parameters."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ SEQ_LEN = 24
 
 
 def counted(model: nn.Module) -> float:
-    """Return the FLOPs that torch counts for a token; it takes attention's scores for whole squares.
+    """Return the FLOPs per token by torch's counter, which counts attention scores without the causal mask.
 
-    A product that is added in place it does not know: it counts as the one that is not.
+    It does not know in-place addition of a product, which is counted as the out-of-place one.
     """
     tokens = torch.randint(0, 263, (1, SEQ_LEN))
     in_place = {torch.ops.aten.addmm_: lambda _, one, other, **__: 2 * one[0] * one[1] * other[1]}
@@ -51,8 +51,8 @@ def counted(model: nn.Module) -> float:
         (r"layers\.\d\.feed_forward", 2 / 3 * 6 * 2 * 32 * SEQ_LEN + 2 * 2 * 32 * 64),
     ],
 )
-def test_flops_are_those_of_what_is_computed(trained: str, not_gone_back: float) -> None:
-    """As torch counts them: forward for all, back as far as anything is trained, and a gradient of that alone."""
+def test_flops_equal_torchs_count(trained: str, not_gone_back: float) -> None:
+    """Forward for all layers, backward down to the first trained one, and weight gradients of trained ones only."""
     model = build(LLAMA, TINY)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(re.search(trained, name) is not None)
@@ -63,7 +63,7 @@ def test_flops_are_those_of_what_is_computed(trained: str, not_gone_back: float)
     assert found - not_gone_back == pytest.approx(counted(model), rel=1e-9)
 
 
-def test_flops_without_a_word_of_the_recipe() -> None:
+def test_flops_without_a_formula_in_the_recipe() -> None:
     recipe = replace(GPT2, flops=None)
     config = GPT2.config(vocab_size=263, dim=32, num_layers=2, num_heads=4, max_seq_len=64)
     model = build(recipe, config)
@@ -85,7 +85,7 @@ class HeadAlone(Trainer):
 
 
 @pytest.mark.slow
-def test_the_start_block_says_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_start_block_shows_trained_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start = fit(tmp_path, "train.steps=1", "model.dim=32", kind=HeadAlone)[0]
     said = capsys.readouterr().out
     trained = 32 + 32 * 32  # the vocabulary of the tests is 32, too
@@ -110,7 +110,7 @@ def test_the_start_block_says_what_is_trained(tmp_path: Path, capsys: pytest.Cap
     ],
     ids=lambda overrides: " ".join(overrides),
 )
-def test_what_training_keeps_is_what_the_start_block_says(
+def test_start_block_shows_the_memory_of_training_state(
     overrides: list[str], kind: type[Trainer], tmp_path: Path
 ) -> None:
     trainer = kind(tiny_config(tmp_path, "train.steps=1", *overrides))
@@ -139,7 +139,7 @@ def _frozen(model: nn.Module) -> nn.Module:
     return model
 
 
-def test_a_plan_counts_the_same_flops() -> None:
+def test_plan_counts_the_same_flops() -> None:
     from trainer import load_config, register
     from trainer.config import MeshShape
     from trainer.plan.machine import find_machine
@@ -168,7 +168,7 @@ def test_a_plan_counts_the_same_flops() -> None:
         ("[model.embed_tokens, 'model.layers.0.self_attn.*']", {"tok_embeddings.*", "layers.0.attention.*"}),
     ],
 )
-def test_what_is_named_is_frozen(patterns: str, frozen: set[str], tmp_path: Path) -> None:
+def test_named_parameters_are_frozen(patterns: str, frozen: set[str], tmp_path: Path) -> None:
     model = build_network(tiny_config(tmp_path, f"train.freeze={patterns}"))
     found = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert found == {n for n, _ in model.named_parameters() if any(fnmatchcase(n, form) for form in frozen)} != set()
@@ -191,7 +191,7 @@ def test_a_tied_weight_is_frozen_by_any_of_its_names(tmp_path: Path) -> None:
         ("['*']", "leaves nothing to train"),
     ],
 )
-def test_a_pattern_that_means_nothing_is_refused(patterns: str, says: str, tmp_path: Path) -> None:
+def test_pattern_without_a_match_is_rejected(patterns: str, says: str, tmp_path: Path) -> None:
     config = tiny_config(tmp_path / "run", f"train.freeze={patterns}")
     with pytest.raises(UserError, match=re.escape(says).replace(r"\.\*", ".*")) as refused:
         Trainer(config)
@@ -200,7 +200,7 @@ def test_a_pattern_that_means_nothing_is_refused(patterns: str, says: str, tmp_p
 
 
 @pytest.mark.slow
-def test_frozen_weights_stay_and_are_resumed(tmp_path: Path) -> None:
+def test_frozen_weights_do_not_change_and_are_restored(tmp_path: Path) -> None:
     frozen = ["train.freeze=[tok_embeddings,layers.0]", "checkpoint.every=1"]
     start = fit(tmp_path, "train.steps=2", *frozen)[0]
     first = dict(build_network(tiny_config(tmp_path)).named_parameters())
@@ -229,8 +229,8 @@ def test_frozen_weights_stay_and_are_resumed(tmp_path: Path) -> None:
         ("[w2]", 2 / 3 * 6 * 2 * 32 * SEQ_LEN + 2 * 4 * 64),
     ],
 )
-def test_flops_of_adapters_are_those_of_what_is_computed(targets: str, not_gone_back: float, tmp_path: Path) -> None:
-    """Six for each of theirs, and for what they are beside four."""
+def test_flops_of_adapters_equal_torchs_count(targets: str, not_gone_back: float, tmp_path: Path) -> None:
+    """Six per adapter weight, and four per weight of the adapted layer."""
     shape = [f"model.{key}={getattr(TINY, key)}" for key in ("dim", "num_heads", "num_kv_heads", "ffn_dim")]
     overrides = [*shape, "model.num_layers=2", "model.vocab_size=263", "lora.rank=4", f"lora.targets={targets}"]
     config = tiny_config(tmp_path, *overrides)

@@ -1,4 +1,4 @@
-"""Any causal language model of transformers (`model.name=hf`), held to the library itself and to a plain loop."""
+"""Any causal language model of transformers (`model.name=hf`), compared with transformers and with a plain loop."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def relative(found: list[float], expected: list[float]) -> float:
         for ranks in (1, 2, 4)
     ],
 )
-def test_updates_and_exports_are_a_plain_loops(kind: str, ranks: int, tmp_path: Path) -> None:
-    """First loss and 20 updates; and the folder that comes out loads there without a word and with the same weights."""
+def test_training_and_export_equal_a_plain_loop(kind: str, ranks: int, tmp_path: Path) -> None:
+    """First loss and 20 steps; transformers loads the export without a warning and with the same weights."""
     source = folder_of(tmp_path / "source", kind)
     expected, model = plain_losses(source, global_batches(source), LR)
     ran = trained(source, tmp_path / "run", f"nproc={ranks}", *(["mesh.replicate=2"] if ranks == 4 else []))
@@ -133,7 +133,7 @@ def _names(folder: Path) -> list[str]:
         "model.attention=eager",
     ],
 )
-def test_what_is_done_to_a_model_changes_no_loss(kind: str, feature: str, tmp_path: Path) -> None:
+def test_options_of_training_do_not_change_losses(kind: str, feature: str, tmp_path: Path) -> None:
     source = folder_of(tmp_path / "source", kind)
     plain = trained(source, tmp_path / "plain", "train.steps=4", "nproc=2")
     ran = trained(source, tmp_path / "run", "train.steps=4", "nproc=2", feature)
@@ -170,7 +170,7 @@ def config_of(folder: Path) -> Any:
 
 
 def model_of(folder: Path) -> Any:
-    """Return the model in a folder as a run has it, whole."""
+    """Return the unsharded model of a folder, as a run has it."""
     recipe, config = find_recipe("hf"), config_of(folder)
     with torch.device("meta"):
         model = recipe.build_model(config)
@@ -182,8 +182,8 @@ def model_of(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_padding_token_is_trained_as_in_our_own_model(tied: bool, folders: Any) -> None:
-    """With many chat models it is the token that ends each turn."""
+def test_padding_token_is_trained_as_in_native_models(tied: bool, folders: Any) -> None:
+    """In many chat models it is the token that ends each turn."""
     folder = folders("llama", pad_token_id=7, tie_word_embeddings=tied)
     theirs = model_of(folder).requires_grad_(True)
     ours = load_weights(folder).requires_grad_(True)
@@ -197,7 +197,7 @@ def test_the_padding_token_is_trained_as_in_our_own_model(tied: bool, folders: A
     torch.testing.assert_close(ours.tok_embeddings.weight.grad, table.weight.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_the_padding_row_of_a_new_model_is_the_librarys(folders: Any) -> None:
+def test_padding_row_of_a_new_model_equals_transformers(folders: Any) -> None:
     recipe, config = find_recipe("hf"), config_of(folders("llama", pad_token_id=7))
     with torch.device("meta"):
         model = recipe.build_model(config)
@@ -209,8 +209,8 @@ def test_the_padding_row_of_a_new_model_is_the_librarys(folders: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", kinds(TRAINED, (*TRIED, "gemma2", "qwen3_moe")))
-def test_logits_and_loss_are_the_librarys(kind: str, folders: Any, tokens: torch.Tensor) -> None:
-    """Also where more is done to the logits than the head does: then the loss is not made in chunks."""
+def test_logits_and_loss_equal_those_of_transformers(kind: str, folders: Any, tokens: torch.Tensor) -> None:
+    """Also if logits are processed after the head: then the loss is not computed in chunks."""
     model, (there, _) = model_of(folders(kind)), load_there(folders(kind))
     assert isinstance(model, type(there))
     expected = there(input_ids=tokens).logits
@@ -223,7 +223,7 @@ def test_logits_and_loss_are_the_librarys(kind: str, folders: Any, tokens: torch
 
 
 @pytest.mark.parametrize("kind", kinds([kind for kind in TRAINED if kind not in WHOLE_LOGITS], TRIED))
-def test_documents_in_a_row_are_as_each_alone(kind: str, folders: Any, tokens: torch.Tensor) -> None:
+def test_documents_in_a_row_are_isolated(kind: str, folders: Any, tokens: torch.Tensor) -> None:
     model, one = model_of(folders(kind)), tokens[:1]
     documents = torch.tensor([[4] * 9 + [7] * 15])
     with torch.no_grad():
@@ -260,7 +260,7 @@ class OnPacked(Trainer):
 
 
 @pytest.mark.parametrize("kind", ["llama", "mamba"])
-def test_a_model_that_mixes_documents_does_not_begin(kind: str, folders: Any, tmp_path: Path) -> None:
+def test_model_that_mixes_documents_is_rejected_before_training(kind: str, folders: Any, tmp_path: Path) -> None:
     trainer = OnPacked(load_config("llama_small", overrides(folders(kind), f"run.dir={tmp_path}", "train.steps=1")))
     if kind == "llama":
         assert trainer.fit() == 0
@@ -273,8 +273,8 @@ def test_a_model_that_mixes_documents_does_not_begin(kind: str, folders: Any, tm
     trainer.close()
 
 
-def test_generate_is_the_librarys(folders: Any, tokens: torch.Tensor) -> None:
-    """By the library's own method, and by `trainer.generate`, which uses the library's cache."""
+def test_generated_text_equals_that_of_transformers(folders: Any, tokens: torch.Tensor) -> None:
+    """With transformers' own method, and with `trainer.generate`, which uses transformers' cache."""
     model, (there, _) = model_of(folders("qwen3")), load_there(folders("qwen3"))
     how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = there.generate(tokens[:1], **how)
@@ -287,7 +287,7 @@ def test_generate_is_the_librarys(folders: Any, tokens: torch.Tensor) -> None:
 # Weights
 
 
-def test_rows_of_merged_experts_are_read_from_their_own_files_tensors(folders: Any) -> None:
+def test_rows_of_merged_experts_are_read_from_separate_tensors(folders: Any) -> None:
     config = config_of(folders("qwen3_moe"))
     source = find_recipe("hf").first_weights(config)
     assert source is not None
@@ -310,8 +310,8 @@ def fresh_weights(folder: Path, kind: str, out: Path) -> dict[str, torch.Tensor]
     return whole
 
 
-def test_what_is_not_the_librarys_fills_itself(folders: Any) -> None:
-    """Such as the parts of an adapter."""
+def test_added_modules_initialize_themselves(folders: Any) -> None:
+    """Such as those of an adapter."""
 
     class Added(torch.nn.Module):
         def __init__(self) -> None:
@@ -331,8 +331,8 @@ def test_what_is_not_the_librarys_fills_itself(folders: Any) -> None:
 
 
 @pytest.mark.slow
-def test_fresh_weights_are_drawn_as_the_library_does_alike_on_any_mesh(folders: Any, tmp_path: Path) -> None:
-    """GPT-2's projections back into the residual stream are drawn a second time, by the block that they are in."""
+def test_random_weights_equal_those_of_transformers_on_any_mesh(folders: Any, tmp_path: Path) -> None:
+    """GPT-2's residual projections are drawn a second time, by the block that contains them."""
     folder = folders("gpt2", n_embd=96)
     one, *_ = run_ranks(1, fresh_weights, folder, "gpt2", tmp_path / "one")
     for found in run_ranks(2, fresh_weights, folder, "gpt2", tmp_path / "two"):
@@ -342,7 +342,7 @@ def test_fresh_weights_are_drawn_as_the_library_does_alike_on_any_mesh(folders: 
     assert one["transformer.h.1.ln_1.weight"].eq(1).all()
 
 
-def test_a_folder_without_weights_means_fresh_ones(folders: Any, tmp_path: Path) -> None:
+def test_folder_without_weights_gets_random_ones(folders: Any, tmp_path: Path) -> None:
     shutil.copy(folders("llama") / "config.json", tmp_path)
     assert config_of(tmp_path).fresh
     assert find_recipe("hf").first_weights(config_of(tmp_path)) is None
@@ -356,7 +356,7 @@ def test_a_folder_without_weights_means_fresh_ones(folders: Any, tmp_path: Path)
 # The configuration
 
 
-def test_auto_is_our_own_recipe_where_it_builds_the_model(folders: Any, tmp_path: Path) -> None:
+def test_auto_uses_the_native_recipe_if_it_builds_the_model(folders: Any, tmp_path: Path) -> None:
     def settled(folder: Path, *more: str) -> Any:
         return load_config("llama_small", overrides(folder, *more, name="auto"))
 
@@ -370,8 +370,8 @@ def test_auto_is_our_own_recipe_where_it_builds_the_model(folders: Any, tmp_path
 
 
 @pytest.mark.slow
-def test_a_run_needs_its_folder_no_more(folders: Any, tmp_path: Path) -> None:
-    """What it says of the model is in config.yaml, which is a recipe of the same run wherever the folder is."""
+def test_run_does_not_need_its_model_folder_after_the_start(folders: Any, tmp_path: Path) -> None:
+    """The model's configuration is stored in config.yaml, which works as a recipe without the folder."""
     source = shutil.copytree(folders("llama"), tmp_path / "source")
     more = [f"run.dir={tmp_path / 'run'}", "train.steps=1"]
     config = load_config("llama_small", overrides(source, *more, "checkpoint.every=1"))
@@ -389,7 +389,7 @@ def test_a_run_needs_its_folder_no_more(folders: Any, tmp_path: Path) -> None:
         load_config(str(tmp_path / "run"))
 
 
-def test_the_tokenizer_is_the_folders(folders: Any, tmp_path: Path) -> None:
+def test_tokenizer_of_the_folder_is_used(folders: Any, tmp_path: Path) -> None:
     source = shutil.copytree(folders("llama"), tmp_path / "source")
     (source / "tokenizer.json").write_text("{}")
     for name in ("hf", "auto"):

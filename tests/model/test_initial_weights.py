@@ -1,4 +1,4 @@
-"""Initial weights of which a rank draws its own part alone: the values are those of the whole."""
+"""Initial weights if each rank draws only its own part: the values equal those of the whole tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS, COLUMNS = 40, 60
 
 @pytest.mark.parametrize("before", [0, 5, 624, 1000])
 @pytest.mark.parametrize("count", [1, 623, 624, 625, 20_003, 3_000_001])
-def test_words_are_skipped_as_if_they_had_been_drawn(before: int, count: int) -> None:
+def test_skipping_random_words_equals_drawing_them(before: int, count: int) -> None:
     drawn, skipped = torch.Generator().manual_seed(before), torch.Generator().manual_seed(before)
     for generator in (drawn, skipped):
         torch.empty(before).uniform_(generator=generator)
@@ -76,7 +76,7 @@ INITS = [draws_one_after_another, changes_what_was_drawn, reads_without_an_opera
 
 
 def part_of(init: Callable[[Layer], None], rows: slice, seed: int = 7) -> dict[str, torch.Tensor]:
-    """Return what a rank keeps that has these rows of everything."""
+    """Return the part of each tensor that a rank with these rows keeps."""
     layer, kept = Layer(init), {}
     layer.to("meta")
 
@@ -101,7 +101,7 @@ def part_of(init: Callable[[Layer], None], rows: slice, seed: int = 7) -> dict[s
 
 
 @pytest.mark.parametrize("init", INITS)
-def test_a_part_is_that_of_the_whole_whatever_an_init_does(
+def test_drawn_part_equals_that_of_the_whole_for_any_init(
     init: Callable[[Layer], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = part_of(init, slice(0, ROWS))
@@ -116,8 +116,8 @@ def fills_two_of_three(layer: Layer) -> None:
     nn.init.zeros_(layer.bias)
 
 
-def test_threads_share_a_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In pieces that none of them has to wait for."""
+def test_threads_draw_one_tensor_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces, so that no thread waits for a different one."""
     generator = torch.Generator().manual_seed(3)
     drawn = materialize.DeferredFill(torch.Tensor.normal_, (0.5, 2.0), generator.get_state())
     expected = torch.empty(16 * 1000).normal_(0.5, 2.0, generator=generator)
@@ -127,14 +127,14 @@ def test_threads_share_a_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(drawn.draw(777, 15_555), expected[777:15_555])
 
 
-def test_what_is_left_unfilled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfilled_elements_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(materialize, "MIN_ELEMENTS", 1)
     with pytest.raises(UserError, match=r"uninitialized: other:"):
         part_of(fills_two_of_three, slice(0, 5))
 
 
 def weights_drawn(least: list[int]) -> list[list[torch.Tensor]]:
-    """Return the whole weights of a model, as drawn with each number of elements from which on parts are drawn."""
+    """Return the full weights of a model for each minimum size from which on only parts are drawn."""
     open_group()
     found = []
     for materialize.MIN_ELEMENTS in least:
@@ -147,7 +147,7 @@ def weights_drawn(least: list[int]) -> list[list[torch.Tensor]]:
 
 
 @pytest.mark.slow
-def test_ranks_that_draw_their_own_part_have_the_weights_of_all() -> None:
+def test_ranks_that_draw_only_their_part_have_the_same_weights() -> None:
     for whole, parts in run_ranks(3, weights_drawn, [2**40, 1]):
         for one, other in zip(whole, parts, strict=True):
             assert torch.equal(one, other)

@@ -1,4 +1,4 @@
-"""Adapters: what they compute, what a checkpoint of them holds, and what leaves for peft."""
+"""Adapters: what they compute, what their checkpoints contain, and what is exported for peft."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def config_of(base: Path | str | None, folder: Path, *overrides: str, recipe: st
 
 
 def trained(base: Path | str | None, folder: Path, *overrides: str, recipe: str = "llama_small") -> Path:
-    """Train, two steps if nothing else is said, and return the run's folder."""
+    """Train, for two steps by default, and return the run's folder."""
     trainer = Trainer(config_of(base, folder, *merged(["train.steps=2"], overrides), recipe=recipe))
     try:
         assert trainer.fit() == 0
@@ -60,7 +60,7 @@ def trained(base: Path | str | None, folder: Path, *overrides: str, recipe: str 
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A Llama as Hugging Face has it, with what stands beside the weights."""
+    """A Llama folder in Hugging Face format, with its tokenizer files."""
     folder = folder_of(tmp_path / "base")
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         (folder / name).write_bytes(BESIDE[name])
@@ -101,7 +101,7 @@ def test_an_adapter_adds_the_product_of_two_small_matrices() -> None:
     ]
 
 
-def test_dropout_is_of_what_goes_into_the_adapter_alone() -> None:
+def test_dropout_applies_only_to_the_adapters_input() -> None:
     whole = nn.Sequential(nn.Linear(8, 8, bias=False))
     add_adapters(whole, [], LoraSection(rank=8, alpha=8.0, dropout=0.5))
     adapted: Any = whole[0]
@@ -117,7 +117,7 @@ def test_dropout_is_of_what_goes_into_the_adapter_alone() -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 @pytest.mark.parametrize("bias", [True, False])
-def test_the_gradients_are_those_of_the_formula(bias: bool, dropout: float) -> None:
+def test_gradients_follow_the_formula(bias: bool, dropout: float) -> None:
     whole = nn.Sequential(nn.Linear(6, 10, bias=bias, dtype=torch.float64))
     add_adapters(whole, [], LoraSection(rank=2, alpha=6.0, dropout=dropout))
     adapted: Any = whole[0].double()
@@ -144,7 +144,7 @@ def test_all_linear_is_every_linear_layer_of_the_blocks() -> None:
     assert "head.output.weight" in names, "and not the projection onto the vocabulary"
 
 
-def test_targets_are_names_of_modules_or_their_last_parts() -> None:
+def test_targets_are_module_names_or_suffixes() -> None:
     found = adapted_layers(name for name, _ in network(["wq", "layers.1.feed_forward.w2"]).named_parameters())
     assert found == {"layers.0.attention.wq", "layers.1.attention.wq", "layers.1.feed_forward.w2"}
     with pytest.raises(
@@ -161,22 +161,22 @@ def test_targets_are_names_of_modules_or_their_last_parts() -> None:
             network(all_linear)
 
 
-def test_a_name_that_only_ends_alike_is_not_what_was_meant() -> None:
-    """Mixtures of experts have no gate_proj that can have an adapter, and lists from elsewhere name it."""
+def test_target_without_a_layer_is_rejected() -> None:
+    """Common lists contain gate_proj, which mixtures of experts do not have as a layer for adapters."""
     layers = nn.ModuleDict({"q_proj": nn.Linear(2, 2), "v_proj": nn.Linear(2, 2)})
     for targets in (["q_proj", "v_proj", "gate_proj"], ["gate_proj"]):
         with pytest.raises(UserError, match=r"no layer is named 'gate_proj'; .*: q_proj, v_proj$"):
             find_layers(layers, [], targets)
 
 
-def test_their_names_of_layers_are_understood() -> None:
+def test_layer_names_of_transformers_are_recognized() -> None:
     config = load_config("llama_small", tiny_overrides())
     theirs = build_network(replace(config, lora=LoraSection(rank=4, targets=["q_proj", "down_proj"])))
     ours = build_network(replace(config, lora=LoraSection(rank=4, targets=["wq", "w2"])))
     assert [name for name, _ in theirs.named_parameters()] == [name for name, _ in ours.named_parameters()]
 
 
-def test_adapters_are_drawn_as_peft_draws_them_and_the_model_as_ever() -> None:
+def test_adapters_are_initialized_like_pefts() -> None:
     model, plain = network(), build_network(load_config("llama_small", tiny_overrides()))
     for each in (model, plain):
         materialize(each, 7, torch.device("cpu"))
@@ -213,7 +213,7 @@ def test_mistakes(override: str, says: str, tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.slow
-def test_a_checkpoint_holds_the_adapters_and_names_the_base(
+def test_checkpoint_has_the_adapters_and_names_the_base(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = trained(base, tmp_path / "run", "train.steps=2")
@@ -236,7 +236,7 @@ def test_a_checkpoint_holds_the_adapters_and_names_the_base(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_hardly_larger_than_adapters_and_moments(tmp_path: Path) -> None:
+def test_checkpoint_is_hardly_larger_than_adapters_and_moments(tmp_path: Path) -> None:
     wide = replace(SOURCE, dim=256, ffn_dim=512, num_layers=2)
     folder = trained(folder_of(tmp_path / "base", config=wide), tmp_path / "run", "train.steps=1", "lora.rank=32")
     adapters = sum(weight.numel() for name, weight in load_weights(folder).state_dict().items() if adapter_part(name))
@@ -245,7 +245,7 @@ def test_a_checkpoint_is_hardly_larger_than_adapters_and_moments(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_another_base_is_refused_and_the_same_elsewhere_is_not(
+def test_different_base_is_rejected_and_moved_base_is_accepted(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = trained(base, tmp_path / "run")
@@ -273,8 +273,8 @@ def test_another_base_is_refused_and_the_same_elsewhere_is_not(
 
 
 @pytest.mark.campaign
-def test_without_a_base_the_checkpoint_holds_it(tmp_path: Path) -> None:
-    """Weights that were drawn are nowhere else."""
+def test_checkpoint_contains_a_randomly_initialized_base(tmp_path: Path) -> None:
+    """Random weights exist nowhere else."""
     folder = trained(None, tmp_path / "run")
     whole = load_weights(folder).state_dict()
     assert set(stored(folder).shapes) == set(whole)
@@ -282,7 +282,7 @@ def test_without_a_base_the_checkpoint_holds_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-def test_from_a_run_with_adapters_training_goes_on_with_these_merged(base: Path, tmp_path: Path) -> None:
+def test_training_from_a_run_with_adapters_merges_them(base: Path, tmp_path: Path) -> None:
     first = trained(base, tmp_path / "first")
     assert export_command([str(first), str(tmp_path / "merged"), "--merged"]) == 0
     merged_weights = load_weights(tmp_path / "merged").state_dict()
@@ -295,7 +295,7 @@ def test_from_a_run_with_adapters_training_goes_on_with_these_merged(base: Path,
 
 
 @pytest.mark.campaign
-def test_the_base_may_be_kept_in_bfloat16(base: Path, tmp_path: Path) -> None:
+def test_base_in_bfloat16(base: Path, tmp_path: Path) -> None:
     trainer = Trainer(config_of(base, tmp_path / "run", "train.steps=3", "lora.base_dtype=bfloat16"))
     losses = [record.loss for record in trainer.steps()]
     dtypes = {bool(adapter_part(name)): p.dtype for name, p in trainer.model.named_parameters()}
@@ -309,7 +309,7 @@ def test_the_base_may_be_kept_in_bfloat16(base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-def test_a_base_that_comes_in_bfloat16_stays_so(base: Path, tmp_path: Path) -> None:
+def test_base_stored_in_bfloat16_stays_in_bfloat16(base: Path, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     half = {name: weight.bfloat16() for name, weight in load_file(base / "model.safetensors").items()}
@@ -329,7 +329,7 @@ def test_a_base_that_comes_in_bfloat16_stays_so(base: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_the_adapter_leaves_alone_unless_it_is_merged(
+def test_export_has_only_the_adapter_unless_merged(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, out = trained(base, tmp_path / "run"), tmp_path / "out"
@@ -377,7 +377,7 @@ MODELS: dict[str, tuple[Recipe, Any, str, list[str]]] = {
 @pytest.mark.parametrize(
     "name", ["llama", *(pytest.param(name, marks=pytest.mark.campaign) for name in list(MODELS)[1:])]
 )
-def test_peft_computes_the_same_and_loads_what_leaves(name: str, tmp_path: Path) -> None:
+def test_peft_computes_the_same_and_loads_the_export(name: str, tmp_path: Path) -> None:
     """Twenty steps from the same adapters; then both kinds of export, bit for bit."""
     pytest.importorskip("peft", reason="the library that adapters are for: pip install peft")
     from peft import LoraConfig, PeftModel, get_peft_model
@@ -419,7 +419,7 @@ def test_peft_computes_the_same_and_loads_what_leaves(name: str, tmp_path: Path)
 def plain_loop(
     model: nn.Module, parameters: list[nn.Parameter], batches: list[Any], lrs: list[float], config: Any
 ) -> list[float]:
-    """Train as a script of one's own would."""
+    """Train as a plain script would."""
     optim = config.optim
     optimizer = torch.optim.AdamW(parameters, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
     losses, per_step = [], len(batches) // len(lrs)
@@ -466,8 +466,8 @@ SETTINGS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.campaign)])
-def test_the_same_on_every_mesh_and_a_resume_elsewhere(ranks: int, base: Path, tmp_path: Path) -> None:
-    """Uneven shards (4 rows of an adapter), another mesh in the middle, and bit for bit on the same one."""
+def test_same_losses_on_every_mesh_and_after_changing_it(ranks: int, base: Path, tmp_path: Path) -> None:
+    """With uneven shards (4 rows of an adapter); bit for bit on the same mesh."""
     mesh = ["mesh.replicate=2"] if ranks == 4 else []
     steps = ["train.steps=6", "checkpoint.every=3", "checkpoint.keep_last=0"]
     (alone,) = train_here(str(base), [(str(tmp_path / "alone"), steps)])
@@ -493,7 +493,7 @@ def test_the_same_on_every_mesh_and_a_resume_elsewhere(ranks: int, base: Path, t
 
 
 @pytest.mark.campaign
-def test_it_compiles_in_one_graph(tmp_path: Path, base: Path) -> None:
+def test_adapters_compile_in_one_graph(tmp_path: Path, base: Path) -> None:
     plain, compiled = ([f"train.compile={word}", "train.steps=2"] for word in ("false", "true"))
     expected, found = train_here(str(base), [(str(tmp_path / "a"), plain), (str(tmp_path / "b"), compiled)])
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)

@@ -1,4 +1,4 @@
-"""A model larger than a process may hold whole: built shard by shard."""
+"""Memory of a model that no process can hold in full: it is built shard by shard."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def build_small(folder: Path) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
+def test_no_rank_holds_the_full_model(tmp_path: Path) -> None:
     for grown, size in run_ranks(4, build_small, tmp_path):
         assert size > 300
         print(f"grown by {grown:.0f} of {size:.0f} MiB")
@@ -51,7 +51,7 @@ def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
 
 
 def own_mib() -> float:
-    """Return the memory that is this process's alone: not the pages of files that it reads."""
+    """Return the private memory of this process, without the pages of files that it reads."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return sum(int(lines[name].split()[0]) for name in ("RssAnon", "RssShmem")) / 2**10
 
@@ -97,7 +97,7 @@ NUM_LAYERS = 6
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["llama_small", pytest.param("hf.yaml", marks=pytest.mark.campaign)])
 def test_ranks_that_load_a_folder_hold_their_shards_and_one_unit(recipe: str, tmp_path: Path) -> None:
-    """There is no second pass that draws weights either."""
+    """There is no second pass that draws random weights."""
     transformers = pytest.importorskip("transformers")
     for name, width, layers in (("small", 32, 1), ("large", 1024, NUM_LAYERS)):
         config = transformers.LlamaConfig(
@@ -120,8 +120,8 @@ def test_ranks_that_load_a_folder_hold_their_shards_and_one_unit(recipe: str, tm
 
 
 @pytest.mark.campaign
-def test_no_rank_ever_holds_the_whole_model(tmp_path: Path) -> None:
-    """The same at the size of a model that is used, everything included."""
+def test_no_rank_ever_holds_the_full_model(tmp_path: Path) -> None:
+    """The same at a realistic size, with everything included."""
     overrides = ["data.source=synthetic", "data.seq_len=64", "train.global_batch_size=4", f"run.dir={tmp_path / 'a'}"]
     ranks = run_ranks(4, build, overrides, 0)
     peak, num_parameters = max(found[0] for found in ranks), ranks[0][1]

@@ -1,4 +1,4 @@
-"""The recipes that come along train as transformers does: from its folder, update by update, and back."""
+"""Native recipes train like transformers: from the same folder, step by step, and back to an export."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PLAIN = [
 
 
 def write_theirs(kind: str, folder: Path, **changes: Any) -> Path:
-    """Write a model of transformers' own with random weights; none of its biases and norms is what it starts with."""
+    """Write a transformers model with random weights, including its biases and norms."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = KINDS[kind]()
@@ -65,7 +65,7 @@ def write_theirs(kind: str, folder: Path, **changes: Any) -> Path:
 
 
 def plain_losses(folder: Path, config: Any) -> list[float]:
-    """Return the losses of a plain loop around transformers' model, whole batches on one rank."""
+    """Return the losses of a plain loop around transformers' model, with full batches on one rank."""
     model = load_there(folder, dtype=torch.float32).train()
     optim = config.optim
     optimizer = torch.optim.AdamW(model.parameters(), optim.lr, optim.betas, optim.eps, weight_decay=0.0)
@@ -109,8 +109,8 @@ SLOW = {("qwen3_moe", "2")}
         for mesh in MESHES
     ],
 )
-def test_twenty_updates_are_those_of_a_plain_loop(kind: str, mesh: str, tmp_path: Path) -> None:
-    """And the export is the model that came out, to the bit."""
+def test_twenty_steps_equal_a_plain_loop(kind: str, mesh: str, tmp_path: Path) -> None:
+    """The export equals the trained model to the bit."""
     source = write_theirs(kind, tmp_path / "source")
     losses, expected = losses_of_both(source, tmp_path / "run", kind, mesh)
     assert relative(losses, expected) < 1e-6
@@ -140,15 +140,15 @@ def losses_of_both(
     ],
 )
 def test_experts_are_balanced_over_the_global_batch(mesh: str, micro_batch_size: int, tmp_path: Path) -> None:
-    """As transformers does it with the whole batch at once, on any mesh and in micro-batches of any size."""
+    """As by transformers with the whole batch at once, on any mesh and with any micro-batch size."""
     source = write_theirs("qwen3_moe", tmp_path / "source", output_router_logits=True, router_aux_loss_coef=0.5)
     micro_batches = f"train.micro_batch_size={micro_batch_size}"
     losses, expected = losses_of_both(source, tmp_path / "run", "qwen3_moe", mesh, micro_batches)
     assert relative(losses, expected) < 1e-5
 
 
-def test_heads_are_turned_as_they_lie() -> None:
-    """Each pair by the angle of its position, in rows that no kernel has to copy before it attends."""
+def test_rotary_embedding_needs_no_copy() -> None:
+    """Each pair is rotated by the angle of its position, in a layout that attention kernels accept without a copy."""
     turned = rotate(x := split_heads(torch.randn(2, 5, 3 * 8), 3), *Rope(8, 100.0)(torch.arange(5)))
     assert turned.transpose(1, 2).is_contiguous()
     angles = torch.arange(5.0)[:, None] * 100.0 ** -(torch.arange(4) / 4)
@@ -156,8 +156,8 @@ def test_heads_are_turned_as_they_lie() -> None:
     torch.testing.assert_close(turned, torch.cat((pairs.real, pairs.imag), -1))
 
 
-def test_balance_is_least_where_all_experts_are_chosen_alike() -> None:
-    """Then it is the coefficient times the number that is chosen, for each token."""
+def test_balance_loss_is_smallest_for_uniform_experts() -> None:
+    """It is then the coefficient times the number of chosen experts, for each token."""
     balance = BalanceLoss(0.5, num_experts=4, num_chosen=2, num_layers=3)
     even = balance(torch.tensor([15, 15, 15, 15]), torch.full((4,), 7.5))
     assert float(even) == pytest.approx(0.5 * 2 * 10)
@@ -165,8 +165,8 @@ def test_balance_is_least_where_all_experts_are_chosen_alike() -> None:
 
 
 @pytest.mark.slow
-def test_a_grouped_product_is_that_of_each_group() -> None:
-    """Groups without a row, gradients of both factors, and tensors without values."""
+def test_grouped_product_equals_separate_products() -> None:
+    """With empty groups, gradients of both factors, and fake tensors."""
     x = torch.randn(10, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(4, 6, 5, dtype=torch.float64, requires_grad=True)
     ends = torch.tensor([3, 3, 9, 10], dtype=torch.int32)
@@ -177,8 +177,8 @@ def test_a_grouped_product_is_that_of_each_group() -> None:
 
 
 @pytest.mark.campaign
-def test_a_plan_of_balanced_experts_is_that_of_every_block() -> None:
-    """Though the middle ones are left out, and hand out their load beside what the next one reads."""
+def test_short_plan_of_balanced_experts_equals_the_full_one() -> None:
+    """The short plan omits the middle blocks, each of which also returns its load."""
     config = load_config("qwen3_moe_small", ["model.num_layers=9", "fsdp.param_dtype=bfloat16"])
     with torch.device("meta"):
         model = config.recipe.build_model(config.model)

@@ -1,5 +1,4 @@
-"""Activation offloading: losses and weights do not change by a bit, the device's memory is freed, and the plan says how
-much of it."""
+"""Activation offloading changes no bit of losses and weights, frees the device's memory, and is in the plan."""
 
 from __future__ import annotations
 
@@ -97,8 +96,8 @@ class Gated(Block):
 
 
 @pytest.mark.parametrize("kind", [Block, Gated])
-def test_gradients_are_the_same_and_come_twice(kind: type[nn.Module]) -> None:
-    """A second backward pass reads what it needs from the host again."""
+def test_gradients_are_the_same_in_repeated_backward_passes(kind: type[nn.Module]) -> None:
+    """A second backward pass copies the tensors from the host again."""
     plain, offloaded = stack(0.0, kind)[0], stack(1.0, kind)[0]
     for blocks in (plain, offloaded):
         loss = run(blocks)
@@ -115,7 +114,7 @@ class Overwrites(Block):
         return x + y
 
 
-def test_a_saved_tensor_that_is_overwritten_is_an_error_as_without_offloading() -> None:
+def test_overwritten_saved_tensor_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         run(stack(0.0, Overwrites)[0]).backward()
     with pytest.raises(RuntimeError, match=r"train\.offload_activations: .* modified by an inplace operation"):
@@ -151,7 +150,7 @@ CHECKPOINTING = ["none", "full", "selective", "budget:0.5", "2"]
 
 @pytest.mark.parametrize("compiles", ["false", pytest.param("true", marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-def test_no_bit_changes_and_the_host_holds_what_was_planned(
+def test_no_bit_changes_and_host_memory_is_as_planned(
     checkpointing: str, compiles: str, tmp_path: Path, attached: list[ActivationOffload]
 ) -> None:
     own = [f"train.activation_checkpoint={checkpointing}", f"train.compile={compiles}"]
@@ -202,7 +201,7 @@ def plan_of(*overrides: str, network: str = "h100") -> Any:
     return make_plan(config, MeshShape(1, 8), find_machine(network))
 
 
-def test_the_plan_moves_memory_to_the_host_and_says_what_cannot_be_hidden() -> None:
+def test_plan_moves_memory_to_the_host_and_shows_exposed_copies() -> None:
     plain, moved, half = (plan_of(f"train.offload_activations={share}") for share in ("none", "1", "0.5"))
     assert plain.memory.offloaded == 0
     assert 0.4 < half.memory.offloaded / moved.memory.offloaded < 0.5  # five blocks of twelve, against eleven
@@ -217,7 +216,7 @@ def test_the_plan_moves_memory_to_the_host_and_says_what_cannot_be_hidden() -> N
 
 
 @pytest.mark.parametrize("share", [pytest.param(s, marks=pytest.mark.campaign) for s in ("1", "0.25")] + ["0.5"])
-def test_a_model_planned_in_short_is_planned_as_in_full(share: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_plan_equals_the_full_one(share: str, monkeypatch: pytest.MonkeyPatch) -> None:
     short = plan_of(f"train.offload_activations={share}")
     monkeypatch.setattr("trainer.plan.probe._find_runs", lambda *_: [])
     whole = plan_of(f"train.offload_activations={share}")
@@ -227,7 +226,7 @@ def test_a_model_planned_in_short_is_planned_as_in_full(share: str, monkeypatch:
 
 
 @pytest.mark.slow
-def test_auto_offloads_instead_of_recomputing_where_that_is_faster() -> None:
+def test_auto_offloads_if_that_is_faster_than_recomputing() -> None:
     """At 131,072 tokens, attention hides the copies, and is expensive to recompute."""
     shape = MeshShape(1, 8)
     sliced = ["model.num_layers=12", "data.seq_len=131072", "mesh.context=8"]
@@ -250,7 +249,7 @@ def test_auto_offloads_instead_of_recomputing_where_that_is_faster() -> None:
         ("half", "must be a share from 0 to 1, or one of none, auto"),
     ],
 )
-def test_what_it_may_be(value: str, message: str) -> None:
+def test_legal_and_illegal_values(value: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         check_config(load_config("llama_small", [f"train.offload_activations={value}"]), 1, 1)
     assert message in str(caught.value)

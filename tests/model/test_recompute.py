@@ -1,4 +1,4 @@
-"""Recomputation by memory budget: what is kept, that it fits, and that nothing else changes."""
+"""Recomputation by memory budget: which results are kept, that they fit, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.plan.plan import make_plan
 
 
 class Block(nn.Module):
-    """A product that costs twice as much for each byte as the other, one whose output nobody needs, and a sine."""
+    """A product that costs twice as much per byte as a second one, one with an unused output, and a sine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,8 +58,8 @@ CHOICES = [
 
 @pytest.mark.parametrize(("share", "expected"), CHOICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_costliest_come_first_and_fit(share: float, expected: set[Any], dtype: torch.dtype) -> None:
-    """The last product is never kept: recomputation stops before it."""
+def test_most_expensive_results_are_kept_first_and_fit(share: float, expected: set[Any], dtype: torch.dtype) -> None:
+    """The last product is never kept, because recomputation stops before it."""
     with torch.device("meta"):
         model = Net()
     assert choose_saved_operators(model, list(model.blocks), (3, 5), dtype, share) == [expected, expected]
@@ -79,7 +79,7 @@ class Falling(nn.Module):
         return self.last(self.second(self.first(x).sin()).sin())  # saves: 8 and 8, 4 and 4 numbers
 
 
-def test_the_cost_of_a_byte_decides_not_the_size() -> None:
+def test_cost_per_byte_decides() -> None:
     with torch.device("meta"):
         model = Net()
         model.blocks = nn.ModuleList([Falling()])
@@ -95,7 +95,7 @@ def peak(setting: str) -> int:
 
 @pytest.mark.campaign
 def test_memory_grows_with_the_budget() -> None:
-    """From that of full recomputation to no more than that of keeping everything costly."""
+    """From that of full recomputation to at most that of keeping all expensive results."""
     peaks = [peak(f"budget:{share}") for share in (0, 0.05, 0.1, 0.2, 0.3, 0.5, 1)]
     assert peaks == sorted(peaks)
     assert len(set(peaks)) > 3
@@ -119,8 +119,8 @@ def losses_and_gradients(folder: Path, settings: list[list[str]]) -> list[tuple[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shares", [[0.15], pytest.param([0, 0.3, 1], marks=pytest.mark.campaign)])
-def test_nothing_but_memory_changes(shares: list[float], tmp_path: Path) -> None:
-    """Bit for bit; a compiler may round in another order."""
+def test_recomputation_changes_only_memory(shares: list[float], tmp_path: Path) -> None:
+    """Bit for bit; a compiler may round in a different order."""
     chosen = ["none", *(f"budget:{share}" for share in shares)]
     settings = [[f"train.activation_checkpoint={setting}"] for setting in chosen]
     eager = run_ranks(2, losses_and_gradients, tmp_path, settings)[0]
@@ -128,7 +128,7 @@ def test_nothing_but_memory_changes(shares: list[float], tmp_path: Path) -> None
 
 
 @pytest.mark.campaign
-def test_compiled_it_is_the_same(tmp_path: Path) -> None:
+def test_recomputation_of_compiled_blocks(tmp_path: Path) -> None:
     settings = [[], ["train.compile=true", "train.activation_checkpoint=budget:0.2"]]
     eager, compiled = run_ranks(2, losses_and_gradients, tmp_path, settings)[0]
     for own, expected in zip(compiled, eager, strict=True):
@@ -136,13 +136,13 @@ def test_compiled_it_is_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("value", "legal"), [("half", "0.5"), ("nan", "0.5"), ("1.5", "1"), ("-0.1", "0")])
-def test_a_share_is_from_0_to_1(value: str, legal: str) -> None:
+def test_share_must_be_between_0_and_1(value: str, legal: str) -> None:
     config = load_config("llama_small", [f"train.activation_checkpoint=budget:{value}"])
     with pytest.raises(UserError, match=rf"needs a number from 0 to 1\n.*budget:{legal}$"):
         check_config(config, 1, 1)
 
 
-def test_a_unit_inside_a_block_is_refused() -> None:
+def test_unit_inside_a_block_is_rejected() -> None:
     own = ["fsdp.wrap=tests.helpers.own_recipes:every_linear", "train.activation_checkpoint=budget:0.5"]
     with pytest.raises(UserError, match=r"budget:0\.5: cannot recompute a block in part"):
         check_sharding(load_config("llama_small", own))

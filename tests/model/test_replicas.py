@@ -1,4 +1,4 @@
-"""Replicas: models that every rank holds whole, whose gradients are averaged while the backward pass runs."""
+"""Replicas: each rank has the full model, and gradients are averaged during the backward pass."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def average_of_branches(cases: list[list[list[int]]], first_bucket: int) -> list
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first_bucket", [1, pytest.param(2**20, marks=pytest.mark.campaign)])
-def test_gradients_are_means_also_where_a_rank_has_none(first_bucket: int) -> None:
-    """A parameter has a gradient if it has one on any rank, and none where no rank has one."""
+def test_gradients_are_means_also_if_a_rank_has_none(first_bucket: int) -> None:
+    """A parameter has a gradient if any rank has one, and no gradient if none has."""
     cases = [[[0, 1, 2], [0, 1, 2]], [[1], [2]], [[2], [2]], [[0], [1, 2]]]
     for found in run_ranks(2, average_of_branches, cases, first_bucket):
         for taken, (ours, plain) in zip(cases, found, strict=True):
@@ -130,7 +130,7 @@ def through_twice() -> tuple[list[torch.Tensor | None], list[torch.Tensor | None
 
 
 @pytest.mark.slow
-def test_a_backward_pass_inside_another_averages_too() -> None:
+def test_nested_backward_pass_averages_gradients() -> None:
     for ours, expected in run_ranks(2, through_twice):
         for own, other in zip(ours, expected, strict=True):
             torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-7)
@@ -162,14 +162,14 @@ def after_an_error() -> tuple[str, bool]:
 
 
 @pytest.mark.slow
-def test_after_a_failed_pass_no_gradient_is_left_unaveraged() -> None:
+def test_failed_pass_leaves_no_gradient_unaveraged() -> None:
     for message, is_fine in run_ranks(2, after_an_error):
         assert "the previous backward pass did not finish" in message
         assert is_fine
 
 
 class OwnStep(Trainer):
-    """Has a training step of its own, which knows nothing of when gradients are reduced."""
+    """Has a custom training step that ignores when gradients are reduced."""
 
     def train_step(self, micro_batches: Any) -> Any:
         update = super().train_step(micro_batches)
@@ -194,7 +194,7 @@ def own_step(folder: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_a_step_of_ones_own_gets_averaged_gradients_and_a_model_is_freed(tmp_path: Path) -> None:
+def test_custom_step_gets_averaged_gradients_and_the_model_is_freed(tmp_path: Path) -> None:
     (losses, one, is_freed), (_, other, _) = run_ranks(2, own_step, tmp_path / "run")
     assert len(losses) == 2
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), "the ranks read different batches"
@@ -202,7 +202,7 @@ def test_a_step_of_ones_own_gets_averaged_gradients_and_a_model_is_freed(tmp_pat
 
 
 class Unfrozen(Trainer):
-    """Trains what was frozen when its gradients were arranged for."""
+    """Trains parameters that were frozen when gradient averaging was set up."""
 
     def build_model(self, config: Any = None) -> nn.Module:
         model = super().build_model(config)
@@ -218,7 +218,7 @@ def start_unfrozen(folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_what_is_not_averaged_is_found_at_the_start(tmp_path: Path) -> None:
+def test_gradients_that_are_not_averaged_are_detected_at_the_start(tmp_path: Path) -> None:
     (message, _) = run_ranks(2, start_unfrozen, tmp_path / "run")
     assert "tok_embeddings.weight is not sharded, so that its gradient is not reduced" in message
 
@@ -256,9 +256,7 @@ def trained(folder: Path, mesh: str, *overrides: str) -> list[float]:
         pytest.param("one", "replicas", 1e-5, marks=pytest.mark.campaign),
     ],
 )
-def test_a_checkpoint_goes_on_whether_replicated_or_sharded(
-    first: str, then: str, tolerance: float, tmp_path: Path
-) -> None:
+def test_checkpoints_move_between_replicas_and_shards(first: str, then: str, tolerance: float, tmp_path: Path) -> None:
     trained(tmp_path / "run", first, "train.steps=4")
     resumed, straight = trained(tmp_path / "run", then), trained(tmp_path / "straight", then)
     assert len(resumed) == len(straight) == 6
@@ -268,7 +266,7 @@ def test_a_checkpoint_goes_on_whether_replicated_or_sharded(
 
 @pytest.mark.slow
 def test_replicas_share_the_writing_of_a_checkpoint(tmp_path: Path) -> None:
-    """Each writes about half of it."""
+    """Each rank writes about half of it."""
     trained(tmp_path / "run", "replicas", "train.steps=2")
     files = sorted((tmp_path / "run" / "checkpoints" / "step_00000002").glob("*.distcp"))
     sizes = [file.stat().st_size for file in files]
@@ -288,7 +286,7 @@ WAYS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["adapters", *(pytest.param(way, marks=pytest.mark.campaign) for way in [*WAYS][1:])])
-def test_replicas_train_as_one_rank_does(way: str, tmp_path: Path) -> None:
+def test_replicas_train_like_one_rank(way: str, tmp_path: Path) -> None:
     one, replicas = (trained(tmp_path / mesh, mesh, *WAYS[way]) for mesh in ("one", "replicas"))
     for found, expected in zip(replicas, one, strict=True):
         assert abs(found - expected) <= 1e-5 * expected
@@ -297,6 +295,6 @@ def test_replicas_train_as_one_rank_does(way: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.campaign
 @pytest.mark.parametrize("own", [[*BFLOAT16, "optim.state_dtype=bfloat16"], ["optim.name=muon"]])
-def test_replicas_train_as_those_of_fsdp(own: list[str], tmp_path: Path) -> None:
-    """Bit for bit.  One rank is no reference here: rounding to bfloat16 magnifies another order of summation."""
+def test_replicas_train_like_fsdps_replicas(own: list[str], tmp_path: Path) -> None:
+    """Bit for bit. One rank is no reference here: rounding to bfloat16 amplifies a different order of summation."""
     assert trained(tmp_path / "replicas", "replicas", *own) == trained(tmp_path / "fsdp", "replicas-fsdp", *own)

@@ -1,4 +1,4 @@
-"""What sharding does to a model: which collectives a step runs, what the units are, and that the numbers stay."""
+"""Sharding of a model: the collectives of a step, the units, and that numbers do not change."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def losses_of(recipe: str, overrides: list[str], num_steps: int = 10) -> list[fl
 
 
 def plain_model(config: RunConfig) -> nn.Module:
-    """Return the model whole, without FSDP, with the weights that every mesh starts from."""
+    """Return the unsharded model, without FSDP, with the initial weights of every mesh."""
     with torch.device("meta"):
         model = config.recipe.build_model(config.model)
     materialize(model, config.run.seed, torch.device("cpu"))
@@ -189,7 +189,7 @@ S = -1
 
 # How often a unit is gathered in one micro-batch, by what it does after its forward pass: (forward, over how many
 # ranks, backward, over how many).  What is not resharded is still there in the backward pass.  What is resharded to 2
-# ranks is gathered from these 2.  After the backward pass all is resharded, so that each micro-batch gathers anew.
+# ranks is gathered from these 2.  After the backward pass all is resharded, so that each micro-batch gathers again.
 GATHERS: dict[str | int, list[tuple[str, int]]] = {
     "always": [("forward", S), ("backward", S)],
     "never": [("forward", S)],
@@ -211,7 +211,7 @@ RESHARD: dict[str, tuple[list[str | int], str]] = {
 def expected_calls(
     units: Sequence[str | int], sizes: Sequence[int], mesh: tuple[int, int], num_micro_batches: int
 ) -> Counter[Call]:
-    """Return the collectives of one step: those of `GATHERS`, and one reduction a unit, in the last backward pass."""
+    """Return the collectives of one step: those of `GATHERS`, and one reduction per unit in the last backward pass."""
     replicate, shard = mesh
     calls: Counter[Call] = Counter()
     last = num_micro_batches - 1
@@ -383,7 +383,7 @@ def test_units(wrap: str) -> None:
 
 
 @pytest.mark.parametrize("wrap", ["by_number", "by_stranger", "by_repetition"])
-def test_units_that_cannot_be(wrap: str) -> None:
+def test_invalid_units(wrap: str) -> None:
     must_say = {"by_number": "not int", "by_stranger": "not a submodule", "by_repetition": "'layers.1' is in two units"}
     with pytest.raises(UserError, match=must_say[wrap]):
         names_of("llama_small", LLAMA, HERE + wrap)
@@ -414,7 +414,7 @@ def test_units_are_in_the_order_of_the_forward_pass(recipe: str, overrides: list
 
 @pytest.mark.parametrize("size", [100, 3000, 9000, 20000])
 def test_units_by_size_keep_tied_parameters_together(size: int) -> None:
-    """The table is the embedding's and the head's: no smaller unit than the root holds both."""
+    """Embedding and head share the table, so only the root unit contains both."""
     names = names_of("gpt2", GPT2, f"size:{size}")
     assert not any(name.startswith(("wte", "head.output")) or name == "head" for name in names), names
     assert names_of("gpt2", [*GPT2, "model.max_seq_len=64"], "size:9000") == ["blocks.0", "blocks.1"]
@@ -432,10 +432,10 @@ WHOLE = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", WHOLE)
-def test_one_rank_trains_a_plain_module_and_comes_to_the_same(
+def test_one_rank_trains_a_plain_module_with_the_same_losses(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under FSDP it is bit for bit the same, with hooks on every unit and a copy of every weight per micro-batch."""
+    """Bit-identical to FSDP, which adds hooks to each unit and a copy of each weight per micro-batch."""
     overrides = [*LLAMA, "train.global_batch_size=8", "train.micro_batch_size=2", *overrides]
     trainer = Trainer(load_config("llama_small", [*overrides, f"run.dir={tmp_path / 'built'}"]))
     assert not any(isinstance(module, FSDPModule) for module in trainer.model.modules())
@@ -462,7 +462,7 @@ def test_one_rank_trains_a_plain_module_and_comes_to_the_same(
         (["lora.rank=4"], 1, True),
     ],
 )
-def test_which_models_stay_whole(overrides: list[str], num_shards: int, is_whole: bool) -> None:
+def test_models_that_are_not_sharded(overrides: list[str], num_shards: int, is_whole: bool) -> None:
     assert is_unsharded(load_config("llama_small", [*LLAMA, *overrides]), num_shards) == is_whole
 
 
@@ -485,7 +485,7 @@ def sharded_parameters(overrides: list[str]) -> tuple[dict[str, list[str]], list
 
 
 @pytest.mark.slow
-def test_nested_units_hold_what_those_inside_them_do_not(tmp_path: Path) -> None:
+def test_nested_units_exclude_parameters_of_inner_units(tmp_path: Path) -> None:
     overrides = [*LLAMA, f"fsdp.wrap={HERE}nested", f"run.dir={tmp_path / 'nested'}"]
     gathered, losses = run_ranks(2, sharded_parameters, overrides)[1]
     for layer in ("layers.0", "layers.1"):
@@ -504,7 +504,7 @@ def test_nested_units_hold_what_those_inside_them_do_not(tmp_path: Path) -> None
 
 
 def train_tied(folder: Path) -> dict[str, Any]:
-    """Train a tied GPT-2 for 10 steps, save after 5 on the way, and go on from there in another run."""
+    """Train a tied GPT-2 for 10 steps with a save after 5, and resume from that save in a second run."""
     from torch.distributed.checkpoint import FileSystemReader
 
     open_group()
@@ -546,8 +546,8 @@ def stored_names(reader: Any) -> list[str]:
 
 
 @pytest.mark.slow
-def test_units_that_return_views_may_be_added_to_in_place(tmp_path: Path) -> None:
-    """FSDP2 hangs its backward hook on a unit's output; to write into a view that is one drops the hook."""
+def test_in_place_addition_to_units_that_return_views(tmp_path: Path) -> None:
+    """FSDP2 attaches its backward hook to a unit's output; an in-place write to a view would drop the hook."""
 
     def losses(name: str) -> list[float]:
         own = [
@@ -568,7 +568,7 @@ def test_units_that_return_views_may_be_added_to_in_place(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_tied_table_is_one_parameter(tmp_path: Path) -> None:
+def test_tied_table_is_one_parameter(tmp_path: Path) -> None:
     config = load_config("gpt2", GPT2)
     model = plain_model(config)
     assert model.head.output.weight is model.wte.weight
@@ -607,13 +607,13 @@ def train_each_way(folder: Path) -> list[list[tuple[float, float]]]:
 
 @pytest.mark.campaign
 @pytest.mark.skipif(not hasattr(FSDPModule, "set_separate_reduce_scatter_group"), reason="needs torch 2.13")
-def test_fewer_gathers_and_another_communicator_change_no_bit(tmp_path: Path) -> None:
+def test_fewer_gathers_and_a_second_communicator_change_no_bit(tmp_path: Path) -> None:
     plain, gathered_back, separate = run_ranks(2, train_each_way, tmp_path)[0]
     assert len(plain) == 5
     assert plain == gathered_back == separate
 
 
-def test_which_units_the_backward_pass_does_not_read() -> None:
+def test_units_that_the_backward_pass_does_not_read() -> None:
     def looked_up(*overrides: str) -> list[bool]:
         config = load_config("llama_small", [*LLAMA, "model.num_layers=1", *overrides])
         model = plain_model(config)
@@ -638,7 +638,7 @@ def test_which_units_the_backward_pass_does_not_read() -> None:
 
 
 def clip_on_each(meshes: list[list[str]]) -> list[list[tuple[float, float, list[torch.Tensor], list[torch.Tensor]]]]:
-    """Return for each mesh and bound: our norm, the bound, our clipped gradients and the whole ones before."""
+    """Return for each mesh and bound: the norm, the bound, the clipped gradients, and the full gradients before."""
     open_group()
     found = []
     for mesh in meshes:
@@ -661,7 +661,7 @@ def clip_on_each(meshes: list[list[str]]) -> list[list[tuple[float, float, list[
 
 
 @pytest.mark.slow
-def test_clipping_is_that_of_torch_on_whole_gradients() -> None:
+def test_clipping_equals_torchs_on_full_gradients() -> None:
     """A vocabulary of 263 makes shards of 66, 66, 66 and 65 rows."""
     norms = []
     for every_mesh in run_ranks(4, clip_on_each, [[], ["mesh.replicate=2"], ["mesh.shard=1", "mesh.replicate=4"]]):
@@ -746,7 +746,7 @@ def dtypes_of_reductions(folder: Path) -> list[set[torch.dtype]]:
 
 
 @pytest.mark.slow
-def test_gradients_are_reduced_in_the_dtype_asked_for(tmp_path: Path) -> None:
+def test_gradients_are_reduced_in_the_requested_dtype(tmp_path: Path) -> None:
     assert run_ranks(2, dtypes_of_reductions, tmp_path) == [[{torch.float32}, {torch.bfloat16}]] * 2
 
 
@@ -784,21 +784,21 @@ def fill(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("missing", ALL)
-def test_what_nobody_fills_is_named(missing: str) -> None:
-    """A float left as allocated may look right by chance, an integer always does."""
+def test_unfilled_tensor_is_named(missing: str) -> None:
+    """Uninitialized floats may look right by chance; integers always do."""
     rest = [name for name in ALL if name != missing]
     model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Parts(rest)))
     with pytest.raises(UserError, match=rf"uninitialized: 1\.{missing}:"):
         fill(model)
 
 
-def test_all_that_nobody_fills_is_named_at_once() -> None:
+def test_all_unfilled_tensors_are_named_at_once() -> None:
     with pytest.raises(UserError, match=r"uninitialized: a\.weight, a\.table, b\.counts: "):
         fill(on_meta(lambda: nn.ModuleDict({"a": Parts(["scale", "counts"]), "b": Parts(ALL[:3])})))
     assert isinstance(fill(on_meta(lambda: Parts(ALL))), Parts)
 
 
-def test_half_of_a_tensor_is_not_enough() -> None:
+def test_half_filled_tensor_is_an_error() -> None:
     class Half(nn.Linear):
         def reset_parameters(self) -> None:
             nn.init.zeros_(self.weight[:1])
@@ -808,7 +808,7 @@ def test_half_of_a_tensor_is_not_enough() -> None:
         fill(on_meta(lambda: Half(2, 2)))
 
 
-def test_what_has_values_keeps_them() -> None:
+def test_tensors_with_values_keep_them() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), Parts(ALL))
     given = {"weight": nn.Parameter(torch.ones(3, 2)), "table": torch.arange(4.0)}
@@ -840,7 +840,7 @@ def test_a_tied_parameter_is_filled_once_by_its_first_owner() -> None:
     assert [float(layer.weight.detach().sum()) for layer in model] == [4.0, 8.0, 4.0]  # type: ignore[attr-defined]
 
 
-def test_filling_leaves_the_global_generator_alone_and_does_not_depend_on_it() -> None:
+def test_initialization_neither_uses_nor_changes_the_global_generator() -> None:
     weights = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -856,7 +856,7 @@ def test_weights_depend_on_the_name_of_their_module() -> None:
 
 
 def test_weights_do_not_depend_on_the_device() -> None:
-    """A device's own generator draws other numbers than the CPU's: nothing is drawn, or computed, anywhere else."""
+    """A device's generator differs from the CPU's, so weights are always drawn and computed on the CPU."""
 
     class Angles(nn.Module):
         def __init__(self) -> None:
@@ -978,7 +978,7 @@ def train_partly(recipes: list[Path]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_partly_frozen_model_trains(tmp_path: Path) -> None:
+def test_partly_frozen_model_trains(tmp_path: Path) -> None:
     recipes = [tmp_path / "partly_frozen.yaml", tmp_path / "partly_frozen_in_root.yaml"]
     for path in recipes:
         path.write_text(f"model:\n  name: tests.model.test_sharding:{path.stem}\n")

@@ -1,4 +1,4 @@
-"""Fine-tuning of models that transformers builds: adapters, preferences and chats are what they are elsewhere."""
+"""Fine-tuning of models built by transformers: adapters, preferences and chats work as in native models."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ NATIVE = ["auto qwen3", "auto qwen3_moe"]
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("kind", everyday([*TRAINED, *NATIVE], "gemma3"))
-def test_adapters_are_pefts_on_any_model(kind: str, tmp_path: Path) -> None:
-    """On one rank and two; and what leaves loads there, bit for bit."""
+def test_adapters_of_any_model_equal_pefts(kind: str, tmp_path: Path) -> None:
+    """On one rank and two; peft loads the export bit for bit."""
     pytest.importorskip("peft", reason="the library that adapters are for: pip install peft")
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -151,10 +151,10 @@ def plain_preferences(source: Path, adapters: dict[str, torch.Tensor], exported:
 @pytest.mark.campaign
 @pytest.mark.parametrize("adapted", [True, False])
 @pytest.mark.parametrize("kind", everyday(["llama", "qwen3", "gemma3", "gpt2", "qwen3_moe", "auto qwen3"], "qwen3"))
-def test_preferences_are_the_formula_on_any_model(
+def test_preferences_of_any_model_follow_the_formula(
     kind: str, adapted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On one rank and two; and an evaluation of the run has the reference that the run had."""
+    """On one rank and two; an evaluation of the run uses the run's reference."""
     pytest.importorskip("peft", reason="the library that adapters are for: pip install peft")
     name, _, of_folder = kind.rpartition(" ")
     source = folder_of(tmp_path / "source", of_folder, vocab_size=263)
@@ -182,8 +182,8 @@ def test_preferences_are_the_formula_on_any_model(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", everyday([kind for kind in TRAINED if kind not in WHOLE_LOGITS], "mistral"))
-def test_packed_chats_are_each_conversation_alone_in_any_model(kind: str, tmp_path: Path) -> None:
-    """Windows of attention and positions begin anew with each."""
+def test_packed_chats_of_any_model_equal_separate_conversations(kind: str, tmp_path: Path) -> None:
+    """Attention windows and positions restart with each conversation."""
     pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with the library `tokenizers`")
     chats = [item for item in write_chats(tmp_path) if not item.startswith("model.")]
     source = folder_of(tmp_path / "source", kind)
@@ -198,8 +198,8 @@ def test_packed_chats_are_each_conversation_alone_in_any_model(kind: str, tmp_pa
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2"])
-def test_packed_chats_are_the_same_on_any_mesh_in_any_model(kind: str, tmp_path: Path) -> None:
-    """As commands: on 1, 2 and 2x2 ranks, resumed elsewhere in the middle of an epoch, evaluated packed and not."""
+def test_packed_chats_of_any_model_train_the_same_on_any_mesh(kind: str, tmp_path: Path) -> None:
+    """As commands on 1, 2 and 2x2 ranks, resumed on a different mesh within an epoch, evaluated packed and unpacked."""
     pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with the library `tokenizers`")
     chats = [item for item in write_chats(tmp_path) if not item.startswith("model.")]
     settings = ["recipe=sft", "model.name=hf", f"model.path={folder_of(tmp_path / 'source', kind)}", *chats]
@@ -246,8 +246,8 @@ def assert_as(found: tuple[list[float], list[float]], expected: tuple[list[float
 @pytest.mark.campaign
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("kind", [kind for kind in TRAINED if kind not in WHOLE_LOGITS])
-def test_greedy_text_is_what_transformers_generates_from_the_export(kind: str, adapted: bool, tmp_path: Path) -> None:
-    """Of runs with adapters, from the merged one; past the window of those that have one."""
+def test_greedy_text_of_tuned_models_equals_transformers(kind: str, adapted: bool, tmp_path: Path) -> None:
+    """For runs with adapters, from the merged export; for models with a window, past that window."""
     source = folder_of(tmp_path / "source", kind)
     own = ["train.steps=3", "optim.lr=1e-2", f"run.dir={tmp_path / 'run'}", *(["lora.rank=4"] if adapted else [])]
     trainer = Trainer(load_config("llama_small", overrides(source, *own)))

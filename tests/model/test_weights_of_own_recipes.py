@@ -1,4 +1,4 @@
-"""The first weights of a recipe of one's own: where they are, how those that it lacks are drawn, what a folder says."""
+"""Weights of custom recipes: where they are, how missing ones are drawn, and the shape that a folder declares."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.recipe import declare
 
 
 class Table(nn.Embedding):
-    """A table beside a buffer that no file has."""
+    """A table, and a buffer that no file contains."""
 
     def __init__(self, num: int, width: int) -> None:
         super().__init__(num, width)
@@ -74,7 +74,7 @@ def never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.Tensor, name, refuse)
 
 
-def test_what_is_read_is_not_drawn_but_buffers_are_filled(never_drawn: None) -> None:
+def test_weights_that_are_read_are_not_drawn_and_buffers_are_filled(never_drawn: None) -> None:
     with torch.device("meta"):
         model = StoredTensor(7)
     materialize(model, 0, torch.device("cpu"), is_loaded_later=lambda name: True)
@@ -83,7 +83,7 @@ def test_what_is_read_is_not_drawn_but_buffers_are_filled(never_drawn: None) -> 
     assert model.head.weight.isnan().all()
 
 
-def test_some_may_be_read_and_the_rest_drawn() -> None:
+def test_some_weights_are_read_and_others_drawn() -> None:
     with torch.device("meta"):
         model, whole = StoredTensor(7), StoredTensor(7)
     materialize(whole, 3, torch.device("cpu"))
@@ -97,7 +97,7 @@ def test_some_may_be_read_and_the_rest_drawn() -> None:
     assert torch.equal(model.head.weight, whole.head.weight)
 
 
-def test_an_init_may_ask_for_the_name_and_the_model() -> None:
+def test_init_may_take_the_name_and_the_model() -> None:
     asked = []
 
     def init(module: nn.Module, name: str, model: nn.Module) -> None:
@@ -110,7 +110,7 @@ def test_an_init_may_ask_for_the_name_and_the_model() -> None:
     assert asked == [("table", True), ("head", True)]
 
 
-def test_a_recipe_says_what_its_shape_is_and_where_its_weights_are(tmp_path: Path) -> None:
+def test_recipe_declares_the_shape_and_weights_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "shape.json").write_text("257")
     (tmp_path / "own.yaml").write_text(f"model:\n  name: stored\n  path: {tmp_path}\ndata:\n  source: synthetic\n")
     sizes = ["data.seq_len=8", "train.global_batch_size=2", "train.micro_batch_size=2", "train.steps=1"]

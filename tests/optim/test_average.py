@@ -1,4 +1,4 @@
-"""The moving average of the weights: that of a plain loop, on any mesh, resumed bit for bit, evaluated and exported."""
+"""The moving average of weights: equal to a plain loop's on any mesh, resumed bit for bit, evaluated and exported."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def averages_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_it_is_that_of_a_plain_loop_and_is_what_is_evaluated(tmp_path: Path) -> None:
+def test_average_equals_a_plain_loops_and_is_evaluated(tmp_path: Path) -> None:
     run = tmp_path / "run"
     trainer = Kept(tiny_config(run, *OWN, "train.steps=6", "eval.every=6", "train.max_skipped_updates=2"))
     expected: dict[str, torch.Tensor] = {}
@@ -71,7 +71,7 @@ def test_it_is_that_of_a_plain_loop_and_is_what_is_evaluated(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_it_is_the_same_on_another_mesh(tmp_path: Path) -> None:
+def test_average_is_the_same_on_a_different_mesh(tmp_path: Path) -> None:
     own = (*OWN, "train.steps=4", "eval.every=4", "eval.steps=1")
     found = {}
     for mesh in (["nproc=1"], ["nproc=2"]):
@@ -87,7 +87,7 @@ def test_it_is_the_same_on_another_mesh(tmp_path: Path) -> None:
 @pytest.mark.campaign
 @pytest.mark.parametrize("mesh", [["nproc=4", "mesh.replicate=2"], ["nproc=2", "mesh.replicate=-1", "mesh.shard=1"]])
 @pytest.mark.parametrize("more", [[], ["train.weights_dtype=bfloat16"], ["fsdp.cpu_offload=true"], ["lora.rank=2"]])
-def test_it_is_the_same_on_every_mesh(mesh: Sequence[str], more: Sequence[str], tmp_path: Path) -> None:
+def test_average_is_the_same_on_every_mesh(mesh: Sequence[str], more: Sequence[str], tmp_path: Path) -> None:
     own = (*OWN, "train.steps=4", "optim.lr=0.001", *more)
     one, other = (run_tiny(tmp_path / name, *own, *ranks) for name, ranks in (("one", ["nproc=1"]), ("other", mesh)))
     averages = averages_in(other.folder)
@@ -96,7 +96,7 @@ def test_it_is_the_same_on_every_mesh(mesh: Sequence[str], more: Sequence[str], 
 
 
 @pytest.mark.slow
-def test_it_is_resumed_bit_for_bit_and_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_average_resumes_bit_for_bit_and_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, ends in ((whole, [5]), (parts, [3, 5])):
         for end in ends:
@@ -130,7 +130,7 @@ def test_it_is_resumed_bit_for_bit_and_exported(tmp_path: Path, capsys: pytest.C
     assert "has no averaged weights" in capsys.readouterr().err
 
 
-def test_the_plan_counts_it(tmp_path: Path) -> None:
+def test_plan_includes_the_average(tmp_path: Path) -> None:
     config, shape = tiny_config(tmp_path), MeshShape(1, 2)
     averaging = replace(config, train=replace(config.train, ema=DECAY))
     machine = find_machine("h100", None, 8, memory_key="--memory-gib")
@@ -146,6 +146,6 @@ def test_the_plan_counts_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("decay", [1, 1.5, -0.1])
-def test_a_decay_that_is_none(decay: float) -> None:
+def test_invalid_decay(decay: float) -> None:
     with pytest.raises(UserError, match=r"train.ema"):
         load_config("llama_small", [f"train.ema={decay}"])

@@ -1,4 +1,4 @@
-"""AdamW's moments in one byte each: the codes, and runs that use them."""
+"""AdamW's moments in one byte each: their encoding, and runs that use it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def random_bits(shape: torch.Size, seed: int = 0) -> torch.Tensor:
         ((), None),
     ],
 )
-def test_a_block_is_a_part_of_a_row(shape: tuple[int, ...], expected: int | None) -> None:
+def test_block_is_part_of_one_row(shape: tuple[int, ...], expected: int | None) -> None:
     assert block_length(shape) == expected
 
 
@@ -48,7 +48,7 @@ def test_rounding_is_exact_on_average(code: Code) -> None:
     assert error[is_large].mean() < 0.02
 
 
-def test_every_code_stands_for_itself_and_zero_for_zero_alone() -> None:
+def test_codes_survive_a_round_trip_and_zero_is_only_for_zero() -> None:
     for code, numbers in ((MEAN, torch.arange(-127, 128)), (SQUARE, torch.arange(256))):
         codes = numbers.to(code.dtype)[None]
         again, scales = code.encode(code.decode(codes, torch.ones(1)), random_bits(codes.shape))
@@ -92,8 +92,8 @@ def losses_of(folder: Path, *more: str, save_at: int | None = None) -> list[floa
 
 
 @pytest.mark.slow
-def test_no_mesh_changes_the_losses_and_a_resume_is_exact(tmp_path: Path) -> None:
-    """48 columns on three ranks: rows that do not divide, and blocks of 48."""
+def test_losses_do_not_depend_on_the_mesh_and_a_resume_is_exact(tmp_path: Path) -> None:
+    """48 columns on three ranks: rows that do not divide evenly, and blocks of 48."""
     alone = losses_of(tmp_path / "alone")
     together = run_ranks(3, losses_of, tmp_path / "together", "mesh.shard=3", "train.global_batch_size=6")[0]
     expected = losses_of(tmp_path / "expected", "train.global_batch_size=6")
@@ -104,7 +104,7 @@ def test_no_mesh_changes_the_losses_and_a_resume_is_exact(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [("float32", "int8"), ("int8", "float32"), ("int8", "bfloat16")])
-def test_a_checkpoint_goes_between_dtypes(way: tuple[str, str], tmp_path: Path) -> None:
+def test_checkpoint_moves_between_dtypes(way: tuple[str, str], tmp_path: Path) -> None:
     before, after = way
     straight = losses_of(tmp_path / "straight", f"optim.state_dtype={before}")
     first = losses_of(tmp_path / "run", f"optim.state_dtype={before}", save_at=4)
@@ -121,7 +121,7 @@ def test_a_checkpoint_goes_between_dtypes(way: tuple[str, str], tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_smaller(tmp_path: Path) -> None:
+def test_checkpoint_is_smaller(tmp_path: Path) -> None:
     for dtype in ("float32", "int8"):
         losses_of(tmp_path / dtype, f"optim.state_dtype={dtype}", save_at=2)
     total = {

@@ -1,4 +1,4 @@
-"""Which parameters get which optimizer, rate and decay: by default, and by `optim.groups`."""
+"""The optimizer, rate and decay of each parameter: by default, and by `optim.groups`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_output_projection_embeddings_and_norms_stay_with_adamw() -> None:
     assert found["head.output.weight"].optimizer == found["tok_embeddings.weight"].optimizer == "adamw"
 
 
-def test_stacked_experts_are_in_and_routers_are_not() -> None:
+def test_stacked_experts_use_muon_and_routers_do_not() -> None:
     model = plain_model("qwen3_moe_small", *EXPERTS)
     inside = matrices_for_muon(model)
     muon = {name for name, parameter in model.named_parameters() if id(parameter) in inside}
@@ -50,7 +50,7 @@ def test_stacked_experts_are_in_and_routers_are_not() -> None:
     assert not [name for name in muon if "router" in name]
 
 
-def test_convolutions_and_single_rows_are_left_out() -> None:
+def test_convolutions_and_single_rows_do_not_use_muon() -> None:
     model = nn.ModuleDict({"conv": nn.Conv1d(8, 8, 4), "gate": nn.Linear(8, 1), "inner": nn.Linear(8, 8)})
     assert matrices_for_muon(model) == {id(model["inner"].weight)}
 
@@ -63,7 +63,7 @@ def test_blocks_of_a_fused_weight() -> None:
         block_rows(model, {"qkv.weight": 5})
 
 
-def test_muon_has_a_rate_of_its_own() -> None:
+def test_muon_has_a_separate_rate() -> None:
     found = assigned(name="muon", lr=0.001, muon=MuonSection(lr=0.02))
     assert found["layers.0.attention.wq.weight"].lr_scale == pytest.approx(20)
     assert found["head.output.weight"].lr_scale == 1
@@ -101,7 +101,7 @@ def test_rates_decay_by_layer() -> None:
         assert each.lr_scale == (1.0 if layer is None else 2.0 * 0.5 ** (layers[-1] - layer)), name
 
 
-def test_of_several_groups_the_last_one_counts_and_that_is_said() -> None:
+def test_last_of_several_matching_groups_is_used_and_reported() -> None:
     groups = ({"match": "layers.*", "lr": 0.5, "weight_decay": 0.3}, {"match": "*.wq.weight", "lr": 2.0})
     found = assigned(*groups)
     assert (found["layers.0.attention.wq.weight"].lr_scale, found["layers.0.attention.wq.weight"].weight_decay) == (
@@ -135,7 +135,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", list(REFUSED))
-def test_a_group_that_cannot_be_meant_is_refused(kind: str) -> None:
+def test_impossible_group_is_rejected(kind: str) -> None:
     group, message = REFUSED[kind]
     with pytest.raises(UserError, match=message):
         assigned(group)

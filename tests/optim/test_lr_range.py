@@ -1,4 +1,4 @@
-"""The learning-rate range test, a command at the end of a run, and a resume with another batch size."""
+"""The learning-rate range test, the command at the end of a run, and a resume with a new batch size."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ RANGE = ["schedule.name=range", "train.steps=12", "schedule.lr_range=[1e-4, 1e3]
 
 
 @pytest.mark.slow
-def test_a_range_test_is_a_short_run_of_its_own(
+def test_range_test_is_a_separate_short_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = load_config("llama_small", ["schedule.name=range", "log.every=10"])
     assert (config.run.dir, config.train.steps, config.eval.every) == ("runs/llama_small-lr", 100, 0)
     assert (config.log.sample_tokens, load_config("llama_small").log.sample_tokens > 0) == (0, True)
-    for attempt in range(2):  # the second one begins anew
+    for attempt in range(2):  # the second one starts over
         overrides = [item for item in tiny_overrides(*RANGE, "log.every=10") if not item.startswith("eval.every")]
         trainer = Trainer(load_config("llama_small", overrides))
         assert trainer.fit() == 0
@@ -55,9 +55,7 @@ def test_a_range_test_is_a_short_run_of_its_own(
     assert "trainer.export" not in said, "of weights that have diverged there is nothing to do"
 
 
-def test_a_range_test_never_has_the_folder_of_the_run_it_is_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_range_test_never_uses_the_folder_of_a_training_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     def places(recipe: str, *overrides: str) -> tuple[str, str, str | None]:
@@ -87,7 +85,7 @@ def test_a_range_test_never_has_the_folder_of_the_run_it_is_for(
     assert places("llama_small", test, "run.name=high")[1] == "runs/high-lr-lr", "a run that is only named so"
 
 
-def test_a_range_test_and_a_training_run_do_not_resume_each_other() -> None:
+def test_range_test_and_training_run_do_not_resume_each_other() -> None:
     trained = load_config("llama_small")
     test = load_config("llama_small", ["schedule.name=range", "checkpoint.allow_changes=[schedule.name]"])
     for config, stored, says in (
@@ -99,8 +97,8 @@ def test_a_range_test_and_a_training_run_do_not_resume_each_other() -> None:
     assert compare_configs(test, test.to_yaml())[0] == []
 
 
-def test_the_rate_at_which_the_loss_falls_fastest_is_suggested() -> None:
-    """Of a curve with its steepest fall at 1e-3, noise or not, that begins to rise at 1e-1."""
+def test_rate_with_the_steepest_loss_is_suggested() -> None:
+    """On a curve that is steepest at 1e-3 and rises from 1e-1 on, with and without noise."""
     generator = torch.Generator().manual_seed(0)
     rates = [10 ** (-7 + 7 * number / 99) for number in range(100)]
     noise = (0.02 * torch.randn(100, generator=generator)).tolist()
@@ -117,7 +115,7 @@ def test_the_rate_at_which_the_loss_falls_fastest_is_suggested() -> None:
     assert suggested_lr(points[:2]) is None
 
 
-def test_a_range_test_ends_where_the_loss_diverges() -> None:
+def test_range_test_ends_when_the_loss_diverges() -> None:
     for last in (math.nan, 9.0):
         test = RangeTest(load_config("llama_small", ["schedule.name=range"]))
         for step, loss in enumerate((3.0, 2.0, 7.0), start=1):
@@ -131,7 +129,7 @@ def test_a_range_test_ends_where_the_loss_diverges() -> None:
         assert again.is_reached(4)
 
 
-def test_what_a_run_ends_with_can_be_pasted_into_a_shell() -> None:
+def test_suggested_command_can_be_pasted_into_a_shell() -> None:
     for chosen, commands in (([], 3), (["schedule.name=range"], 1)):
         config = load_config("llama_small", [*chosen, "run.dir=my runs/a"])
         metrics: Any = SimpleNamespace(latest={"train": SimpleNamespace(step=100, loss=2.0)})
@@ -146,7 +144,7 @@ class Diverging(Trainer):
 
 
 @pytest.mark.slow
-def test_a_range_test_that_diverges_has_finished(tmp_path: Path) -> None:
+def test_diverged_range_test_counts_as_finished(tmp_path: Path) -> None:
     trainer = Diverging(tiny_config(tmp_path / "run", *RANGE))
     assert trainer.fit() == 0
     trainer.close()
@@ -163,8 +161,8 @@ NOTE = 'echo "$RUN_DIR $STATE $EXIT_CODE $STEP" >> "$RUN_DIR/../told"'
 
 
 @pytest.mark.slow
-def test_a_command_is_told_of_the_end_once(tmp_path: Path) -> None:
-    """By rank 0, after the end record, however the run ends."""
+def test_end_command_gets_the_outcome_once(tmp_path: Path) -> None:
+    """On rank 0, after the end record, however the run ends."""
     run = tmp_path / "run"
     check = 'tail -n 1 "$RUN_DIR/metrics.jsonl" | grep -q \'"kind": "end"\' && '
     told = ["recipe=llama_small", *tiny_overrides("train.steps=2", f"run.on_end={check}{NOTE}")]
@@ -181,7 +179,7 @@ class Failing(Trainer):
 
 
 @pytest.mark.slow
-def test_it_is_told_of_a_failure_and_its_own_changes_nothing(
+def test_end_command_gets_a_failure_and_its_own_failure_is_ignored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failing = Failing(tiny_config(tmp_path / "run", f"run.on_end={NOTE}", "train.steps=3"))
@@ -197,15 +195,15 @@ def test_it_is_told_of_a_failure_and_its_own_changes_nothing(
 
 
 @pytest.mark.slow
-def test_a_command_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_end_command_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifecycle, "END_COMMAND_TIMEOUT_S", 0.1)
     assert "took more than" in lifecycle.run_end_command("sleep 100 & wait", {})
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("timeout") is None, reason="needs coreutils")
-def test_a_command_that_hangs_is_ended_though_its_run_was_killed(tmp_path: Path) -> None:
-    """Or has left at a second Ctrl-C."""
+def test_hanging_end_command_is_killed_after_its_run_was_killed(tmp_path: Path) -> None:
+    """The same after a second Ctrl-C."""
     pid, partial = tmp_path / "pid", tmp_path / "partial"
     run = fork(_tell, [f"sleep 1000 & echo $! > {partial} && mv {partial} {pid}; wait"], tmp_path)
     wait_until(pid.exists, "the command")
@@ -232,8 +230,8 @@ class Noting(Trainer):
 
 
 @pytest.mark.slow
-def test_another_batch_size_goes_on_with_the_next_sample(tmp_path: Path) -> None:
-    """None is read twice, and none is missed."""
+def test_new_batch_size_continues_with_the_next_sample(tmp_path: Path) -> None:
+    """No sample is repeated or missed."""
 
     def rows_of(folder: Path, *overrides: str) -> list[list[int]]:
         trainer = Noting(tiny_config(folder, "schedule.name=constant", *overrides))
@@ -251,6 +249,6 @@ def test_another_batch_size_goes_on_with_the_next_sample(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("ends", [(1, 1), (1, 0.5), (0, 1)])
-def test_a_range_that_does_not_rise(ends: tuple[float, float]) -> None:
+def test_range_that_does_not_rise_is_rejected(ends: tuple[float, float]) -> None:
     with pytest.raises(UserError, match=r"schedule.lr_range"):
         check_config(load_config("llama_small", [f"schedule.lr_range={list(ends)}"]), 1, 1)

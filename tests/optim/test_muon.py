@@ -1,4 +1,4 @@
-"""Muon and NorMuon: their mathematics, who owns which matrix, and that no mesh changes what they do."""
+"""Muon and NorMuon: their mathematics, which rank owns which matrix, and that the mesh does not change them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("scale", ["match_rms_adamw", "jordan"])
-def test_on_one_rank_it_is_torchs_muon(scale: str) -> None:
+def test_one_rank_equals_torchs_muon(scale: str) -> None:
     ours, torchs = parameters(), parameters()
     adjust = {"match_rms_adamw": "match_rms_adamw", "jordan": "original"}[scale]
     take_steps(
@@ -82,8 +82,8 @@ def test_singular_values_become_about_one(name: str, shape: tuple[int, int, int]
     assert found.max() < high
 
 
-def test_polar_polynomials_are_each_the_best_for_what_the_one_before_leaves() -> None:
-    """The error of the best odd quintic is as large above 1 as below it, on the interval that it is made for."""
+def test_each_polar_polynomial_is_optimal_after_the_previous_one() -> None:
+    """The best odd quintic on an interval has the same maximum error above 1 as below it."""
     low, high = 1e-3, 1.0
     for a, b, c in POLAR:
         x = torch.linspace(low, high, 400_001, dtype=torch.float64)
@@ -93,13 +93,13 @@ def test_polar_polynomials_are_each_the_best_for_what_the_one_before_leaves() ->
     assert (low, high) == pytest.approx((0.8764, 1.1236), abs=1e-4)
 
 
-def test_a_batch_is_computed_matrix_by_matrix() -> None:
+def test_batched_matrices_equal_single_ones() -> None:
     batch = torch.randn(7, 48, 80, generator=torch.Generator().manual_seed(0))
     alone = torch.cat([orthogonalize(matrix[None], COEFFICIENTS["jordan"]) for matrix in batch])
     assert relative_difference(orthogonalize(batch, COEFFICIENTS["jordan"]), alone) < 1e-6
 
 
-def test_blocks_of_a_fused_matrix_and_experts_are_like_parameters_of_their_own() -> None:
+def test_blocks_of_fused_matrices_and_experts_equal_separate_parameters() -> None:
     fused, stacked = parameters([(96, 32), (5, 24, 16)])
     parts = [nn.Parameter(part.detach().clone()) for part in [*fused.split([64, 16, 16]), *stacked.unbind()]]
     one = Muon([fused, stacked], lr=0.02, blocks={id(fused): (64, 16, 16)})
@@ -115,7 +115,7 @@ def test_blocks_of_a_fused_matrix_and_experts_are_like_parameters_of_their_own()
     torch.testing.assert_close(stacked, torch.stack(parts[3:]), rtol=0, atol=0)
 
 
-def test_normuon_gives_every_row_the_same_share_and_the_matrix_the_same_norm() -> None:
+def test_normuon_equalizes_rows_and_keeps_the_norm() -> None:
     (weight,) = parameters([(40, 60)])
     before = weight.detach().clone()
     optimizer = Muon([weight], lr=0.1, weight_decay=0.0, variant="normuon", dtype=torch.float32)
@@ -142,8 +142,8 @@ def test_cautious_decay_shrinks_only_what_the_update_shrinks() -> None:
 
 @pytest.mark.parametrize("variant", ["muon", "normuon"])
 @pytest.mark.parametrize("device", ["cpu", "meta-like"])
-def test_a_step_that_is_not_finite_changes_nothing(variant: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the host does not look at the flag; here the same path is taken by not looking at it either."""
+def test_non_finite_step_changes_nothing(variant: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the host does not read the flag; this test takes the same path by not reading it."""
     weights = parameters()
     optimizer = Muon(weights, lr=0.02, variant=variant)
     take_steps([optimizer], [weights])
@@ -206,19 +206,19 @@ def busiest_over_mean(matrices: Sequence[Matrix], owners: Sequence[int], ranks: 
 
 
 @pytest.mark.parametrize(("replicate", "shard"), [(1, 8), (8, 8), (1, 64), (2, 4)])
-def test_the_work_is_balanced(replicate: int, shard: int) -> None:
+def test_work_is_balanced(replicate: int, shard: int) -> None:
     matrices = llama_matrices(4096, 14336, 32, 1024)
     owners = assign_owners(matrices, lambda matrix, s: matrix.numel // shard, replicate, shard)
     assert busiest_over_mean(matrices, owners, replicate * shard) < 1.1
 
 
-def test_experts_stay_where_they_are() -> None:
+def test_experts_are_not_moved() -> None:
     experts = split_into_matrices(0, (64, 128, 256))
     owners = assign_owners(experts, lambda matrix, s: matrix.numel * (matrix.expert // 8 == s), 1, 8)
     assert owners == [expert // 8 for expert in range(64)]
 
 
-def test_buckets_hold_what_fits_and_matrices_of_one_shape_together() -> None:
+def test_buckets_are_full_and_have_matrices_of_one_shape() -> None:
     matrices = llama_matrices(64, 128, 3, 32)
     buckets = cut_into_buckets(matrices, 3 * 64 * 128)
     assert sorted(i for bucket in buckets for i in bucket) == list(range(len(matrices)))
@@ -291,7 +291,7 @@ HERE = [
     ("model", "kind", "mesh"),
     [*HERE, *(pytest.param(*case, marks=pytest.mark.campaign) for case in EVERY if case not in HERE)],
 )
-def test_no_mesh_changes_the_losses(model: str, kind: str, mesh: str, tmp_path: Path) -> None:
+def test_losses_do_not_depend_on_the_mesh(model: str, kind: str, mesh: str, tmp_path: Path) -> None:
     alone = losses_of(tmp_path / "alone", model, kind)
     together = run_ranks(RANKS[mesh], losses_of, tmp_path / "together", model, kind, *MESHES[mesh])[0]
     difference = max(abs(a - b) / b for a, b in zip(together, alone, strict=True))

@@ -1,4 +1,4 @@
-"""Schedules at their corners, who gets weight decay, and that every optimizer trains and resumes."""
+"""Schedules at their limits, which parameters are decayed, and that each optimizer trains and resumes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_warmup_is_linear_and_reaches_the_peak(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_last_step_is_at_the_floor(name: str) -> None:
+def test_last_step_has_the_minimum_rate(name: str) -> None:
     for warmup, steps in ((0, 10), (4, 10), (9, 10), (0, 1)):
         expected = PEAK if name == "constant" else PEAK * FLOOR
         assert schedule(name, warmup, steps)(steps) == pytest.approx(expected, rel=1e-12)
@@ -50,8 +50,8 @@ def test_last_step_is_at_the_floor(name: str) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (0, 2), (0, 10), (4, 10), (9, 10), (10, 10), (40, 10)])
-def test_a_decay_to_zero_lets_the_last_step_train(name: str, warmup: int, steps: int) -> None:
-    """It reaches zero one step later: a run of one step has its peak, or most of it."""
+def test_decay_to_zero_still_trains_in_the_last_step(name: str, warmup: int, steps: int) -> None:
+    """The rate is zero one step later: a run of one step has its peak, or most of it."""
     for decay in (0.2, 1.0):
         lr = schedule(name, warmup, steps, decay, floor=0.0)
         rates = [lr(step) for step in range(1, steps + 1)]
@@ -64,8 +64,8 @@ def test_a_decay_to_zero_lets_the_last_step_train(name: str, warmup: int, steps:
     assert schedule("linear", 0, 1, floor=0.0)(1) == PEAK / 2
 
 
-def test_a_run_that_began_with_a_last_rate_of_zero_keeps_its_rates(tmp_path: Path) -> None:
-    """Its checkpoints say nothing of where the decay ends."""
+def test_run_started_with_a_final_rate_of_zero_keeps_its_rates(tmp_path: Path) -> None:
+    """Its checkpoints do not record where the decay ends."""
     settings = ["train.steps=6", "schedule.min_lr_ratio=0", "schedule.warmup_steps=0", "checkpoint.every=3"]
     trainer = Trainer(tiny_config(tmp_path, *settings))
     counters = trainer.state.parts["counters"]
@@ -93,8 +93,8 @@ def test_a_warmup_as_long_as_the_run_or_longer(name: str, warmup: int, last: flo
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_never_above_the_peak_nor_below_the_floor(name: str) -> None:
-    """Past the horizon too: a run with a loop of its own may go further."""
+def test_rate_is_between_minimum_and_peak(name: str) -> None:
+    """Also past the last step, where a custom loop may continue."""
     lr = schedule(name, warmup=5, steps=50)
     after = [lr(step) for step in range(5, 81)]
     assert all(earlier >= later for earlier, later in itertools.pairwise(after))
@@ -102,7 +102,7 @@ def test_never_above_the_peak_nor_below_the_floor(name: str) -> None:
     assert max(after) == PEAK
 
 
-def test_cosine_and_linear_are_half_way_down_in_the_middle() -> None:
+def test_cosine_and_linear_are_halfway_in_the_middle() -> None:
     for name in ("cosine", "linear"):
         assert schedule(name, warmup=10, steps=110)(60) == pytest.approx(PEAK * (FLOOR + 1) / 2)
     assert schedule("cosine", steps=100)(25) > schedule("linear", steps=100)(25)
@@ -110,7 +110,7 @@ def test_cosine_and_linear_are_half_way_down_in_the_middle() -> None:
 
 @pytest.mark.parametrize(("warmup", "decay", "last_at_peak"), [(0, 0.2, 80), (10, 0.2, 80), (40, 0.5, 50)])
 def test_wsd_decays_over_its_share_of_the_run(warmup: int, decay: float, last_at_peak: int) -> None:
-    """schedule.decay_ratio: share of the run (not of what follows the warmup) that decays, at its end."""
+    """schedule.decay_ratio is the share of the whole run, not of the steps after the warmup, that decays at its end."""
     lr = schedule("wsd", warmup, steps=100, decay=decay)
     assert lr(warmup + 1) == PEAK
     assert lr(last_at_peak) == pytest.approx(PEAK)
@@ -119,7 +119,7 @@ def test_wsd_decays_over_its_share_of_the_run(warmup: int, decay: float, last_at
     assert lr(half_way) == pytest.approx(PEAK * (FLOOR + 1) / 2)
 
 
-def test_wsd_corners() -> None:
+def test_wsd_limits() -> None:
     assert schedule("wsd", steps=10, decay=0.0)(10) == PEAK
     linear, all_decay = schedule("linear", steps=10), schedule("wsd", steps=10, decay=1.0)
     assert [all_decay(step) for step in range(1, 11)] == pytest.approx([linear(step) for step in range(1, 11)])
@@ -156,8 +156,8 @@ DECAYED = {
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 @pytest.mark.parametrize("recipe", list(DECAYED))
-def test_matrices_alone_decay(recipe: str, name: Any) -> None:
-    """Not norms, not biases, not embeddings; gpt2's head is its embedding, llama's is a matrix of its own."""
+def test_only_matrices_are_decayed(recipe: str, name: Any) -> None:
+    """Not norms, biases or embeddings. gpt2's head is its embedding; llama's is a separate matrix."""
     kv = ["model.num_kv_heads=2"] if recipe == "llama_small" else []
     model = plain_model(recipe, *kv)
     found = decay_of(model, build_optimizer(model, OptimSection(name, weight_decay=0.3)))
@@ -166,8 +166,8 @@ def test_matrices_alone_decay(recipe: str, name: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "muon", "bfloat16"])
-def test_a_step_takes_gradients_times_a_scale(kind: Any) -> None:
-    """To the last bit as if they had been multiplied before; another scale in each step, which moments differ by."""
+def test_step_scales_gradients(kind: Any) -> None:
+    """Bit-identical to scaling them before the step, with a new scale in each step, on which moments depend."""
     config = OptimSection(state_dtype="bfloat16") if kind == "bfloat16" else OptimSection(name=kind, lr=0.01)
     results = []
     for is_multiplied_before in (False, True):
@@ -188,8 +188,8 @@ def test_a_step_takes_gradients_times_a_scale(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-def test_a_kernel_takes_the_scale_of_gradients(kind: Any) -> None:
-    """What AdamW does on a GPU, where clipping has no pass of its own; it divides by the inverse."""
+def test_kernel_scales_gradients(kind: Any) -> None:
+    """As AdamW does on a GPU, where clipping needs no separate pass; the kernel divides by the inverse."""
     results = []
     for is_multiplied_before in (False, True):
         torch.manual_seed(0)
@@ -203,7 +203,7 @@ def test_a_kernel_takes_the_scale_of_gradients(kind: Any) -> None:
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
-def test_a_tied_head_does_not_decay() -> None:
+def test_tied_head_is_not_decayed() -> None:
     model = plain_model("llama_small", "model.num_kv_heads=2", "model.tie_embeddings=true")
     found = decay_of(model, build_optimizer(model, OptimSection(weight_decay=0.3)))
     assert found["tok_embeddings.weight"] == 0.0
@@ -226,7 +226,7 @@ def test_muon_takes_hidden_matrices_and_adamw_the_rest() -> None:
     assert {names[id(p)] for group in muon.param_groups for p in group["params"]} == DECAYED["gpt2"]
 
 
-def test_frozen_parameters_are_left_out() -> None:
+def test_frozen_parameters_are_not_optimized() -> None:
     model = nn.Linear(4, 4)
     model.bias.requires_grad_(False)
     (part,) = build_optimizer(model, OptimSection()).parts
@@ -236,7 +236,7 @@ def test_frozen_parameters_are_left_out() -> None:
         build_optimizer(model, OptimSection())
 
 
-def test_muon_without_a_hidden_matrix_is_refused() -> None:
+def test_muon_without_a_hidden_matrix_is_rejected() -> None:
     with pytest.raises(UserError, match=r"optim\.name=muon"):
         build_optimizer(nn.Embedding(4, 4), OptimSection("muon"))
 
@@ -274,7 +274,7 @@ def tiny_config(folder: Path, *overrides: str) -> RunConfig:
 
 
 def train(config: RunConfig, kind: type[Trainer] = OneBatchTrainer, save_at: int | None = None) -> dict[str, Any]:
-    """Train to the end, or to `save_at`; return the losses and the final weights, whole."""
+    """Train to the end, or to `save_at`; return the losses and the full final weights."""
     trainer = kind(config)
     losses = []
     for record in trainer.steps():
@@ -308,7 +308,7 @@ def train_on_ranks(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """What each optimizer does on one rank, which is this process, and on two; in two halves on these alone."""
+    """The results of each optimizer on one rank, in this process, and on two ranks also with a resume halfway."""
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
     alone = {name: {"straight": train(tiny_config(one / name, *own))} for name, own in OPTIMIZERS.items()}
     return {1: alone, 2: run_ranks(2, train_on_ranks, two)[-1]}
@@ -333,7 +333,7 @@ def test_every_optimizer_resumes_bit_equal(name: str, on_ranks: dict[int, dict[s
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tolerance"), [("adamw", 1e-5), ("sgd", 1e-5), ("muon", 1e-3)])
 def test_one_rank_and_two_agree(name: str, tolerance: float, on_ranks: dict[int, dict[str, Any]]) -> None:
-    """Measured: adamw 1e-7, sgd 2e-7; muon 2e-4, because it orthogonalizes in bf16, where the order of sums shows."""
+    """Measured: adamw 1e-7, sgd 2e-7; muon 2e-4, because it orthogonalizes in bf16, where summation order matters."""
     one, two = (on_ranks[size][name]["straight"]["losses"] for size in (1, 2))
     assert max(abs(a - b) / b for a, b in zip(one, two, strict=True)) < tolerance
 
@@ -342,7 +342,7 @@ def test_one_rank_and_two_agree(name: str, tolerance: float, on_ranks: dict[int,
 @pytest.mark.parametrize(
     "name", ["muon", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("adamw", "sgd"))]
 )
-def test_what_is_configured_wins_over_what_is_stored(name: str, tmp_path: Path) -> None:
+def test_configured_rates_override_stored_ones(name: str, tmp_path: Path) -> None:
     train(tiny_config(tmp_path, f"optim.name={name}", "optim.lr=0.01"), save_at=4)
     changed = tiny_config(
         tmp_path,
@@ -370,7 +370,7 @@ def test_what_is_configured_wins_over_what_is_stored(name: str, tmp_path: Path) 
 
 @pytest.mark.campaign
 def test_decay_all_may_change_on_resume(tmp_path: Path) -> None:
-    """It is not among what a resume refuses; it moves parameters from one group to another."""
+    """A resume accepts the change; it moves parameters from one group to the other."""
     straight = train(tiny_config(tmp_path / "straight", "optim.weight_decay=0.0"))
     train(tiny_config(tmp_path / "halves", "optim.weight_decay=0.0"), save_at=4)
     resumed = train(tiny_config(tmp_path / "halves", "optim.weight_decay=0.0", "optim.decay_all=true"))
@@ -378,7 +378,7 @@ def test_decay_all_may_change_on_resume(tmp_path: Path) -> None:
 
 
 class AdamTrainer(OneBatchTrainer):
-    """Brings a torch optimizer of its own."""
+    """Uses a torch optimizer that it builds itself."""
 
     def build_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.model.parameters(), lr=123.0, foreach=True)
@@ -396,7 +396,7 @@ class TwoPartTrainer(OneBatchTrainer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [TwoPartTrainer, pytest.param(AdamTrainer, marks=pytest.mark.campaign)])
-def test_an_optimizer_of_ones_own_trains_and_resumes(kind: type[Trainer], tmp_path: Path) -> None:
+def test_custom_optimizer_trains_and_resumes(kind: type[Trainer], tmp_path: Path) -> None:
     own = ["optim.lr=0.02", f"train.steps={STEPS}"]
     straight = train(tiny_config(tmp_path / "straight", *own), kind)
     first = train(tiny_config(tmp_path / "halves", *own), kind, save_at=3)

@@ -1,4 +1,4 @@
-"""Weights and moments in bfloat16: what is kept on average, on every mesh, through a restart, and what is refused."""
+"""Weights and moments in bfloat16: their mean is preserved on every mesh and after a resume; what is not supported."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def rounded(values: torch.Tensor, times: int) -> torch.Tensor:
     return round_stochastically(values.expand(times, -1), bits)
 
 
-def test_the_mean_of_what_is_rounded_is_the_value() -> None:
-    """To five standard errors, for 2000 numbers over 16 orders of magnitude, of either sign."""
+def test_mean_of_rounded_values_is_the_value() -> None:
+    """To five standard errors, for 2000 numbers of both signs over 16 orders of magnitude."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(2000, generator=generator) * 10 ** torch.linspace(-8, 8, 2000)
     times = 4096
@@ -70,7 +70,7 @@ def test_the_mean_of_what_is_rounded_is_the_value() -> None:
     assert abs(error.std() - 1) < 0.1
 
 
-def test_only_the_two_neighbours_come_out() -> None:
+def test_rounding_gives_one_of_the_two_neighbors() -> None:
     values = torch.randn(3000, generator=torch.Generator().manual_seed(1))
     found = rounded(values, 8).float()
     nearest = values.to(torch.bfloat16).float()
@@ -79,7 +79,7 @@ def test_only_the_two_neighbours_come_out() -> None:
     assert torch.equal(exact, nearest.expand(8, -1))
 
 
-def test_what_is_special_stays_so() -> None:
+def test_special_values_are_unchanged() -> None:
     inf, nan, tiniest = torch.inf, torch.nan, 2.0**-133
     kept = torch.tensor([inf, -inf, nan, 0.0, -0.0, tiniest, -tiniest, 1.0, -1.0])
     for row in rounded(kept, 64).float():
@@ -95,7 +95,7 @@ def test_what_is_special_stays_so() -> None:
     assert found.mean(0).tolist() == pytest.approx([0.25, -2.5], abs=0.05)
 
 
-def test_bits_are_those_of_the_place() -> None:
+def test_random_bits_depend_on_the_position() -> None:
     whole = random_bits(origin(), 21_000)
     assert torch.equal(random_bits(origin(place=1_200), 7_000), whole[1_200:8_200])
     assert torch.equal(random_bits(origin(place=2**31 - 5), 10)[5:], random_bits(origin(place=-(2**31)), 5))
@@ -157,7 +157,7 @@ def draw_gradients(model: nn.Module, number: int) -> None:
         p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
 
 
-def test_without_anything_to_round_it_is_torchs_adamw() -> None:
+def test_without_rounding_it_equals_torchs_adamw() -> None:
     ours, theirs = small_model(torch.float32), small_model(torch.float32)
     parts = own_adamw(ours, torch.float32), torch.optim.AdamW(theirs.parameters(), 1e-2, (0.9, 0.999), weight_decay=0.1)
     for number in range(20):
@@ -168,8 +168,8 @@ def test_without_anything_to_round_it_is_torchs_adamw() -> None:
         assert (own - other).abs().max() < 2e-7
 
 
-def test_a_step_is_left_out_where_torchs_fused_optimizers_leave_it_out() -> None:
-    """And counts for nothing: the bits of the next one are those of a step in its place."""
+def test_step_is_skipped_like_in_torchs_fused_optimizers() -> None:
+    """A skipped step does not count: the next one uses the bits that it would have used."""
     results = []
     for bad in (False, True):
         model = small_model(torch.bfloat16)
@@ -188,8 +188,8 @@ def test_a_step_is_left_out_where_torchs_fused_optimizers_leave_it_out() -> None
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_the_mean_of_many_updates_is_that_of_float32() -> None:
-    """A constant gradient moves each weight by 1e-5 at a time, 1/400 of the distance between two bfloat16 near 1."""
+def test_mean_of_many_updates_equals_float32() -> None:
+    """A constant gradient moves each weight by 1e-5 per step, 1/400 of the distance between bfloat16 numbers near 1."""
     found = {}
     for dtype, stochastic in ((torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)):
         model = nn.Linear(100, 100, bias=False)
@@ -217,7 +217,7 @@ def shards(device: str) -> list[torch.Tensor]:
 
 
 def update_both_ways(device: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return what a step makes of the same shards in pieces on the CPU, and compiled on `device`."""
+    """Return the result of a step on the same shards, in pieces on the CPU, and compiled on `device`."""
     group = {"lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.1, "eps": 1e-8}
     place = torch.tensor((7, 5, 0, 0), dtype=torch.int32)
     plain, compiled = shards("cpu"), shards(device)
@@ -228,13 +228,13 @@ def update_both_ways(device: str) -> tuple[list[torch.Tensor], list[torch.Tensor
 
 
 @pytest.mark.campaign
-def test_compiled_it_is_the_same_on_a_cpu() -> None:
+def test_compiled_rounding_is_the_same_on_a_cpu() -> None:
     for plain, compiled in zip(*update_both_ways("cpu"), strict=True):
         assert (plain != compiled).double().mean() < 1e-3  # measured 0; a fused multiply-add may tip the balance
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_compiled_it_is_the_same_on_a_gpu() -> None:
+def test_compiled_rounding_is_the_same_on_a_gpu() -> None:
     for plain, compiled in zip(*update_both_ways("cuda"), strict=True):
         assert (plain != compiled).double().mean() < 1e-3
 
@@ -259,7 +259,7 @@ def tiny(folder: Path, *overrides: str) -> RunConfig:
 
 
 def step_with_equal_gradients(folder: Path, meshes: list[list[str]]) -> list[tuple[list[torch.Tensor], bool]]:
-    """Do five steps with gradients drawn from a seed, on each mesh; return all weights, whole."""
+    """Make five steps with seeded random gradients on each mesh; return all full weights."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -283,8 +283,8 @@ def step_with_equal_gradients(folder: Path, meshes: list[list[str]]) -> list[tup
 
 
 @pytest.mark.slow
-def test_equal_gradients_make_equal_weights_on_every_mesh(tmp_path: Path) -> None:
-    """Bit for bit; an odd vocabulary makes uneven shards."""
+def test_equal_gradients_give_equal_weights_on_every_mesh(tmp_path: Path) -> None:
+    """Bit for bit; an odd vocabulary gives uneven shards."""
     ((expected,),) = run_ranks(1, step_with_equal_gradients, tmp_path / "1", MESHES[1])
     assert {tensor.dtype for tensor in expected} == {torch.bfloat16}
     for ranks in (2, 3, 4):
@@ -347,7 +347,7 @@ def test_resume_is_bit_equal(ranks: int, overrides: list[str], tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def final_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    """The mean loss of the last 20 of 150 steps on Python's own source, by what is kept in which dtype."""
+    """Return the mean loss of the last 20 of 150 steps on Python's standard library, for each choice of dtypes."""
     kept = {
         "float32": ["fsdp.param_dtype=bfloat16"],
         "stochastic": ALL_BFLOAT16,
@@ -363,7 +363,7 @@ def final_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
 
 @pytest.mark.campaign
 def test_training_is_as_good_as_with_master_weights(final_losses: dict[str, float]) -> None:
-    """And visibly worse where small steps are lost."""
+    """And visibly worse if small updates are lost."""
     print(final_losses)
     assert final_losses["stochastic"] == pytest.approx(final_losses["float32"], rel=5e-3)
     assert final_losses["nearest"] > 1.02 * final_losses["float32"]
@@ -380,9 +380,9 @@ def losses_on(folder: Path, meshes: list[list[str]]) -> list[list[float]]:
 @pytest.mark.campaign
 @pytest.mark.slow
 def test_losses_on_every_mesh(tmp_path: Path) -> None:
-    """As far as gradients agree: a sum made in another order may be rounded to the other side.
+    """As far as gradients agree: a different order of summation may round to the other neighbor.
 
-    Measured: 1e-7.  Two sequences at a time it is 5e-5, of elements that are.
+    Measured: 1e-7. With micro-batches of two sequences it is 5e-5, because some elements are rounded differently.
     """
     ((expected,),) = run_ranks(1, losses_on, tmp_path / "1", [[]])
     for ranks, meshes in ((2, [[]]), (4, [[], ["mesh.replicate=2"]])):
@@ -416,7 +416,7 @@ def test_checkpoints_and_exports_keep_the_dtype(trained: Path, tmp_path: Path) -
     assert {tensor.dtype for tensor in plain.values()} == {torch.bfloat16}
 
 
-def test_initial_weights_are_those_of_float32_rounded(tmp_path: Path) -> None:
+def test_initial_weights_are_rounded_float32_weights(tmp_path: Path) -> None:
     fine, coarse = (Trainer(tiny(tmp_path / str(n), *own)) for n, own in enumerate(([], ALL_BFLOAT16)))
     for one, other in zip(fine.model.parameters(), coarse.model.parameters(), strict=True):
         assert torch.equal(local(one).to(torch.bfloat16), local(other))
@@ -428,7 +428,7 @@ def test_initial_weights_are_those_of_float32_rounded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after"), [("bfloat16", "float32"), pytest.param("float32", "bfloat16", marks=pytest.mark.campaign)]
 )
-def test_the_moments_dtype_may_change_where_that_is_allowed(before: str, after: str, tmp_path: Path) -> None:
+def test_dtype_of_moments_may_change_if_allowed(before: str, after: str, tmp_path: Path) -> None:
     train(tiny(tmp_path, f"optim.state_dtype={before}", "train.steps=4"), save_at=2)
     changed = [f"optim.state_dtype={after}", "train.steps=4"]
     with pytest.raises(UserError, match=rf"optim\.state_dtype: {before} in the checkpoint, {after} now"):
@@ -441,7 +441,7 @@ def test_the_moments_dtype_may_change_where_that_is_allowed(before: str, after: 
 
 
 @pytest.mark.slow
-def test_weights_of_another_dtype_are_taken_with_init_from(trained: Path, tmp_path: Path) -> None:
+def test_init_from_accepts_weights_of_a_different_dtype(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train\.weights_dtype: bfloat16 in the checkpoint, float32 now"):
         train(tiny(tmp_path / "a", f"checkpoint.resume={trained}"))
     found = train(tiny(tmp_path / "b", f"train.init_from={trained}", "train.steps=1"))
@@ -454,13 +454,13 @@ def test_weights_of_another_dtype_are_taken_with_init_from(trained: Path, tmp_pa
 
 @pytest.mark.parametrize("name", ["sgd", "muon"])
 @pytest.mark.parametrize("key", ["train.weights_dtype", "optim.state_dtype"])
-def test_other_optimizers_are_refused(name: str, key: str, tmp_path: Path) -> None:
+def test_optimizers_without_bfloat16_state_are_rejected(name: str, key: str, tmp_path: Path) -> None:
     config = tiny(tmp_path, f"optim.name={name}", f"{key}=bfloat16")
     with pytest.raises(UserError, match=rf"{key}=bfloat16: only optim\.name=adamw .*\n.*{key}=float32"):
         check_config(config, 1, 1)
 
 
-def test_torchs_own_adamw_where_nothing_is_rounded() -> None:
+def test_torchs_adamw_is_used_if_nothing_is_rounded() -> None:
     (part,) = build_optimizer(small_model(torch.float32), OptimSection()).parts
     assert type(part) is FusedAdamW
     for dtype, state_dtype in ((torch.bfloat16, "float32"), (torch.float32, "bfloat16")):
@@ -484,7 +484,7 @@ PLANNED: list[tuple[list[str], tuple[int, int], int]] = [
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(("overrides", "sizes", "micro_batches"), PLANNED)
-def test_the_planned_peak_is_that_of_the_storages(
+def test_planned_peak_equals_that_of_the_storages(
     overrides: list[str], sizes: tuple[int, int], micro_batches: int
 ) -> None:
     from trainer.config import MeshShape
@@ -508,7 +508,7 @@ def test_the_planned_peak_is_that_of_the_storages(
         ),
     ],
 )
-def test_what_is_kept_is_what_was_planned(overrides: list[str], tmp_path: Path) -> None:
+def test_memory_of_weights_and_moments_is_as_planned(overrides: list[str], tmp_path: Path) -> None:
     from trainer.config import MeshShape
 
     trainer = Trainer(load_config("llama_small", ["data.source=synthetic", f"run.dir={tmp_path}", *overrides]))

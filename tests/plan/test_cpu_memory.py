@@ -1,4 +1,4 @@
-"""Memory on a CPU: what the start block says of real runs of many kinds is what they take."""
+"""Memory on a CPU: real runs of many kinds need what the start block shows."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_real_run_takes_what_its_start_block_says(kind: str, tmp_path: Path) -> None:
-    """In a plain interpreter: one that was forked has the memory of the one that it came from."""
+def test_real_run_needs_the_memory_in_its_start_block(kind: str, tmp_path: Path) -> None:
+    """In a plain interpreter, because a forked process also has its parent's memory."""
     given = {item.partition("=")[0] for item in KINDS[kind]}
     overrides = [item for item in SIZE if item.partition("=")[0] not in given] + KINDS[kind]
     command = [sys.executable, "-m", "trainer.run", "recipe=llama_small", *overrides, f"run.dir={tmp_path}"]
@@ -61,7 +61,7 @@ def range_of(stdout: str) -> tuple[float, float]:
 
 
 def test_without_a_heap_the_plan_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left of a run when malloc keeps nothing: the tensors of the plan, and the process."""
+    """If malloc keeps no freed memory, only the planned tensors and the process itself are left."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(64 << 10))
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "1000000")
     command = [sys.executable, "-m", "trainer.run", "recipe=llama_small", *SIZE, f"run.dir={tmp_path}"]

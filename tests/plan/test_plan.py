@@ -1,4 +1,4 @@
-"""The planner against the truth: torch's own tracker, storages that are alive, and real runs on several ranks."""
+"""The planner compared with torch's own tracker, with the storages alive, and with real runs on several ranks."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ MORE_TRACKED = [
     ("recipe", "overrides", "sizes"),
     [*TRACKED[:2], *(pytest.param(*case, marks=pytest.mark.campaign) for case in (*TRACKED[2:], *MORE_TRACKED))],
 )
-def test_the_peak_is_that_of_torchs_tracker(recipe: str, overrides: list[str], sizes: tuple[int, int]) -> None:
+def test_peak_equals_torchs_tracker(recipe: str, overrides: list[str], sizes: tuple[int, int]) -> None:
     shape = MeshShape(*sizes)
     plan = plan_of(recipe, *overrides, shape=shape)
     truth = tracked_peak(plan.config, shape)
@@ -127,7 +127,7 @@ METERED: list[tuple[str, list[str], tuple[int, int], int]] = [
     ("recipe", "overrides", "sizes", "micro_batches"),
     [*METERED[::8], *(pytest.param(*METERED[i], marks=pytest.mark.campaign) for i in range(len(METERED)) if i % 8)],
 )
-def test_the_peak_is_that_of_the_storages(
+def test_peak_equals_that_of_the_storages(
     recipe: str, overrides: list[str], sizes: tuple[int, int], micro_batches: int
 ) -> None:
     shape = MeshShape(*sizes)
@@ -144,7 +144,7 @@ BF16 = ["train.weights_dtype=bfloat16", "fsdp.param_dtype=bfloat16", "fsdp.reduc
     ("overrides", "micro_batches"),
     [([], 3), *(pytest.param(*case, marks=pytest.mark.campaign) for case in (([], 1), (BF16, 2)))],
 )
-def test_the_peak_of_a_model_that_one_rank_has_whole(overrides: list[str], micro_batches: int) -> None:
+def test_peak_of_an_unsharded_model(overrides: list[str], micro_batches: int) -> None:
     shape = MeshShape(1, 1)
     plan = plan_of("llama_small", *SMALL, *overrides, shape=shape, micro_batches=micro_batches)
     truth = metered_peak(plan.config, shape, micro_batches)
@@ -153,8 +153,8 @@ def test_the_peak_of_a_model_that_one_rank_has_whole(overrides: list[str], micro
 
 
 @pytest.mark.slow
-def test_a_model_that_nobody_has_seen() -> None:
-    """Odd shapes, two kinds of block: nothing in the planner knows it."""
+def test_peak_of_an_unknown_model() -> None:
+    """Odd shapes and two kinds of block, which the planner has no special case for."""
     own = ["model.name=tests.helpers.own_recipes:mlp", "model.width=1030", "model.num_hidden=21", "data.seq_len=33"]
     shape = MeshShape(1, 4)
     plan = plan_of("llama_small", *own, shape=shape, micro_batches=2)
@@ -171,8 +171,8 @@ WAYS = ["", "activation", "flag", "left out", "between", "twice", "reversed", "c
     "way", [*WAYS[:4:3], *(pytest.param(way, marks=pytest.mark.campaign) for way in WAYS if way not in WAYS[:4:3])]
 )
 @pytest.mark.parametrize("micro_batches", [3, pytest.param(1, marks=pytest.mark.campaign)])
-def test_blocks_that_only_look_equal_are_run_one_by_one(way: str, micro_batches: int) -> None:
-    """And parameters that get no gradient are neither reduced nor kept by the optimizer."""
+def test_blocks_that_only_look_equal_are_traced_separately(way: str, micro_batches: int) -> None:
+    """Parameters without a gradient are neither reduced nor kept by the optimizer."""
     own = ["model.name=tests.helpers.own_recipes:wayward", f"model.way={way}", "data.seq_len=65"]
     shape = MeshShape(1, 4)
     plan = plan_of("llama_small", *own, shape=shape, micro_batches=micro_batches)
@@ -180,15 +180,15 @@ def test_blocks_that_only_look_equal_are_run_one_by_one(way: str, micro_batches:
     assert abs(plan.memory.peak.total / truth - 1) < 0.001
 
 
-def test_a_model_that_cannot_be_planned() -> None:
+def test_model_that_cannot_be_planned() -> None:
     config = config_of("llama_small", "model.name=tests.helpers.own_recipes:undecided", shape=MeshShape(1, 2))
     with pytest.raises(UserError, match=r"model\.name=.*undecided: cannot be planned: tracing it on meta tensors"):
         make_plan(config, MeshShape(1, 2), find_machine("h100"))
 
 
 @pytest.mark.campaign
-def test_the_largest_micro_batch_may_need_the_least() -> None:
-    """Nothing accumulates there: no gradients of the whole model lie unsharded."""
+def test_largest_micro_batch_may_need_the_least_memory() -> None:
+    """Without accumulation no unsharded gradients of the whole model are kept."""
     autos = [f"{key}={AUTO}" for key in chosen_settings(load_config("llama_small"))]
     whole = "fsdp.accumulate=unsharded"
     config = config_of("llama3_8b", *autos, whole, shape=MeshShape(1, 8), micro_batches=2)
@@ -248,7 +248,7 @@ MORE_REAL = [
 @pytest.mark.parametrize(
     ("nproc", "overrides"), [*REAL, *(pytest.param(*case, marks=pytest.mark.campaign) for case in MORE_REAL)]
 )
-def test_a_real_run_needs_and_sends_what_was_planned(nproc: int, overrides: list[str], tmp_path: Path) -> None:
+def test_memory_and_collectives_of_a_real_run_are_as_planned(nproc: int, overrides: list[str], tmp_path: Path) -> None:
     common = ["data.source=synthetic", "run.threads=1", "train.micro_batch_size=2", f"run.dir={tmp_path / 'run'}"]
     arguments = [*common, *overrides]
     config = without_data(load_config("llama_small", arguments))
@@ -263,8 +263,8 @@ def test_a_real_run_needs_and_sends_what_was_planned(nproc: int, overrides: list
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 7])
-def test_each_micro_batch_gathers_anew_and_the_last_one_reduces(micro_batches: int) -> None:
-    """By hand: 4 blocks are gathered forward and backward, embedding and head once, an empty root not at all."""
+def test_each_micro_batch_gathers_and_the_last_one_reduces(micro_batches: int) -> None:
+    """By hand: 4 blocks are gathered forward and backward, embedding and head once, an empty root never."""
     plan = plan_of("llama_small", "model.num_layers=4", shape=MeshShape(2, 4), micro_batches=micro_batches)
     assert [bool(unit.numel) for unit in plan.trace.units] == [*[True] * 6, False]
     counts: Counter[str] = Counter()
@@ -294,8 +294,8 @@ def exhaustive(config: RunConfig, shape: MeshShape, machine: Machine, micros: Se
 @pytest.mark.parametrize(
     ("micros", "num_budgets"), [((1, 2), 4), pytest.param((1, 2, 4), 20, marks=pytest.mark.campaign)]
 )
-def test_auto_finds_what_an_exhaustive_search_finds(micros: Sequence[int], num_budgets: int) -> None:
-    """Random budgets: what is chosen fits by the storages' own count, and is as fast as the best that fits."""
+def test_auto_equals_an_exhaustive_search(micros: Sequence[int], num_budgets: int) -> None:
+    """With random budgets: the choice fits by the meter of storages, and is as fast as the best that fits."""
     shape = MeshShape(1, 4)
     autos = [f"{key}={AUTO}" for key in chosen_settings(load_config("llama_small")) if key != "mesh.context"]
     config = config_of(
@@ -333,7 +333,7 @@ def test_nothing_fits() -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_candidates_are_quick() -> None:
+def test_planning_a_thousand_candidates_is_fast() -> None:
     shape = MeshShape(1, 64)
     plan = plan_of("llama3_8b", shape=shape)
     probe = Probe(plan.config, "cpu")
@@ -354,7 +354,7 @@ def test_a_thousand_candidates_are_quick() -> None:
 
 
 def machine_of_recipe(recipe: str) -> tuple[int, Machine]:
-    """Return how many ranks of what the first line of a recipe is for, as "8 x H100"; a CPU has 8 GiB for each."""
+    """Return the ranks and the machine in the first line of a recipe, such as "8 x H100"; a CPU rank has 8 GiB."""
     named = re.findall(r"(\d+) x ([A-Z]\w+)", description(recipe_files()[recipe]))
     assert len(named) == 1, f"{recipe}: the first line names one machine, and how many ranks"
     ((ranks, device),) = named
@@ -372,13 +372,13 @@ def fits(recipe: str, ranks: int, machine: Machine, *overrides: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", sorted(recipe_files()))
-def test_a_recipe_fits_the_machine_that_its_first_line_names(recipe: str, tmp_path: Path) -> None:
+def test_recipe_fits_the_machine_in_its_first_line(recipe: str, tmp_path: Path) -> None:
     of_a_folder = "name: auto" in recipe_files()[recipe].read_text()
     assert fits(recipe, *machine_of_recipe(recipe), *([write_1b(tmp_path), "model.fresh=true"] if of_a_folder else []))
 
 
 def write_1b(folder: Path) -> str:
-    """Write what a folder of Llama 3.2 1B says of its shape, and return the setting that names it."""
+    """Write the configuration of Llama 3.2 1B, and return the setting that names its folder."""
     config = load_config("llama3_1b").model
     stated = {"model_type": "llama", **dict(find_recipe("llama").hf.config(config))}  # type: ignore[union-attr]
     (folder / "config.json").write_text(json.dumps(stated))
@@ -396,8 +396,8 @@ STARTS = ("torchrun", "srun", "sbatch", "launch/local.sh", "-m trainer.run", "la
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", SHOWN)
-def test_commands_that_are_shown_fit(file: str) -> None:
-    """Those that start a published recipe, on the ranks that they say, or on what the recipe is for."""
+def test_documented_commands_fit(file: str) -> None:
+    """Commands that start a published recipe, on the ranks they name, or on the machine that the recipe is for."""
     for line in (REPOSITORY / file).read_text().splitlines():
         asked = re.search(r"recipe=(llama3_\w+|gpt2)(.*)", line)
         if asked is None or not any(start in line for start in STARTS):
@@ -420,7 +420,7 @@ def run_plan(capsys: pytest.CaptureFixture[str], *arguments: str, ends: int = 0)
 
 @pytest.mark.campaign
 def test_the_largest_recipe_on_4096_ranks(tmp_path: Path) -> None:
-    """Under 10 s and 1 GiB, start of the interpreter included."""
+    """Under 10 s and 1 GiB, including the start of the interpreter."""
     script = (
         "import sys, time; from trainer.plan.__main__ import command_line; code = command_line(sys.argv[1:]);"
         "kib = open('/proc/self/status').read().partition('VmHWM:')[2].split()[0];"
@@ -441,7 +441,7 @@ def test_the_largest_recipe_on_4096_ranks(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_a_person_sees(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     shown, _ = run_plan(capsys, "recipe=llama_small", "device=h100")
     for words in ("peak memory per rank", "communication per rank", "time of one step", "MFU", "fits"):
         assert words in shown
@@ -457,7 +457,7 @@ TOO_LARGE = ["recipe=llama_small", "ranks=2", "device=h100", "model.dim=1024", "
 @pytest.mark.parametrize(
     "overrides", [[], pytest.param(["train.activation_checkpoint=auto"], marks=pytest.mark.campaign)]
 )
-def test_what_does_not_fit_is_planned_and_exits_3(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_that_does_not_fit_exits_with_3(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(run_plan(capsys, *TOO_LARGE, *overrides, "--json", ends=3)[0])
     assert (found["num_ranks"], found["fits"]) == (2, False)
     assert found["memory"]["needed_gib"] > found["memory_gib"] == 1.01
@@ -490,7 +490,7 @@ def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.campaign
-def test_calibration_is_kept_and_used(
+def test_calibration_is_stored_and_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -517,7 +517,7 @@ def test_calibration_is_kept_and_used(
 
 
 @pytest.mark.slow
-def test_a_run_settles_what_is_auto_and_checks_the_prophecy(tmp_path: Path) -> None:
+def test_run_resolves_auto_and_compares_itself_with_the_plan(tmp_path: Path) -> None:
     autos = [f"{key}={AUTO}" for key in chosen_settings(load_config("llama_small"))]
     ran = run_tiny(tmp_path / "run", *autos, "train.steps=4", "train.global_batch_size=16", "nproc=2")
     kept = load_config(str(tmp_path / "run" / "config.yaml"))
@@ -558,8 +558,8 @@ def test_out_of_memory_is_explained(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-def test_memory_that_is_really_full_ends_in_advice(tmp_path: Path) -> None:
-    """On a CPU, by what the process may have: while it trains, and while it is built."""
+def test_real_out_of_memory_ends_with_advice(tmp_path: Path) -> None:
+    """On a CPU with a limit of the process's memory: during training, and while the model is built."""
     script = (
         "import resource, sys, torch; from trainer import run; from trainer.trainer import Trainer\n"
         "room = 400 << 20; used = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
@@ -585,7 +585,7 @@ def test_memory_that_is_really_full_ends_in_advice(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_of_ones_own_ends_with_the_advice(tmp_path: Path) -> None:
+def test_out_of_memory_in_a_custom_script_ends_with_advice(tmp_path: Path) -> None:
     own = ["model.name=tests.helpers.own_recipes:greedy", "data.seq_len=32", "data.source=synthetic", "eval.every=0"]
     config = load_config("llama_small", [*own, "log.sample_tokens=0", f"run.dir={tmp_path}"])
     trainer = config.recipe.trainer_class(Trainer)(config)
@@ -607,7 +607,7 @@ def test_nothing_fits_in_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["muon", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("adamw", "sgd"))]
 )
-def test_what_optimizers_keep(name: str, tmp_path: Path) -> None:
+def test_memory_of_optimizers(name: str, tmp_path: Path) -> None:
     arguments = ["data.source=synthetic", f"optim.name={name}", "eval.every=0", f"run.dir={tmp_path}"]
     trainer = Trainer(load_config("llama_small", arguments))
     trainer.train_step(list(itertools.islice(iter(trainer.loader), trainer.num_micro_batches)))
@@ -620,7 +620,7 @@ def test_what_optimizers_keep(name: str, tmp_path: Path) -> None:
     trainer.close()
 
 
-def test_a_narrow_terminal_loses_no_value(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_narrow_terminal_loses_no_value(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     said, _ = run_plan(capsys, "recipe=llama_small", "ranks=2", "device=h100")
     assert "expected goodput" in said

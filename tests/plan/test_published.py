@@ -1,12 +1,12 @@
-"""The planner's clock and memory against what others have published, and what it makes of their devices.
+"""The planner's times and memory compared with published measurements, and plans for described devices.
 
-Of torchtitan's tables three rows were used to fit constants, each one: the products' share of a data sheet (Llama 2 13B
-without recomputation), the power that a chip takes whatever it computes (Llama 3 8B on 8 H100, compiled), and the share
-of products in float8 (the same in float8).  All others were kept out.
+Three rows of torchtitan's tables were used to fit one constant each: the share of a data sheet's FLOP/s (Llama 2 13B
+without recomputation), the power that a chip draws regardless of load (Llama 3 8B on 8 H100, compiled), and the share
+for products in float8 (the same in float8). All other rows were held out.
 
 Sources: torchtitan, docs/performance.md (64 A100) and benchmarks/llama3_h100_202412_torchtitan.md (H100 at 500 W).
-Figures of 32 and 64 H200 (benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md: 10,938 and 10,753 tokens/s) are not
-held: the plan says a quarter more.
+Measurements on 32 and 64 H200 (benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md: 10,938 and 10,753 tokens/s) are
+not met: the plan is a quarter higher.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SELECTIVE = "budget:1"
 
 @dataclass(frozen=True)
 class Row:
-    """What was published of one run: tokens per second of a GPU, and the memory that its allocator held, in GiB."""
+    """Published figures of one run: tokens per second per GPU, and the peak memory of the allocator in GiB."""
 
     model: Sequence[str]
     num_gpus: int
@@ -78,7 +78,7 @@ def of_campaign(rows: dict[str, Row]) -> list[object]:
 
 
 def plan_of(row: Row, device: str) -> Plan:
-    """Return the plan of a model that hands out whole logits and gathers all but its blocks at once, as theirs do."""
+    """Return the plan of a model that returns full logits and gathers all but its blocks at once, as theirs do."""
     overrides = [
         "model.name=tests.helpers.own_recipes:llama_whole_logits",
         *(f"model.{field}" for field in row.model),
@@ -105,7 +105,7 @@ def difference(plan: Plan, row: Row) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", of_campaign(A100_ROWS))
-def test_tokens_a_second_on_64_a100(name: str) -> None:
+def test_tokens_per_second_on_64_a100(name: str) -> None:
     row = A100_ROWS[name]
     found = difference(plan_of(row, "a100"), row)
     print(f"{name}: {100 * found:+.1f} %")
@@ -114,7 +114,7 @@ def test_tokens_a_second_on_64_a100(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", of_campaign(H100_ROWS))
-def test_tokens_a_second_and_memory_on_h100_at_500_w(name: str) -> None:
+def test_tokens_per_second_and_memory_on_h100_at_500_w(name: str) -> None:
     row = H100_ROWS[name]
     plan = plan_of(row, H100)
     speed = difference(plan, row)
@@ -136,8 +136,8 @@ def moved(reads: list[int], writes: list[int], is_fused: bool = True, kind: str 
     return Operator(work, dict.fromkeys(reads, 100), dict.fromkeys(writes, 100), is_fused)
 
 
-def test_a_chain_is_one_kernel() -> None:
-    """1 -> 2 -> 3 -> 4, and 3 is read by a product: 1 is read, 3 and 4 are written, 2 is in registers."""
+def test_chain_of_elementwise_operators_is_one_kernel() -> None:
+    """1 -> 2 -> 3 -> 4, and a product reads 3: the kernel reads 1 and writes 3 and 4; 2 stays in registers."""
     chain = [moved([1], [2]), moved([2], [3]), moved([3], [4]), moved([3], [9], is_fused=False, kind="matmul")]
     work, never_made = fuse(chain, live_after={4, 9})
     assert {kernel.kind: (kernel.num_bytes, count) for kernel, count in work.items()} == {
@@ -147,22 +147,22 @@ def test_a_chain_is_one_kernel() -> None:
     assert never_made == {2}
 
 
-def test_a_product_parts_what_is_before_it_from_what_is_behind() -> None:
-    """A residual, 2, is read by a norm before a product, and added to what the product makes."""
+def test_product_separates_kernels() -> None:
+    """A residual, 2, is read by a norm before a product, and added to the product's result."""
     residual = [moved([1], [2]), moved([2], [3]), moved([3], [4], False, "matmul"), moved([2, 4], [5])]
     work, never_made = fuse(residual, live_after={5})
     assert work[Work("memory", 0, 300, 2)] == 2
     assert never_made == set(), "2 and 3 are written: another kernel reads them"
 
 
-def test_what_shares_an_input_is_one_kernel_and_strangers_are_two() -> None:
+def test_operators_with_a_common_input_share_a_kernel() -> None:
     assert sum(fuse([moved([1], [2]), moved([1], [3])], live_after={2, 3})[0].values()) == 1
     assert fuse([moved([1], [2]), moved([4], [3])], live_after={2, 3})[0] == {Work("memory", 0, 200, 2): 2}
 
 
 @pytest.mark.slow
 def test_a_compiled_block_runs_fewer_kernels_and_keeps_less() -> None:
-    """Of Llama 3 8B: what Inductor makes of a block are some 6 kernels forward and 13 backward, beside products."""
+    """For Llama 3 8B, Inductor's block has about 6 kernels forward and 13 backward, besides products."""
     plans = {}
     for compiled in (False, True):
         row = replace(
@@ -188,7 +188,7 @@ def test_a_compiled_block_runs_fewer_kernels_and_keeps_less() -> None:
 # Devices that are described
 
 
-def test_a_described_device() -> None:
+def test_described_device() -> None:
     plain, described = find_machine("h100"), find_machine(H100)
     assert described.name == "h100, 500 W, 96 GiB, 2.4 TB/s"
     assert described.memory_gib == 96
@@ -223,6 +223,6 @@ def test_mistakes_in_a_description(text: str, said: list[str], capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_the_command_line_takes_a_description(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_accepts_a_description(capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = run_plan(capsys, "recipe=llama3_1b", "model.num_layers=4", "ranks=8", f"device={H100}")
     assert "8 ranks of h100, 500 W, 96 GiB, 2.4 TB/s (96 GiB each" in " ".join(out.split())

@@ -1,4 +1,4 @@
-"""Each benchmark runs, made small, and prints lines that a program can read; and what starting up must not cost."""
+"""The benchmarks: each runs at a small size and prints machine-readable lines. Also limits the cost of starting up."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_startup() -> None:
 
 
 @pytest.mark.slow
-def test_what_the_first_step_does_not_pay_for(tmp_path) -> None:
-    """CPU time, for the machine may be busy: seen were 3.3 s in all, 0.02 s of it collecting garbage (0.8 before)."""
+def test_first_step_does_not_import_unneeded_modules(tmp_path) -> None:
+    """CPU time, because the machine may be busy. Measured: 3.3 s, 0.02 s of it garbage collection (0.8 before)."""
     times = tmp_path / "times.json"
     arguments = ["recipe=llama_small", f"run.dir={tmp_path / 'run'}", *tiny_overrides()]
     subprocess.run(
@@ -115,7 +115,7 @@ def test_gpu_on_a_cpu() -> None:
 
 
 def test_gpu_counts_model_flops_once() -> None:
-    """By hand, for 8B: 6 FLOPs a weight in a matrix; scores and their use, forward and backward, halved by the mask."""
+    """By hand, for 8B: 6 FLOPs per weight of a matrix; attention, forward and backward, is halved by the mask."""
     config = load_config("llama3_8b", [*bench.gpu.BASE["llama3_8b"], *bench.gpu.COMMON])
     matrices = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336) + 4096 * 128256
     scores = 32 * 3 * (2 * 2 * 4096 * 4096) / 2
@@ -133,7 +133,7 @@ def test_gpu_without_a_gpu_says_so_first() -> None:
 
 
 @pytest.mark.campaign
-def test_gpu_measures_what_the_budget_has_room_for() -> None:
+def test_gpu_measures_the_rows_that_fit_the_budget() -> None:
     runs, printed = run_bench("gpu", "--device", "cpu", *TINY_GPU, "--no-check", "--budget_s", "1")
     outcomes = {run["outcome"] for run in runs if run["kind"] == "row"}
     assert outcomes == {"not measured: no time left in --budget_s"}
@@ -141,7 +141,7 @@ def test_gpu_measures_what_the_budget_has_room_for() -> None:
 
 
 @pytest.mark.campaign
-def test_gpu_rows_that_fail_are_results() -> None:
+def test_gpu_rows_that_fail_are_reported_as_results() -> None:
     assert (
         bench.gpu.outcome_of(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")) == "out of memory"
     )
@@ -152,7 +152,7 @@ def test_gpu_rows_that_fail_are_results() -> None:
 
 
 @pytest.mark.campaign
-def test_gpu_row_says_what_has_failed() -> None:
+def test_gpu_row_reports_the_error() -> None:
     row = bench.gpu.Row("impossible", recipe="llama_small", overrides=("model.num_heads=5",))
     found = bench.gpu.start_row(row, Namespace(tiny=False), 1, 1, "cpu", 300)
     assert found["outcome"].startswith("failed: UserError: model.num_heads=5")
@@ -169,13 +169,13 @@ def test_help_of_benches_imports_no_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize("row", bench.gpu.ROWS, ids=lambda row: row.name)
-def test_gpu_rows_are_legal(row: bench.gpu.Row, tmp_path) -> None:
+def test_gpu_rows_are_valid_configurations(row: bench.gpu.Row, tmp_path) -> None:
     config = load_config(row.recipe, bench.gpu.overrides_of(row, "cuda", False, 10, tmp_path))
     assert config.train.global_batch_size % int(config.train.micro_batch_size) == 0
 
 
 def test_gpu_default_set_fits_into_its_budget() -> None:
-    """What matters most comes first: the budget has room for all rows before the single options of 1B."""
+    """The most important rows come first: the budget suffices for all rows before the single options of 1B."""
     first = [row.estimate_s for row in bench.gpu.ROWS[:9]]
     assert bench.gpu.CHECK_S + sum(first) <= 480
 
@@ -261,8 +261,8 @@ def test_scale() -> None:
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-def test_scale_of_a_model_alone(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block is compiled where the Trainer would compile it; nothing is sharded, no process group is opened."""
+def test_scale_without_fsdp(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are compiled as by the Trainer; nothing is sharded, and no process group is opened."""
     compiled: list[nn.Module] = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, fullgraph: compiled.append(self))
     variant = bench.scale.VARIANTS["model alone, compiled" if compiles else "model alone"]
@@ -288,7 +288,7 @@ def test_step() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("side", [pytest.param("ddp", marks=pytest.mark.campaign), "plain"])
 def test_step_without_fsdp(side: str) -> None:
-    """Both sides train the same thing, and neither leaves a checkpoint at the end of what is measured."""
+    """Both sides train the same thing, and neither saves a checkpoint within the measurement."""
     runs, printed = run_bench("step", *SMALL_STEP, "--against", side, "--model", "tiny")
     assert [run["side"] for run in runs] == ["trainer", side]
     assert runs[0]["first_loss"] == pytest.approx(runs[1]["first_loss"], rel=1e-4)
@@ -304,7 +304,7 @@ DONE_BY = {
 
 
 def train_as(side: str, folder: Path, after_step: Callable[[int], None] = lambda step: None) -> list[float]:
-    """Train a few steps as a side of bench.step does, on this process alone; returns the losses."""
+    """Train a few steps like one side of bench.step, in this process only; returns the losses."""
     job = {
         "recipe": "llama_small",
         "overrides": tiny_overrides("train.steps=3", "data.source=synthetic", "run.threads=1"),
@@ -317,7 +317,7 @@ def train_as(side: str, folder: Path, after_step: Callable[[int], None] = lambda
     "side",
     ["loss-whole", *(pytest.param(side, marks=pytest.mark.campaign) for side in DONE_BY if side != "loss-whole")],
 )
-def test_step_does_it_the_other_way(side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_can_swap_the_order_of_sides(side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Mock(wraps=pkgutil.resolve_name(DONE_BY[side]))
     monkeypatch.setattr(DONE_BY[side], watched)
     default = train_as(bench.step.TRAINER, tmp_path)
@@ -327,7 +327,7 @@ def test_step_does_it_the_other_way(side: str, tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.campaign
-def test_step_leaves_the_collector_on(tmp_path: Path) -> None:
+def test_step_leaves_garbage_collection_enabled(tmp_path: Path) -> None:
     found: dict[str, list[bool]] = {bench.step.TRAINER: [], "gc": []}
     losses = [train_as(side, tmp_path, lambda _, own=own: own.append(gc.isenabled())) for side, own in found.items()]
     assert found == {bench.step.TRAINER: [False] * 3, "gc": [True] * 3}
@@ -335,8 +335,8 @@ def test_step_leaves_the_collector_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-def test_step_against_a_setting() -> None:
-    """Losses may differ, and by how much is said."""
+def test_step_compares_two_settings() -> None:
+    """Losses may differ, and the difference is reported."""
     runs, printed = run_bench("step", *SMALL_STEP, "--nproc", "1", "--against", "fsdp.param_dtype=bfloat16")
     assert [run["side"] for run in runs] == ["trainer", "fsdp.param_dtype=bfloat16"]
     ours, theirs = (run["first_loss"] for run in runs)
@@ -345,7 +345,7 @@ def test_step_against_a_setting() -> None:
     assert float(re.search(r"first losses within (\S+)", printed)[1]) >= float(f"{abs(ours - theirs) / theirs:.1e}")
 
 
-def test_step_sides_that_there_are_not() -> None:
+def test_step_rejects_unknown_sides() -> None:
     def refused(side: str, nproc: int = 2) -> str:
         with pytest.raises(UserError) as error:
             bench.step.check_side(side, "small", nproc)

@@ -1,4 +1,4 @@
-"""The pages of docs/: what follows from the code is what the code says, and what a reader types works."""
+"""The pages of docs/: generated parts match the code, and everything that a reader types works."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def generator() -> ModuleType:
     return module
 
 
-def test_settings_are_those_of_the_code() -> None:
+def test_settings_pages_match_the_code() -> None:
     for name, text in generator().pages().items():
         assert (DOCS / name).read_text() == text, f"docs/{name} is stale: python docs/generate.py"
 
@@ -47,7 +47,7 @@ def commands_of(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_options_that_are_shown_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_options_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for line in commands_of(page):
         found = re.match(r"python -m trainer\.(\w+)\b(.*)", line)
         if found is None or found[1] == "run":
@@ -66,8 +66,8 @@ GPU_PAGES = ("llama_8b.md", "performance.md", "fine_tuning.md")
 
 
 @pytest.mark.parametrize("page", GPU_PAGES)
-def test_runs_that_need_gpus_are_checked(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """As far as that is possible without the data and the models that they name."""
+def test_documented_runs_that_need_gpus_are_valid(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As far as possible without the data and models that they name."""
     shown = [line for line in commands_of(DOCS / page) if "-m trainer.run" in line and "recipe=sft" not in line]
     assert shown or page == "fine_tuning.md"
     for line in shown:
@@ -78,7 +78,7 @@ def test_runs_that_need_gpus_are_checked(page: str, capsys: pytest.CaptureFixtur
         assert capsys.readouterr().err == ""
 
 
-def test_messages_that_are_explained_exist() -> None:
+def test_explained_messages_exist() -> None:
     source = "\n".join(path.read_text() for path in (REPOSITORY / "trainer").rglob("*.py"))
     table = (DOCS / "troubleshooting.md").read_text().partition("## Loss")[0]
     messages = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
@@ -90,7 +90,7 @@ def test_messages_that_are_explained_exist() -> None:
 
 
 def documented(section: str) -> tuple[set[str], set[str]]:
-    """Return the fields that the page has for a kind of line: all, and those that are there under a condition."""
+    """Return the fields on the page for a kind of record: all, and the conditional ones."""
     text = (DOCS / "metrics.md").read_text().partition(f"## `{section}`")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?) \| (.*) \|$", text, re.MULTILINE)
     conditional = {"profiled", "bits_per_byte", "every_s", "trained_share", "dropped_share", "truncated_share"}
@@ -101,12 +101,12 @@ def documented(section: str) -> tuple[set[str], set[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["start", "train", "checkpoint", "end"])
-def test_fields_are_those_that_runs_write(kind: str, one: Shared) -> None:
+def test_documented_fields_match_a_run(kind: str, one: Shared) -> None:
     check_fields(one.ran, kind)
 
 
 @pytest.mark.slow
-def test_fields_of_what_is_asked_for(tmp_path: Path) -> None:
+def test_documented_optional_fields_match_a_run(tmp_path: Path) -> None:
     asked = ["eval.every=2", "eval.steps=1", 'log.prompts=["def "]', "log.norms_every=1"]
     ran = run_tiny(tmp_path / "run", "train.steps=2", *asked)
     for kind in ("eval", "sample", "norms"):
@@ -120,14 +120,14 @@ def check_fields(ran: Ran, kind: str) -> None:
     assert fields - conditional <= written, "docs/metrics.md speaks of what is not written"
 
 
-def test_fields_of_a_profile() -> None:
+def test_documented_profile_fields_match_a_run() -> None:
     fields, _ = documented("profile")
     assert fields == {"kind", "time", "step", "first_step", "update_s", *KINDS, "trace", "memory"}
 
 
 @pytest.mark.slow
-def test_the_quickstart_in_its_order(tmp_path: Path) -> None:
-    """Each command runs as it stands, but for a smaller model and fewer steps, in one folder."""
+def test_quickstart_commands_run_in_order(tmp_path: Path) -> None:
+    """Each command runs unchanged in one folder, except for a smaller model and fewer steps."""
     small = merged(tiny_overrides("train.steps=4", "log.sample_tokens=0"), [])
     for line in commands_of(DOCS / "quickstart.md"):
         words = shlex.split(line)
@@ -174,6 +174,6 @@ def test_the_site_is_built(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-def test_paths_through_the_code_enter_as_many_files_as_the_page_says() -> None:
+def test_file_counts_of_code_paths_match_the_page() -> None:
     page = walks.PAGE.read_text()
     assert walks.written(page, walks.count()) == page, "docs/architecture.md is stale: python -m tests.walks --write"

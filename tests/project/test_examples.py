@@ -1,4 +1,4 @@
-"""The examples and the launch scripts: run, or at least read."""
+"""The examples and the pages: examples run, links lead somewhere, and the commands and code shown are valid."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from trainer.config.command_line import parse
 def test_distillation_from_a_second_sharded_model(tmp_path: Path) -> None:
     overrides = tiny_overrides("train.steps=12", "optim.lr=0.02", f"run.dir={tmp_path / 'run'}")
     started = fork(run_script, ["examples/distill.py", ["recipe=llama_small", *overrides]], tmp_path, ranks=2)
-    assert started.wait_as_a_launcher(240) == [0, 0], started.stderr
+    assert started.wait_like_launcher(240) == [0, 0], started.stderr
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["kind"] == "train"]
     assert losses[-1] < losses[0]
 
 
-def test_its_subclass_is_short() -> None:
+def test_distillation_subclass_is_short() -> None:
     tree = ast.parse((REPOSITORY / "examples" / "distill.py").read_text())
     (subclass,) = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     assert subclass.end_lineno is not None
@@ -37,7 +37,7 @@ def test_its_subclass_is_short() -> None:
 
 
 @pytest.mark.slow
-def test_a_mistake_in_its_arguments_is_one_message(tmp_path: Path) -> None:
+def test_wrong_argument_of_the_example_is_one_message(tmp_path: Path) -> None:
     started = fork(run_script, ["examples/distill.py", ["recipe=llama_small", "train.stepz=5"]], tmp_path)
     assert started.wait() == [2]
     assert "did you mean train.steps=5?" in started.stderr
@@ -54,7 +54,7 @@ def snippets(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+def test_links_of_pages_work(page: Path) -> None:
     text = page.read_text()
     for link in re.findall(r"\]\(([^)#]+)\)", text):
         assert "://" in link or (page.parent / link).exists(), link
@@ -63,8 +63,8 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_that_are_shown_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recipes and keys are there; folders of models that a reader has are not looked into."""
+def test_commands_on_pages_are_valid(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes and keys exist; model folders of the reader are not opened."""
     monkeypatch.syspath_prepend(str(REPOSITORY))
     for line in re.findall(r"^ {4,}.*-m trainer\.run (.*)", page.read_text().replace("\\\n", " "), re.MULTILINE):
         words = shlex.split(line, comments=True)
@@ -74,7 +74,7 @@ def test_commands_that_are_shown_are_understood(page: Path, monkeypatch: pytest.
             load_config(arguments.recipe, arguments.overrides)
 
 
-def test_the_loop_of_ones_own_that_is_shown() -> None:
+def test_custom_loop_on_the_page_runs() -> None:
     for code in snippets("loops.md"):
         compile(code, "loops.md", "exec")
     (subclass,) = [code for code in snippets("loops.md") if "return super().loss(batch)" in code]
@@ -84,8 +84,8 @@ def test_the_loop_of_ones_own_that_is_shown() -> None:
 
 
 @pytest.mark.slow
-def test_the_model_of_ones_own_that_is_shown(tmp_path: Path) -> None:
-    """What the page shows is run as it stands there."""
+def test_custom_model_on_the_page_trains(tmp_path: Path) -> None:
+    """The code on the page runs unchanged."""
     (code,) = [code for code in snippets("models.md") if "# my_models.py" in code]
     (tmp_path / "my_models.py").write_text(code)
     command = ["recipe=llama_small", "model.name=my_models:tiny", "model.width=96"]

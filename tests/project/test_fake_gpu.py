@@ -1,4 +1,4 @@
-"""The trainer on GPUs that are none: what the host does for them, and the kernels that are compiled."""
+"""The trainer on fake GPUs: the host's code for a GPU runs, and every kernel compiles."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ OPTIONS: dict[str, list[str]] = {
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("option", OPTIONS)
-def test_it_trains_saves_and_goes_on(stand: Stand, mesh: str, option: str, tmp_path: Path) -> None:
+def test_training_saving_and_resuming_on_fake_gpus(stand: Stand, mesh: str, option: str, tmp_path: Path) -> None:
     own = [*MESHES[mesh], *OPTIONS[option], "checkpoint.every=2", "checkpoint.mode=async"]
     for steps in (4, 6):
         ran = stand.run(*arguments(tmp_path, *own, f"train.steps={steps}"), FAKE_GPUS=mesh.replace("2x2", "4"))
@@ -72,7 +72,7 @@ COMPILED = [*BF16, "model.vocab_size=32768", "data.seq_len=4096", "train.global_
 
 
 def test_kernels_compile_once_and_are_lean(stand: Stand, tmp_path: Path) -> None:
-    """No graph is compiled after the second step, no wait of the host is left, and each kernel is made for the GPU."""
+    """No graph is compiled after the second step, the host does not wait, and each kernel is compiled for the GPU."""
     cache = tmp_path / "triton"
     overrides = [*tiny_overrides(*merged(OWN, COMPILED)), f"run.dir={tmp_path / 'run'}"]
     variables = {"TRITON_CACHE_DIR": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
@@ -112,7 +112,7 @@ def test_lines_make_the_host_wait_for_nothing(stand: Stand, optimizer: str, mesh
     assert all({"own", "rows"} <= record.keys() for record in lines)
 
 
-def test_a_signal_stops_it_with_75(stand: Stand, tmp_path: Path) -> None:
+def test_signal_ends_a_run_with_exit_code_75(stand: Stand, tmp_path: Path) -> None:
     command = stand.command(arguments(tmp_path, "train.steps=100000", "train.compile=false"))
     process = subprocess.Popen(command, env=stand.environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
     try:
@@ -123,7 +123,7 @@ def test_a_signal_stops_it_with_75(stand: Stand, tmp_path: Path) -> None:
         process.kill()
 
 
-def test_a_gpu_that_hangs_is_named(stand: Stand, tmp_path: Path) -> None:
+def test_hanging_gpu_is_named(stand: Stand, tmp_path: Path) -> None:
     own = ["nproc=2", "train.compile=false", "run.step_timeout_s=4", "train.steps=100"]
     ran = stand.run(*arguments(tmp_path, *own), FAKE_GPUS="2", FAKE_GPU_HANGS_AFTER="6")
     assert ran.returncode == 1, ran.stdout + ran.stderr
@@ -133,7 +133,7 @@ def test_a_gpu_that_hangs_is_named(stand: Stand, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "collectives_rank_1").stat().st_size > 0
 
 
-def test_memory_that_cannot_be_locked_is_copied_all_the_same(stand: Stand, tmp_path: Path) -> None:
+def test_memory_that_cannot_be_page_locked_is_still_copied(stand: Stand, tmp_path: Path) -> None:
     own = ["checkpoint.every=2", "checkpoint.mode=async", "train.compile=false"]
     ran = stand.run(*arguments(tmp_path, *own), FAKE_GPU_REFUSES_LOCKING="1")
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -152,7 +152,7 @@ runpy.run_module("trainer.run", run_name="__main__", alter_sys=True)
     [("nproc", "1", 2), ("torchrun", "1", 1), ("torchrun each", "2", 0), ("torchrun same", "2", 1)],
 )
 def test_one_gpu_and_two_ranks(stand: Stand, launcher: str, gpus: str, ends: int, tmp_path: Path) -> None:
-    """Right, where each rank sees a GPU of its own; else one message.  torchrun makes any failure a 1."""
+    """Valid if each rank sees a different GPU; otherwise one message. torchrun turns every failure into exit code 1."""
     rest = arguments(tmp_path, "train.compile=false")[2:]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     wrapper = tmp_path / "wrapper.py"
@@ -168,8 +168,8 @@ def test_one_gpu_and_two_ranks(stand: Stand, launcher: str, gpus: str, ends: int
     assert ran.stderr.count("this node has 1 GPU, one for each rank") == (ends != 0)
 
 
-def test_a_build_without_cuda_is_not_taken_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where pip finds torch 2.13.0+cpu too: nothing would be tested, and all of it skipped."""
+def test_cpu_build_of_torch_is_not_taken_for_a_cuda_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip also finds torch 2.13.0+cpu: then all tests would be skipped and nothing tested."""
     ran: list[list[str]] = []
     monkeypatch.setattr(installing, "REPOSITORY", tmp_path)
     monkeypatch.setattr(installing, "is_cuda_build", lambda python: False)

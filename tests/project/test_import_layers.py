@@ -1,4 +1,4 @@
-"""The house: a file imports only from the floors below, and each foreign library enters by one door."""
+"""Layers of the code: a file imports only from lower floors, and each third-party library is used in one place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.forked import REPOSITORY
 
-DOORS = {
+ALLOWED_PLACES = {
     "safetensors": ["trainer/weights/", "trainer/checkpoint/", "trainer/export.py"],
     "omegaconf": ["trainer/config/"],
     "fully_shard": ["trainer/model/shard.py"],
@@ -30,7 +30,7 @@ DOORS = {
     "fsspec": ["trainer/urls.py"],
     "urllib.request": ["trainer/data/remote/transport.py"],
 }
-"""What enters, as a module or as a function's name, and where."""
+"""Maps a module or function of a library to the places that may use it."""
 
 FILES = sorted(path for folder in ("trainer", "recipes") for path in (REPOSITORY / folder).rglob("*.py"))
 
@@ -53,7 +53,7 @@ def _names_used(source: str) -> Iterator[str]:
             yield ast.unparse(node)
 
 
-def enters(library: str, source: str) -> bool:
+def uses(library: str, source: str) -> bool:
     return any(name == library or name.startswith(f"{library}.") for name in names_used(source))
 
 
@@ -72,38 +72,38 @@ def enters(library: str, source: str) -> bool:
         ("wandb", "if late:\n    import wandb"),
     ],
 )
-def test_the_doorkeeper_sees_it(library: str, source: str) -> None:
-    assert enters(library, source)
-    assert not enters(library, "import torch\nfrom torch.utils.checkpoint import checkpoint\nx.rich_text = 'wandb'")
+def test_uses_of_a_library_are_recognized(library: str, source: str) -> None:
+    assert uses(library, source)
+    assert not uses(library, "import torch\nfrom torch.utils.checkpoint import checkpoint\nx.rich_text = 'wandb'")
 
 
-@pytest.mark.parametrize("library", list(DOORS))
-def test_one_door(library: str) -> None:
-    inside = [path.relative_to(REPOSITORY).as_posix() for path in FILES if enters(library, path.read_text())]
-    assert inside, "nothing enters: has the name changed?"
-    assert [path for path in inside if not any(path.startswith(door) for door in DOORS[library])] == []
+@pytest.mark.parametrize("library", list(ALLOWED_PLACES))
+def test_library_is_used_only_where_allowed(library: str) -> None:
+    inside = [path.relative_to(REPOSITORY).as_posix() for path in FILES if uses(library, path.read_text())]
+    assert inside, "nothing uses it: has the name changed?"
+    assert [path for path in inside if not any(path.startswith(place) for place in ALLOWED_PLACES[library])] == []
 
 
-def test_recipes_know_no_mesh_and_no_rank() -> None:
+def test_recipes_do_not_use_torch_distributed() -> None:
     for path in FILES:
         if path.is_relative_to(REPOSITORY / "recipes"):
-            assert not enters("torch.distributed", path.read_text()), path
+            assert not uses("torch.distributed", path.read_text()), path
 
 
-def test_the_trainer_finds_recipes_through_the_registry_alone() -> None:
+def test_trainer_does_not_import_recipes() -> None:
     for path in FILES:
         if path.is_relative_to(REPOSITORY / "trainer"):
             imported = list(names_used(path.read_text()))
             assert not any(name.startswith(("recipes", "trainer.recipes")) for name in imported), path
 
 
-def test_no_room_without_a_name() -> None:
+def test_no_module_is_called_utils_or_helpers() -> None:
     assert [path for path in FILES if path.stem in ("utils", "common", "helpers", "misc")] == []
 
 
 @pytest.mark.slow
-def test_floors() -> None:
-    """import-linter's contract in pyproject.toml."""
+def test_import_linter_contract() -> None:
+    """The contract is in pyproject.toml."""
     script = "from importlinter.cli import lint_imports_command; lint_imports_command()"
     done = subprocess.run(
         [sys.executable, "-c", script, "--no-cache"], capture_output=True, text=True, cwd=REPOSITORY, timeout=60
@@ -113,7 +113,7 @@ def test_floors() -> None:
 
 
 def test_an_installation_has_every_package() -> None:
-    """Each folder with code is a package that pyproject.toml lists: an editable installation would not notice."""
+    """pyproject.toml lists each folder with code; an editable installation would not notice a missing one."""
     block = re.search(r"^packages = \[(.*?)\]", (REPOSITORY / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
     assert block
     listed = set(re.findall(r'"([\w.]+)"', block[1]))

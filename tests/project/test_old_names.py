@@ -49,7 +49,7 @@ def test_old_names_can_be_imported() -> None:
         assert hasattr(trainer.Trainer, name), name
 
 
-def test_renamed_attributes_work_under_their_old_names_with_a_warning() -> None:
+def test_old_attribute_names_work_with_a_warning() -> None:
     for owner, names in _RENAMED.items():
         for old, new in names.items():
             with pytest.warns(DeprecationWarning, match=f"{old} is now called {new};"):

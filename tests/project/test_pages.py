@@ -1,7 +1,7 @@
-"""Every command and every piece of Python of the README, and of docs/ page after page, each in one folder.
+"""Every command and every Python block of the README and of docs/, page after page, run in one folder per page.
 
-Commands run as they are typed.  What they need and no page makes (a book, chats, a Hugging Face folder) lies there
-beforehand, and is tiny; models are made small by settings that stand behind those of the page.
+Commands run as typed. Inputs that no page creates (a book, chats, a Hugging Face folder) are provided and tiny; models
+are made small by settings appended to those of the page.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def commands_of(page: Path) -> Iterator[tuple[str, str]]:
 
 
 def write_inputs(folder: Path) -> None:
-    """Write what the pages name and do not make."""
+    """Write the files that pages name but do not create."""
     import zstandard
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -129,7 +129,7 @@ def write_model(folder: Path, kind: str, tokenizer: Any) -> None:
 
 
 def smaller(words: list[str], folder: Path) -> list[str]:
-    """Return the settings that make the run of a command small, whatever it is."""
+    """Return settings that make the run of a command small."""
     recipe = next((word[7:] for word in words if word.startswith("recipe=")), "")
     given = {word.partition("=")[0] for word in words}
     if {"--help", "--print-config"} & given or words[2] != "trainer.run":
@@ -164,7 +164,7 @@ def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def look_at_it(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Start what goes on until Ctrl-C, wait for its first line, and press Ctrl-C."""
+    """Start a command that runs until Ctrl-C, wait for its first line, and press Ctrl-C."""
     output = folder / "until_ctrl_c.txt"
     with output.open("w") as file:
         options: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT, "cwd": folder}
@@ -179,7 +179,7 @@ def look_at_it(words: list[str], folder: Path) -> subprocess.CompletedProcess[st
 
 
 def run_python(code: str, folder: Path) -> None:
-    """Run what a page shows: as a file that it names, as a script, or at least read it."""
+    """Run the Python code of a page: as the file that it names, or as a script; or at least compile it."""
     named = re.match(r"# (\w+\.py)\n", code)
     if named:
         (folder / named[1]).write_text(code)
@@ -226,7 +226,7 @@ def test_every_command_of_every_page_in_order(pages: list[Path], tmp_path: Path)
 
 
 def test_the_first_hour_of_a_newcomer(tmp_path: Path) -> None:
-    """In a fresh clone, each step one command, and nothing deleted or edited by hand."""
+    """In a fresh clone, one command per step; nothing is deleted or edited by hand."""
     clone = tmp_path / "clone"
     for taken in first_hour.walk(clone, first_hour.SMALL):
         print(f"{taken.seconds:5.1f} s  {taken.step.aim}", flush=True)

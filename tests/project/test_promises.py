@@ -1,4 +1,4 @@
-"""The tests about the tests: the table of promises, the defects, the budget and the parts of the campaign."""
+"""Tests of the tests: the table of promises, the planted defects, the limits of durations, and the campaign's parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.promises import TABLE, TESTS, read_promises
 
 
 class Collected:
-    """The tests that pytest finds, collecting in this process: `test_file.py::test_name`, without parameters."""
+    """The tests that pytest collects in this process, as `test_file.py::test_name` without parameters."""
 
     def __init__(self) -> None:
         self.everyday: set[str] = set()
@@ -40,7 +40,7 @@ def collected() -> Collected:
 
 
 @pytest.mark.slow
-def test_each_promise_is_held_by_tests_of_the_tier_that_the_table_says() -> None:
+def test_each_promise_is_held_by_existing_tests_of_its_tier() -> None:
     found = collected()
     for promise in read_promises().values():
         assert set(promise.tests) <= found.everyday, f"{promise.name}: {set(promise.tests) - found.everyday}"
@@ -62,7 +62,7 @@ def test_no_two_test_files_have_the_same_name() -> None:
     assert len(names) == len(set(names))
 
 
-def test_no_row_of_the_table_is_passed_over() -> None:
+def test_every_row_of_the_table_is_parsed() -> None:
     rows = [line for line in TABLE.read_text().splitlines() if line.startswith("| `") and "make test" not in line]
     assert len(rows) == len(read_promises())
     for row in rows:
@@ -71,7 +71,7 @@ def test_no_row_of_the_table_is_passed_over() -> None:
 
 
 def test_defects_can_be_planted() -> None:
-    """Each names one place of one function, leaves code that Python reads, and breaks a promise of the table."""
+    """Each matches one place in one function, leaves valid Python, and breaks a promise of the table."""
     promises = read_promises()
     assert len(DEFECTS) >= 30
     assert len({defect.name for defect in DEFECTS}) == len(DEFECTS)
@@ -81,7 +81,7 @@ def test_defects_can_be_planted() -> None:
         assert ast.dump(ast.parse(text)) != ast.dump(ast.parse(path.read_text())), defect.name
 
 
-def test_code_is_found_however_it_is_laid_out() -> None:
+def test_code_is_found_in_any_layout() -> None:
     text = "def f():\n    return g(\n        a,\n        b,\n    )\n"
     ((begin, end),) = find_code(text, "g(a, b)")
     assert text[begin:end] == "g(\n        a,\n        b,\n    )"
@@ -90,7 +90,7 @@ def test_code_is_found_however_it_is_laid_out() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The budget of time
+# Limits of durations
 
 
 def budget(reference_s: Iterator[float] | float, **recorded: float) -> Budget:
@@ -98,7 +98,7 @@ def budget(reference_s: Iterator[float] | float, **recorded: float) -> Budget:
     return Budget({"reference_s": 0.1, "tests": recorded}, measure=lambda: next(values))
 
 
-def test_a_test_may_take_several_times_what_is_on_record() -> None:
+def test_limit_is_a_multiple_of_the_recorded_duration() -> None:
     most_s = 10.0 * SEVERAL + STALL_S
     assert budget(0.1, known=10.0).overrun("known", "test", most_s - 0.1) == ""
     said = budget(0.1, known=10.0).overrun("known", "test", most_s + 0.1)
@@ -106,12 +106,12 @@ def test_a_test_may_take_several_times_what_is_on_record() -> None:
 
 
 @pytest.mark.parametrize("tier", SHARE_S)
-def test_a_new_test_may_take_its_tiers_share(tier: str) -> None:
+def test_limit_of_a_new_test_depends_on_its_tier(tier: str) -> None:
     assert budget(0.1).overrun("new", tier, SHARE_S[tier]) == ""
-    assert "a new one of its tier" in budget(0.1).overrun("new", tier, SHARE_S[tier] + STALL_S + 0.1)
+    assert "a new test of its tier" in budget(0.1).overrun("new", tier, SHARE_S[tier] + STALL_S + 0.1)
 
 
-def test_a_slow_machine_gives_more_and_a_fast_one_not_less() -> None:
+def test_slow_machine_extends_limits_and_fast_one_keeps_them() -> None:
     seconds = 2 * SHARE_S["fast"] + STALL_S
     assert budget(0.1).overrun("new", "fast", seconds)
     assert budget(0.21).overrun("new", "fast", seconds) == ""
@@ -121,7 +121,7 @@ def test_a_slow_machine_gives_more_and_a_fast_one_not_less() -> None:
     assert busy_once.overrun("newer", "fast", seconds) == "", "it was busy, so it may have been"
 
 
-def test_tiers_by_markers() -> None:
+def test_markers_set_the_tier() -> None:
     def item(*markers: str) -> SimpleNamespace:
         return SimpleNamespace(get_closest_marker=lambda name: name if name in markers else None)
 

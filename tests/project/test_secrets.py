@@ -1,4 +1,4 @@
-"""Credentials in URLs are used and never kept; what a terminal would obey never reaches one."""
+"""Credentials in URLs are used but never stored, and no terminal escape sequence reaches a terminal."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_credentials_are_masked(url: str, shown: str) -> None:
         "shards/***-?.bin",
     ],
 )
-def test_what_holds_no_credentials_stays(text: str) -> None:
+def test_text_without_credentials_is_unchanged(text: str) -> None:
     assert mask_credentials(text) == text
     assert not is_masked(text)
 
@@ -101,8 +101,8 @@ def test_what_holds_no_credentials_stays(text: str) -> None:
     ],
     ids=["word", "URL", "C1", "CSI", "schemes", "names"],
 )
-def test_a_long_text_takes_no_long_time(text: str) -> None:
-    """Whose time would grow with the square of its length, it would take hours."""
+def test_masking_time_is_linear_in_the_length(text: str) -> None:
+    """With a time that is quadratic in the length it would take hours."""
     assert len(printable(text)) <= len(text)
     assert not is_masked(text)
     assert len(masked(text)) <= len(text) + 3
@@ -113,7 +113,7 @@ def url_of(name: str) -> str:
 
 
 def everything_kept(folder: Path) -> bytes:
-    """Return what a run has left, in its folder and in memory, names included."""
+    """Return everything that a run has left in its folder and in memory, including names."""
     parts = [str(path.relative_to(folder)).encode() + path.read_bytes() for path in folder.rglob("*") if path.is_file()]
     memory = fsspec.filesystem("memory")
     return b"\n".join([*parts, *(memory.cat_file(path) for path in memory.find("/"))])
@@ -125,7 +125,7 @@ def name() -> str:
 
 
 @pytest.mark.slow
-def test_credentials_are_used_and_not_kept(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_credentials_are_used_and_not_stored(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     init = tmp_path / "start"
     fit(init, "train.steps=1")
     url = url_of(name)
@@ -158,7 +158,7 @@ def test_a_stored_configuration_lacks_its_credentials(
     trainer.close()
 
 
-def test_tools_say_that_a_runs_configuration_lacks_them(
+def test_tools_report_that_a_stored_configuration_lacks_credentials(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url, folder = url_of(name), tmp_path / "run"
@@ -174,7 +174,7 @@ def test_tools_say_that_a_runs_configuration_lacks_them(
     assert export.command_line([url, str(tmp_path / "out.pt")]) == 0
 
 
-def test_print_config_masks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_config_masks_credentials(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [f"checkpoint.dir={url_of('host')}", f"train.init_from=https://host/w.pt?token={TOKEN}"]
     assert run.main(["recipe=llama_small", *asked, "--print-config"]) == 0
     said = "".join(capsys.readouterr())
@@ -184,7 +184,7 @@ def test_print_config_masks(capsys: pytest.CaptureFixture[str]) -> None:
     assert TOKEN not in said
 
 
-def test_a_mistake_shows_no_credentials(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_errors_show_no_credentials(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url = f"nowhere://me:{PASSWORD}@host/ck"
     with pytest.raises(UserError) as mistake:
         Trainer(tiny_config(tmp_path / "run", f"checkpoint.dir={url}"))
@@ -199,8 +199,8 @@ def test_a_mistake_shows_no_credentials(tmp_path: Path, capsys: pytest.CaptureFi
     assert PASSWORD not in (tmp_path / "run" / "status.json").read_text() + "".join(capsys.readouterr())
 
 
-def test_a_resume_compares_what_is_kept() -> None:
-    """A new password is no change; a checkpoint that still holds one does not show it."""
+def test_new_password_does_not_prevent_a_resume() -> None:
+    """A checkpoint that still contains a password does not show it."""
     base = "data.source=tokens", "optim.lr=0.1"
     config = load_config("llama_small", [*base, f"data.path=s3://me:{PASSWORD}@host/a.bin"])
     other = load_config("llama_small", [*base, "data.path=s3://me:another@host/a.bin"])
@@ -212,8 +212,8 @@ def test_a_resume_compares_what_is_kept() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_again_goes_on_from_another_run(name: str, tmp_path: Path) -> None:
-    """`checkpoint.resume=<URL>` is compared with what is kept, too: the same command goes on where it was."""
+def test_same_command_with_a_resume_url_continues_the_run(name: str, tmp_path: Path) -> None:
+    """`checkpoint.resume=<URL>` is compared in its masked form, too."""
     url = url_of(name)
     fit(tmp_path / "one", "train.steps=2", f"checkpoint.dir={url}")
     resume = f"checkpoint.resume={url}"
@@ -223,7 +223,7 @@ def test_the_command_again_goes_on_from_another_run(name: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_wandb_is_told_no_credentials(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_no_credentials(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = url_of(name)
     overrides = [f"checkpoint.dir={url}", "log.wandb=offline", "train.steps=2"]
     monkeypatch.setattr(sys, "argv", ["trainer/run.py", *overrides])
@@ -255,7 +255,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("attack", list(ATTACKS))
-def test_what_a_terminal_obeys_is_stripped(attack: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_escape_sequences_are_stripped(attack: str, capsys: pytest.CaptureFixture[str]) -> None:
     text, left = ATTACKS[attack]
     cleaned = f"before {left} after\n\tnext line: ü, 日本"
     whole = f"before {text} after\n\tnext line: ü, 日本"
@@ -285,7 +285,7 @@ def test_the_console_strips_samples_and_names(attack: str, is_terminal: bool) ->
 
 
 @pytest.mark.parametrize("name", ["a\x9bb", "a\x7fb", "a\x85", "a\x1b[2Jb", "a\udc9bb"])
-def test_a_runs_name_holds_no_control_character(name: str) -> None:
+def test_run_names_with_control_characters_are_rejected(name: str) -> None:
     with pytest.raises(UserError, match=r"without slashes or control characters\n  nearest legal value: '?run\.name=a"):
         check_config(load_config("llama_small", [f"run.name={name}"]), 1, 1)
 
@@ -293,7 +293,7 @@ def test_a_runs_name_holds_no_control_character(name: str) -> None:
 def test_the_listing_of_checkpoints_shows_names_as_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a folder from elsewhere: its names are neither commands to the terminal nor markup."""
+    """Names in an untrusted folder are neither escape sequences nor markup."""
     folder = tmp_path / "[/red]\x1b]0;PWNED\x07"
     (folder / "checkpoints" / "step_00000001").mkdir(parents=True)
     (folder / "checkpoints" / "damaged-\x9b2Jstep_00000002").mkdir(parents=True)
@@ -334,10 +334,10 @@ def without(secret: str, *folders: Path) -> bool:
 
 
 @pytest.mark.slow
-def test_keys_in_a_url_sign_and_are_kept_nowhere(
+def test_keys_in_a_url_are_used_and_stored_nowhere(
     s3: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Of checkpoint.dir, checkpoint.resume, train.init_from and data.path."""
+    """In checkpoint.dir, checkpoint.resume, train.init_from and data.path."""
     bucket = f"s3://{KEY}:{SECRET}@bucket"
     s3.objects["bucket/text.jsonl"] = LINES.encode()
     one = f"checkpoint.dir={bucket}/ck"
@@ -407,8 +407,8 @@ SIGNED = "?X-Amz-Date={0}&X-Amz-Expires={1}&X-Amz-Credential=AK/{0}&X-Amz-Signat
 
 
 @pytest.mark.parametrize("path", ["a.jsonl", "*.jsonl", "text-00000.bin", "*.bin", ""])
-def test_a_token_in_a_query_is_used_and_not_kept(path: str, guarded: str, tmp_path: Path) -> None:
-    """Nor is a signature; a renewed one finds what was cached, and is no change of the data."""
+def test_token_in_a_query_is_used_and_not_stored(path: str, guarded: str, tmp_path: Path) -> None:
+    """The same for a signature; with a renewed one the cache is still valid, and the data counts as unchanged."""
     cache = tmp_path / "cache"
     sources, configs, cached = [], [], []
     for query in (
@@ -491,7 +491,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(("command", "is_secret"), COMMANDS, ids=[command for command, _ in COMMANDS])
-def test_a_command_that_may_hold_a_secret_is_not_stored(command: str, is_secret: bool, tmp_path: Path) -> None:
+def test_commands_that_may_contain_secrets_are_not_stored(command: str, is_secret: bool, tmp_path: Path) -> None:
     config = load_config("llama_small", [f"run.on_end={command}"])
     assert config.run.on_end == command, "it is run as it was given"
     stored = config.to_yaml()
@@ -537,13 +537,13 @@ def test_secrets_in_messages_are_masked(text: str, capsys: pytest.CaptureFixture
         "Basic information about a bearer of news",
     ],
 )
-def test_messages_without_secrets_stay(text: str) -> None:
+def test_messages_without_secrets_are_unchanged(text: str) -> None:
     assert printable(text) == text
 
 
 @pytest.mark.slow
-def test_what_is_printed_past_us_is_redacted(tmp_path: Path) -> None:
-    """Uncaught exceptions, of threads too, warnings and log records: with secrets of settings and the environment."""
+def test_output_of_libraries_is_redacted(tmp_path: Path) -> None:
+    """Uncaught exceptions, also in threads, warnings and log records with secrets from settings and the environment."""
     program = f"""
 import logging, os, sys, threading, warnings
 from trainer.errors import redact_everything, remember_secrets
@@ -583,7 +583,7 @@ class Open(SimpleHTTPRequestHandler):
 
 @pytest.mark.campaign  # fifteen commands
 def test_twenty_secrets_in_twenty_places_are_stored_and_printed_nowhere(tmp_path: Path) -> None:
-    """A run that trains, those that are refused, and the commands that read the run's folder."""
+    """A run that trains, runs that are rejected, and the commands that read the run's folder."""
     secrets = [f"s{number:02}{uuid.uuid4().hex}" for number in range(20)]
     unused = iter(secrets)
     web, folder = tmp_path / "web", tmp_path / "runs"

@@ -1,4 +1,4 @@
-"""Tables, the start block and help fit the terminal, and lose nothing where it is narrow."""
+"""Tables, the start block and help fit the terminal, without losing text on a narrow one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADS = ("source", "tokens", "share")
 ROWS = [("books", "1,234", "12.00 %"), ("code and some more", "98,765,432", "88.00 %")]
 
 
-def test_columns_are_aligned_where_they_fit() -> None:
+def test_columns_that_fit_are_aligned() -> None:
     assert table_lines(HEADS, ROWS, 80, text_columns=(0,)) == [
         "source                  tokens    share",
         "books                    1,234  12.00 %",
@@ -30,7 +30,7 @@ def test_columns_are_aligned_where_they_fit() -> None:
     ]
 
 
-def test_a_table_that_does_not_fit_becomes_a_block_for_each_row() -> None:
+def test_rows_of_a_table_that_does_not_fit_become_blocks() -> None:
     assert table_lines(HEADS, ROWS, 36) == [
         "source books",
         "  tokens: 1,234, share: 12.00 %",
@@ -57,7 +57,7 @@ def test_no_line_is_too_long_and_no_word_is_lost(columns: int) -> None:
 
 
 @pytest.mark.parametrize("columns", [80, 60, 40])
-def test_checkpoints_are_listed_within_the_terminal(
+def test_checkpoint_list_fits_the_terminal(
     columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -123,7 +123,7 @@ def forecast_of(monkeypatch: pytest.MonkeyPatch, peaks: list[float], device: str
     return forecast.Forecast(config, None, world)  # type: ignore[arg-type]
 
 
-def test_the_start_block_says_what_a_process_takes_besides_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_block_shows_memory_besides_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = forecast_of(monkeypatch, [0.5]).sentence().splitlines()
     assert lines[0] == "2.00 GiB of tensors per rank at the peak, in the backward of root"
     assert lines[1] == "on top: 512.00 MiB for the process and its libraries,"
@@ -139,7 +139,7 @@ def test_the_start_block_says_what_a_process_takes_besides_its_tensors(monkeypat
 
 
 @pytest.mark.parametrize(("peak", "is_missed"), [(2.5, False), (3.5, False), (3.9, False), (4.0, True), (2.2, True)])
-def test_only_what_leaves_the_planned_range_is_not_as_planned(
+def test_only_values_outside_the_planned_range_are_reported(
     peak: float, is_missed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = forecast_of(monkeypatch, [0.5, peak])

@@ -1,7 +1,7 @@
-"""Private parts of torch: the table of those that are used, and that this torch still has them as they are relied on.
+"""Private torch names: a table of all that are used, and checks that the installed torch still has them.
 
-A use that is not in the table fails, and so does a row without a use.  A torch that has changed one of them fails its
-check here, within seconds, instead of a run.
+A use that is missing in the table fails, and so does a row without a use. If torch has changed one of them, its check
+fails here within seconds, rather than a run later.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def uses(path: Path, own: set[str]) -> Iterator[str]:
             yield from re.findall(r"^_[a-z]\w+$", node.value)
 
 
-def test_private_parts_of_torch_are_those_in_the_table() -> None:
+def test_table_lists_all_private_torch_names_in_use() -> None:
     own = own_names()
     found = Counter(name for path in FILES for name in uses(path, own) if name not in NOT_TORCH | OF_TRANSFORMERS)
     assert not set(found) - set(PRIVATE), "is there a public name for it? if not, add it with a check"
@@ -167,5 +167,5 @@ def test_private_parts_of_torch_are_those_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("name", PRIVATE)
-def test_this_torch_has_it_as_it_is_relied_upon(name: str) -> None:
+def test_installed_torch_has_the_private_name(name: str) -> None:
     assert PRIVATE[name]() is not False

@@ -1,4 +1,4 @@
-"""What comes from elsewhere is data: a checkpoint's configuration runs no code and reads no environment."""
+"""Untrusted input is data: a stored configuration runs no code and reads no environment variables."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def say_otherwise(checkpoint: Path, old: str, new: str) -> None:
-    """Have a checkpoint's configuration say something else, and its manifest agree: as somebody does who means harm."""
+    """Change a checkpoint's configuration, and its manifest accordingly, as an attacker would."""
     path = checkpoint / "config.yaml"
     text = path.read_text()
     assert old in text
@@ -96,13 +96,13 @@ def test_export_imports_nothing_that_a_checkpoint_names(
     assert not (tmp_path / "out.pt").exists()
 
 
-def test_export_imports_what_it_was_allowed_to(run_dir: Path, evil: str, tmp_path: Path) -> None:
+def test_export_imports_an_allowed_module(run_dir: Path, evil: str, tmp_path: Path) -> None:
     name_module(run_dir, evil)
     assert export.command_line([str(run_dir), str(tmp_path / "out.pt"), "--allow-import", evil]) == 0
     assert (tmp_path / "out.pt").exists()
 
 
-def test_another_module_than_the_allowed_one(run_dir: Path, evil: str, tmp_path: Path) -> None:
+def test_allowing_one_module_allows_no_other(run_dir: Path, evil: str, tmp_path: Path) -> None:
     name_module(run_dir, evil)
     allowed = evil[:-1]  # its name begins like this
     assert export.command_line([str(run_dir), str(tmp_path / "out.pt"), "--allow-import", allowed]) == 2
@@ -120,7 +120,7 @@ def test_load_weights_imports_nothing_that_a_checkpoint_names(run_dir: Path, evi
     assert load_weights(run_dir) is not None, "what is registered by now needs no leave"
 
 
-def test_looking_at_checkpoints_imports_nothing(run_dir: Path, evil: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_listing_checkpoints_imports_nothing(run_dir: Path, evil: str, capsys: pytest.CaptureFixture[str]) -> None:
     name_module(run_dir, evil)
     (run_dir / "config.yaml").write_text(f"model: {{name: '{evil}:x'}}\n")
     assert checkpoints.command_line([str(run_dir)]) == 0
@@ -130,7 +130,7 @@ def test_looking_at_checkpoints_imports_nothing(run_dir: Path, evil: str, capsys
 
 
 def test_finding_a_runs_checkpoints_imports_nothing(run_dir: Path, evil: str, tmp_path: Path) -> None:
-    """Of a run whose checkpoints lie elsewhere its config.yaml says where: that is all that is taken from it."""
+    """If a run's checkpoints are elsewhere, config.yaml says where; nothing else is taken from it."""
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.yaml").write_text(f"model: {{name: '{evil}:x'}}\ncheckpoint: {{dir: {run_dir / 'checkpoints'}}}\n")
@@ -149,7 +149,7 @@ def test_a_resume_imports_nothing_that_the_checkpoint_names(run_dir: Path, evil:
     assert evil not in sys.modules
 
 
-def test_the_command_line_imports_what_it_names(evil: str) -> None:
+def test_command_line_may_name_a_module(evil: str) -> None:
     assert load_config("llama_small", [f"model.name={evil}:x"]).model.name == f"{evil}:x"
     assert evil in sys.modules
 
@@ -171,7 +171,7 @@ RESOLVERS = [
 
 
 @pytest.mark.parametrize("text", RESOLVERS)
-def test_resolvers_are_off(
+def test_omegaconf_resolvers_are_disabled(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SECRET_OF_TEST", SECRET)
@@ -192,7 +192,9 @@ def test_resolvers_are_off(
         assert "${section.key}" in stderr, stderr
 
 
-def test_resolvers_of_a_stored_configuration_are_off(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_omegaconf_resolvers_in_a_stored_configuration_are_disabled(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SECRET_OF_TEST", SECRET)
     checkpoint = run_dir / "checkpoints" / "step_00000002"
     say_otherwise(checkpoint, "  resume: auto", "  resume: ${oc.env:SECRET_OF_TEST}")
@@ -207,8 +209,8 @@ def test_resolvers_of_a_stored_configuration_are_off(run_dir: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("text", ["checkpoint: {dir: '${oc.env:HOME}'}", "checkpoint: {dir: '${'}", "- 1", "a: [", ""])
-def test_a_runs_configuration_that_is_none(text: str, tmp_path: Path) -> None:
-    """It is looked into for where checkpoints lie; whatever it holds, there are none here."""
+def test_invalid_configuration_of_a_run_means_no_checkpoints(text: str, tmp_path: Path) -> None:
+    """config.yaml is searched for the location of checkpoints."""
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(UserError, match="has no checkpoints"):
         find_checkpoints(tmp_path)
@@ -219,7 +221,7 @@ def test_a_runs_configuration_that_is_none(text: str, tmp_path: Path) -> None:
 
 
 def names_evil(run_dir: Path, evil: str, key: str) -> None:
-    """Have the configuration in a run's folder name a module, as somebody's does who sends the folder."""
+    """Make the configuration in a run's folder name a module, as an attacker would."""
     path = run_dir / "config.yaml"
     old, new = {"model": ("name: llama", f"name: {evil}:x"), "wrap": ("wrap: block", f"wrap: {evil}:wrap")}[key]
     text = path.read_text()
@@ -229,10 +231,10 @@ def names_evil(run_dir: Path, evil: str, key: str) -> None:
 
 @pytest.mark.parametrize("key", ["model", "wrap"])
 @pytest.mark.parametrize("command", ["print-config", "help", "show", "plan", "load"])
-def test_a_run_as_recipe_imports_nothing_that_nobody_has_allowed(
+def test_run_as_recipe_imports_only_allowed_modules(
     command: str, key: str, run_dir: Path, evil: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whichever command reads it; with leave, given in the same words everywhere, it is imported."""
+    """In every command; with permission, which is given in the same words everywhere, the module is imported."""
     names_evil(run_dir, evil, key)
     recipe = f"recipe={run_dir}"
 
@@ -262,7 +264,7 @@ def refused(act: Callable[[], object]) -> bool:
     return False
 
 
-def test_an_evaluation_imports_nothing_that_nobody_has_allowed(run_dir: Path, evil: str) -> None:
+def test_evaluation_imports_only_allowed_modules(run_dir: Path, evil: str) -> None:
     checkpoint = name_module(run_dir, evil)
     with pytest.raises(UserError, match=f"--allow-import {evil}"):
         find_subject(str(checkpoint), [])
@@ -270,13 +272,13 @@ def test_an_evaluation_imports_nothing_that_nobody_has_allowed(run_dir: Path, ev
     assert find_subject(str(checkpoint), [], [evil]).config.model.name == f"{evil}:x"
 
 
-def test_a_recipe_file_of_ones_own_imports_what_it_names(evil: str, tmp_path: Path) -> None:
-    """It is the user's own, given by its path, like a script: of a run or a checkpoint is what these have written."""
+def test_recipe_file_may_name_a_module(evil: str, tmp_path: Path) -> None:
+    """The user wrote and named it, like a script; the configuration of a run or a checkpoint is not trusted."""
     (tmp_path / "mine.yaml").write_text(f"recipe: llama_small\nmodel:\n  name: {evil}:x\n")
     assert load_config(str(tmp_path / "mine.yaml")).model.name == f"{evil}:x"
 
 
-def test_a_recipe_file_that_inherits_from_a_run_is_no_leave(run_dir: Path, evil: str, tmp_path: Path) -> None:
+def test_inheriting_from_a_run_does_not_allow_its_module(run_dir: Path, evil: str, tmp_path: Path) -> None:
     names_evil(run_dir, evil, "model")
     (tmp_path / "mine.yaml").write_text(f"recipe: {run_dir}\ntrain:\n  steps: 3\n")
     with pytest.raises(UserError, match=f"--allow-import {evil}"):

@@ -1,4 +1,4 @@
-"""Goodput over the attempts of a run, and the page that says it: on runs that ended, go on, or were killed."""
+"""Goodput over the attempts of a run, and the report page, for finished, running and killed runs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ ONE_ATTEMPT = [
 # Goodput
 
 
-def test_where_the_time_of_one_attempt_went() -> None:
+def test_division_of_the_time_of_one_attempt() -> None:
     found = find_goodput(ONE_ATTEMPT)
     assert (found.start_s, found.load_s, found.eval_s, found.save_s) == (6.0, 4.0, 3.0, 0.5)
     assert (found.wall_s, found.update_s, found.lost_s, found.between_s) == (20.0, 6.0, 0.0, 0.0)
@@ -77,7 +77,7 @@ def test_where_the_time_of_one_attempt_went() -> None:
 
 
 def resume(folder: Path, resumed_step: int, started: float) -> JsonLines:
-    """Do what a resumed run does to the file, and write its start record."""
+    """Change the file as a resumed run does, and write its start record."""
     sink = JsonLines(folder / "metrics.jsonl", resumed_step)
     before = vars(sink.before)
     fields = {"started": started, "load_s": 1.0, "lost_steps": sink.lost_steps, "before": before}
@@ -85,7 +85,7 @@ def resume(folder: Path, resumed_step: int, started: float) -> JsonLines:
     return sink
 
 
-def test_steps_that_a_crash_has_lost_are_no_goodput(tmp_path: Path) -> None:
+def test_steps_lost_in_a_crash_are_no_goodput(tmp_path: Path) -> None:
     folder = write(tmp_path, ONE_ATTEMPT)
     sink = resume(folder, 4, started=1030.0)
     assert sink.lost_steps == 2
@@ -96,7 +96,7 @@ def test_steps_that_a_crash_has_lost_are_no_goodput(tmp_path: Path) -> None:
     assert (found.load_s, found.start_s) == (5.0, 10.0)
 
 
-def test_lost_again_and_again_and_further_back(tmp_path: Path) -> None:
+def test_repeated_loss_falls_back_to_older_checkpoints(tmp_path: Path) -> None:
     folder = write(tmp_path, ONE_ATTEMPT)
     sink = resume(folder, 4, started=1030.0)  # 5 and 6 are lost
     sink.write(Record(**train_line(7, 1040.0)))
@@ -112,7 +112,7 @@ def test_lost_again_and_again_and_further_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("resumed_step", range(7))
-def test_half_an_interval_is_lost_in_proportion(resumed_step: int) -> None:
+def test_partly_lost_interval_counts_in_proportion(resumed_step: int) -> None:
     ledger = TimeLedger(resumed_step)
     for line in [start_line(1.0), train_line(1, 2.0), train_line(6, 7.0)]:
         ledger.add(line)
@@ -121,12 +121,12 @@ def test_half_an_interval_is_lost_in_proportion(resumed_step: int) -> None:
     assert total.lost_steps == 6 - resumed_step
 
 
-def test_nothing_is_lost_by_an_orderly_stop_nor_by_going_on_from_elsewhere(tmp_path: Path) -> None:
+def test_stop_on_request_and_resume_from_a_different_run_lose_nothing(tmp_path: Path) -> None:
     for resumed_step in (6, 500):
         assert resume(write(tmp_path, ONE_ATTEMPT), resumed_step, 1030.0).lost_steps == 0
 
 
-def test_the_time_after_a_finished_attempt_is_nobodys() -> None:
+def test_time_after_a_finished_attempt_does_not_count() -> None:
     end = {"kind": "end", "step": 6, "reason": "finished", "time": 1021.0}
     lines = [*ONE_ATTEMPT, end, start_line(9010.0, 6, started=9000.0, load_s=1.0), train_line(7, 9011.0)]
     found = find_goodput(lines)
@@ -135,7 +135,7 @@ def test_the_time_after_a_finished_attempt_is_nobodys() -> None:
     assert find_goodput(lines).between_s == 9000.0 - 1021.0, "it waited to go on"
 
 
-def test_skipped_updates_do_not_count() -> None:
+def test_skipped_steps_do_not_count() -> None:
     lines = [
         start_line(1.0),
         train_line(2, 3.0, skipped=1),
@@ -155,7 +155,7 @@ def test_files_without_times_and_with_strange_values() -> None:
     assert find_goodput([start_line(100.0, started=90.0, before={"later_field": 1, "wall_s": 5.0})]).wall_s == 15.0
 
 
-def test_a_clock_that_goes_back_makes_nothing_negative() -> None:
+def test_clock_that_goes_back_gives_no_negative_times() -> None:
     lines = [start_line(1000.0, started=990.0), train_line(1, 900.0), start_line(950.0, 1, started=940.0)]
     found = find_goodput(lines)
     assert all(value >= 0 for value in vars(found).values() if not isinstance(value, str))
@@ -163,7 +163,7 @@ def test_a_clock_that_goes_back_makes_nothing_negative() -> None:
     assert found.share <= 1
 
 
-def test_the_start_is_the_commands_and_is_taken_once() -> None:
+def test_start_time_is_that_of_the_command_and_counted_once() -> None:
     env: dict[str, str] = {}
     record_start_time(12.5, env)
     assert (take_start_time(env), take_start_time(env)) == (12.5, None)
@@ -174,7 +174,7 @@ def test_the_start_is_the_commands_and_is_taken_once() -> None:
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_and_resumed(tmp_path: Path) -> None:
-    """Killed after step 5 with a checkpoint at 3: 4 and 5 are lost, on record in the file and in the report."""
+    """Killed after step 5 with a checkpoint at 3: steps 4 and 5 are lost, in the file and in the report."""
     folder = tmp_path / "run"
     arguments = ["recipe=llama_small", "model.name=tests.helpers.own_recipes:mlp_faulty", "data.source=synthetic"]
     arguments += ["data.seq_len=16", "train.global_batch_size=4", "train.micro_batch_size=1", "train.steps=8"]
@@ -220,7 +220,7 @@ def test_a_run_that_is_killed_and_resumed(tmp_path: Path) -> None:
 
 
 class Page(HTMLParser):
-    """Collects tags, what they refer to, and checks that each is closed in its turn."""
+    """Collects tags and their references, and checks that each tag is closed in order."""
 
     VOID = {"meta", "input", "br"}
     CDATA_CONTENT_ELEMENTS = ("script", "style")
@@ -258,13 +258,13 @@ def report(folder: Path, *arguments: str) -> str:
 
 
 def data_in(html: str) -> dict[str, Any]:
-    """Return what the page's script draws."""
+    """Return the data that the page's script draws."""
     text = html.partition('<script type="application/json" id="data">')[2].partition("</script>")[0]
     found: dict[str, Any] = json.loads(text)
     return found
 
 
-def test_the_page_needs_nothing_beside_it(tmp_path: Path) -> None:
+def test_page_needs_no_other_file(tmp_path: Path) -> None:
     html = report(write(tmp_path, ONE_ATTEMPT, "finished"))
     page = Page(html)
     assert page.tags.count("script") == 2
@@ -276,7 +276,7 @@ def test_the_page_needs_nothing_beside_it(tmp_path: Path) -> None:
     assert "1.23 k parameters" in page.text
 
 
-def test_what_the_page_draws(tmp_path: Path) -> None:
+def test_charts_of_the_page(tmp_path: Path) -> None:
     data = data_in(report(write(tmp_path, ONE_ATTEMPT, "finished")))
     assert [panel["title"] for panel in data["panels"]] == [panel.title for panel in PANELS]
     (run,) = data["runs"]
@@ -287,8 +287,8 @@ def test_what_the_page_draws(tmp_path: Path) -> None:
     assert data["refresh_s"] == 0, "it is finished"
 
 
-def test_what_a_trainer_logs_has_charts_and_a_table(tmp_path: Path) -> None:
-    """In training and in evaluations, also where it begins later; and in a comparison with a run that lacks it."""
+def test_logged_values_have_charts_and_a_table(tmp_path: Path) -> None:
+    """In training and in evaluations, also if they start later; and compared with a run that has none."""
     lines = [
         start_line(0.0),
         train_line(1, mean_loss=2.0, skipped=0),
@@ -311,8 +311,8 @@ def test_what_a_trainer_logs_has_charts_and_a_table(tmp_path: Path) -> None:
     assert draw_png([plain, run], "two", "")[:4] == draw_png([run], "one", "")[:4] == b"\x89PNG"
 
 
-def test_a_long_setting_is_collapsed_where_runs_are_compared(tmp_path: Path) -> None:
-    """Such as the whole config.json of a model of transformers: its column would push the others off the page."""
+def test_long_setting_is_collapsed_in_a_comparison(tmp_path: Path) -> None:
+    """Such as the config.json of a transformers model: its column would push the others off the page."""
     short = "model:\n  name: llama\n"
     long = "model:\n  name: hf\n  config: {" + ", ".join(f"key_{n}: {n}" for n in range(200)) + "}\n"
     runs = [write(tmp_path / str(n), ONE_ATTEMPT, "finished", text) for n, text in enumerate([short, long, short])]
@@ -328,7 +328,7 @@ EVIL = "<script>alert(1)</script> & \"$x_1$ '"
 
 @pytest.mark.slow
 def test_sources_have_a_table_and_a_chart(tmp_path: Path) -> None:
-    """Where a run's data have several: one that came later, and one without a target in the last line."""
+    """For data with several sources: one was added later, and one has no target in the last record."""
     first = train_line(1, loss_web=3.0, epoch_web=0.25)
     last = train_line(2, loss_web=None, epoch_web=0.5, loss_code=1.25, epoch_code=1.5)
     evaluation = {"kind": "eval", "step": 2, "loss": 2.0, "loss_web": 2.5, "loss_code": 1.5}
@@ -347,7 +347,7 @@ def test_sources_have_a_table_and_a_chart(tmp_path: Path) -> None:
     assert len(one["panels"]) == len(PANELS)
 
 
-def test_what_a_run_says_is_escaped(tmp_path: Path) -> None:
+def test_text_of_a_run_is_escaped(tmp_path: Path) -> None:
     config = f"run:\n  name: {json.dumps(EVIL)}\nmodel:\n  name: '<b>'\ntrain:\n  steps: 9\n"
     lines = [line | {"device": "<i>", "torch": "<u>", "mesh": {"<s>": 1}} for line in ONE_ATTEMPT[:1]] + ONE_ATTEMPT[1:]
     folder = write(tmp_path, [*lines, {"kind": "end", "step": 6, "reason": "<em>", "time": 1021.0}], config=config)
@@ -393,11 +393,11 @@ def test_what_a_run_says_is_escaped(tmp_path: Path) -> None:
         "sign",
     ],
 )
-def test_files_that_hold_little(lines: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_nearly_empty_files(lines: list[dict[str, Any]], tmp_path: Path) -> None:
     Page(report(write(tmp_path, lines)))
 
 
-def test_a_torn_last_line_and_debris(tmp_path: Path) -> None:
+def test_truncated_last_line_and_debris(tmp_path: Path) -> None:
     write(tmp_path, ONE_ATTEMPT, "running")
     with open(tmp_path / "metrics.jsonl", "ab") as file:
         file.write(b'3\n[]\nnull\n{"kind": "train", "step": 7, "lo\xc3')
@@ -406,7 +406,7 @@ def test_a_torn_last_line_and_debris(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_in_progress_is_told_from_one_that_was_killed(tmp_path: Path) -> None:
+def test_running_and_killed_runs_are_distinguished(tmp_path: Path) -> None:
     write(tmp_path, ONE_ATTEMPT, "running")
     assert (read_run(tmp_path).state, read_run(tmp_path).attempts[-1].ended) == ("killed", "killed")
     owner = tmp_path / ".owner.json"
@@ -418,7 +418,7 @@ def test_a_run_in_progress_is_told_from_one_that_was_killed(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_attempts_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+def test_attempts_on_different_numbers_of_ranks(tmp_path: Path) -> None:
     lines = list(ONE_ATTEMPT)
     for number, (ranks, reason) in enumerate([(4, "stopped"), (1, "failed"), (16, "finished")]):
         time, step = 1100.0 + 100 * number, 7 + number
@@ -443,7 +443,7 @@ def test_runs_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert sorted(path.name for path in folders[0].iterdir()) == ["metrics.jsonl", "status.json"]
 
 
-def test_what_differs_between_runs_is_said_first(tmp_path: Path) -> None:
+def test_differences_between_runs_come_first(tmp_path: Path) -> None:
     config = "run:\n  name: mine\n  dir: {0}\noptim:\n  lr: {1}\n  name: adamw\n"
     one = write(tmp_path / "one", ONE_ATTEMPT, "finished", config.format("one", 0.1))
     two = write(tmp_path / "two", ONE_ATTEMPT, "finished", config.format("two", 0.2))
@@ -467,7 +467,7 @@ def test_samples_checkpoints_and_traces(tmp_path: Path) -> None:
     assert "a%20run/checkpoints/step_00000004" in (tmp_path / "page.html").read_text()
 
 
-def test_a_page_is_written_again_until_its_run_has_ended(tmp_path: Path) -> None:
+def test_page_is_rewritten_until_its_run_ends(tmp_path: Path) -> None:
     folder = write(tmp_path, ONE_ATTEMPT[:3], "running")
     (folder / ".owner.json").write_text("{}")
     assert data_in(report(folder))["refresh_s"] > 0
@@ -494,7 +494,7 @@ def fetch(server: Server, path: str, **headers: str) -> tuple[int, bytes]:
     return answer.status, content
 
 
-def test_the_page_is_served_to_this_machine_alone(tmp_path: Path) -> None:
+def test_page_is_served_to_this_machine_only(tmp_path: Path) -> None:
     profile = {"kind": "profile", "step": 4, "trace": "trace.json.gz"}
     folder = write(tmp_path, [*ONE_ATTEMPT, profile], "finished", config="run: {name: served}\n")
     (folder / "checkpoints" / "step_00000004").mkdir(parents=True)
@@ -546,7 +546,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(path.name for path in good.iterdir()) == ["metrics.jsonl"], "a mistake leaves nothing behind"
 
 
-def test_a_configuration_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_configuration(tmp_path: Path) -> None:
     page = Page(report(write(tmp_path / "name_of_the_folder", ONE_ATTEMPT, config="run: [\n")))
     assert "name_of_the_folder" in page.text
     assert "run: [" in page.text
@@ -556,7 +556,7 @@ def test_a_configuration_that_cannot_be_read(tmp_path: Path) -> None:
 # Long runs
 
 
-def test_columns_keep_least_and_most() -> None:
+def test_thinned_columns_keep_minimum_and_maximum() -> None:
     random = np.random.default_rng(0)
     x, y = np.arange(1.0, 100_001.0), random.normal(size=100_000)
     y[[5, 70_000]] = 99.0, -99.0
@@ -571,7 +571,7 @@ def test_columns_keep_least_and_most() -> None:
     assert columns(x, np.full(x.size, np.nan)).x.size == 0
 
 
-def test_thinned_series_keep_means_least_and_most() -> None:
+def test_thinned_series_keep_mean_minimum_and_maximum() -> None:
     random = np.random.default_rng(0)
     size = 7 * NUM_POINTS
     table = {"step": np.arange(1.0, size + 1), "loss": random.normal(size=size), "lr": np.ones(size)}

@@ -1,4 +1,4 @@
-"""The report in a real browser: Chromium, through playwright.  Skipped where either is missing."""
+"""The report in a real browser: Chromium, through playwright. Skipped if either is missing."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def long_run(folder: Path, seed: int, num_lines: int = 10_000, state: str = "fin
 
 
 def loaded_ms(tab: Tab) -> float:
-    """Return what the page takes to load: the least of five, as other processes may have the cores for one of them."""
+    """Return the load time of the page: the minimum of five, because other processes may use the cores."""
     script, found = "() => performance.getEntriesByType('navigation')[0].loadEventEnd", []
     for _ in range(5):
         found.append(float(tab.page.evaluate(script)))
@@ -108,7 +108,7 @@ def test_one_run_of_ten_thousand_lines(scheme: str, width: int, tmp_path: Path, 
     tab.close()
 
 
-def test_values_under_the_pointer_smoothing_and_axes(tmp_path: Path, browser: Any) -> None:
+def test_tooltip_smoothing_and_axes(tmp_path: Path, browser: Any) -> None:
     folder = long_run(tmp_path / "run", 1)
     (folder / "report.html").write_text(write_page(read_run(folder), folder))
     tab = Tab(browser, folder / "report.html")
@@ -155,7 +155,7 @@ def test_five_runs_are_compared(tmp_path: Path, browser: Any) -> None:
 
 @pytest.mark.parametrize("width", [1280, 800])
 def test_a_long_setting_leaves_room_for_the_columns_of_other_runs(width: int, tmp_path: Path, browser: Any) -> None:
-    """Such as the config.json of a model of transformers; on a click it is there in full."""
+    """Such as the config.json of a transformers model; a click shows it in full."""
     settings = ", ".join(f"a_long_name_of_a_setting_{number}: {number}" for number in range(200))
     configs = ["  dim: 64\n", f"  name: hf\n  config: {{{settings}}}\n", "  dim: 128\n"]
     folders = [
@@ -198,7 +198,7 @@ def test_a_refresh_keeps_scroll_and_choices(tmp_path: Path, browser: Any) -> Non
 
 
 @pytest.mark.parametrize("lines", [ONE_ATTEMPT[:1], ONE_ATTEMPT[:2], ONE_ATTEMPT], ids=["start", "one step", "six"])
-def test_runs_that_have_hardly_begun(lines: list[dict[str, Any]], tmp_path: Path, browser: Any) -> None:
+def test_runs_that_have_just_started(lines: list[dict[str, Any]], tmp_path: Path, browser: Any) -> None:
     folder = write(tmp_path, lines, "running")
     (folder / "report.html").write_text(write_page(read_run(folder), folder))
     tab = Tab(browser, folder / "report.html")

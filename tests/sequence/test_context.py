@@ -1,4 +1,4 @@
-"""Sequences in slices on several ranks: the same losses, gradients and checkpoints as whole on one."""
+"""Context parallelism: slices of sequences on several ranks give the losses, gradients and checkpoints of one rank."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_slices_make_up_the_sequence(method: str, count: int) -> None:
 def test_a_slice_attends_to_its_whole_sequence(
     lengths: list[list[int]] | None, count: int, is_packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the formula, with the other ranks' keys and values handed over without any ranks."""
+    """By the formula, with the keys and values of other ranks passed in without processes."""
     if is_packed:  # as a GPU does
         monkeypatch.setattr(attention, "varlen_attn", _packed)
         monkeypatch.setattr(attention, "_attend_per_document", lambda *given: attention._attend_packed(*given[:4]))
@@ -91,7 +91,7 @@ def test_a_slice_attends_to_its_whole_sequence(
 
 
 def _packed(q: Any, k: Any, v: Any, of_queries: Any, of_keys: Any, *sizes: int, **more: Any) -> Any:
-    """Do by a loop what the kernel does on a GPU: a document's last query goes with its last key."""
+    """Compute by a loop what the kernel does on a GPU: a document's last query is aligned with its last key."""
     found = []
     for number in range(len(of_keys) - 1):
         start, stop = of_queries[number : number + 2].tolist()
@@ -102,7 +102,7 @@ def _packed(q: Any, k: Any, v: Any, of_queries: Any, of_keys: Any, *sizes: int, 
     return torch.cat(found)
 
 
-def test_the_ranks_of_a_group_read_the_same_rows() -> None:
+def test_ranks_of_a_group_read_the_same_rows() -> None:
     one_row = tiny_overrides("train.micro_batch_size=1")
     config = load_config("llama_small", [*one_row, "mesh.context=2", GATHER])
     source = open_source(config.data, 257, "train")
@@ -123,8 +123,8 @@ def test_the_ranks_of_a_group_read_the_same_rows() -> None:
     assert batches[0].shape == (1, 16)
 
 
-def test_what_a_batch_has_once_a_row_stays_whole() -> None:
-    """Which source a row is from, say; and numbers of documents, which every slice needs."""
+def test_entries_with_one_value_per_row_are_not_sliced() -> None:
+    """Such as the source of a row; nor are document numbers, which each slice needs."""
     tokens = np.arange(64).reshape(2, 32)
     batch = {"tokens": tokens, "documents": tokens // 8, "source": np.array([0, 1]), "weights": np.ones((2, 3))}
     for each in slices_of(2, "gather"):
@@ -150,7 +150,7 @@ def test_mistakes() -> None:
         check_config(own, 2, 2)
 
 
-def test_a_configuration_is_right_where_the_ranks_are_not_known() -> None:
+def test_configuration_is_valid_if_the_number_of_ranks_is_unknown() -> None:
     config = load_config("llama_small", ["mesh.context=4", "train.global_batch_size=8"])
     least = smallest_mesh(config)
     assert least.shard == 4
@@ -175,10 +175,12 @@ def test_the_method_follows_from_heads_and_nodes() -> None:
         *(pytest.param(c, how, 2, marks=CAMPAIGN) for c in (2, 8) for how in ("none", "full", "selective", "2")),
     ],
 )
-def test_a_slice_needs_what_so_short_a_sequence_needs(context: int, checkpointing: str, num_kv_heads: int) -> None:
-    """And the keys and values of one block, whole: what a real run needs is what is planned (`test_plan.py`).
+def test_slice_needs_the_memory_of_a_sequence_of_its_length(
+    context: int, checkpointing: str, num_kv_heads: int
+) -> None:
+    """Plus the keys and values of one block; a real run needs what is planned (`test_plan.py`).
 
-    Of three blocks, of which each second one is recomputed, two keep theirs.
+    Of three blocks, every second one is recomputed, so two keep their results.
     """
 
     def peak(num_tokens: int, *overrides: str) -> int:
@@ -197,7 +199,7 @@ def test_a_slice_needs_what_so_short_a_sequence_needs(context: int, checkpointin
 
 
 @pytest.mark.campaign
-def test_the_planner_chooses_slices_where_a_sequence_does_not_fit() -> None:
+def test_planner_chooses_slices_if_a_sequence_does_not_fit() -> None:
     given = ["data.seq_len=4096", "model.max_seq_len=4096", "train.micro_batch_size=1", "train.global_batch_size=8"]
     config, mesh = without_data(load_config("llama_small", tiny_overrides(*given))), MeshShape(1, 8)
     plain = make_plan(config, mesh, find_machine("h100"))
@@ -271,7 +273,7 @@ ON_EIGHT = [["mesh.context=4", "mesh.replicate=2", "train.global_batch_size=8", 
     ],
     ids=["2", "4", "4 joined", "4 masked", "4 packed", "4 ragged", "compiled masked", "compiled", "8"],
 )
-def test_slices_train_as_whole_sequences_do(
+def test_slices_train_like_whole_sequences(
     ranks: int, runs: list[list[str]], data: list[str], num_steps: int, tmp_path: Path
 ) -> None:
     (whole,) = run_ranks(1, train, [[f"run.dir={tmp_path / 'one'}"]], num_steps, *data)[0]
@@ -329,7 +331,7 @@ def test_every_model_trains_in_slices(mesh: list[str], tmp_path: Path) -> None:
     ],
     ids=["2", "4", "2x2"],
 )
-def test_a_run_goes_on_in_slices(to: list[str], tmp_path: Path, one: Shared) -> None:
+def test_run_resumes_with_slices(to: list[str], tmp_path: Path, one: Shared) -> None:
     ran = run_tiny(one.copied(tmp_path / "run", up_to=10), f"train.steps={STEPS}", "log.sample_tokens=4", *to)
     starts = [line for line in ran.metrics if line["kind"] == "start"]
     assert [line["resumed_step"] for line in starts] == [None, 10]
@@ -342,7 +344,7 @@ def test_a_run_goes_on_in_slices(to: list[str], tmp_path: Path, one: Shared) -> 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("to", [["nproc=1"], ["nproc=4"], ["nproc=4", "mesh.context=4"]], ids=["1", "4", "4 of 4"])
-def test_a_run_in_slices_goes_on_elsewhere(to: list[str], tmp_path: Path, one: Shared) -> None:
+def test_run_with_slices_resumes_on_different_meshes(to: list[str], tmp_path: Path, one: Shared) -> None:
     run_tiny(tmp_path / "run", "nproc=2", "mesh.context=2", "train.steps=10", "schedule.name=constant")
     ran = run_tiny(tmp_path / "run", "train.steps=20", *to, "schedule.name=constant")
     straight = run_tiny(tmp_path / "straight", "train.steps=20", "schedule.name=constant")
@@ -358,8 +360,8 @@ def test_a_run_in_slices_goes_on_elsewhere(to: list[str], tmp_path: Path, one: S
         pytest.param("llama_counting", marks=CAMPAIGN),
     ],
 )
-def test_a_recipe_that_mixes_tokens_elsewhere_is_refused(recipe: str, tmp_path: Path) -> None:
-    """It claims that it does not; both numbers are in the message, and nothing is left behind."""
+def test_recipe_that_mixes_tokens_outside_attention_is_rejected(recipe: str, tmp_path: Path) -> None:
+    """The recipe claims not to; the message has both numbers, and no files are left."""
     settings = [text for text in tiny_overrides("nproc=2", "mesh.context=2", GATHER) if not text.startswith("model.")]
     shape = [] if recipe == "shifting" else ["model.dim=32", "model.num_layers=2", "model.num_heads=4"]
     model = [f"model.name=tests.helpers.own_recipes:{recipe}", *shape]

@@ -1,6 +1,4 @@
-"""What slices of sequences must not change where that is easy to get wrong: few targets, half precision, all that a run
-shows and keeps, and where it goes on.
-"""
+"""Edge cases of context parallelism: few targets, half precision, what a run shows and stores, and resumes."""
 
 from __future__ import annotations
 
@@ -93,7 +91,7 @@ class Sparse(Trainer):
 
 
 def digest_of(trainer: Trainer) -> str:
-    """Return one hash of all weights, whatever they are sharded over."""
+    """Return one hash of all weights, independent of the sharding."""
     found = hashlib.sha256()
     for name, parameter in trainer.model.named_parameters():
         whole: torch.Tensor = full(parameter)
@@ -144,7 +142,7 @@ KINDS = ["beginnings", "one"]
     ids=["2", "4 masked", "4 joined"],
 )
 def test_slices_without_a_target(ranks: int, runs: list[list[str]], data: str, num_steps: int, tmp_path: Path) -> None:
-    """Slices that have none, and one target in all of a global batch; and the first weights, bit for bit."""
+    """Slices without a target, and one target in a whole global batch; and the initial weights, bit for bit."""
     (whole,) = run_ranks(1, train, [[f"run.dir={tmp_path / 'one'}"]], KINDS, num_steps, data)[0]
     assert whole[1]["tokens"] == list(range(1, num_steps + 1)), "one target in each step"
     own = [[*overrides, f"run.dir={tmp_path / str(number)}"] for number, overrides in enumerate(runs)]
@@ -166,8 +164,8 @@ MESHES = {
 }
 
 
-def optimizer_state_sizes(trainer: Trainer) -> str:
-    """Return one hash of the optimizer's state, whatever it is sharded over."""
+def optimizer_digest(trainer: Trainer) -> str:
+    """Return one hash of the optimizer's state, independent of the sharding."""
     found = hashlib.sha256()
     for parameter in trainer.model.parameters():
         for name, value in sorted(trainer.optimizer.parts[0].state[parameter].items()):
@@ -188,7 +186,7 @@ def go_on(runs: list[list[str]], num_steps: int) -> list[tuple[str, str, list[fl
         given = tiny_overrides("train.steps=20", "schedule.name=constant", "data.documents=masked", *overrides)
         trainer = Trainer(load_config("llama_small", given))
         trainer.load_checkpoint()
-        began = (digest_of(trainer), optimizer_state_sizes(trainer))
+        began = (digest_of(trainer), optimizer_digest(trainer))
         losses = [record.loss for record in islice(trainer.steps(), num_steps)]
         trainer.save_checkpoint(wait=True)
         trainer.close()
@@ -197,8 +195,8 @@ def go_on(runs: list[list[str]], num_steps: int) -> list[tuple[str, str, list[fl
 
 
 @pytest.mark.campaign
-def test_what_any_mesh_has_saved_any_other_goes_on_with(tmp_path: Path) -> None:
-    """The same bits, whatever the mesh; the same losses afterwards."""
+def test_checkpoint_of_any_mesh_resumes_on_any_other(tmp_path: Path) -> None:
+    """With bit-identical state, and the same losses afterwards."""
     for name, (ranks, mesh) in MESHES.items():
         run_ranks(ranks, go_on, [[*mesh, f"run.dir={tmp_path / name}"]], 5)
     began: dict[str, set[tuple[str, str]]] = {name: set() for name in MESHES}
@@ -216,8 +214,8 @@ def test_what_any_mesh_has_saved_any_other_goes_on_with(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-def test_half_precision_rounds_as_it_does_without_slices(tmp_path: Path) -> None:
-    """No farther from one rank than three times plain two ranks."""
+def test_half_precision_is_as_accurate_as_without_slices(tmp_path: Path) -> None:
+    """The distance to one rank is at most three times that of two ranks without slices."""
     half = ["all"], 20, "fsdp.param_dtype=bfloat16"
     runs = [[], ["mesh.context=2", GATHER], ["mesh.context=2", HEADS]]
     own = [[*overrides, f"run.dir={tmp_path / str(number)}"] for number, overrides in enumerate(runs)]
@@ -232,7 +230,7 @@ def test_half_precision_rounds_as_it_does_without_slices(tmp_path: Path) -> None
 
 
 def refusal(recipe: str, folder: str) -> str:
-    """Return what is said to a recipe whose samples begin without a target, as prompts do; empty if it trains."""
+    """Return the error for a recipe with samples that begin without targets, as prompts do; empty if it trains."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -249,7 +247,7 @@ def refusal(recipe: str, folder: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_recipe_that_mixes_tokens_is_refused_though_nothing_is_asked_of_them(tmp_path: Path) -> None:
+def test_recipe_that_mixes_tokens_is_rejected_even_without_targets(tmp_path: Path) -> None:
     for said in run_ranks(2, refusal, "shifting", str(tmp_path / "run")):
         assert "mixes or counts tokens outside trainer.sequence" in said
 
@@ -263,8 +261,8 @@ SHOWN += ["log.prompts=[def ]", "checkpoint.keep_best=1", "optim.lr=0.02"]
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("method", [GATHER, HEADS], ids=["gather", "heads"])
-def test_what_a_run_shows_and_keeps(method: str, tmp_path: Path) -> None:
-    """Evaluations of averages and of each source, norms by layer, samples, and which checkpoint is the best."""
+def test_evaluations_norms_samples_and_best_checkpoint_with_slices(method: str, tmp_path: Path) -> None:
+    """Evaluations of averages and per source, norms by layer, samples, and the best checkpoint."""
     for name in ("a", "b"):
         text = "".join(f"{name} {number} * {number} = {number * number}\n" for number in range(3000))
         (tmp_path / f"{name}.txt").write_text(text)
@@ -321,7 +319,7 @@ def went_on(folder: Path, *overrides: str) -> Ran:
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("place", CALLS)
-def test_a_rank_that_is_suspended_inside_attention(place: str, tmp_path: Path) -> None:
+def test_rank_suspended_inside_attention(place: str, tmp_path: Path) -> None:
     run = started(tmp_path / "run", place, "SIGSTOP")
     try:
         run.processes[0].join(240)
@@ -337,7 +335,7 @@ def test_a_rank_that_is_suspended_inside_attention(place: str, tmp_path: Path) -
 
 
 @pytest.mark.campaign
-def test_a_run_goes_on_without_slices_after_a_kill_inside_attention(tmp_path: Path) -> None:
+def test_run_continues_without_slices_after_a_kill_inside_attention(tmp_path: Path) -> None:
     run = started(tmp_path / "run", "attend", "SIGKILL")
     codes = run.wait()
     assert codes == [1, -9, 1, 1], run.stderr
@@ -349,8 +347,8 @@ def test_a_run_goes_on_without_slices_after_a_kill_inside_attention(tmp_path: Pa
 
 
 @pytest.mark.campaign
-def test_a_stop_that_is_asked_for_inside_attention(tmp_path: Path) -> None:
-    """The ranks agree on it as the next step begins, which is the last; the run goes on in other slices."""
+def test_stop_request_inside_attention(tmp_path: Path) -> None:
+    """The ranks agree on it when the next step begins, which is the last; the run continues with different slices."""
     run = started(tmp_path / "run", "attend", "SIGTERM")
     assert run.wait() == [75] * 4, run.stderr
     straight = went_on(tmp_path / "straight")

@@ -1,4 +1,4 @@
-"""Documents that share a row: each is read, and learnt from, as if it were alone."""
+"""Documents that share a row: each is processed and trained on as if it were alone."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def check(found: torch.Tensor, given: list[torch.Tensor], lengths: list[list[int
 
 @pytest.mark.parametrize("lengths", [LENGTHS, TINY], ids=["loop", "mask"])
 @pytest.mark.parametrize("of_keys", [4, 2])
-def test_each_document_by_itself(lengths: list[list[int]], of_keys: int) -> None:
+def test_each_document_equals_a_separate_row(lengths: list[list[int]], of_keys: int) -> None:
     documents = Documents.of(numbers(lengths))
     assert documents is not None
     assert documents.are_tiny == (lengths is TINY)
@@ -76,8 +76,8 @@ def test_each_document_by_itself(lengths: list[list[int]], of_keys: int) -> None
     check(attend(*given, documents), given, lengths)
 
 
-def test_on_a_gpu_all_rows_lie_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernel is given: here something that does by a loop what it does on a GPU."""
+def test_rows_are_concatenated_for_a_gpu_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain loop stands in for the kernel and checks its inputs."""
 
     def kernel(q: Any, k: Any, v: Any, starts: Any, starts_of_keys: Any, longest: int, _: int, **more: Any) -> Any:
         assert more.get("window_size") == (-1, 0) or more.get("is_causal")
@@ -95,7 +95,7 @@ def test_on_a_gpu_all_rows_lie_end_to_end(monkeypatch: pytest.MonkeyPatch) -> No
     check(attention._attend_packed(*given, documents), given, LENGTHS)
 
 
-def test_positions_and_borders() -> None:
+def test_positions_and_document_boundaries() -> None:
     documents = numbers(LENGTHS)
     counted = positions(documents, None, Documents.of(documents))
     assert counted.tolist() == [[i for length in row for i in range(length)] for row in LENGTHS]
@@ -138,7 +138,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_model_learns_as_from_each_document_alone(name: str) -> None:
+def test_gradients_equal_those_of_separate_documents(name: str) -> None:
     model, batch = build(name), batch_of(LENGTHS)
     loss_of = find_loss(model)
     total = 0.0
@@ -156,7 +156,7 @@ def test_a_model_learns_as_from_each_document_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("lengths", [LENGTHS, TINY], ids=["loop", "mask"])
-def test_no_other_document_has_any_influence(name: str, lengths: list[list[int]]) -> None:
+def test_documents_do_not_influence_each_other(name: str, lengths: list[list[int]]) -> None:
     model, batch = build(name), batch_of(lengths)
     model.eval()
     changed = batch["tokens"].clone()
@@ -180,8 +180,8 @@ def test_no_other_document_has_any_influence(name: str, lengths: list[list[int]]
 
 
 @pytest.mark.slow
-def test_compiled_blocks_take_documents_of_any_length() -> None:
-    """Without a graph for each batch: there are few before torch gives up."""
+def test_compiled_blocks_accept_documents_of_any_length() -> None:
+    """Without a graph per batch: torch recompiles only a few times before it gives up."""
     plain, model = build("llama"), build("llama")
     torch._dynamo.reset()
     for block in model.layers:  # type: ignore[union-attr]
@@ -199,8 +199,8 @@ def test_compiled_blocks_take_documents_of_any_length() -> None:
         assert F.mse_loss(one, other).sqrt() < 1e-5 * one.abs().max()
 
 
-def test_heads_that_no_kernel_takes_in_groups_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU in fp32, where the scores of all pairs would lie in memory."""
+def test_grouped_heads_are_repeated_if_no_kernel_supports_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU in fp32, where the scores of all pairs would be in memory."""
     assert not attention._supports_grouped_heads("cuda", torch.float32)
     assert attention._supports_grouped_heads("cuda", torch.bfloat16)
     assert attention._supports_grouped_heads("cpu", torch.float32)

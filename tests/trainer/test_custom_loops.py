@@ -1,4 +1,4 @@
-"""The Python interface: what a subclass may override, loops of one's own, own state, own recipes."""
+"""The Python interface: overridable methods, custom loops, custom state and custom recipes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def of(kind: str, found: list[dict[str, Any]], field: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What a Trainer without changes does."""
+    """The results of a Trainer without changes."""
     return fit(Trainer(tiny_config(tmp_path_factory.mktemp("plain"))))
 
 
@@ -106,7 +106,7 @@ def test_build_model(tmp_path: Path) -> None:
 
 
 class WithTeacher(Trainer):
-    """Builds a second model, and learns from it alone."""
+    """Builds a second model, and learns only from it."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -139,7 +139,7 @@ def test_build_optimizer(tmp_path: Path) -> None:
     assert trainer.optimizer.lr == of("train", found, "lr")[-1], "at the configured learning rate"
 
 
-def test_the_seed_of_the_data_decides_their_order(tmp_path: Path) -> None:
+def test_data_seed_determines_the_order(tmp_path: Path) -> None:
     found = []
     for number, seeds in enumerate([[], ["data.seed=7"], ["run.seed=7"]]):
         trainer = Trainer(tiny_config(tmp_path / str(number), *seeds))
@@ -207,7 +207,7 @@ def test_loss(tmp_path: Path, plain: list[dict[str, Any]]) -> None:
 
 
 class Rows(Trainer):
-    """Counts sequences instead of targets, and logs: a sum, a mean, and what one rank alone knows, now and then."""
+    """Counts sequences instead of targets, and logs a sum, a mean, and a value that only one rank sometimes has."""
 
     def count(self, batch: Batch) -> float:
         return len(batch["tokens"])
@@ -227,8 +227,8 @@ def train_rows(folder: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_what_is_counted_and_logged(ranks: int, tmp_path: Path, plain: list[dict[str, Any]]) -> None:
-    """Summed over steps, micro-batches and ranks, those of an evaluation apart; one rank may know a name alone."""
+def test_counted_and_logged_values(ranks: int, tmp_path: Path, plain: list[dict[str, Any]]) -> None:
+    """Summed over steps, micro-batches and ranks, separately for evaluations; a name may be logged by one rank only."""
     if ranks == 1:
         train_rows(str(tmp_path))
     else:
@@ -244,7 +244,7 @@ def test_what_is_counted_and_logged(ranks: int, tmp_path: Path, plain: list[dict
     assert [line["tokens"] for line in train] == [8 * 16 * line["step"] for line in train], "targets all the same"
 
 
-def test_a_field_that_there_is_cannot_be_logged(tmp_path: Path) -> None:
+def test_existing_field_cannot_be_logged(tmp_path: Path) -> None:
     trainer = Trainer(tiny_config(tmp_path))
     with pytest.raises(UserError, match="'grad_norm' is a field"):
         trainer.log("grad_norm", 1.0)
@@ -273,7 +273,7 @@ class OwnEntries(Trainer):
         return super().loss(batch)
 
 
-def test_a_source_may_have_further_entries(tmp_path: Path) -> None:
+def test_source_may_have_additional_entries(tmp_path: Path) -> None:
     assert of("train", fit(OwnEntries(tiny_config(tmp_path))), "step") == [1, 2, 3, 4]
 
 
@@ -315,8 +315,8 @@ def test_evaluate_returns_what_it_logs(tmp_path: Path) -> None:
     assert again.loss == record.loss, "evaluation changes nothing"
 
 
-def test_evaluation_changes_nothing_of_the_training(tmp_path: Path) -> None:
-    """With dropout: neither its random numbers nor the mode that the model is in."""
+def test_evaluation_does_not_affect_training(tmp_path: Path) -> None:
+    """With dropout: neither its random numbers nor the mode of the model."""
     own = ["data.source=synthetic", "data.seq_len=16", "train.steps=4", "train.global_batch_size=4", "log.every=1"]
     own += ["train.micro_batch_size=2", "model.vocab_size=32", "model.dim=16", "model.num_layers=2"]
     own += ["model.num_heads=4", "model.dropout=0.5", "run.threads=1", "log.sample_tokens=0", "eval.steps=1"]
@@ -327,8 +327,8 @@ def test_evaluation_changes_nothing_of_the_training(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
-def test_what_fills_the_last_batch_of_an_evaluation_does_not_count(tmp_path: Path) -> None:
-    """256 samples are held out: in micro-batches of 3 two are missing at the end."""
+def test_padding_of_the_last_evaluation_batch_does_not_count(tmp_path: Path) -> None:
+    """Of 256 held-out samples in micro-batches of 3, the last one lacks two."""
     losses = []
     for micro in (1, 3):
         sizes = ["train.global_batch_size=6", f"train.micro_batch_size={micro}", "eval.steps=0", "eval.every=1"]
@@ -364,7 +364,7 @@ class OwnFit(Trainer):
         return 0
 
 
-def test_own_fit(tmp_path: Path, plain: list[dict[str, Any]]) -> None:
+def test_custom_fit(tmp_path: Path, plain: list[dict[str, Any]]) -> None:
     assert of("train", fit(OwnFit(tiny_config(tmp_path))), "loss") == of("train", plain, "loss")
     assert (tmp_path / "checkpoints" / "step_00000004").is_dir()
 
@@ -378,17 +378,17 @@ class NoEvaluation(Trainer):
         return super().loss(batch)
 
 
-def test_without_evaluation_there_is_none_at_the_end_either(tmp_path: Path) -> None:
+def test_disabled_evaluation_is_not_run_at_the_end_either(tmp_path: Path) -> None:
     trainer = NoEvaluation(tiny_config(tmp_path, "eval.every=0"))
     assert trainer.eval_loader is None
     assert of("eval", fit(trainer), "step") == []
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# A loop of one's own
+# Custom loops
 
 
-def test_a_loop_resumes_and_logs(tmp_path: Path, plain: list[dict[str, Any]]) -> None:
+def test_custom_loop_resumes_and_logs(tmp_path: Path, plain: list[dict[str, Any]]) -> None:
     losses = []
     first = Trainer(tiny_config(tmp_path))
     for record in first.steps():
@@ -409,8 +409,8 @@ def test_a_loop_resumes_and_logs(tmp_path: Path, plain: list[dict[str, Any]]) ->
     assert of("checkpoint", found, "step") == [2]
 
 
-def test_a_loop_that_is_through_says_so(tmp_path: Path) -> None:
-    """One `end` an attempt, and a status that is not for ever `running`, once the Trainer is closed."""
+def test_finished_custom_loop_records_its_end(tmp_path: Path) -> None:
+    """One `end` record per attempt, and a final status, once the Trainer is closed."""
     trainer = Trainer(tiny_config(tmp_path))
     list(trainer.steps())
     trainer.close()
@@ -418,8 +418,8 @@ def test_a_loop_that_is_through_says_so(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "status.json").read_text())["state"] != "running"
 
 
-def test_closing_after_a_loop_closes_what_takes_the_records(tmp_path: Path) -> None:
-    """Weights & Biases sends from a thread, and a terminal's status bar is to be cleared."""
+def test_closing_after_a_loop_closes_all_sinks(tmp_path: Path) -> None:
+    """Weights & Biases sends from a thread, and the status bar of a terminal must be cleared."""
     closed = []
 
     class LastSink:
@@ -467,8 +467,8 @@ def test_load_the_newest_checkpoint(source: Path, tmp_path: Path) -> None:
     fresh.close()
 
 
-def test_an_explicitly_loaded_checkpoint_is_where_steps_goes_on(source: Path) -> None:
-    """Also where the run's own folder has a newer one."""
+def test_steps_continues_from_an_explicitly_loaded_checkpoint(source: Path) -> None:
+    """Also if the run's own folder has a newer one."""
     trainer = Trainer(tiny_config(source, "train.steps=6"))
     trainer.load_checkpoint(source / "checkpoints" / "step_00000002")
     record = next(iter(trainer.steps()))
@@ -477,7 +477,7 @@ def test_an_explicitly_loaded_checkpoint_is_where_steps_goes_on(source: Path) ->
 
 
 class OwnState:
-    """A moving average, and a count: what a subclass may want to have resumed."""
+    """A moving average and a counter: typical custom state."""
 
     def __init__(self) -> None:
         self.average, self.count = torch.zeros(3), 0
@@ -523,22 +523,22 @@ def resume_on_ranks(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.campaign
-def test_own_state_is_resumed(tmp_path: Path) -> None:
+def test_custom_state_is_restored(tmp_path: Path) -> None:
     expected = [[1, 1, 1, 1], [3, 2, 3, 2], [6, 3, 6, 3], [10, 4, 10, 4]]
     assert resume_own_state(tmp_path) == {"found": expected, "is_open": False}
 
 
-def test_own_state_is_resumed_on_every_rank_and_trainers_follow_each_other(tmp_path: Path) -> None:
-    """Each Trainer opens and closes the process group: what the one before left in the store must not mislead it.
+def test_custom_state_is_restored_on_every_rank_by_successive_trainers(tmp_path: Path) -> None:
+    """Each Trainer opens and closes the process group; keys left in the store must not mislead the next one.
 
-    Where it did, 3 of 5 second Trainers waited for ever for a rank at an address of the first.
+    They once did: 3 of 5 second Trainers waited forever for a rank at an address of the first.
     """
     first, second = run_ranks(2, resume_on_ranks, tmp_path)
     assert first == {"found": [[1, 1, 1, 1], [3, 2, 3, 2], [6, 3, 6, 3], [10, 4, 10, 4]], "is_open": False}
     assert second == {"found": [[1, 1, 2, 2], [3, 2, 6, 4], [6, 3, 12, 6], [10, 4, 20, 8]], "is_open": False}
 
 
-def test_a_name_is_given_once(tmp_path: Path) -> None:
+def test_state_name_must_be_unique(tmp_path: Path) -> None:
     trainer = Trainer(tiny_config(tmp_path))
     for name in ("model", "random", "loader"):
         with pytest.raises(ValueError, match=name):
@@ -556,7 +556,7 @@ def test_two_trainers_one_after_the_other(tmp_path: Path, plain: list[dict[str, 
         assert not dist.is_initialized()
 
 
-def test_a_joined_process_group_is_left_open(tmp_path: Path, plain: list[dict[str, Any]]) -> None:
+def test_joined_process_group_is_left_open(tmp_path: Path, plain: list[dict[str, Any]]) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for number in range(2):
@@ -637,7 +637,7 @@ class Bigram(nn.Module):
 
 
 class BigramTrainer(DoubleLoss):
-    """Has a loss of its own, so that one sees that it was used."""
+    """Has a custom loss, so that its use can be detected."""
 
 
 register(Recipe("bigram", BigramConfig, Bigram, ["table", "out"], trainer=BigramTrainer))
@@ -647,9 +647,7 @@ register(
 
 
 @pytest.mark.parametrize("name", ["bigram", "bigram_by_name"])
-def test_a_recipe_from_outside_with_its_own_trainer(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_external_recipe_with_its_own_trainer(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert find_recipe(f"tests.trainer.test_custom_loops:{name}").trainer_class(Trainer) is BigramTrainer
     file = tmp_path / "bigram.yaml"
     file.write_text(f"# A bigram model.\nmodel: {{name: 'tests.trainer.test_custom_loops:{name}', width: 4}}\n")
@@ -663,8 +661,8 @@ def test_a_recipe_from_outside_with_its_own_trainer(
     assert not dist.is_initialized()
 
 
-def test_another_distribution_announces_its_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By an entry point, whose module registers them."""
+def test_recipes_of_an_installed_package_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through an entry point with a module that registers them."""
 
     class EntryPoint:
         def load(self) -> None:

@@ -1,4 +1,4 @@
-"""Preferences: the loss of pairs beside a reference is that of the formula, on any mesh, with adapters or without."""
+"""Preference training: the loss of pairs follows the formula, on any mesh, with or without adapters."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
 
 
 def plain_loop(base: Path, kind: str) -> list[dict[str, float]]:
-    """Train as the formula says, in one process, on whole batches; adapters are added to the weights they change."""
+    """Train by the formula in one process on full batches; adapters are added to the weights that they change."""
     config = config_of(base, Path("unused"), *OWN, *WITH[kind])
     trainer = OnPairs(replace(config, run=replace(config.run, dir="/nonexistent")))
     batches, lrs = iter(trainer.loader), [trainer.schedule.lr(step) for step in range(1, NUM_STEPS + 1)]
@@ -166,7 +166,7 @@ def assert_close(lines: list[dict[str, Any]], expected: list[dict[str, float]]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adapters", pytest.param("a second model", marks=pytest.mark.campaign)])
-def test_it_is_the_formula_on_one_rank_and_two_and_a_resume_is_bit_equal(kind: str, base: Path, tmp_path: Path) -> None:
+def test_loss_follows_the_formula_on_any_mesh_and_resumes_bit_for_bit(kind: str, base: Path, tmp_path: Path) -> None:
     expected = plain_loop(base, kind)
     assert expected[-1]["loss"] < 0.9 * expected[0]["loss"], "it learns"
     assert expected[0]["loss"] == pytest.approx(float(np.log(2)))
@@ -187,8 +187,8 @@ def test_it_is_the_formula_on_one_rank_and_two_and_a_resume_is_bit_equal(kind: s
 
 
 @pytest.mark.slow
-def test_pairs_are_evaluated_too(base: Path, tmp_path: Path) -> None:
-    """What fills up the last batch counts for nothing, and what the reference leaves is freed."""
+def test_evaluation_of_pairs(base: Path, tmp_path: Path) -> None:
+    """Padding of the last batch does not count, and the memory of the reference pass is freed."""
     evaluates = ["eval.every=8", "eval.steps=0", "train.global_batch_size=4", *WITH["a second model"]]
     lines = train(str(base), str(tmp_path / "run"), evaluates)
     (line,) = [line for line in lines if line["kind"] == "eval"]
@@ -203,7 +203,7 @@ def test_pairs_are_evaluated_too(base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_reference_is_in_the_plan_and_the_start_block(
+def test_plan_and_start_block_include_the_reference(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(str(base), str(tmp_path / "run"), [*WITH["a second model"], "train.steps=1"])
@@ -222,7 +222,7 @@ def test_the_reference_is_in_the_plan_and_the_start_block(
 
 
 @pytest.mark.slow
-def test_another_reference_is_refused(base: Path, tmp_path: Path) -> None:
+def test_different_reference_is_rejected(base: Path, tmp_path: Path) -> None:
     saves = [*WITH["a second model"], "train.steps=1"]
     train(str(base), str(tmp_path / "run"), saves)
     other = folder_of(tmp_path / "other", config=replace(SOURCE, init_std=0.06))
@@ -234,7 +234,7 @@ def test_another_reference_is_refused(base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_command_trains_a_folder_on_a_file_of_pairs(tmp_path: Path) -> None:
+def test_one_command_trains_a_model_folder_on_a_file_of_pairs(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers", reason="a model's tokenizer is read with the library `tokenizers`")
     model = replace(SOURCE, vocab_size=128)
     folder = write_tokenizer(folder_of(tmp_path / "model", config=model), CHATML, eos_token="<|im_end|>")
@@ -263,7 +263,7 @@ def test_one_command_trains_a_folder_on_a_file_of_pairs(tmp_path: Path) -> None:
     assert "rejected answers would be trained on" in wrong.stderr
 
 
-def test_only_its_own_trainer_trains_pairs(base: Path, tmp_path: Path) -> None:
+def test_only_the_preference_trainer_accepts_pairs(base: Path, tmp_path: Path) -> None:
     config = config_of(base, tmp_path / "run", *OWN, *WITH["adapters"])
     assert config.trainer_class(Trainer) is PreferenceTrainer
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The same losses on any mesh, and the same as a plain loop without FSDP; bit-equal resume."""
+"""The same losses on any mesh and as in a plain loop without FSDP; bit-identical resume."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def make_loader(config: Any) -> Any:
 
 
 def plain_loop(config: Any) -> list[float]:
-    """Train as a script of one's own would: no FSDP, no trainer, whole batches, plain cross-entropy and AdamW."""
+    """Train as a plain script would: no FSDP, no trainer, full batches, plain cross-entropy and AdamW."""
     from trainer.model.materialize import materialize
 
     with torch.device("meta"):
@@ -146,8 +146,8 @@ def plain_loop(config: Any) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["four", pytest.param("one", marks=pytest.mark.campaign)])
-def test_resume_is_bit_equal(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Taken back to its state after step 10, as by a crash; with workers, which the first attempt did without."""
+def test_resume_is_bit_identical(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """After step 10, as after a crash, and with workers, which the first attempt did not use."""
     straight: Shared = request.getfixturevalue(name)
     resumed = run_tiny(straight.copied(tmp_path / "run", up_to=10), *straight.overrides, "data.num_workers=1")
     assert [line["resumed_step"] for line in resumed.metrics if line["kind"] == "start"] == [None, 10]
@@ -158,7 +158,7 @@ def test_resume_is_bit_equal(name: str, tmp_path: Path, request: pytest.FixtureR
 
 
 def load_tensors(checkpoint: Path) -> dict[str, Any]:
-    """Return all tensors of a checkpoint, whole, in this one process."""
+    """Return all full tensors of a checkpoint, in this process."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -184,8 +184,8 @@ def assert_equal_tensors(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["2", *(pytest.param(to, marks=pytest.mark.campaign) for to in ("1", "2x2"))])
-def test_a_checkpoint_of_four_ranks_goes_on_elsewhere(to: str, tmp_path: Path, four: Shared, one: Shared) -> None:
-    """No sample twice and none missed: the losses are those of the run that never stopped."""
+def test_checkpoint_of_four_ranks_resumes_on_other_meshes(to: str, tmp_path: Path, four: Shared, one: Shared) -> None:
+    """No sample is repeated or missed: the losses are those of the undisturbed run."""
     ran = run_tiny(four.copied(tmp_path / "run", up_to=10), f"train.steps={STEPS}", *MESHES[to])
     assert [line["resumed_step"] for line in ran.metrics if line["kind"] == "start"] == [None, 10]
     assert relative(ran.train("loss"), one.ran.train("loss")) < 1e-5
@@ -194,8 +194,10 @@ def test_a_checkpoint_of_four_ranks_goes_on_elsewhere(to: str, tmp_path: Path, f
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("to", list(MESHES))
-def test_ragged_batches_go_on_elsewhere(to: str, tmp_path: Path, ragged_four: Path, ragged_straight: Ran) -> None:
-    """The same where sequences end before their row does, so that ranks have different numbers of targets."""
+def test_ragged_batches_resume_on_other_meshes(
+    to: str, tmp_path: Path, ragged_four: Path, ragged_straight: Ran
+) -> None:
+    """Sequences end before their rows, so that ranks have different numbers of targets."""
     shutil.copytree(ragged_four, tmp_path / "run")
     ran = run_tiny(tmp_path / "run", "train.steps=20", "data.pack=false", *MESHES[to])
     assert [line["resumed_step"] for line in ran.metrics if line["kind"] == "start"] == [None, 10]
@@ -232,7 +234,7 @@ ODD_GPT2 = [
 
 
 def initial_weights(meshes: list[list[str]]) -> list[dict[str, torch.Tensor]]:
-    """Return the whole initial weights of a llama and a tied gpt2 on each mesh."""
+    """Return the full initial weights of a llama and a tied gpt2 on each mesh."""
     import torch.distributed as dist
 
     from trainer import Trainer
@@ -252,7 +254,7 @@ def initial_weights(meshes: list[list[str]]) -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.slow
 def test_initial_weights_are_bit_identical_on_every_mesh() -> None:
-    """An odd vocabulary makes uneven shards; gpt2 has a tied table."""
+    """An odd vocabulary gives uneven shards; gpt2 has a tied table."""
     ((one, other_seed),) = run_ranks(1, initial_weights, [[], ["run.seed=1"]])
     assert torch.equal(one["gpt2.wte.weight"], one["gpt2.head.output.weight"])
     for name, tensor in one.items():

@@ -1,4 +1,4 @@
-"""Drawn tasks on drawn meshes, killed and resumed: see tests/fuzz.py, which also runs any seed by hand."""
+"""Random tasks on random meshes, killed and resumed: see tests/fuzz.py, which also runs single seeds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_material(tmp_path_factory.mktemp("material"))
 
 
-def test_a_seed_draws_one_case_and_seeds_draw_all_there_is(tmp_path: Path) -> None:
+def test_seeds_are_deterministic_and_cover_all_options(tmp_path: Path) -> None:
     cases = [draw(seed, tmp_path) for seed in range(200)]
     assert cases == [draw(seed, tmp_path) for seed in range(200)]
     assert {case.mesh for case in cases} == {*MESHES, *CONTEXT_MESHES}
@@ -32,19 +32,19 @@ def test_a_seed_draws_one_case_and_seeds_draw_all_there_is(tmp_path: Path) -> No
     assert 60 < sum(case.stays_on_its_mesh for case in cases) < 160
 
 
-def test_seeds_are_read_as_they_are_typed() -> None:
+def test_parsing_of_seeds() -> None:
     assert parse_seeds("3,8,20-22") == [3, 8, 20, 21, 22]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [10])
-def test_a_drawn_run_is_the_undisturbed_one(seed: int, material: Path, tmp_path: Path) -> None:
+def test_disturbed_run_equals_the_undisturbed_one(seed: int, material: Path, tmp_path: Path) -> None:
     run_case(draw(seed, material), tmp_path)
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_drawn_runs_are_the_undisturbed_ones(seed: int, material: Path, tmp_path: Path) -> None:
+def test_disturbed_runs_equal_the_undisturbed_ones(seed: int, material: Path, tmp_path: Path) -> None:
     run_case(draw(seed, material), tmp_path)

@@ -1,4 +1,4 @@
-"""The step asks the device for nothing: what is not finite is skipped there, and numbers are read one step later."""
+"""A step never waits for the device: non-finite steps are skipped there, and results are read one step later."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
 
 
 class Reads(TorchDispatchMode):
-    """Notes what makes the host wait for a device: a value of a tensor that decides what is done next."""
+    """Records operations that make the host wait for a device: reading a tensor's value."""
 
     OPERATORS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique")
 
@@ -64,7 +64,7 @@ does the step, and first needs the gradients and whether they are finite."""
 
 
 @pytest.mark.parametrize("overrides", STEPS.values(), ids=STEPS)
-def test_the_host_reads_nothing_in_a_step(
+def test_host_reads_nothing_within_a_step(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make(tmp_path, *overrides)
@@ -104,8 +104,8 @@ def test_the_host_does_not_wait_for_a_gpu(overrides: list[str], compiled: bool, 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
-def test_an_update_that_is_not_finite_leaves_no_trace(name: str, device: str) -> None:
-    """Not in the weights, and in no state of the optimizer: the next one is what it would have been."""
+def test_non_finite_step_changes_nothing(name: str, device: str) -> None:
+    """Neither weights nor optimizer state: the next step is unaffected."""
     found = []
     for disturbed in (False, True):
         torch.manual_seed(0)
@@ -141,8 +141,8 @@ class NotFinite(Trainer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reads_late", [True, pytest.param(False, marks=pytest.mark.campaign)])
-def test_skipped_updates_are_counted(reads_late: bool, tmp_path: Path) -> None:
-    """As on a GPU, where they are looked at one step later: nothing is left out, whatever is saved or logged."""
+def test_skipped_steps_are_counted(reads_late: bool, tmp_path: Path) -> None:
+    """As on a GPU, where they are read one step later: all are counted, whatever is saved or logged meanwhile."""
     config = load_config(
         "llama_small",
         tiny_overrides(
@@ -165,7 +165,7 @@ def test_skipped_updates_are_counted(reads_late: bool, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reads_late", [False, True])
-def test_each_record_counts_its_own_update(reads_late: bool, tmp_path: Path) -> None:
+def test_each_record_counts_its_own_step(reads_late: bool, tmp_path: Path) -> None:
     overrides = tiny_overrides("train.steps=6", "log.every=6", f"run.dir={tmp_path}")
     trainer = NotFinite(load_config("llama_small", overrides))
     trainer.accounts.reads_late = reads_late
@@ -181,7 +181,7 @@ class FailsAfterSkipping(NotFinite):
 
 
 @pytest.mark.slow
-def test_closing_a_run_that_has_failed_looks_at_nothing(tmp_path: Path) -> None:
+def test_closing_a_failed_run_reads_nothing(tmp_path: Path) -> None:
     overrides = ["train.steps=6", "log.every=6", "train.max_skipped_updates=2", f"run.dir={tmp_path}"]
     trainer = FailsAfterSkipping(load_config("llama_small", tiny_overrides(*overrides)))
     trainer.accounts.reads_late = True
@@ -194,7 +194,7 @@ def test_closing_a_run_that_has_failed_looks_at_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reads_late", [True, pytest.param(False, marks=pytest.mark.campaign)])
-def test_too_many_skipped_updates_end_the_run(reads_late: bool, tmp_path: Path) -> None:
+def test_too_many_skipped_steps_end_the_run(reads_late: bool, tmp_path: Path) -> None:
     overrides = ["train.steps=6", "log.every=6", "train.max_skipped_updates=2", f"run.dir={tmp_path}"]
     trainer = NotFinite(load_config("llama_small", tiny_overrides(*overrides)))
     trainer.accounts.reads_late = reads_late
@@ -216,8 +216,8 @@ class Slow:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reads_losses", [False, True])
-def test_the_devices_time_is_the_updates(reads_losses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for it, and wherever: in rates, goodput, and in what is compared with the plan."""
+def test_device_time_counts_for_its_step(reads_losses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the host waits for it: in rates, goodput, and the comparison with the plan."""
     monkeypatch.setattr("trainer.data.transfer._copy_to_host", lambda values: (values, Slow()))
     trainer = make(tmp_path, "train.steps=9", "log.every=4")
     trainer.accounts.reads_late = True
@@ -231,8 +231,8 @@ def test_the_devices_time_is_the_updates(reads_losses: bool, tmp_path: Path, mon
 
 
 @pytest.mark.slow
-def test_a_step_that_waits_for_its_device_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of a user's own returns plain numbers: what is done after it is no part of it."""
+def test_custom_step_that_waits_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It returns plain numbers; work after it does not count for the step."""
     device = Device(0.0)
     for module in ("trainer.data.transfer", "trainer.metrics.step_metrics"):
         monkeypatch.setattr(f"{module}.time", device)
@@ -250,21 +250,21 @@ def test_a_step_that_waits_for_its_device_itself(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_going_back_leaves_the_update_behind(tmp_path: Path) -> None:
+def test_loading_an_older_checkpoint_drops_the_pending_step(tmp_path: Path) -> None:
     overrides = tiny_overrides("train.steps=6", "log.every=6", "checkpoint.every=2", f"run.dir={tmp_path}")
     trainer = NotFinite(load_config("llama_small", overrides))
     trainer.accounts.reads_late = True
     for record in trainer.steps():
         if record.step == 2:
             trainer.save_checkpoint(wait=True)
-        if record.step == 3:  # not finite, and nobody has looked at it yet
+        if record.step == 3:  # not finite, and not read yet
             trainer.load_checkpoint(tmp_path / "checkpoints" / "step_00000002")
             break
     assert (trainer.skips.total, trainer.skips.in_a_row, trainer.accounts.pending) == (0, 0, None)
     trainer.close()
 
 
-def test_a_record_waits_only_for_what_is_read(tmp_path: Path) -> None:
+def test_record_waits_only_for_the_fields_that_are_read(tmp_path: Path) -> None:
     trainer = make(tmp_path, "train.steps=3", "log.every=3")
     losses = [record.loss for record in trainer.steps()]
     trainer.close()
@@ -273,7 +273,7 @@ def test_a_record_waits_only_for_what_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_numbers_and_batches_arrive(device: str) -> None:
+def test_batches_and_results_are_transferred(device: str) -> None:
     one = torch.tensor(1.5, device=device)
     assert HostScalars(one, one.double() * 2).read() == [1.5, 3.0]
     assert HostScalars(0.1, 2).read() == [0.1, 2.0]
@@ -329,7 +329,7 @@ class Arrival:
 
 
 class Pausing(Trainer):
-    """Logs what the device has, and does something of its own after each step, for long after the fourth."""
+    """Logs values on the device, and works after each step, for a long time after the fourth."""
 
     OWN_S = 0.002
     device: Device
@@ -349,10 +349,10 @@ DRAINED = {1, 5, 8}
 
 @pytest.mark.parametrize("launch_s", [0.01, 0.08])
 @pytest.mark.parametrize("every", [1, 3])
-def test_a_line_is_written_once_the_next_step_is_queued(
+def test_record_is_written_after_the_next_step_is_queued(
     every: int, launch_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host waits for no step before it has queued the next; times are the device's, whatever is done meanwhile."""
+    """The host waits for a step only after queueing the next; times are the device's, whatever happens meanwhile."""
     own = ("train.steps=8", f"log.every={every}", "eval.every=0", "checkpoint.every=5", "checkpoint.mode=sync")
     assert make(tmp_path / "at once", *own).fit() == 0
     device = Device(launch_s)

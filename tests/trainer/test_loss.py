@@ -1,4 +1,4 @@
-"""The loss: the same value and gradients as PyTorch's cross-entropy, and never all logits at once."""
+"""The loss: value and gradients of PyTorch's cross-entropy, without ever having all logits in memory."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("ignored", ["none", "some"])
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 12, NUM_ROWS - 1, NUM_ROWS, NUM_ROWS + 1, 1000])
-def test_value_and_gradients_are_pytorchs(rows: int, ignored: str, dtype: torch.dtype) -> None:
-    """Measured: 5e-7 at most.  Logits are made fp32 whatever the inputs, so that fp64 is no better."""
+def test_value_and_gradients_equal_pytorchs(rows: int, ignored: str, dtype: torch.dtype) -> None:
+    """Measured: at most 5e-7. Logits are always fp32, so fp64 inputs are not more accurate."""
     hidden, weight, targets = inputs(dtype, ignored)
     loss = linear_cross_entropy(hidden, weight, targets, chunk_bytes=rows * ROW_BYTES)
     gradients = torch.autograd.grad(loss, (hidden, weight))
@@ -69,7 +69,7 @@ def test_a_chunk_smaller_than_a_row_is_one_row() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 1000])
-def test_no_target_counts(rows: int) -> None:
+def test_batch_without_targets(rows: int) -> None:
     hidden, weight, targets = inputs(ignored="all")
     loss = linear_cross_entropy(hidden, weight, targets, chunk_bytes=rows * ROW_BYTES)
     loss.backward()
@@ -91,7 +91,7 @@ def test_ignored_targets_get_no_gradient_and_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("scale", [3.0, -0.25])
-def test_gradients_are_scaled_by_what_comes_after(scale: float) -> None:
+def test_gradients_are_scaled_by_the_upstream_gradient(scale: float) -> None:
     hidden, weight, targets = inputs()
     (scale * linear_cross_entropy(hidden, weight, targets, chunk_bytes=5 * ROW_BYTES)).backward()
     _, hidden_grad, weight_grad = exact(hidden, weight, targets)
@@ -102,8 +102,8 @@ def test_gradients_are_scaled_by_what_comes_after(scale: float) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["hidden", "weight"])
-def test_only_one_gradient_is_wanted(wanted: str) -> None:
-    """A frozen head, or frozen layers below it."""
+def test_only_one_gradient_is_needed(wanted: str) -> None:
+    """With a frozen head, or frozen layers below it."""
     hidden, weight, targets = inputs()
     frozen, other = (weight, hidden) if wanted == "hidden" else (hidden, weight)
     frozen.requires_grad_(False)
@@ -114,7 +114,7 @@ def test_only_one_gradient_is_wanted(wanted: str) -> None:
     assert error(other.grad, expected) < 2e-6
 
 
-def test_inputs_that_do_not_lie_in_one_piece() -> None:
+def test_non_contiguous_inputs() -> None:
     hidden, weight, targets = inputs()
     loss = linear_cross_entropy(hidden.transpose(0, 1), weight, targets.T, chunk_bytes=5 * ROW_BYTES)
     assert error(loss, exact(hidden, weight, targets)[0]) < 2e-6
@@ -139,8 +139,8 @@ def test_bf16(rows: int) -> None:
         assert error(found, expected) < 1e-2
 
 
-def test_many_chunks_in_bf16_lose_nothing() -> None:
-    """Added up in bf16, 4096 chunks would lose what is below 1/256 of the sum: an error of 0.2 and more."""
+def test_many_chunks_in_bf16_lose_no_precision() -> None:
+    """Accumulated in bf16, 4096 chunks would lose terms below 1/256 of the sum: an error of 0.2 and more."""
     num_rows = 4096
     hidden = torch.ones(num_rows, 4, dtype=torch.bfloat16)
     weight = torch.zeros(16, 4, dtype=torch.bfloat16, requires_grad=True)
@@ -165,7 +165,7 @@ class Watch(TorchDispatchMode):
         return result
 
 
-def test_all_logits_never_exist() -> None:
+def test_full_logits_never_exist() -> None:
     num_rows, width, vocab, chunk = 512, 8, 1000, 16
     hidden = torch.randn(num_rows, width, requires_grad=True)
     weight = torch.randn(vocab, width, requires_grad=True)
@@ -179,7 +179,7 @@ def test_all_logits_never_exist() -> None:
 
 
 def test_without_gradients_only_the_loss_is_computed() -> None:
-    """Evaluation must not pay for the gradients: one product a chunk instead of three."""
+    """Evaluation does not compute gradients: one matrix product per chunk instead of three."""
     hidden, weight, targets = inputs()
     expected = linear_cross_entropy(hidden, weight, targets).detach()
     with torch.no_grad(), Watch() as watch:
@@ -203,7 +203,7 @@ class Logits(nn.Module):
 
 @pytest.mark.parametrize("rows", [1, 5, 1000])
 def test_a_loss_for_each_sequence(rows: int) -> None:
-    """With gradients that differ: against PyTorch's own, in fp64."""
+    """With different upstream gradients; compared with PyTorch's loss in fp64."""
     hidden, weight, targets = inputs()
     scale = torch.tensor([0.25, -3.0])
     losses = linear_cross_entropy(hidden, weight, targets, chunk_bytes=rows * ROW_BYTES, reduction="row")
@@ -219,8 +219,8 @@ def test_a_loss_for_each_sequence(rows: int) -> None:
 
 
 @pytest.mark.parametrize("linear", [True, False])
-def test_losses_of_sequences_that_are_compared_lose_nothing_in_the_sum(linear: bool) -> None:
-    """A sum of 4000 losses of five, in fp32, is off by more than the loss of a token changes in an update."""
+def test_summed_losses_of_sequences_lose_no_precision(linear: bool) -> None:
+    """An fp32 sum of 4000 losses near 5 is off by more than one step changes the loss of a token."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(2, 4000, 8, generator=generator), torch.randn(50, 8, generator=generator)
     targets = torch.randint(50, (2, 4000), generator=generator)
@@ -259,7 +259,7 @@ class Moved(Logits):
         return super().forward(tokens + offsets)
 
 
-def test_a_model_gets_the_entries_that_it_names() -> None:
+def test_model_gets_the_entries_that_its_forward_names() -> None:
     model, (_, _, targets) = Moved(), inputs(ignored="none")
     tokens, offsets = targets.clamp(max=VOCAB - 2), torch.ones_like(targets)
     batch = {"tokens": tokens, "targets": targets, "offsets": offsets, "weights": torch.ones(3)}
@@ -283,9 +283,8 @@ def test_logits_in_bf16_are_summed_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_compiled_for_a_gpu_computes_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The functions that become its kernels, as they stand: with targets that do not count, by rows, and with
-    a vocabulary whose rows are aligned."""
+def test_functions_compiled_for_a_gpu_compute_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The uncompiled functions, with ignored targets, per row, and with an aligned vocabulary."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 30, 16, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(50, 16, generator=generator).to(dtype).requires_grad_()
@@ -319,8 +318,8 @@ def test_what_is_compiled_for_a_gpu_computes_the_same(dtype: torch.dtype, monkey
     assert set(made) == {256 if dtype == torch.float32 else 128}, "the bytes of a row of logits, of which 50 are used"
 
 
-def test_in_float32_gradients_are_made_where_values_are() -> None:
-    """Neither a second tensor of a chunk's logits, nor one of the weight for each chunk."""
+def test_float32_gradients_reuse_memory() -> None:
+    """No second tensor of a chunk's logits, and no weight gradient per chunk, is allocated."""
     seen: list[tuple[str, tuple[int, ...]]] = []
 
     class Watch(TorchDispatchMode):

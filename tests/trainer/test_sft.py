@@ -1,4 +1,4 @@
-"""Training on chats: packed or not, on any mesh, resumed in the middle of an epoch, it is the same training."""
+"""Training on chats is the same packed or not, on any mesh, and resumed in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def write_chats(folder: Path) -> list[str]:
 
 
 class OneByOne(Trainer):
-    """Sends each conversation through the model alone, without documents, padding or neighbours."""
+    """Runs each conversation through the model separately, without documents, padding or neighbors."""
 
     def loss(self, batch: Batch) -> torch.Tensor:
         total = torch.zeros(())
@@ -75,7 +75,7 @@ def losses(folder: Path, *overrides: str, kind: type[Trainer] = Trainer) -> list
 
 
 @pytest.mark.slow
-def test_packed_chats_train_as_each_conversation_alone(tmp_path: Path) -> None:
+def test_packed_chats_train_like_separate_conversations(tmp_path: Path) -> None:
     settings = [*write_chats(tmp_path), "train.steps=6"]
     packed = losses(tmp_path / "packed", *settings)
     alone = losses(tmp_path / "alone", *settings, kind=OneByOne)
@@ -85,7 +85,7 @@ def test_packed_chats_train_as_each_conversation_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_workers_of_the_loader_read_the_same_chats(tmp_path: Path) -> None:
-    """They are sent the source, chat template and all."""
+    """The source is sent to them, including the chat template."""
     settings = [*write_chats(tmp_path), "train.steps=3"]
     alone, helped = (losses(tmp_path / n, *settings, f"data.num_workers={n}") for n in ("0", "1"))
     assert alone == helped
@@ -103,7 +103,7 @@ def test_an_evaluation_is_the_same_packed_or_not(tmp_path: Path) -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
-def test_epochs_are_the_steps_in_which_each_conversation_is_read_as_often(tmp_path: Path) -> None:
+def test_epochs_are_converted_to_steps(tmp_path: Path) -> None:
     settings = [*write_chats(tmp_path), "data.pack=false", "train.epochs=1.5"]
     trainer = Trainer(tiny_config(tmp_path / "run", *settings, "train.global_batch_size=8"))
     assert (trainer.config.train.steps, trainer.config.train.epochs) == (8, None)  # 60 samples, 8 in each step
@@ -112,7 +112,7 @@ def test_epochs_are_the_steps_in_which_each_conversation_is_read_as_often(tmp_pa
     assert (more.steps, more.epochs, more.small_model_steps) == (30, None, 0)
 
 
-def test_rows_are_no_longer_than_the_longest_conversation_needs(tmp_path: Path) -> None:
+def test_rows_are_as_long_as_the_longest_conversation_needs(tmp_path: Path) -> None:
     settings = [*write_chats(tmp_path), "data.seq_len=512", "train.epochs=1", "model.max_seq_len=512"]
     lengths, steps = [], []
     for name, trims in (("long", []), ("trimmed", ["data.trim_rows=true"])):
@@ -128,7 +128,7 @@ def test_rows_are_no_longer_than_the_longest_conversation_needs(tmp_path: Path) 
     assert steps[1] > 3 * steps[0]
 
 
-def test_the_learning_rate_and_the_least_steps_are_for_the_models_width(tmp_path: Path) -> None:
+def test_learning_rate_and_minimum_steps_depend_on_the_models_width(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     config: dict[str, Any] = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
     config |= {"intermediate_size": 64} | {"num_hidden_layers": 1, "vocab_size": 128, "max_position_embeddings": 128}
@@ -158,7 +158,7 @@ def test_the_learning_rate_and_the_least_steps_are_for_the_models_width(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("elsewhere", [(1, 1), pytest.param((4, 2), marks=pytest.mark.campaign)])
-def test_chats_are_the_same_on_any_mesh_and_resumed_in_the_middle_of_an_epoch(
+def test_chats_train_the_same_on_any_mesh_and_resumed_within_an_epoch(
     elsewhere: tuple[int, int], tmp_path: Path
 ) -> None:
     settings = [*write_chats(tmp_path), "train.epochs=3", "checkpoint.every=3", "checkpoint.keep_last=0"]
@@ -182,7 +182,7 @@ def test_chats_are_the_same_on_any_mesh_and_resumed_in_the_middle_of_an_epoch(
 
 
 @pytest.mark.slow
-def test_the_start_says_what_is_trained_on(tmp_path: Path) -> None:
+def test_start_block_shows_what_is_trained_on(tmp_path: Path) -> None:
     ran: Ran = run_tiny(tmp_path / "run", *write_chats(tmp_path), "train.steps=1")
     check_fields(ran, "start")
     (start,) = (line for line in ran.metrics if line["kind"] == "start")
@@ -208,7 +208,7 @@ def test_a_sample_at_the_end_answers_a_held_out_chat(
 
 
 @pytest.mark.parametrize("kind", ["a chat", "a sample of text"])
-def test_an_evaluation_of_nothing_is_said(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_evaluation_is_reported(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = write_chats(tmp_path)
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": said("Hi", "Yes")}) + "\n")
     if kind == "a sample of text":
@@ -229,10 +229,12 @@ NO_PROMPT = CHATML.partition("\n{% if add_generation_prompt")[0]
 @pytest.mark.parametrize(
     ("template", "header"), [(CHATML, []), pytest.param(NO_PROMPT, ["assistant"], marks=pytest.mark.campaign)]
 )
-def test_one_command_trains_a_folder_and_another_asks_it(template: str, header: list[str], tmp_path: Path) -> None:
-    """A model of random weights, whose texts end otherwise than turns, learns what 60 conversations say.
+def test_one_command_trains_a_folder_and_a_second_one_chats_with_it(
+    template: str, header: list[str], tmp_path: Path
+) -> None:
+    """A model with random weights learns the answers of 60 conversations, although its end token differs.
 
-    Without a generation prompt it learns to write the header of its turn, which no client writes for it.
+    Without a generation prompt it also learns to write the header of its turn, which no client adds.
     """
     transformers = pytest.importorskip("transformers")
     folder = write_tokenizer(tmp_path / "model", template)
@@ -270,10 +272,8 @@ def test_one_command_trains_a_folder_and_another_asks_it(template: str, header: 
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "all"])
-def test_what_ends_a_turn_of_the_template_ends_samples_texts_and_those_of_the_export(
-    train_on: str, tmp_path: Path
-) -> None:
-    """Though the tokenizer and the model that it came with name another end."""
+def test_end_of_turn_ends_samples_generated_text_and_the_exports_text(train_on: str, tmp_path: Path) -> None:
+    """Even if the tokenizer and the model's source declare a different end."""
     trainer = Trainer(
         tiny_config(tmp_path / "run", *write_chats(tmp_path), "train.steps=1", f"data.train_on={train_on}")
     )
@@ -295,8 +295,8 @@ OWN_TEMPLATE = "{% for m in messages %}{{ '[INST]' + m.content + '[/INST]' }}{% 
 
 
 @pytest.mark.parametrize("tokenizer", ["model", "bytes"])
-def test_a_template_of_ones_own_is_kept_and_exported(tokenizer: str, tmp_path: Path) -> None:
-    """Though its file is moved, and the tokenizer's folder has another."""
+def test_custom_template_is_kept_and_exported(tokenizer: str, tmp_path: Path) -> None:
+    """Even if its file is moved, and the tokenizer's folder has a different one."""
     settings, template = write_chats(tmp_path), tmp_path / "own.jinja"
     named = "bytes" if tokenizer == "bytes" else write_tokenizer(tmp_path / "model", CHATML, chat_template="old")
     template.write_text(OWN_TEMPLATE)
@@ -317,8 +317,8 @@ def test_a_template_of_ones_own_is_kept_and_exported(tokenizer: str, tmp_path: P
 
 
 @pytest.mark.campaign
-def test_a_million_random_weights_learn_400_facts_by_heart(tmp_path: Path) -> None:
-    """With the recipe's own settings: 1500 steps."""
+def test_a_million_random_weights_memorize_400_facts(tmp_path: Path) -> None:
+    """With the recipe's own settings, in 1500 steps."""
     transformers = pytest.importorskip("transformers")
     names = [f"{a}{b}{c}" for a in "BDFGKLMNPRSTVZ" for b in "aeiou" for c in ("li", "ra", "to", "mun", "ses", "dok")]
     facts = list(zip(names[:400], reversed(names[:400]), strict=True))

@@ -1,4 +1,4 @@
-"""Model folders that are broken, or made to do harm, are refused in one message, within bounds of time and memory."""
+"""Broken or malicious model folders are rejected in one message, with bounded time and memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMIT_S, LIMIT_GIB = 10.0, 2.0
 NOT_FINITE = ("weights: NaN", "weights: one infinity")
 AT_ONCE = [name for name in CASES if name.startswith(("config: ", "link: "))]
 """What is found in config.json and in the names of files, before torch is needed."""
-LEFT = ("config: NaN", "config: model_type unknown", "config: code of its own", "weights: pickle", *NOT_FINITE)
+LEFT = ("config: NaN", "config: model_type unknown", "config: custom code", "weights: pickle", *NOT_FINITE)
 """What only reading more than configuration files and headers shows."""
 TRAINED = ("tokenizer: catastrophic regex",)
 """Not refused: the tokenizers library gives up on such a match, and the run trains."""
@@ -36,7 +36,7 @@ HEADERS = [
     "weights: garbage",
     "weights: truncated",
     "weights: header too long",
-    "weights: header shorter than said",
+    "weights: header longer than declared",
     "weights: offsets overlap",
     "weights: offsets beyond the end",
     "weights: a shape of 2**62",
@@ -53,8 +53,8 @@ def broken(tmp_path: Path, name: str) -> Path:
 
 @pytest.mark.parametrize("model", ["auto", "hf"])
 @pytest.mark.parametrize("name", [name for name in AT_ONCE if name not in LEFT] + HEADERS)
-def test_a_broken_folder_is_refused_at_once(name: str, model: str, tmp_path: Path) -> None:
-    """By arithmetic and by what files say of themselves: neither is anything built, nor are weights read."""
+def test_broken_folder_is_rejected_at_once(name: str, model: str, tmp_path: Path) -> None:
+    """From metadata alone: no model is built, and no weights are read."""
     folder = broken(tmp_path, name)
     with pytest.raises(UserError) as refused:
         load_config("sft", [f"model.name={model}", f"model.path={folder}", "data.path=chats.jsonl"])
@@ -64,7 +64,7 @@ def test_a_broken_folder_is_refused_at_once(name: str, model: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", NOT_FINITE)
-def test_weights_that_are_not_finite_are_refused(name: str, tmp_path: Path) -> None:
+def test_non_finite_weights_are_rejected(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not all finite: NaN or infinity in .*(norm|layers)"):
         load_weights(broken(tmp_path, name))
 
@@ -73,16 +73,16 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
-def test_one_weight_of_integers_is_refused(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Part of a quantized folder: converted to floating point, the codes would be trained as if they were weights."""
+def test_integer_weight_is_rejected(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Such as in a quantized folder: converted to floating point, the codes would be trained as weights."""
     folder = write_good(tmp_path / "model")
     weights(lambda tensors: tensors.update({UP: tensors[UP].to(dtype)}))(folder)
     with pytest.raises(UserError, match=r"layers.1.feed_forward.w3.weight: u?int8 there, as in a quantized folder"):
         load_weights(folder)
 
 
-def test_matrices_of_zeros_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A download that was interrupted leaves them, where its room had been allocated before."""
+def test_matrices_of_zeros_get_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An interrupted download leaves them if the file was allocated in advance."""
     folder = write_good(tmp_path / "model")
     weights(lambda tensors: tensors[UP].zero_())(folder)
     load_weights(folder)
@@ -97,7 +97,7 @@ def test_an_index_stays_in_its_folder(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["merges.txt", "tokenizer_config.json", "generation_config.json"])
-def test_small_files_that_are_links_out_of_a_folder_are_not_copied(name: str, tmp_path: Path) -> None:
+def test_links_out_of_a_folder_are_not_copied(name: str, tmp_path: Path) -> None:
     folder = write_good(tmp_path / "model")
     (tmp_path / "private").write_text("{}")
     (folder / name).unlink(missing_ok=True)
@@ -114,8 +114,8 @@ def test_small_files_that_are_links_out_of_a_folder_are_not_copied(name: str, tm
     assert read_model_files(folder)[name] == b"{}"
 
 
-def test_the_links_of_a_hubs_cache_are_followed(tmp_path: Path) -> None:
-    """models--a--b/snapshots/<revision>/file -> ../../blobs/<hash>, reached by a link as well."""
+def test_links_within_a_hub_cache_are_followed(tmp_path: Path) -> None:
+    """models--a--b/snapshots/<revision>/file -> ../../blobs/<hash>, also if the folder is reached through a link."""
     snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
     blobs = tmp_path / "models--a--b" / "blobs"
     blobs.mkdir(parents=True)
@@ -130,7 +130,7 @@ def test_the_links_of_a_hubs_cache_are_followed(tmp_path: Path) -> None:
     assert link_outside(snapshot, "../../../elsewhere") is not None
 
 
-def test_a_report_serves_no_file_outside_of_the_run(tmp_path: Path) -> None:
+def test_report_serves_no_file_outside_the_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "profile").mkdir(parents=True)
     (tmp_path / "private.json").write_text("private")
@@ -148,8 +148,8 @@ def test_a_report_serves_no_file_outside_of_the_run(tmp_path: Path) -> None:
 @pytest.mark.campaign
 @pytest.mark.parametrize("model", ["auto", "hf"])
 @pytest.mark.parametrize("name", [name for name in CASES if name not in TRAINED])
-def test_a_broken_folder_costs_little(name: str, model: str, tmp_path: Path) -> None:
-    """The whole command, in a process of its own: one message, exit code 2, in bounded time and memory."""
+def test_broken_folder_costs_little_time_and_memory(name: str, model: str, tmp_path: Path) -> None:
+    """The whole command in a separate process: one message, exit code 2, bounded time and memory."""
     if model == "hf":
         pytest.importorskip("transformers")
     folder = broken(tmp_path, name)

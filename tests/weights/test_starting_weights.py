@@ -1,4 +1,4 @@
-"""Training never starts from other weights than those that were asked for: a folder must have them."""
+"""Training starts from the requested weights or not at all: a folder must contain them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WITHOUT = {"pickles": PICKLES, "config": NOTHING, "shard": PART, "gguf": GGUF, "
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Return the folder of a chat model, with its weights and a file of chats beside it."""
+    """Return the folder of a chat model with its weights and a file of chats."""
     folder = write_tokenizer(folder_of(tmp_path / "model"), CHATML)
     chat = json.dumps({"messages": said("Hi", "Yes")})
     pair = json.dumps({"prompt": said("Hi"), "chosen": said("", "Yes")[1:], "rejected": said("", "No")[1:]})
@@ -82,13 +82,13 @@ def test_adapters_on_text_need_them_too(model: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["auto", "hf"])
-def test_random_weights_where_they_are_asked_for(name: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_weights_on_request(name: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = words(without_weights(model, "config"), "sft", f"model.name={name}", "model.fresh=true")
     assert run.main([*asked, "--dry-run"]) == 0
     assert "weights  drawn at random (run.seed=0)" in capsys.readouterr().out
 
 
-def test_a_new_model_is_trained_by_config_json_alone(model: Path) -> None:
+def test_new_model_is_built_from_config_json_alone(model: Path) -> None:
     own = [f"model.path={without_weights(model, 'config')}", f"data.path={model.parent / 'text.txt'}"]
     assert load_config("llama_small", ["model.name=auto", *own]).train.init_from is None
     with pytest.raises(UserError, match=NOTHING):
@@ -98,29 +98,27 @@ def test_a_new_model_is_trained_by_config_json_alone(model: Path) -> None:
         load_config("llama_small", ["model.name=auto", *own])
 
 
-def test_random_weights_and_those_of_a_folder_exclude_each_other(model: Path) -> None:
+def test_fresh_excludes_init_from(model: Path) -> None:
     with pytest.raises(UserError, match=r"^model\.fresh=true: asks for random weights, but train\.init_from="):
         load_config("llama_small", ["model.name=auto", f"train.init_from={model}", "model.fresh=true"])
 
 
 @pytest.mark.slow
-def test_a_run_resumes_without_the_weights_that_it_started_from(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_resumes_without_its_initial_weights(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(words(model, "sft")) == 0
     without_weights(model, "config")
     assert run.main(words(model, "sft", "train.steps=2")) == 0
     assert "weights  checkpoint" in capsys.readouterr().out
 
 
-def test_a_plan_and_a_look_at_the_data_need_no_weights(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_and_data_commands_need_no_weights(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = words(without_weights(model, "config"), "sft")
     assert plan([*own, "device=cpu", "ranks=1"]) == 0
     assert data_command(["show", *own]) == 0
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_random_weights_are_neither_evaluated_nor_asked(
+def test_random_weights_are_neither_evaluated_nor_used_to_generate(
     kind: str, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content = json.loads((model / "config.json").read_text())

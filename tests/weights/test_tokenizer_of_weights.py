@@ -1,4 +1,4 @@
-"""Weights are trained on with the tokenizer that they were trained with before, unless another is allowed."""
+"""Weights are trained with the tokenizer of their earlier training, unless a different one is allowed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ANOTHER = r"^data\.tokenizer=\S+: differs from the tokenizer that the weights we
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Return the folder of a model with its tokenizer; beside it are a text and another tokenizer."""
+    """Return the folder of a model with its tokenizer; next to it are a text and a second tokenizer."""
     (tmp_path / "text.txt").write_text("Hi two four. " * 200)
     (tmp_path / "other.json").write_bytes(tokenizer_json("?", "one", "Hi"))
     return write_tokenizer(folder_of(tmp_path / "model"), CHATML)
@@ -45,7 +45,7 @@ def fitted(config: RunConfig) -> Trainer:
     return trainer
 
 
-def test_the_folders_own_tokenizer_is_the_default(model: Path) -> None:
+def test_tokenizer_of_the_folder_is_the_default(model: Path) -> None:
     assert config_of(model).data.tokenizer == str(model / "tokenizer.json")
     hf = config_of(model, "model.name=hf", start="model.path=")
     assert hf.data.tokenizer == str(model / "tokenizer.json")
@@ -58,7 +58,7 @@ def test_random_weights_have_no_tokenizer(model: Path) -> None:
 
 
 @pytest.mark.parametrize("other", ["bytes", "other.json"])
-def test_another_one_is_refused_unless_it_is_allowed(other: str, model: Path) -> None:
+def test_different_tokenizer_is_rejected_unless_allowed(other: str, model: Path) -> None:
     other = other if other == "bytes" else str(model.parent / other)
     for more in ([], ["model.name=auto"]):
         with pytest.raises(UserError, match=ANOTHER):
@@ -68,7 +68,7 @@ def test_another_one_is_refused_unless_it_is_allowed(other: str, model: Path) ->
     assert config_of(model, f"data.tokenizer={other}", ALLOWED).data.tokenizer == other
 
 
-def test_the_same_one_elsewhere_is_the_same(model: Path) -> None:
+def test_moved_tokenizer_counts_as_the_same(model: Path) -> None:
     elsewhere = shutil.copytree(model, model.parent / "elsewhere") / "tokenizer.json"
     content = json.loads(elsewhere.read_text())
     content["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
@@ -76,7 +76,7 @@ def test_the_same_one_elsewhere_is_the_same(model: Path) -> None:
     assert config_of(model, f"data.tokenizer={elsewhere}").data.tokenizer == str(elsewhere)
 
 
-def test_a_tokenizer_in_another_form_is_not_taken_for_none(model: Path) -> None:
+def test_tokenizer_in_an_unsupported_format_is_not_ignored(model: Path) -> None:
     (model / "tokenizer.json").rename(model / "tokenizer.model")
     with pytest.raises(
         UserError, match=r"^data\.tokenizer=bytes: the weights in \S+ have their own tokenizer \(tok"
@@ -88,7 +88,7 @@ def test_a_tokenizer_in_another_form_is_not_taken_for_none(model: Path) -> None:
     assert generate([str(model), "--prompt", "Hi"]) == 2
 
 
-def test_shards_of_another_tokenizer_are_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shards_of_a_different_tokenizer_are_rejected(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = {}
     for name, tokenizer in (("own", model), ("other", model.parent / "other.json")):
         (model.parent / name).mkdir()
@@ -104,7 +104,7 @@ def test_shards_of_another_tokenizer_are_refused(model: Path, capsys: pytest.Cap
     fitted(config_of(model, f"data.path={made['other']}", ALLOWED))
 
 
-def test_from_another_run_its_tokenizer_is_taken(model: Path) -> None:
+def test_tokenizer_of_a_run_is_used_with_its_weights(model: Path) -> None:
     fitted(config_of(model))
     (model / "tokenizer.json").rename(model / "kept.json")
     with pytest.raises(
@@ -120,7 +120,7 @@ def test_from_another_run_its_tokenizer_is_taken(model: Path) -> None:
 
 
 def test_a_run_of_bytes_resumes_and_exports_no_tokenizer(model: Path) -> None:
-    """One that was begun when bytes were the default, or that was allowed to read them."""
+    """A run from a version that used bytes by default, or a run that was allowed to use them."""
     fitted(config_of(model, "data.tokenizer=bytes", ALLOWED))
     assert config_of(model, "train.steps=2").data.tokenizer == "bytes"
     fitted(load_config(str(model.parent / "run"), ["train.steps=2", "checkpoint.allow_changes=[]"]))
