@@ -65,6 +65,8 @@ _EVALUATION_OVERRIDES = {
     "checkpoint.dir": "null",
     "log.wandb": "off",
     "log.tensorboard": "false",
+    "log.trackers": "[]",
+    "log.prometheus": "null",
     "log.profile_steps": "null",
 }
 """Overrides of the run's settings: an evaluation may use a different number of ranks, and stores nothing."""

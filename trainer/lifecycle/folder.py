@@ -26,7 +26,10 @@ from trainer.errors import EXIT_FAILED, UserError, masked, print_stderr, redact,
 from trainer.files import find_folder, write_and_sync, write_atomically
 from trainer.metrics.record import find_boot
 
-RECORD = ("metrics.jsonl", "metrics_superseded.jsonl", "console.log", "samples.txt", "tensorboard", "wandb", "profile")
+RECORD = (
+    *("metrics.jsonl", "metrics_superseded.jsonl", "console.log", "samples.txt", "trackers.json"),
+    *("tensorboard", "wandb", "profile"),
+)
 """Files, other than checkpoints, that are moved aside when a run starts over."""
 
 

@@ -69,7 +69,7 @@ class Resume:
         own_path = f"{self._checkpoints.storage}/{name_of(found.manifest.step)}"
         self.is_own = self._world.broadcast(is_same_location(found.path, own_path))
         if not self.is_own or self._world.broadcast(self.earlier_attempts.is_copied(found)):
-            self._metrics.wandb_id = None  # it belongs to the other run
+            self._metrics.tracking_id = None  # it belongs to the other run
         self._has_gone_back = is_running
         if self._world.is_main:
             for name, damage in found.damaged.items():
@@ -181,7 +181,7 @@ class Resume:
             what = "earlier run" if starts_over else f"checkpoints after step {step}"
             self._metrics.say(f"moved the {what} to {aside}")
         if not is_running and self.earlier_attempts.copied_from():
-            self._folder.move_aside(["wandb"])  # it identifies the original in Weights & Biases
+            self._folder.move_aside(["wandb", "trackers.json"])  # they identify the original in its trackers
 
 
 def _write_temporary(folder: Path, text: str) -> str:
