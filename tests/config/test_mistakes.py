@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.forked import REPOSITORY
+from tests.promises import path_of
 from trainer import run
 
 SMALL = "recipe=llama_small"
@@ -351,5 +352,5 @@ def test_all_of_66_are_here() -> None:
     numbers = {int(name.split()[0]) for name in MISTAKES if name[0].isdigit()} | HELD_ELSEWHERE.keys() | WORKS.keys()
     assert numbers == set(range(1, 67))
     for test in HELD_ELSEWHERE.values():
-        file, _, function = test.partition("::")
-        assert f"def {function}(" in (REPOSITORY / "tests" / file).read_text(), test
+        file, _, function = path_of(test).partition("::")
+        assert f"def {function}(" in (REPOSITORY / file).read_text(), test

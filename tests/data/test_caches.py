@@ -28,7 +28,7 @@ from tests.data.test_remote import Server
 from tests.helpers.chats import CHATML, said, write_tokenizer
 from tests.helpers.ranks import run_tiny
 from trainer.config import DataSection
-from trainer.data import cache, packing, opening, shards
+from trainer.data import cache, opening, packing, shards
 from trainer.data import stdlib as stdlib_module
 from trainer.data.cache import get_or_build, locked, remove_unlocked
 from trainer.data.ingest.build import BuildFolder
@@ -166,7 +166,7 @@ def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     return Cache(lambda: samples_of(data), tmp_path / "cache")
 
 
-def packing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+def packed_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     monkeypatch.setattr(packing, "MAX_DOCUMENTS_IN_MEMORY", 0)
     (tmp_path / "data").mkdir()
     path = write_shards(tmp_path / "data", [text.encode() for text in texts(40)])
@@ -321,8 +321,9 @@ def large_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 CACHES: dict[str, Callable[[Path, pytest.MonkeyPatch], Cache]] = {
     kind.__name__: kind
     for kind in (
-        tokens, interrupted, stdlib, chats, pairs, packing, many_shards, from_afar, from_afar_of_before, text_from_afar,
-        prepared, calibration, shards_of_the_user, manifest_of_the_user, large_shards_of_the_user, large_tokens,
+        tokens, interrupted, stdlib, chats, pairs, packed_rows, many_shards, from_afar, from_afar_of_before,
+        text_from_afar, prepared, calibration, shards_of_the_user, manifest_of_the_user,
+        large_shards_of_the_user, large_tokens,
     )
 }  # fmt: skip
 

@@ -6,14 +6,14 @@ import dataclasses
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.tiny import fit, tiny_config
-from trainer import Trainer, UserError, checkpoints, export, load_config, load_weights, run
+from trainer import Trainer, UserError, checkpoints, export, load_config, load_weights, recipe, run
 from trainer.checkpoint.manifest import COMMIT, read_manifest
 from trainer.checkpoint.reader import find_checkpoint, find_checkpoints
 from trainer.checkpoint.storage import LocalStorage
@@ -53,8 +53,8 @@ def run_dir(trained: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module in the folder where commands are run, whose import is seen; returns its name."""
+def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Yield the name of a module in the working folder that registers the recipe `x` when it is imported."""
     name = f"evil_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(
         textwrap.dedent(
@@ -72,7 +72,8 @@ def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, name, raising=False)
-    return name
+    yield name
+    recipe._registry.pop("x", None)  # else other tests find two recipes for a Llama's folder
 
 
 def name_module(run_dir: Path, name: str) -> Path:
