@@ -374,6 +374,9 @@ COMMANDS = {
     "generate": "trainer.generate",
     "export": "trainer.export",
     "report": "trainer.report.__main__",
+    "runs": "trainer.runs",
+    "sweep": "trainer.sweep",
+    "submit": "trainer.submit",
 }
 """The subcommands of `meshtrainer`, each with the module whose `command_line` it runs."""
 
@@ -385,6 +388,9 @@ _OTHER_NAMES = {
     **dict.fromkeys(("tokenize", "preprocess"), "prepare"),
     **dict.fromkeys(("convert", "merge"), "export"),
     **dict.fromkeys(("estimate", "estimate-memory"), "plan"),
+    **dict.fromkeys(("list", "ls", "status", "ps"), "runs"),
+    **dict.fromkeys(("sbatch", "queue"), "submit"),
+    **dict.fromkeys(("grid", "multirun", "hpo", "tune"), "sweep"),
 }
 """Names of these subcommands in other tools."""
 

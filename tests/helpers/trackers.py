@@ -9,7 +9,9 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 from pathlib import Path
 
 from tests.helpers.fake_wandb import FakeWandbServer
@@ -21,17 +23,51 @@ SERVE_TRACKIO = (
 )
 
 
+class Proxy:
+    """A port in front of a server: closed, the server is away, and its clients' connections are lost."""
+
+    def __init__(self, port: int, behind: int) -> None:
+        self._behind = behind
+        self._listener = socket.create_server(("127.0.0.1", port))
+        self._open = [self._listener]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._behind))
+                self._open += [client, server]
+                for source, target in ((client, server), (server, client)):
+                    threading.Thread(target=self._pump, args=(source, target), daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        for one in self._open:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+
 class Tracker:
-    """One of `log.trackers` and where it stores runs."""
+    """One of `log.trackers` and where it stores runs.  Its server, if it has one, is behind a proxy."""
 
     name = ""
     process: subprocess.Popen[bytes] | None = None
+    _proxy: Proxy | None = None
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir()
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.port = int(listener.getsockname()[1])
+        listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+        self.port, self._behind = (int(listener.getsockname()[1]) for listener in listeners)
+        for listener in listeners:
+            listener.close()
 
     @property
     def overrides(self) -> list[str]:
@@ -43,24 +79,32 @@ class Tracker:
         return {}
 
     def start(self) -> None:
-        """Start the server, if the tracker has one."""
+        """Start the server, if the tracker has one, and wait until it answers."""
 
-    def _serve(self, *command: str, env: dict[str, str] | None = None) -> None:
+    def _serve(self, *command: str, env: dict[str, str]) -> None:
         with open(self.folder / "server.log", "ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, *command], env=os.environ | (env or {}), cwd=self.folder, stdout=log, stderr=log,
-                start_new_session=True,
-            )  # fmt: skip
+            output = {"stdout": log, "stderr": log, "start_new_session": True}
+            self.process = subprocess.Popen([sys.executable, *command], env=os.environ | env, cwd=self.folder, **output)  # type: ignore[call-overload]
         wait_until(self._answers, f"the server of {self.name}")
+        self.come_back()
 
     def _answers(self) -> bool:
         with contextlib.suppress(OSError):
-            socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+            urllib.request.urlopen(f"http://127.0.0.1:{self._behind}/", timeout=30).close()
             return True
         return False
 
+    def go_away(self) -> None:
+        """Let the server be unreachable."""
+        if self._proxy is not None:
+            self._proxy.close()
+
+    def come_back(self) -> None:
+        self._proxy = Proxy(self.port, self._behind)
+
     def stop(self) -> None:
         """Kill the server and all of its processes."""
+        self.go_away()
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, 9)
@@ -95,9 +139,11 @@ class Wandb(Tracker):
         return {"WANDB_BASE_URL": f"http://127.0.0.1:{self.port}", "WANDB_API_KEY": "0123456789abcdef" * 2 + "01234567"}
 
     def start(self) -> None:
-        self.server = FakeWandbServer(self.port, self._rows)
+        self.server = FakeWandbServer(self._behind)
+        self.come_back()
 
     def stop(self) -> None:
+        self.go_away()
         if self.server is not None:
             self.server.stop()
             self._rows, self.server = self.server.rows, None
@@ -135,13 +181,13 @@ class Mlflow(Tracker):
 
     def start(self) -> None:
         store = f"sqlite:///{self.folder}/mlflow.db"
-        options = ["--backend-store-uri", store, "--port", str(self.port), "--workers", "1"]
+        options = ["--backend-store-uri", store, "--port", str(self._behind), "--workers", "1"]
         own = {"MLFLOW_DISABLE_TELEMETRY": "true"}
         self._serve("-m", "mlflow", "server", *options, "--default-artifact-root", str(self.folder), env=own)
 
     def found(self, folder: Path) -> list[tuple[int, float]]:
         with sqlite3.connect(self.folder / "mlflow.db") as store:
-            assert len(store.execute("select * from runs").fetchall()) == 1
+            assert len(store.execute("select * from runs where lifecycle_stage = 'active'").fetchall()) == 1
             return store.execute("select step, value from metrics where key = 'train/loss' order by step").fetchall()
 
 
@@ -158,7 +204,7 @@ class Trackio(Tracker):
 
     def start(self) -> None:
         own = {"TRACKIO_DIR": str(self.folder / "server"), "TRACKIO_WRITE_TOKEN": "token-of-the-test"}
-        self._serve("-c", SERVE_TRACKIO, str(self.port), env=own)
+        self._serve("-c", SERVE_TRACKIO, str(self._behind), env=own)
 
     def found(self, folder: Path) -> list[tuple[int, float]]:
         (path,) = (self.folder / "server").glob("*.db")

@@ -308,9 +308,9 @@ def test_its_server_is_away_for_a_minute(tracker: trackers.Tracker, tmp_path: Pa
     folder = tmp_path / "run"
     process = start(folder, tracker, rest_s=1.0, patience_s=60.0)
     wait_for_step(folder, process, 10)
-    tracker.stop()
+    tracker.go_away()
     trackers.pause(AWAY_S)
-    tracker.start()
+    tracker.come_back()
     assert process.wait(400) == 0, Path(f"{folder}.log").read_text()
     times = [line["time"] for line in Ran(0, "", "", folder).metrics if line["kind"] == "train"]
     assert max(after - before for before, after in itertools.pairwise(times)) < 8, "no step waited"

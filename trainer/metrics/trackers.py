@@ -216,9 +216,8 @@ class MLflow:
     _DEFAULTS = {
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_LOGGING_LEVEL": "WARNING",  # the console is the run's
-        # Its own retries pause for up to two minutes.  Follower's are soon enough for a server that comes back late.
-        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-        "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+        # Its own retries pause for minutes, and create a run twice if an answer was lost: Follower tries again.
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     }
     _MAX_METRICS, _MAX_PARAMS, _MAX_CHARS = 900, 100, 6000
     """Limits of MLflow for one request, and for a parameter's value."""
@@ -234,7 +233,9 @@ class MLflow:
         known = self._client.get_experiment_by_name(name)
         experiment = known.experiment_id if known is not None else self._client.create_experiment(name)
         tag = "meshtrainer.id"
-        found = self._client.search_runs([experiment], f"tags.`{tag}` = '{run.id}'")
+        found = self._client.search_runs([experiment], f"tags.`{tag}` = '{run.id}'", order_by=["start_time ASC"])
+        for extra in found[1:]:  # empty, from a request whose answer was lost
+            self._client.delete_run(extra.info.run_id)
         if found:
             self._id = found[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
