@@ -214,9 +214,9 @@ def test_six_runs_two_at_a_time_killed_and_restarted(what: str, tmp_path: Path) 
 @pytest.mark.campaign
 def test_a_run_that_fails_is_named_and_the_others_train(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
-    (folder / "lr=1e-4" / "metrics.jsonl").mkdir(parents=True)  # which that run cannot use
-    assert start(folder, "optim.lr=1e-4,1e-2", "train.steps=5").wait(240) == 1
+    rates = "optim.lr=1e30,1e-2"  # with the first, no loss is finite after the first step
+    assert start(folder, rates, "train.steps=8", "train.max_skipped_updates=2").wait(240) == 1
     output = Path(f"{folder}.log").read_text()
-    assert "lr=1e-4: exit code 2, see " in output
-    assert "metrics.jsonl is a folder" in output
+    assert "lr=1e30: exit code 1, see " in output
+    assert "lr=1e30: failed" in output
     assert output.splitlines()[-1].startswith("best: lr=1e-2, ")
