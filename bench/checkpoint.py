@@ -73,8 +73,8 @@ def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
     sources = own_tensors(trainer)
     buffers = [torch.zeros_like(source) for source in sources]
     num_bytes = sum(int(n) for n in trainer.world.sum([sum(source.nbytes for source in sources)]))
-    found: dict[str, list[float]] = {key: [] for key in ("copy", "pause", "save", "dd", "load", "read", "first")}
-    found["bytes"] = [num_bytes]
+    figures: dict[str, list[float]] = {key: [] for key in ("copy", "pause", "save", "dd", "load", "read", "first")}
+    figures["bytes"] = [num_bytes]
     path = None
     for number in range(options["rounds"] + 1):
         trainer.world.barrier()
@@ -90,13 +90,13 @@ def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
         assert saved is not None
         trainer.state.step += 1
         if not number:
-            found["first"] = [pause_s]
+            figures["first"] = [pause_s]
             continue
-        found["copy"].append(copy_s)
-        found["pause"].append(pause_s)
-        found["save"].append(saved.total_s)
+        figures["copy"].append(copy_s)
+        figures["pause"].append(pause_s)
+        figures["save"].append(saved.total_s)
         if trainer.world.is_main:
-            found["dd"].append(dd(num_bytes, folder))
+            figures["dd"].append(dd(num_bytes, folder))
         trainer.world.barrier()
         path = Path(saved.path)
     del buffers
@@ -115,10 +115,10 @@ def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
             else:
                 read_file(path, trainer.world.rank)
             trainer.world.barrier()
-            found[kind].append(time.perf_counter() - started)
-    found["grown_gib"] = [peak_gib() - before_gib]
+            figures[kind].append(time.perf_counter() - started)
+    figures["grown_gib"] = [peak_gib() - before_gib]
     trainer.close()
-    return found
+    return figures
 
 
 def measure_steps(options: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -128,12 +128,12 @@ def measure_steps(options: dict[str, Any], folder: str) -> dict[str, Any]:
     next(steps)
     trainer.save_checkpoint()
     trainer.saver.finish()
-    found: dict[str, list[float]] = {"quiet": [], "writing": []}
+    times: dict[str, list[float]] = {"quiet": [], "writing": []}
 
     def time_one(kind: str) -> None:
         started = time.perf_counter()
         next(steps)
-        found[kind].append(time.perf_counter() - started)
+        times[kind].append(time.perf_counter() - started)
 
     for _ in range(options["rounds"]):
         for _ in range(4):
@@ -146,7 +146,7 @@ def measure_steps(options: dict[str, Any], folder: str) -> dict[str, Any]:
         trainer.checkpoints.wait_for_deleting()
         os.sync()
     trainer.close()
-    return found
+    return times
 
 
 def peak_gib() -> float:
@@ -189,30 +189,31 @@ def compare(options: dict[str, Any]) -> None:
     summary: dict[str, Any] = {"bytes": num_bytes, "first_pause_s": max(r["first"][0] for r in ranks)}
     summary["grown_gib"] = max(r["grown_gib"][0] for r in ranks)
     lines: list[list[object]] = []
-    for key, (base, words, against) in KINDS.items():
+    for key, (base, description, baseline) in KINDS.items():
         pairs = [
             (max(r[key][i] for r in ranks), max(r[base][i] for r in ranks if r[base]))
             for i in range(len(ranks[0][key]))
         ]
-        for number, (ours, theirs) in enumerate(pairs):
-            emit("checkpoint", kind=key, pair=number, seconds=ours, base=base, base_s=theirs, ratio=ours / theirs)
+        for number, (seconds, base_seconds) in enumerate(pairs):
+            ratio = seconds / base_seconds
+            emit("checkpoint", kind=key, pair=number, seconds=seconds, base=base, base_s=base_seconds, ratio=ratio)
         if not pairs:
-            lines.append([words, against, None, None, None, "the page cache cannot be dropped: needs root"])
+            lines.append([description, baseline, None, None, None, "the page cache cannot be dropped: needs root"])
             continue
         summary[f"{key}_s"] = statistics.median(a for a, _ in pairs)
         summary[f"{base}_s"] = statistics.median(b for _, b in pairs)
         summary[f"{key}_over_{base}"] = statistics.median(a / b for a, b in pairs)
         summary[f"{key}_over_{base}_each"] = [round(a / b, 3) for a, b in pairs]
-        found = [summary[name] for name in (f"{key}_s", f"{base}_s", f"{key}_over_{base}")]
-        lines.append([words, against, *found, " ".join(f"{a / b:.2f}" for a, b in pairs)])
+        medians = [summary[name] for name in (f"{key}_s", f"{base}_s", f"{key}_over_{base}")]
+        lines.append([description, baseline, *medians, " ".join(f"{a / b:.2f}" for a, b in pairs)])
     summary["step_quiet_s"] = statistics.median(steps["quiet"])
     # None if every save finished before the next step ended.
     writing = summary["step_writing_s"] = statistics.median(steps["writing"]) if steps["writing"] else None
     ratio = summary["step_writing_over_quiet"] = writing and writing / summary["step_quiet_s"]
     summary["num_steps"] = [len(steps["quiet"]), len(steps["writing"])]
     counts = f"{len(steps['quiet'])} and {len(steps['writing'])} steps"
-    words = "a step while a save is written, 1 rank, 1 thread"
-    lines.append([words, "the same without", writing, summary["step_quiet_s"], ratio, counts])
+    description = "a step while a save is written, 1 rank, 1 thread"
+    lines.append([description, "the same without", writing, summary["step_quiet_s"], ratio, counts])
     emit("checkpoint", kind="all", **summary)
     title = f"bench.checkpoint: {num_bytes / 1e9:.3g} GB, {options['ranks']} ranks, median of {options['rounds']} pairs"
     show(title, ["figure", "against", "s", "s of that", "ratio", "each"], lines)

@@ -115,8 +115,8 @@ def train(case: Case, folder: Path, steps: int, name: str) -> dict[str, float]:
         sys.exit(f"training on {case.source} failed:\n{ran.stdout}{ran.stderr}")
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     # The first line covers the first step only, so the later lines are means that exclude it.
-    last = [line for line in lines if line["kind"] == "train"][1:]
-    steps_s, data_s = (statistics.mean(line[key] for line in last) for key in ("step_s", "data_s"))
+    train_lines = [line for line in lines if line["kind"] == "train"][1:]
+    steps_s, data_s = (statistics.mean(line[key] for line in train_lines) for key in ("step_s", "data_s"))
     return {"step_s": steps_s, "data_s": data_s}
 
 
@@ -128,29 +128,29 @@ def compare(options: argparse.Namespace) -> None:
         folder = Path(temporary)
         prepare(folder, options.text_bytes)
         for repeat in range(options.repeats):
-            for case, found in alone.items():
-                found.append(read(case, folder, options.seconds))
-                emit("data", kind="loader", repeat=repeat, **vars(case), **found[-1])
+            for case, rates in alone.items():
+                rates.append(read(case, folder, options.seconds))
+                emit("data", kind="loader", repeat=repeat, **vars(case), **rates[-1])
             for number, (case, waits) in enumerate(runs.items()):
                 waits.append(train(case, folder, options.steps, f"run-{repeat}-{number}"))
                 emit("data", kind="run", repeat=repeat, **vars(case), **waits[-1])
     rows = [
-        [case.source, case.seq_len, case.num_workers, *(_median(found, key) for key in found[0])]
-        for case, found in alone.items()
+        [case.source, case.seq_len, case.num_workers, *(_median(rates, key) for key in rates[0])]
+        for case, rates in alone.items()
     ]
     columns = ["source", "sequence", "workers", "tokens for a CPU s", "tokens for a wall s"]
     show(f"bench.data: a loader alone, medians of {options.repeats}", columns, rows)
     waiting = [
-        [case.source, case.num_workers, 1e3 * _median(found, "data_s"), 1e3 * _median(found, "step_s"),
-         f"{100 * _median(found, 'data_s') / _median(found, 'step_s'):.2f} %"]
-        for case, found in runs.items()
+        [case.source, case.num_workers, 1e3 * _median(rates, "data_s"), 1e3 * _median(rates, "step_s"),
+         f"{100 * _median(rates, 'data_s') / _median(rates, 'step_s'):.2f} %"]
+        for case, rates in runs.items()
     ]  # fmt: skip
     columns = ["source", "workers", "ms waiting for data", "ms a step", "share"]
     show(f"What a step of llama_small waits for, sequence {options.seq_len[0]}", columns, waiting)
 
 
-def _median(found: list[dict[str, float]], key: str) -> float:
-    return statistics.median(run[key] for run in found)
+def _median(runs: list[dict[str, float]], key: str) -> float:
+    return statistics.median(run[key] for run in runs)
 
 
 def main() -> int:

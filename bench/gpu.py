@@ -134,9 +134,9 @@ gradient causes an error of more than a hundredth."""
 
 def overrides_of(row: Row, device: str, tiny: bool, steps: int, folder: Path) -> list[str]:
     """Return the settings of a row; later ones replace earlier ones with the same key."""
-    given = [*COMMON, *BASE.get(row.recipe, ()), *row.overrides, *(TINY if tiny else ())]
-    given += [f"run.device={device}", f"run.dir={folder / 'run'}", f"train.steps={steps}"]
-    return list({item.partition("=")[0]: item for item in given}.values())
+    settings = [*COMMON, *BASE.get(row.recipe, ()), *row.overrides, *(TINY if tiny else ())]
+    settings += [f"run.device={device}", f"run.dir={folder / 'run'}", f"train.steps={steps}"]
+    return list({item.partition("=")[0]: item for item in settings}.values())
 
 
 def run_row(job: dict[str, Any], folder: Path) -> int:
@@ -183,18 +183,18 @@ def start_row(
             process = subprocess.Popen(command, cwd=REPOSITORY, env=env, stdout=printed, stderr=subprocess.STDOUT)
             try:
                 process.wait(timeout=limit_s)
-                outcome = "failed: it left without a word"
+                outcome = "failed: it exited without a result"
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
                 outcome = f"more than {limit_s:.3g} s"
-            found: dict[str, Any] = {"outcome": outcome}
+            result: dict[str, Any] = {"outcome": outcome}
             if (folder / "result.json").exists():
-                found = json.loads((folder / "result.json").read_text())
-            if found["outcome"].startswith("failed"):
+                result = json.loads((folder / "result.json").read_text())
+            if result["outcome"].startswith("failed"):
                 printed.seek(0)
-                found["printed"] = printed.read()[-2000:]
-    return {**found, "row_s": time.perf_counter() - started}
+                result["printed"] = printed.read()[-2000:]
+    return {**result, "row_s": time.perf_counter() - started}
 
 
 ALLOCATOR = "expandable_segments:True"
@@ -210,8 +210,8 @@ def check(options: argparse.Namespace) -> str:
         emit("gpu", kind="check", device=device, **_without(sides[device], "device"))
         if "losses" not in sides[device]:
             return f"llama_small on {device}: {sides[device]['outcome']}"
-    ours, theirs = sides[options.device]["losses"], sides["cpu"]["losses"]
-    differences = [abs(x - y) / abs(y) for x, y in zip(ours, theirs, strict=True)]
+    device_losses, cpu_losses = sides[options.device]["losses"], sides["cpu"]["losses"]
+    differences = [abs(x - y) / abs(y) for x, y in zip(device_losses, cpu_losses, strict=True)]
     agrees = differences[0] < FIRST_TOLERANCE and max(differences) < TOLERANCE
     emit("gpu", kind="agreement", first=differences[0], largest=max(differences), steps=CHECK_STEPS, agrees=agrees)
     rows = [[device, *(f"{side['losses'][step]:.6f}" for step in (0, 1, 4, 9))] for device, side in sides.items()]
@@ -227,33 +227,33 @@ def measure(rows: Sequence[Row], options: argparse.Namespace, began: float) -> N
     for row in rows:
         left_s = options.budget_s - (time.perf_counter() - began)
         if row.estimate_s > left_s:
-            found: dict[str, Any] = {"outcome": "not measured: no time left in --budget_s"}
+            result: dict[str, Any] = {"outcome": "not measured: no time left in --budget_s"}
         else:
             limit_s = min(options.limit_s, left_s)
-            found = start_row(row, options, options.steps, options.warmup, options.device, limit_s)
+            result = start_row(row, options, options.steps, options.warmup, options.device, limit_s)
         emit("gpu", kind="row", name=row.name, recipe=row.recipe, overrides=row.overrides, loss=row.loss,
-             chunk_mib=row.chunk_mib, optimizer=row.optimizer, **_without(found, "losses"))  # fmt: skip
-        results.append((row, found))
+             chunk_mib=row.chunk_mib, optimizer=row.optimizer, **_without(result, "losses"))  # fmt: skip
+        results.append((row, result))
     _show(results, options)
 
 
-def _without(found: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in found.items() if key != name}
+def _without(result: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in result.items() if key != name}
 
 
 def _show(results: Sequence[tuple[Row, dict[str, Any]]], options: argparse.Namespace) -> None:
     first: dict[str, float] = {}
     lines: list[list[object]] = []
-    for row, found in results:
-        if found["outcome"] != "ok":
-            lines.append([row.name, found["outcome"], "", "", "", "", ""])
+    for row, result in results:
+        if result["outcome"] != "ok":
+            lines.append([row.name, result["outcome"], "", "", "", "", ""])
             continue
-        base = first.setdefault(row.recipe, found["tokens_per_s"])
-        mfu = None if found["mfu"] is None else f"{100 * found['mfu']:.1f} %"
-        spread = f"{found['least_s']:.3g} - {found['largest_s']:.3g}"
-        gain = f"{found['tokens_per_s'] / base:.3f}"
-        lines.append([row.name, found["tokens_per_s"], gain, mfu, found["peak_gib"], found["planned_gib"], spread])
-    measured = [found for _, found in results if found["outcome"] == "ok"]
+        base = first.setdefault(row.recipe, result["tokens_per_s"])
+        mfu = None if result["mfu"] is None else f"{100 * result['mfu']:.1f} %"
+        spread = f"{result['least_s']:.3g} - {result['largest_s']:.3g}"
+        gain = f"{result['tokens_per_s'] / base:.3f}"
+        lines.append([row.name, result["tokens_per_s"], gain, mfu, result["peak_gib"], result["planned_gib"], spread])
+    measured = [result for _, result in results if result["outcome"] == "ok"]
     device = measured[0]["device"] if measured else options.device
     peak = measured[0]["peak_flops"] if measured else None
     sheet = "" if peak is None else f", peak {peak / 1e12:.0f} TFLOP/s in bf16 by its data sheet"
@@ -272,12 +272,12 @@ def choose(pattern: str) -> list[Row]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="tiny models, to see that all of this runs")
-    parser.add_argument("--rows", default="", help="only rows whose name has this regular expression in it")
-    parser.add_argument("--check-only", action="store_true", help="compare the losses, and no more")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to check that everything runs")
+    parser.add_argument("--rows", default="", help="only rows with names that match this regular expression")
+    parser.add_argument("--check-only", action="store_true", help="only compare the losses")
     parser.add_argument("--no-check", action="store_true", help="do not compare the losses first")
     parser.add_argument("--budget_s", type=float, default=480, help="seconds for all rows together")
-    parser.add_argument("--limit_s", type=float, default=120, help="seconds after which a row is given up")
+    parser.add_argument("--limit_s", type=float, default=120, help="time limit of a row in seconds")
     parser.add_argument("--steps", type=int, default=STEPS, help="measured steps of each row")
     parser.add_argument("--warmup", type=int, default=WARMUP, help="steps before the measured ones, at least 1")
     parser.add_argument("--folder", help=argparse.SUPPRESS)  # internal: starts one row
@@ -286,7 +286,7 @@ def main() -> int:
         return run_row(json.loads((Path(options.folder) / "job.json").read_text()), Path(options.folder))
     rows = choose(options.rows)
     if not rows:
-        parser.error(f"--rows {options.rows}: no row has it; there are {', '.join(row.name for row in ROWS)}")
+        parser.error(f"--rows {options.rows}: no row matches; the rows are {', '.join(row.name for row in ROWS)}")
     if options.warmup < 1 or options.steps < 1:
         parser.error("--warmup and --steps must be at least 1")
     began = time.perf_counter()

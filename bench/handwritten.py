@@ -1,8 +1,8 @@
 """Hand-written training loops, used as baselines by `bench.step`: with FSDP2, with DDP, or in a single process.
 
 Each is what an expert would write for one model in an afternoon: AdamW, clipping and a correct loss, and nothing more.
-They use nothing of the trainer except the network of its recipe, so that both train the same model; initial weights are
-read from a file.
+Of the trainer, they use only the network of its recipe, so that both train the same model.  Initial weights are read
+from a file.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ def build_model(settings: Settings, device: torch.device) -> nn.Module:
     from trainer import load_config
 
     config = load_config(settings.recipe, settings.overrides)
-    whole = torch.load(settings.weights, mmap=True)
+    weights = torch.load(settings.weights, mmap=True)
     if settings.parallel != "fsdp":
         plain = config.recipe.build_model(config.model).to(device)
         with torch.no_grad():
             for name, parameter in plain.named_parameters():
-                parameter.copy_(whole[name])
+                parameter.copy_(weights[name])
         return plain if settings.parallel == "none" else DistributedDataParallel(plain, gradient_as_bucket_view=True)
     with torch.device("meta"):
         model: Any = config.recipe.build_model(config.model)  # a Llama
@@ -97,17 +97,17 @@ def build_model(settings: Settings, device: torch.device) -> nn.Module:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
-            part = distribute_tensor(whole[name].to(device), mesh, parameter.placements, src_data_rank=None)
+            part = distribute_tensor(weights[name].to(device), mesh, parameter.placements, src_data_rank=None)
             parameter.copy_(part)
     return model
 
 
 @contextmanager
-def accumulating(model: nn.Module, reduces: bool) -> Iterator[None]:
+def accumulating(model: nn.Module, reduce: bool) -> Iterator[None]:
     """Reduce gradients in this backward pass, or accumulate them locally."""
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(reduces)
-    with model.no_sync() if isinstance(model, DistributedDataParallel) and not reduces else nullcontext():
+        model.set_requires_gradient_sync(reduce)
+    with model.no_sync() if isinstance(model, DistributedDataParallel) and not reduce else nullcontext():
         yield
 
 
@@ -155,7 +155,7 @@ def train(settings: Settings, after_step: Callable[[int], None]) -> list[float]:
     batches = iter(loader)
     num_micro_batches = settings.global_batch_size // (world_size * settings.micro_batch_size)
     losses: list[float] = []
-    waiting: list[torch.Tensor] = []
+    pending: list[torch.Tensor] = []
     log = open(settings.log, "w") if rank == 0 else None  # noqa: SIM115 - open for the life of the script
 
     for step in range(1, settings.steps + 1):
@@ -168,7 +168,7 @@ def train(settings: Settings, after_step: Callable[[int], None]) -> list[float]:
         total = torch.zeros((), device=device)
         for number, batch in enumerate(micro_batches, start=1):
             batch = batch.to(device, non_blocking=True)
-            with accumulating(model, reduces=number == num_micro_batches):
+            with accumulating(model, reduce=number == num_micro_batches):
                 loss = model(batch[:, :-1], targets=batch[:, 1:]) / num_targets
                 (loss * world_size).backward()
             total += loss.detach()
@@ -176,13 +176,13 @@ def train(settings: Settings, after_step: Callable[[int], None]) -> list[float]:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        waiting.append(total)
+        pending.append(total)
         if step % settings.log_every == 0 or step == settings.steps:
-            since = torch.stack(waiting)
+            new_losses = torch.stack(pending)
             if world_size > 1:
-                dist.all_reduce(since)
-            losses += since.tolist()
-            waiting.clear()
+                dist.all_reduce(new_losses)
+            losses += new_losses.tolist()
+            pending.clear()
             norm = (grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm).item()
             if log is not None:
                 log.write(json.dumps({"step": step, "loss": losses[-1], "grad_norm": norm}) + "\n")

@@ -93,7 +93,7 @@ def compare(args: argparse.Namespace) -> int:
     """Measure each variant and number of ranks in separate processes, alternating, and print the medians."""
     import json
 
-    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    results: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for _ in range(args.rounds):
         for variant, ranks in cells(args.variants, args.ranks):
             command = [sys.executable, "-m", "bench.scale", *args.overrides, "--one", "--recipe", args.recipe]
@@ -102,16 +102,16 @@ def compare(args: argparse.Namespace) -> int:
             ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             line = ran.stdout.splitlines()[-1]
             print(line, flush=True)
-            found.setdefault((variant, ranks), []).append(json.loads(line))
+            results.setdefault((variant, ranks), []).append(json.loads(line))
     measures = ["host_ms", "cpu_ms", "forward_ms", "backward_ms", "rest_ms", "build_s", "peak_gib"]
     if args.full:
         measures.insert(0, "step_ms")
     rows = [
         [variant, ranks, *(statistics.median(run[measure] for run in runs) for measure in measures)]
-        for (variant, ranks), runs in found.items()
+        for (variant, ranks), runs in results.items()
     ]
-    what = "one rank at full width" if args.full else "host time of a step"
-    show(f"bench.scale: {args.recipe}, {what}, median of {args.rounds}", ["blocks", "ranks", *measures], rows)
+    scope = "one rank at full width" if args.full else "host time of a step"
+    show(f"bench.scale: {args.recipe}, {scope}, median of {args.rounds}", ["blocks", "ranks", *measures], rows)
     return 0
 
 
@@ -216,8 +216,8 @@ def build_alone(config: RunConfig, device: str) -> tuple[Update, list[float]]:
     marks: list[float] = []
 
     def update(batch: Batch) -> None:
-        there = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-        total = loss(there)
+        on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        total = loss(on_device)
         marks.append(time.perf_counter())
         total.backward()
         marks.append(time.perf_counter())
@@ -249,17 +249,17 @@ def build_rank(config: RunConfig, device: str, num_ranks: int) -> tuple[Update, 
     model = build_network(config)
     apply_sharding(model, config.recipe, config, mesh)
     materialize(model, config.run.seed, torch.device(device), config.recipe.init, False)
-    let_nothing_travel(model)
+    skip_collectives(model)
     if device == "cpu":
-        let_nothing_be_copied()
+        skip_copies()
     marks: list[float] = []
     loss = find_loss(model)
 
     def marked_loss(batch: Batch) -> torch.Tensor:
-        found = loss(batch)
+        total = loss(batch)
         marks.append(time.perf_counter())
-        found.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(mark))
-        return found
+        total.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(mark))
+        return total
 
     def mark() -> None:
         marks.append(time.perf_counter())
@@ -280,7 +280,7 @@ def build_rank(config: RunConfig, device: str, num_ranks: int) -> tuple[Update, 
     return lambda batch: Trainer.train_step(cast(Trainer, rank), [batch]), marks
 
 
-def let_nothing_travel(model: nn.Module) -> None:
+def skip_collectives(model: nn.Module) -> None:
     """Make FSDP's collectives return immediately; those of the fake group would copy each rank's part separately."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
@@ -299,7 +299,7 @@ def let_nothing_travel(model: nn.Module) -> None:
             module.set_custom_reduce_scatter(NoReduce())
 
 
-def let_nothing_be_copied() -> None:
+def skip_copies() -> None:
     """Make FSDP's copies between parameters and the buffers of collectives return immediately, on a CPU.
 
     On a GPU, each copy is one kernel regardless of the number of ranks; a CPU copies each rank's part separately.  The

@@ -64,8 +64,8 @@ def run_with_stopwatch(folder: Path, arguments: list[str]) -> dict[str, Any]:
     ran = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=LIMIT_S)
     if not times.exists():
         sys.exit(f"the run ended without a step:\n{ran.stdout}{ran.stderr}")
-    found: dict[str, Any] = json.loads(times.read_text())
-    return found
+    result: dict[str, Any] = json.loads(times.read_text())
+    return result
 
 
 def run_help() -> dict[str, Any]:
@@ -128,7 +128,7 @@ ARGUMENTS = ["recipe=llama_small", "checkpoint.resume=none"]
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.startup", description=__doc__.partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=5, help="runs of each kind")
-    parser.add_argument("overrides", nargs="*", help="section.key=value, beside recipe=llama_small")
+    parser.add_argument("overrides", nargs="*", help="section.key=value, in addition to recipe=llama_small")
     options = parser.parse_args()
     return compare(options.repeats, [*ARGUMENTS, *options.overrides])
 

@@ -2,8 +2,8 @@
 
     python -m bench.step --nproc 2 --pairs 5 --model small  # with FSDP2
     python -m bench.step --nproc 2 --against ddp            # mesh.shard=1 with DistributedDataParallel
-    python -m bench.step --against plain --model tiny       # one rank, with a loop that has no process group
-    python -m bench.step --against loss-whole               # with a variant of itself: is the default a gain?
+    python -m bench.step --against plain --model tiny       # one rank, with a loop without a process group
+    python -m bench.step --against loss-whole               # with a variant of itself, to see what the default gains
     python -m bench.step --against train.compile=true
 
 The two sides alternate, and each run has its own processes.  Both sides start from the same weights and see the same
@@ -202,27 +202,27 @@ def overrides_of(side: str, common: Sequence[str]) -> list[str]:
 
 def overrides_of_model(model: str, nproc: int) -> list[str]:
     """Return the settings of a model, including its global batch size on `nproc` ranks."""
-    own = RANK_BATCH_SIZE.get(model)
-    return [*MODELS[model], *([f"train.global_batch_size={own * nproc}"] if own else [])]
+    rank_batch_size = RANK_BATCH_SIZE.get(model)
+    return [*MODELS[model], *([f"train.global_batch_size={rank_batch_size * nproc}"] if rank_batch_size else [])]
 
 
 def check_side(side: str, model: str, nproc: int) -> None:
-    """Raise UserError unless the trainer can be compared with `side` on `nproc` ranks."""
+    """Raise UserError if the trainer cannot be compared with `side` on `nproc` ranks."""
     from trainer.config import check_config, load_config
 
     key, is_setting, _ = side.partition("=")
-    known = (*HANDWRITTEN_LOOPS, *VARIANTS)
-    if not is_setting and side not in known:
-        rule = f"must be {', '.join(known)}, or key=value of the configuration"
-        raise setting_error("--against", side, rule, meant=nearest(side, known))
+    sides = (*HANDWRITTEN_LOOPS, *VARIANTS)
+    if not is_setting and side not in sides:
+        rule = f"must be {', '.join(sides)}, or key=value of the configuration"
+        raise setting_error("--against", side, rule, meant=nearest(side, sides))
     if side == "plain" and nproc > 1:
         raise setting_error("--against", side, f"is one process, not --nproc {nproc}", HANDWRITTEN)
     if side == HANDWRITTEN and RECIPES[model] != "llama_small":
         raise setting_error("--against", side, f"shards a llama, and --model {model} is not a llama", "ddp")
     if key in FIXED:
-        raise setting_error("--against", side, f"{key} is set by the bench itself")
+        raise setting_error("--against", side, f"{key} is set by the benchmark itself")
     if key.startswith(WORK):
-        raise setting_error("--against", side, "another amount of work: the two sides could not be compared")
+        raise setting_error("--against", side, "changes the amount of work: the two sides could not be compared")
     overrides = overrides_of(side, [*COMMON, *overrides_of_model(model, nproc)])
     check_config(load_config(RECIPES[model], overrides), nproc, nproc)
 
@@ -339,10 +339,10 @@ def compare(model: str, against: str, nproc: int, num_pairs: int, steps: int | N
             order = [*enumerate(runs)]
             for number, side in order if pair % 2 == 0 else order[::-1]:
                 run = run_side(side, folder / "job.json", folder / f"{pair}-{number}", nproc)
-                shown = {name: run[name] for name in (*ROWS, "first_loss")}
-                emit("step", model=model, pair=pair, side=side, **shown)
+                figures = {name: run[name] for name in (*ROWS, "first_loss")}
+                emit("step", model=model, pair=pair, side=side, **figures)
                 runs[side].append(run)
-            differences.append(largest_difference(*(own[-1]["losses"] for own in runs.values())))
+            differences.append(largest_difference(*(side_runs[-1]["losses"] for side_runs in runs.values())))
             if not differences[-1] < tolerance:
                 print(f"the first losses differ by {differences[-1]:.1e}: the two sides do not train the same thing")
                 return 1
@@ -360,12 +360,12 @@ def report(runs: dict[str, list[dict[str, Any]]], title: str) -> None:
 
     rows: list[list[object]] = []
     for name, meaning in ROWS.items():
-        medians = [statistics.median(run[name] for run in own) for own in runs.values()]
-        ratios = [ours[name] / theirs[name] for ours, theirs in zip(*runs.values(), strict=True)]
+        medians = [statistics.median(run[name] for run in side_runs) for side_runs in runs.values()]
+        ratios = [trainer_run[name] / other_run[name] for trainer_run, other_run in zip(*runs.values(), strict=True)]
         spread = f"{min(ratios):.3f} - {max(ratios):.3f}"
-        least = [min(run[name] for run in own) for own in runs.values()]
+        minima = [min(run[name] for run in side_runs) for side_runs in runs.values()]
         bar = f"{BARS[name]:.2f}" if name in BARS and HANDWRITTEN_LOOPS.keys() & runs else ""
-        figures = (f"{statistics.median(ratios):.3f}", f"{least[0] / least[1]:.3f}", spread)
+        figures = (f"{statistics.median(ratios):.3f}", f"{minima[0] / minima[1]:.3f}", spread)
         rows.append([meaning, *(f"{m:.4g}" for m in medians), *figures, bar])
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     show(f"bench.step: {title}", ["measure", *runs, "ratio", "min/min", "from - to", "bar"], rows, device)
@@ -376,7 +376,7 @@ def main() -> int:
     parser.add_argument("--nproc", type=int, help="ranks of each run; 2, or 1 with --against plain")
     parser.add_argument("--pairs", type=int, default=5, help="runs of each side")
     parser.add_argument("--steps", type=int, help="measured steps of each run")
-    parser.add_argument("--warmup", type=int, help="steps before these")
+    parser.add_argument("--warmup", type=int, help="unmeasured steps before them")
     parser.add_argument("--model", choices=sorted(MODELS), default="small")
     sides = ", ".join((*HANDWRITTEN_LOOPS, *VARIANTS))
     parser.add_argument(
@@ -384,12 +384,12 @@ def main() -> int:
     )
     for option in ("--job", "--side", "--folder"):  # internal: starts one rank
         parser.add_argument(option, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.side:
-        run_rank(json.loads(Path(given.job).read_text()), given.side, Path(given.folder))
-    nproc = given.nproc or (1 if given.against == "plain" else 2)
-    own = (given.model, given.against, nproc, given.pairs, given.steps, given.warmup)
-    return run_command(lambda: compare(*own))
+    options = parser.parse_args()
+    if options.side:
+        run_rank(json.loads(Path(options.job).read_text()), options.side, Path(options.folder))
+    nproc = options.nproc or (1 if options.against == "plain" else 2)
+    arguments = (options.model, options.against, nproc, options.pairs, options.steps, options.warmup)
+    return run_command(lambda: compare(*arguments))
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ class Stopwatch:
         return {"cpu_s": cpu_s, "wall_s": wall_s, "parts": self.parts}
 
 
-class Finder:
+class TimingFinder:
     """Import finder that wraps Python's own and times the import of each listed module."""
 
     def __init__(self, stopwatch: Stopwatch, is_first_line: Callable[[Any], bool], leave: Callable[[], None]) -> None:
@@ -179,12 +179,12 @@ def main(path: str, arguments: list[str]) -> int:
     stopwatch = Stopwatch()
     gc.callbacks.append(stopwatch.on_collection)
 
-    def leave() -> None:
+    def write_and_exit() -> None:
         with open(path, "w") as file:
             json.dump({**stopwatch.result(), "modules": sorted(sys.modules)}, file)
         os._exit(0)
 
-    sys.meta_path.insert(0, Finder(stopwatch, lambda record: record["kind"] == "train", leave))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, TimingFinder(stopwatch, lambda record: record["kind"] == "train", write_and_exit))  # type: ignore[arg-type]
     from trainer.run import main as run
 
     return run(arguments)

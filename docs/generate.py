@@ -80,12 +80,12 @@ def _table(title: str, text: str, keys: Mapping[str, dataclasses.Field[Any]], se
         if own == section and (meaning or name != "name"):
             assert meaning, f"{key} has no meaning"
             kind = str(item.metadata.get("form", type_name(item.type)))
-            default = "" if item.default is dataclasses.MISSING else _written(item.default)
+            default = "" if item.default is dataclasses.MISSING else _format(item.default)
             lines.append(f"| `{key}` | {_cell(kind)} | {_cell(default)} | {_cell(meaning)} |")
     return "\n".join(lines) + "\n"
 
 
-def _written(value: object) -> str:
+def _format(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)

@@ -3,7 +3,7 @@
     python examples/distill.py recipe=llama_small [section.key=value ...]
     torchrun --nproc-per-node 2 examples/distill.py recipe=llama_small train.steps=50
 
-The teacher here has fresh weights, since there is no download; a real one would be loaded after it is built.
+This teacher has random weights, because nothing is downloaded; a real one would be loaded after it is built.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from trainer import Trainer, main
 
 
 class DistillTrainer(Trainer):
-    """Trains a student on the data and on a wider teacher's predictions, half and half."""
+    """Trains a student on the data and on a wider teacher's predictions, in equal parts."""
 
     def build_model(self, config=None):
         if config is None and not hasattr(self, "teacher"):

@@ -16,7 +16,7 @@ import ray.train.torch
 
 
 def train(job):
-    """Train as one of the workers, and report to Ray; all workers report equally often, as Ray requires."""
+    """Train as one of the workers, and report to Ray.  Ray requires all workers to report equally often."""
     os.chdir(job["folder"])  # Ray starts workers in a different folder
     sys.path.insert(0, job["folder"])
     from trainer import Trainer, load_config
@@ -43,7 +43,7 @@ if __name__ == "__main__":
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--max-failures", type=int, default=0)
-    parser.add_argument("--storage", help="where Ray keeps its own state: a folder that all nodes see")
+    parser.add_argument("--storage", help="folder for Ray's own state, accessible from all nodes")
     options, arguments = parser.parse_known_args()
     recipe = next(item.partition("=")[2] for item in arguments if item.startswith("recipe="))
     overrides = [item for item in arguments if not item.startswith("recipe=")]

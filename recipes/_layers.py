@@ -1,4 +1,4 @@
-"""Layers shared by the recipes: torch layers with a given standard deviation of the initial weights, and RoPE."""
+"""Layers shared by the recipes: torch layers with a chosen standard deviation of the initial weights, and RoPE."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Defect:
     where: str
     """The function, method, class or module constant, such as `Trainer.train_step`, wherever its file is.
 
-    If several modules define the name, its module comes first: `trainer.run:_read`.
+    If several modules define the name, its module comes first: `trainer.run:_load`.
     """
     old: str
     """A part of its code that occurs there once.  Spaces, line breaks and trailing commas do not matter."""
@@ -134,14 +134,14 @@ DEFECTS: list[Defect] = [
         "flipped-bits-trained-on",
         "caches-heal",
         "Shard._verify",
-        "if found != recorded:",
+        "if checksum != recorded:",
         "if False:",
     ),
     Defect(
         "pages-taken-unchecked",
         "shard-pages",
         "Shard._fill_checked",
-        "if crc32(content[place : place + _PAGE_BYTES]) != own:",
+        "if crc32(page_bytes[position : position + _PAGE_BYTES]) != page_sum:",
         "if False:",
     ),
     Defect(
@@ -188,6 +188,14 @@ DEFECTS: list[Defect] = [
         "is_in_doubt = snapshot.num_skipped > 0 or state.num_skipped > 0",
         "is_in_doubt = snapshot.num_skipped > 0",
     ),
+    # -- old names -----------------------------------------------------------------------------------------------
+    Defect(
+        "old-property-unread",
+        "old-names",
+        "Renamed.__get__",
+        "return getattr(owner if instance is None else instance, self._new_name)",
+        "return getattr(owner, self._new_name)",
+    ),
     # -- the step ------------------------------------------------------------------------------------------------
     Defect(
         "a-view-handed-on",
@@ -200,14 +208,14 @@ DEFECTS: list[Defect] = [
         "aliases-forgotten",
         "mistakes-advice",
         "trainer.config.load:assign",
-        'raise choice_error(key, value, choices, aliases=legal[key].metadata.get("aliases")) from error',
+        'raise choice_error(key, value, choices, aliases=known_keys[key].metadata.get("aliases")) from error',
         "raise choice_error(key, value, choices) from error",
     ),
     Defect(
         "printed-unchecked",
         "print-config",
-        "trainer.run:_read",
-        "        _check_as_printed(config, arguments.nproc, env)",
+        "trainer.run:_load",
+        "        _check_to_print(config, arguments.nproc, env)",
         "        pass",
     ),
     Defect(
@@ -347,7 +355,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "evaluates-what-was-drawn",
         "evaluate",
-        "trainer.evaluate:_fill",
+        "trainer.evaluate:_load_checkpoint",
         "    fill(trainer.model, stored, stored.description, only=only)",
         "    pass",
     ),
@@ -355,8 +363,8 @@ DEFECTS: list[Defect] = [
         "evaluated-as-its-own-reference",
         "tuned-models",
         "trainer.evaluate:_first_weights",
-        "    if beside is None:",
-        "    if beside is None or True:",
+        "    if external is None:",
+        "    if external is None or True:",
         by_campaign=True,
     ),
     Defect(
@@ -377,8 +385,8 @@ DEFECTS: list[Defect] = [
         "chunks-added-in-bf16",
         "loss",
         "_Gradients.add",
-        "self.weight_VD = part_VD.float() if self.weight_VD is None",
-        "self.weight_VD = part_VD if self.weight_VD is None",
+        "self.weight_VD = grad_VD.float() if self.weight_VD is None",
+        "self.weight_VD = grad_VD if self.weight_VD is None",
     ),
     # -- the optimizer -------------------------------------------------------------------------------------------
     Defect(
@@ -428,8 +436,8 @@ DEFECTS: list[Defect] = [
         "prompt-trained-on",
         "chat-masks",
         "Encoder._encode_with_spans",
-        "(places[:, 0] < end) & (places[:, 1] > start)",
-        "(places[:, 0] < end) & (places[:, 1] >= start)",
+        "(spans[:, 0] < end) & (spans[:, 1] > start)",
+        "(spans[:, 0] < end) & (spans[:, 1] >= start)",
     ),
     Defect(
         "header-never-trained-on",
@@ -477,29 +485,29 @@ DEFECTS: list[Defect] = [
         "phases-begin-anew",
         "mixtures",
         "Mixture.at",
-        "numbers[chosen] = within + self._totals[phase][sources[chosen]]",
-        "numbers[chosen] = within",
+        "numbers[mask] = numbers_in_phase + self._totals[phase][sources[mask]]",
+        "numbers[mask] = numbers_in_phase",
     ),
     Defect(
         "grams-half-as-often",
         "data-command",
         "_Hasher.strided_grams",
-        "return (parts[:-1] + parts[1:]) * self._inverses[: (whole - 1) * _STRIDE : _STRIDE]",
-        "return ((parts[:-1] + parts[1:]) * self._inverses[: (whole - 1) * _STRIDE : _STRIDE])[:1]",
+        "return (stride_sums[:-1] + stride_sums[1:]) * self._inverses[: (num_strides - 1) * _STRIDE : _STRIDE]",
+        "return ((stride_sums[:-1] + stride_sums[1:]) * self._inverses[: (num_strides - 1) * _STRIDE : _STRIDE])[:1]",
     ),
     Defect(
         "another-past",
         "mixtures",
         "Mixture.changes",
-        "if not before or before == now:",
-        "if not before or len(before) == len(now):",
+        "if not stored_phases or stored_phases == phases:",
+        "if not stored_phases or len(stored_phases) == len(phases):",
     ),
     Defect(
         "padding-is-a-target",
         "windows",
         "TokenSource._windows",
-        "tokens[row, end:], targets[row, end:] = self._padding, IGNORE",
-        "tokens[row, end:], targets[row, end:] = self._padding, self._padding",
+        "tokens[row, filled:], targets[row, filled:] = self._padding, IGNORE",
+        "tokens[row, filled:], targets[row, filled:] = self._padding, self._padding",
     ),
     Defect(
         "held-out-by-size",
@@ -534,7 +542,7 @@ DEFECTS: list[Defect] = [
         "stored-settings-win",
         "resume-changes",
         "OptimizerState.load_state_dict",
-        'if k not in ("lr", "initial_lr") and v != built.get(k)',
+        'if k not in ("lr", "initial_lr") and v != initial.get(k)',
         'if k not in ("lr", "initial_lr")',
     ),
     Defect(
@@ -569,8 +577,8 @@ DEFECTS: list[Defect] = [
         "begins-anew-without-a-word",
         "checkpoints-gone",
         "EarlierAttempts.check",
-        "if found is None:",
-        "if found is None and past.source_file == STATUS:",
+        "if restored is None:",
+        "if restored is None and progress.source_file == STATUS:",
     ),
     Defect(
         "superseded-lines-erased",
@@ -626,8 +634,8 @@ DEFECTS: list[Defect] = [
         "shape-of-the-recipe-kept",
         "source-says-what-it-is",
         "model_of_weights",
-        "is_set = key in given.untyped.assignments or (name in free and key in given.untyped.values)",
-        "is_set = key in given.untyped.assignments or key in given.untyped.values",
+        "is_set = key in resolution.untyped.assignments or (name in free and key in resolution.untyped.values)",
+        "is_set = key in resolution.untyped.assignments or key in resolution.untyped.values",
     ),
     Defect(
         "other-scaling-passed",
@@ -676,8 +684,8 @@ DEFECTS: list[Defect] = [
         "owner-taken-for-dead",
         "owner",
         "FolderLock._is_dead",
-        'or _start_of(owner["pid"]) != owner["started"]',
-        'or _start_of(owner["pid"]) == owner["started"]',
+        'or _process_start_time(owner["pid"]) != owner["started"]',
+        'or _process_start_time(owner["pid"]) == owner["started"]',
     ),
     Defect(
         "status-in-place",
@@ -690,7 +698,7 @@ DEFECTS: list[Defect] = [
         "lost-folder-not-followed",
         "lost-folders",
         "Relocation.check",
-        "self._checkpoints.move_to(place)",
+        "self._checkpoints.move_to(storage)",
         "pass",
     ),
     Defect(
@@ -718,7 +726,7 @@ DEFECTS: list[Defect] = [
         "no-meeting",
         "meeting",
         "World._open_group",
-        "agree_to_start(store, rank, size, meeting_s.total_seconds(), problem)",
+        "agree_to_start(store, rank, size, rendezvous_timeout.total_seconds(), problem)",
         "pass",
     ),
     Defect(
@@ -740,8 +748,8 @@ DEFECTS: list[Defect] = [
         "nohup-overruled",
         "closed-terminal",
         "caught_signals",
-        "if number not in _MAY_BE_IGNORED or",
-        "if number in _MAY_BE_IGNORED or",
+        "if number not in _KEPT_IF_IGNORED or",
+        "if number in _KEPT_IF_IGNORED or",
         by_campaign=True,
     ),
     Defect(
@@ -755,7 +763,7 @@ DEFECTS: list[Defect] = [
         "parts-from-behind-a-gap",
         "chats-continue",
         "PartialResults.read",
-        "self._remove_from(self._num_parts)  # these parts follow a damaged one",
+        "self._remove_from(self._num_parts)  # these parts follow a corrupt one",
         "pass",
     ),
     Defect(
@@ -926,8 +934,8 @@ DEFECTS: list[Defect] = [
         "stored-may-import",
         "stored-is-data",
         "config_from_yaml",
-        "return _build(Given(Path(origin), values=values, allow_import=allow_import, is_stored=True))",
-        "return _build(Given(Path(origin), values=values, allow_import=(), is_stored=True))",
+        "return _build(Resolution(Path(origin), values=values, allow_import=allow_import, is_stored=True))",
+        "return _build(Resolution(Path(origin), values=values, allow_import=(), is_stored=True))",
     ),
     Defect(
         "escaped-resolver",
@@ -961,8 +969,8 @@ DEFECTS: list[Defect] = [
         "killed-by-whom",
         "killed-rank",
         "describe_killed",
-        "if end.exitcode < 0 and end.timestamp <= first + 1}",
-        "if end.exitcode > 0 and end.timestamp <= first + 1}",
+        "if end.exitcode < 0 and end.timestamp <= first_death + 1}",
+        "if end.exitcode > 0 and end.timestamp <= first_death + 1}",
     ),
     Defect(
         "notice-once",
@@ -1011,8 +1019,8 @@ DEFECTS: list[Defect] = [
         "documents-see-those-before",
         "documents-apart",
         "Documents._make_mask",
-        "own_BQ[:, None, :, None] == self.numbers_BT[:, None, None, :]",
-        "own_BQ[:, None, :, None] >= self.numbers_BT[:, None, None, :]",
+        "queries_BQ[:, None, :, None] == self.numbers_BT[:, None, None, :]",
+        "queries_BQ[:, None, :, None] >= self.numbers_BT[:, None, None, :]",
     ),
     Defect(
         "slices-counted-from-0",
@@ -1046,7 +1054,7 @@ DEFECTS: list[Defect] = [
         "slices-unchecked",
         "context-refused",
         "trainer.lifecycle.selfcheck:check_context",
-        "if not abs(one - other) <= tolerance * abs(one):",
+        "if not abs(full_loss - slice_loss) <= tolerance * abs(full_loss):",
         "if abs(one) > 1e30:",
     ),
     Defect(

@@ -38,11 +38,11 @@ from trainer.errors import (
 )
 from trainer.tables import table_lines, terminal_width
 
-_ROUNDS = 10
-"""How many times a folder is listed again while a run is saving to it."""
+_MAX_LISTINGS = 10
+"""How often to list a folder again while a run is saving to it."""
 
-ROWS_BYTES = 64 << 20
-"""How much of a tensor is held in memory at a time while two checkpoints are compared."""
+_BLOCK_BYTES = 64 << 20
+"""Number of bytes of a tensor in memory while two checkpoints are compared."""
 
 
 @dataclass
@@ -56,19 +56,19 @@ class CheckpointEntry:
     mesh: str = ""
     torch: str = ""
     state: str = "damaged"
-    """`whole` (manifest and sizes match), `verified` (checksums match too), `damaged` or `set aside`."""
+    """`whole` (manifest and sizes match), `verified` (checksums match too), `damaged` or `quarantined`."""
     damage: tuple[str, ...] = ()
     num_skipped: int = 0
-    """Number of consecutive skipped steps when it was saved; if above 0, it is not resumed from automatically."""
+    """Number of consecutive steps skipped up to this one.  If above 0, runs do not resume from it automatically."""
     notes: tuple[str, ...] = ()
-    """Further remarks to show."""
+    """Remarks to print below the list."""
     evaluation: Mapping[str, float] = field(default_factory=dict)
-    """Losses of the evaluation at its step."""
+    """Losses of the evaluation at this step."""
     is_best: bool = False
     """True if RUN/best refers to it."""
 
 
-_IN_A_STREAK = (
+_SAVED_WHILE_SKIPPING = (
     "{}: was saved while steps were skipped ({} in a row); used only if checkpoint.resume names it, or if there "
     "is no other"
 )
@@ -77,21 +77,21 @@ _IN_A_STREAK = (
 def list_checkpoints(storage: Storage, verify: bool = False) -> list[CheckpointEntry]:
     """Return every checkpoint in a folder, oldest first, then the quarantined ones.
 
-    A run that is still training may save and prune checkpoints meanwhile; pruned ones are omitted, not damaged.
+    A run may save and prune checkpoints meanwhile.  Pruned ones are omitted, not reported as damaged.
     """
     found: dict[int, CheckpointEntry] = {}
-    for _ in range(_ROUNDS):
+    for _ in range(_MAX_LISTINGS):
         steps = list_steps(storage)
-        new = [step for step in steps if step not in found]
-        found |= {step: _entry(storage, name_of(step), verify) for step in new}
-        if not new or not found:
+        new_steps = [step for step in steps if step not in found]
+        found |= {step: _entry(storage, name_of(step), verify) for step in new_steps}
+        if not new_steps or not found:
             break
-    aside = [CheckpointEntry(name, state="set aside") for name in storage.quarantined_names()]
-    still = [step for step in sorted(found) if not found[step].damage or storage.is_published(name_of(step))]
-    entries, best = [found[step] for step in still], best_step(storage)
+    quarantined = [CheckpointEntry(name, state="quarantined") for name in storage.quarantined_names()]
+    remaining = [step for step in sorted(found) if not found[step].damage or storage.is_published(name_of(step))]
+    entries, best = [found[step] for step in remaining], best_step(storage)
     for entry in entries:
         entry.is_best = entry.step is not None and entry.step == best
-    return [*entries, *aside]
+    return [*entries, *quarantined]
 
 
 def _entry(storage: Storage, name: str, verify: bool) -> CheckpointEntry:
@@ -109,7 +109,7 @@ def _entry(storage: Storage, name: str, verify: bool) -> CheckpointEntry:
         entry.mesh = " x ".join(f"{axis} {size}" for axis, size in manifest.mesh.items())
         entry.damage = tuple(find_damage(folder, manifest, "full" if verify else "sizes"))
         if manifest.num_skipped:
-            entry.notes += (_IN_A_STREAK.format(name, manifest.num_skipped),)
+            entry.notes += (_SAVED_WHILE_SKIPPING.format(name, manifest.num_skipped),)
         if verify:
             try:
                 read_file(folder, manifest, INDEX)
@@ -121,7 +121,7 @@ def _entry(storage: Storage, name: str, verify: bool) -> CheckpointEntry:
 
 @dataclass
 class TensorChange:
-    """The difference between two checkpoints in one tensor."""
+    """How one tensor differs between two checkpoints."""
 
     key: str
     before: str
@@ -129,11 +129,11 @@ class TensorChange:
     norm_before: float | None = None
     norm_after: float | None = None
     relative: float | None = None
-    """Norm of the difference divided by the norm before."""
+    """Norm of the difference, divided by the norm before."""
 
 
 def compare_tensors(a: StoredWeights, b: StoredWeights) -> Iterator[TensorChange]:
-    """Yield every tensor that is not bit-identical in both; only a block of rows is in memory at a time."""
+    """Yield every tensor that is not bit-identical in both checkpoints.  Reads one block of rows at a time."""
     for key in [*a.layout, *(key for key in b.layout if key not in a.layout)]:
         before, after = a.layout.get(key), b.layout.get(key)
         if before is None or after is None or (before.shape, before.dtype) != (after.shape, after.dtype):
@@ -156,7 +156,7 @@ def _row_blocks(stored: StoredTensor) -> Iterator[tuple[int, int | None]]:
     if not stored.shape or not stored.num_bytes:
         yield 0, None
         return
-    rows = max(1, ROWS_BYTES * stored.shape[0] // stored.num_bytes)
+    rows = max(1, _BLOCK_BYTES * stored.shape[0] // stored.num_bytes)
     for start in range(0, stored.shape[0], rows):
         yield start, min(start + rows, stored.shape[0])
 
@@ -179,22 +179,22 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two steps (or paths)")
     parser.add_argument("--all", action="store_true", help="with --diff: include the optimizer's tensors")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    chosen = parser.parse_args(argv)
-    return run_command(lambda: _show(chosen))
+    options = parser.parse_args(argv)
+    return run_command(lambda: _show(options))
 
 
-def _show(chosen: argparse.Namespace) -> int:
-    if is_checkpoint(chosen.run_dir) and not chosen.diff:  # a single checkpoint, not a folder of checkpoints
-        folder, name = split_parent(chosen.run_dir)
+def _show(options: argparse.Namespace) -> int:
+    if is_checkpoint(options.run_dir) and not options.diff:  # a single checkpoint, not a folder of checkpoints
+        folder, name = split_parent(options.run_dir)
         storage = open_storage(folder)
-        entries = [_entry(storage, name, chosen.verify)]
+        entries = [_entry(storage, name, options.verify)]
     else:
-        storage = find_checkpoints(chosen.run_dir)
-        if chosen.diff:
-            _show_diff(storage, chosen.diff, as_json=chosen.json, everything=chosen.all)
+        storage = find_checkpoints(options.run_dir)
+        if options.diff:
+            _show_diff(storage, options.diff, as_json=options.json, all_parts=options.all)
             return EXIT_FINISHED
-        entries = list_checkpoints(storage, chosen.verify)
-    if chosen.json:
+        entries = list_checkpoints(storage, options.verify)
+    if options.json:
         print_stdout(json.dumps([asdict(entry) for entry in entries]))
     else:
         _show_list(storage, entries)
@@ -204,15 +204,15 @@ def _show(chosen: argparse.Namespace) -> int:
 def _show_list(storage: Storage, entries: Sequence[CheckpointEntry]) -> None:
     console = Console(highlight=False)
     has_loss = any(entry.evaluation for entry in entries)
-    heads = ["checkpoint", "size", "age", "mesh", "torch", *(["held-out loss"] if has_loss else []), "state"]
+    headers = ["checkpoint", "size", "age", "mesh", "torch", *(["held-out loss"] if has_loss else []), "state"]
     rows = []
     for entry in entries:
         size = "" if entry.bytes is None else _size(entry.bytes)
         loss = f"{entry.evaluation['loss']:.4f}{' best' * entry.is_best}" if "loss" in entry.evaluation else ""
-        words = [entry.name, size, _age(entry.created), entry.mesh, entry.torch, *([loss] if has_loss else [])]
-        rows.append([*map(printable, words), entry.state])
+        cells = [entry.name, size, _age(entry.created), entry.mesh, entry.torch, *([loss] if has_loss else [])]
+        rows.append([*map(printable, cells), entry.state])
     console.print(Text(printable(str(storage)), style="bold"), soft_wrap=True)
-    for line in table_lines(heads, rows, text_columns=(0, *range(3, len(heads)))):
+    for line in table_lines(headers, rows, text_columns=(0, *range(3, len(headers)))):
         console.print(Text(line), soft_wrap=True)
     for entry in entries:
         for note in entry.notes:
@@ -221,8 +221,8 @@ def _show_list(storage: Storage, entries: Sequence[CheckpointEntry]) -> None:
             console.print(Text(printable(f"  {line}"), style="red"), soft_wrap=True)
 
 
-def _show_diff(storage: Storage, names: Sequence[str], as_json: bool, everything: bool) -> None:
-    before, after = (StoredWeights(_find_one(storage, name)) for name in names)
+def _show_diff(storage: Storage, names: Sequence[str], as_json: bool, all_parts: bool) -> None:
+    before, after = (StoredWeights(_find_checkpoint(storage, name)) for name in names)
     configuration = compare_stored(before.config_yaml, after.config_yaml)
     changes = list(compare_tensors(before, after))
     if as_json:
@@ -234,29 +234,31 @@ def _show_diff(storage: Storage, names: Sequence[str], as_json: bool, everything
         console.print(Text(printable(f"  {line}")), soft_wrap=True)
     shared = before.layout.keys() & after.layout.keys()
     for part in sorted({key.partition(".")[0] for key in before.layout.keys() | after.layout.keys()}):
-        own = [change for change in changes if change.key.startswith(f"{part}.")]
-        num_same = sum(key.startswith(f"{part}.") for key in shared) - sum(change.key in shared for change in own)
-        heading = f"{part}: {len(own)} tensors differ, {num_same} are bit-identical"
+        part_changes = [change for change in changes if change.key.startswith(f"{part}.")]
+        num_same = sum(key.startswith(f"{part}.") for key in shared) - sum(
+            change.key in shared for change in part_changes
+        )
+        heading = f"{part}: {len(part_changes)} tensors differ, {num_same} are bit-identical"
         console.print(Text(printable(heading), style="bold"))
-        if own and (part == "model" or everything):
-            for line in _rows(own):
+        if part_changes and (part == "model" or all_parts):
+            for line in _change_lines(part_changes):
                 console.print(Text(printable(line)), soft_wrap=True)
 
 
-def _rows(changes: Sequence[TensorChange]) -> Iterator[str]:
-    """Yield the lines of a table; values are never truncated, even on a narrow terminal."""
+def _change_lines(changes: Sequence[TensorChange]) -> Iterator[str]:
+    """Yield the lines of a table of changed tensors.  Values are never truncated, even on a narrow terminal."""
     rows = []
     for change in changes:
         numbers = (change.norm_before, change.norm_after, change.relative)
         before, after, relative = ("" if n is None else f"{n:.4g}" for n in numbers)
         shape = change.before if change.after == change.before else f"{change.before} -> {change.after}"
         rows.append([change.key, before, after, relative, shape])
-    heads = ["tensor", "norm before", "after", "change", "shape"]
-    for line in table_lines(heads, rows, terminal_width() - 2, text_columns=(0, 4)):
+    headers = ["tensor", "norm before", "after", "change", "shape"]
+    for line in table_lines(headers, rows, terminal_width() - 2, text_columns=(0, 4)):
         yield f"  {line}"
 
 
-def _find_one(storage: Storage, name: str) -> Storage:
+def _find_checkpoint(storage: Storage, name: str) -> Storage:
     if name.isdecimal():
         steps = list_steps(storage)
         if int(name) not in steps:

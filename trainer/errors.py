@@ -1,9 +1,9 @@
-"""Errors and their messages, how a command reports them, and the redaction of any text that is shown or stored.
+"""Errors, their messages and exit codes, and the redaction of all text that is printed or stored.
 
 Every other module may import this one.  Text for a terminal, a log or a shared file passes through `printable`, which
 removes credentials and terminal control sequences.  A message names the setting and its value, the rule that it breaks,
-and how to fix it: the nearest legal value, the value that was probably meant, an example or an instruction.  A wrong
-suggestion is worse than none.
+and a fix: the nearest legal value, the value that was probably meant, an example or an instruction.  A wrong suggestion
+is worse than none.
 """
 
 from __future__ import annotations
@@ -27,49 +27,49 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from trainer.stopping import PromptStop, StopRequested, exit_immediately, stopped, unwrapping
+from trainer.stopping import PromptStop, StopRequested, exit_immediately, stop_message, unwrapping
 from trainer.tables import fit_to_width
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_DOES_NOT_FIT = 3
-"""Only from the planner: the planned run needs more memory than is available."""
+"""Only from the planner: the planned run needs more memory than the device has."""
 EXIT_STOPPED = 75
 """Stopped on request after saving; run again to resume (`EX_TEMPFAIL` in sysexits.h)."""
 
 
 EXIT_INTERRUPTED = 130
-"""The exit code that shells report for a command ended by Ctrl-C."""
+"""The exit code of a command that was ended by Ctrl-C, as shells report it."""
 
 
 class UserError(Exception):
-    """A mistake in the user's input, found before training: shown as one message, exit code 2."""
+    """A mistake in the user's input, found before training: one message, exit code 2."""
 
 
 class TrainingFailed(Exception):
-    """Training cannot continue, for a reason that is not a bug: shown as one message, exit code 1."""
+    """Training cannot continue, for a reason that is not a bug: one message, exit code 1."""
 
 
 class PeerFailed(Exception):
-    """Another rank failed first and reports the error; this rank exits silently.  Exit code 1."""
+    """Another rank failed first and reports the error: no message from this rank, exit code 1."""
 
 
 _MAX_SHOWN_CHARS = 500
-"""Longest value that a message shows in full, in characters."""
+"""Longest value, in characters, that messages show in full."""
 
 
 def print_stderr(text: str) -> None:
     """Print to stderr, without credentials and terminal control sequences.
 
-    Write errors are ignored: if the parent process has died and nothing reads stderr, the caller must still continue.
+    Ignores write errors: the caller must continue even if its parent process has died and nobody reads stderr.
     """
     with contextlib.suppress(OSError):
         print(printable(text), file=sys.stderr, flush=True)
 
 
 def print_stdout(text: str, end: str = "\n") -> None:
-    """Print to stdout, redacted as in `print_stderr`.  If its reader has exited (`--help | head`), drop the output."""
+    """Print to stdout, redacted as in `print_stderr`.  Drops the output if its reader has exited (`--help | head`)."""
     try:
         print(printable(text), end=end, flush=True)
     except BrokenPipeError:
@@ -79,20 +79,20 @@ def print_stdout(text: str, end: str = "\n") -> None:
 def discard_stream(stream: TextIO) -> None:
     """Redirect a stream to /dev/null, so that flushing its buffer at exit does not fail again."""
     with contextlib.suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        null_device = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_device, stream.fileno())
+        os.close(null_device)
 
 
 class CommandParser(argparse.ArgumentParser):
     """An argument parser that reports a mistake in one message, without printing the full usage.
 
-    The description is printed with its own line breaks, since it contains examples.
+    Keeps the line breaks of the description, because it contains examples.
     """
 
     def __init__(self, prog: str, description: str | None) -> None:
-        layout = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog=prog, description=description, formatter_class=layout)
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=prog, description=description, formatter_class=formatter)
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with `EXIT_USER_ERROR`."""
@@ -104,9 +104,9 @@ class CommandParser(argparse.ArgumentParser):
         return fit_to_width(super().format_help(), shutil.get_terminal_size().columns if sys.stdout.isatty() else 0)
 
     def add_allow_import(self) -> None:
-        """Add `--allow-import`, which permits importing a module that a checkpoint names, and so running its code."""
-        meaning = "allow importing this module if the checkpoint names it; may be repeated"
-        self.add_argument("--allow-import", metavar="MODULE", action="append", default=[], help=meaning)
+        """Add `--allow-import`, which permits importing, and so running, a module that a checkpoint names."""
+        help_text = "allow importing this module if the checkpoint names it; may be repeated"
+        self.add_argument("--allow-import", metavar="MODULE", action="append", default=[], help=help_text)
 
 
 def run_command(work: Callable[[], int]) -> int:
@@ -124,8 +124,8 @@ def run_command(work: Callable[[], int]) -> int:
         print_stderr("interrupted")
         return EXIT_INTERRUPTED
     except StopRequested as request:
-        print_stderr(stopped(request.name, request.kept))
-        return code_of_signal(request.name)
+        print_stderr(stop_message(request.name, request.note))
+        return signal_exit_code(request.name)
     except UserError as error:
         print_stderr(f"error: {error}")
         return EXIT_USER_ERROR
@@ -140,14 +140,14 @@ def run_command(work: Callable[[], int]) -> int:
 
 
 TORCH_SAVE_ERRORS = ("failed writing file", "unexpected pos")
-"""Texts of the errors that torch.save raises when it cannot write; they do not state the cause."""
+"""Texts of the errors that torch.save raises if it cannot write, whatever the cause."""
 
 
 def is_disk_full(error: BaseException, path: Path | None = None, num_bytes: int = 0) -> bool:
-    """Return whether an error means that a disk or quota is full, including errors in which libraries wrap it.
+    """Return whether an error means that a disk or quota is full, even if a library has wrapped the error.
 
-    For a failed write, torch.save states no cause, so then the free space at `path` is checked, where `num_bytes`
-    were to be written.
+    torch.save does not state the cause of a failed write.  In that case the free space at `path` decides, where
+    `num_bytes` were to be written.
     """
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -156,15 +156,15 @@ def is_disk_full(error: BaseException, path: Path | None = None, num_bytes: int 
     if path is None or not any(words in str(error) for words in TORCH_SAVE_ERRORS):
         return False
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    return shutil.disk_usage(existing).free < max(num_bytes, _FULL_BELOW_BYTES)
+    return shutil.disk_usage(existing).free < max(num_bytes, _MIN_FREE_BYTES)
 
 
-_FULL_BELOW_BYTES = 1 << 20
-"""A disk with less free space, in bytes, counts as full."""
+_MIN_FREE_BYTES = 1 << 20
+"""A disk with fewer free bytes counts as full."""
 
 
-def code_of_signal(name: str) -> int:
-    """Return the exit code that shells report for a command ended by a signal, for example 143 for SIGTERM."""
+def signal_exit_code(name: str) -> int:
+    """Return the exit code of a command that was ended by a signal, as shells report it: 143 for SIGTERM."""
     return 128 + signal.Signals[name]
 
 
@@ -172,8 +172,8 @@ def code_of_signal(name: str) -> int:
 def _raise_on_signals() -> Iterator[None]:
     """Raise an exception on SIGTERM, SIGHUP or Ctrl-C inside the block, so that temporary files are cleaned up.
 
-    If the command does not end within seconds, because it is in a long call or the exception was swallowed, the process
-    is terminated (see `trainer.stopping`).
+    If the command does not end within seconds, in a long call or because the exception was swallowed, the process exits
+    (see `trainer.stopping`).
     """
     defaults = {
         signal.SIGTERM: signal.SIG_DFL,
@@ -181,39 +181,41 @@ def _raise_on_signals() -> Iterator[None]:
         signal.SIGINT: signal.default_int_handler,
     }
     is_main = threading.current_thread() is threading.main_thread()
-    found = {number: signal.getsignal(number) for number in defaults} if is_main else {}
-    caught = {number: before for number, before in found.items() if before in (defaults[number], exit_immediately)}
-    prompt = PromptStop(caught, code_of_signal)
+    handlers = {number: signal.getsignal(number) for number in defaults} if is_main else {}
+    caught = {
+        number: previous for number, previous in handlers.items() if previous in (defaults[number], exit_immediately)
+    }
+    prompt = PromptStop(caught, signal_exit_code)
 
-    def end(number: int, frame: object) -> NoReturn:
+    def handle(number: int, frame: object) -> NoReturn:
         name = signal.Signals(number).name
-        with contextlib.suppress(StopRequested):  # raised below, as what this signal is known by
+        with contextlib.suppress(StopRequested):  # raised below, as KeyboardInterrupt for Ctrl-C
             prompt.on_signal(name)
         raise KeyboardInterrupt if number == signal.SIGINT else StopRequested(name)
 
     for number in caught:
-        signal.signal(number, end)
+        signal.signal(number, handle)
     if caught:
         prompt.start()
     try:
         yield
     finally:
         prompt.cancel()
-        for number, before in caught.items():
-            signal.signal(number, before)
+        for number, previous in caught.items():
+            signal.signal(number, previous)
 
 
 def nearest(value: object, legal: Iterable[object], cutoff: float = 0.6) -> object | None:
     """Return the legal value whose spelling is closest to `value`, or None if none is close.
 
-    cutoff: minimum similarity, as in difflib; raise it if the values are short or share an ending.
+    cutoff: minimum similarity, as in difflib.  Raise it for values that are short or have the same ending.
     """
     by_text = {str(candidate): candidate for candidate in legal}
-    found = difflib.get_close_matches(str(value), by_text, n=1, cutoff=cutoff)
-    if not found:
+    matches = difflib.get_close_matches(str(value), by_text, n=1, cutoff=cutoff)
+    if not matches:
         text = str(value).lower()
-        found = [known for known in by_text if text and (known.lower().startswith(text) or text in known.lower())]
-    return by_text[found[0]] if found else None
+        matches = [known for known in by_text if text and (known.lower().startswith(text) or text in known.lower())]
+    return by_text[matches[0]] if matches else None
 
 
 def setting_error(
@@ -230,7 +232,7 @@ def setting_error(
 
     rule: completes the sentence "KEY=VALUE: ...", for example "must be at least 1".
     legal: the nearest legal value, for values that have an order.
-    meant: the legal value that was probably meant: one spelled similarly, or known elsewhere under this name.
+    meant: the legal value that was probably meant, because its spelling or its name in other tools is similar.
     example: a value of the correct form.
     fix: what to do, in words.
     """
@@ -251,7 +253,7 @@ def typed(key: str, value: object) -> str:
 
 
 def _shown_value(key: str, value: object) -> str:
-    """Return a setting's value as messages show it; masked if the name of the setting suggests a secret."""
+    """Return a value as messages show it: masked if the name of the setting suggests a secret."""
     return MASK if _SECRET_NAME.search(key) else _show(value)
 
 
@@ -264,7 +266,7 @@ def choice_error(
 ) -> UserError:
     """Return the error for a setting whose value is not one of the `legal` ones.
 
-    aliases: other names of legal values, which are suggested instead: {"gpu": "cuda"}.
+    aliases: legal values to suggest for other names: {"gpu": "cuda"}.
     """
     choices = list(legal)
     meant = (aliases or {}).get(_show(value).lower())
@@ -299,9 +301,9 @@ def printable(text: str) -> str:
 
 _STRING = r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x80-\x9f\n]*(?:\x07|\x1b\\|\x9c)"
 _SEQUENCE = re.compile(rf"{_STRING}|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b(?:[!-/][0-~]|[0-OQ-WYZ\\`-~])")
-"""Control sequences of ECMA-48, 7-bit and 8-bit (C1): commands with a text (such as a title), CSI, and short ones."""
+"""Control sequences of ECMA-48, 7-bit and 8-bit (C1): those with a text (such as a title), CSI, and short ones."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""All other control characters, some of which move the cursor, except newlines and tabs."""
+"""All other control characters except newlines and tabs; some move the cursor."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
 """Lone surrogates: undecodable bytes, which printing would turn back into raw bytes."""
 
@@ -310,16 +312,16 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 # Secrets
 
 _known_secrets: set[str] = set()
-"""Secrets in this process's settings and environment.  See `remember_secrets`."""
+"""Secrets in this process's settings and environment, from `remember_secrets` and `redact_everything`."""
 
 _MIN_SECRET_CHARS = 6
-"""Shorter secrets are not searched for on their own: they would match inside ordinary words."""
+"""Shorter secrets are not searched for, because they would match inside ordinary words."""
 
 
 def redact(text: str) -> str:
-    """Return a text that is about to be printed or stored, with every secret in it masked.
+    """Return a text with every secret in it masked, for printing or storing.
 
-    This includes all known secrets (see `remember_secrets`), wherever a library quotes them.
+    Also masks known secrets (see `remember_secrets`), which a library may quote anywhere.
     """
     text = mask_credentials(text)
     for secret in sorted(_known_secrets, key=len, reverse=True):
@@ -337,18 +339,18 @@ def remember_secrets(tree: Any) -> None:
         for value in tree:
             remember_secrets(value)
     elif isinstance(tree, str):
-        found: list[str] = []
-        _masked_text(tree, found)
-        for secret in found:
-            for spelled in (secret, urllib.parse.unquote(secret), urllib.parse.quote(secret, safe="")):
-                if len(spelled) >= _MIN_SECRET_CHARS:
-                    _known_secrets.add(spelled)
+        secrets: list[str] = []
+        _mask_text(tree, secrets)
+        for secret in secrets:
+            for spelling in (secret, urllib.parse.unquote(secret), urllib.parse.quote(secret, safe="")):
+                if len(spelling) >= _MIN_SECRET_CHARS:
+                    _known_secrets.add(spelling)
 
 
 def redact_everything() -> None:
     """Redact what this process prints by other means: uncaught exceptions, warnings and log records.
 
-    From now on, secrets in environment variables, such as WANDB_API_KEY or a proxy's password, are masked too.
+    Also registers the secrets in environment variables, such as WANDB_API_KEY or the password of a proxy.
     """
     for name, value in os.environ.items():
         if _SECRET_NAME.search(name) and len(value) >= 8 and not os.path.exists(value):
@@ -358,8 +360,8 @@ def redact_everything() -> None:
     if sys.excepthook is not _print_exception:
         sys.excepthook = _print_exception
         threading.excepthook = _print_thread_exception
-        plain = warnings.formatwarning
-        warnings.formatwarning = lambda *args, **kwargs: redact(plain(*args, **kwargs))
+        format_warning = warnings.formatwarning
+        warnings.formatwarning = lambda *args, **kwargs: redact(format_warning(*args, **kwargs))
         logging.setLogRecordFactory(_RedactedRecord)
 
 
@@ -388,10 +390,10 @@ class _RedactedRecord(logging.LogRecord):
 def mask_credentials(text: str) -> str:
     """Mask everything in the text that looks like a secret.
 
-    These are passwords and keys in URLs (scheme://user:***@host/path?token=***), headers (`Authorization: Bearer ***`),
-    command options (--password ***), and tokens in the formats of common services (hf_...).
+    This covers passwords and keys in URLs (scheme://user:***@host/path?token=***), in headers
+    (`Authorization: Bearer ***`), in command options (--password ***), and tokens of common services (hf_...).
     """
-    return _masked_text(text, [])
+    return _mask_text(text, [])
 
 
 def masked(tree: Any) -> Any:
@@ -402,25 +404,25 @@ def masked(tree: Any) -> Any:
         return type(tree)(masked(item) for item in tree)
     if not isinstance(tree, str):
         return tree
-    # A value is a single URL to its end, whatever characters the password contains.
-    return _WHOLE_URL.sub(lambda found: _mask_url(found[0], []), mask_credentials(tree))
+    # A value that is a URL extends to its end, whatever characters the password contains.
+    return _ENTIRE_URL.sub(lambda match: _mask_url(match[0], []), mask_credentials(tree))
 
 
 def is_masked(value: object) -> bool:
-    """Return whether a stored value has masked secrets, so that it cannot be used."""
+    """Return whether a stored value contains masked secrets and is therefore useless."""
     return isinstance(value, str) and (value == MASK or _MASKED.search(value) is not None)
 
 
 def is_masked_query(part: str) -> bool:
-    """Return whether a query parameter `name=value` of a URL is one whose value is masked."""
+    """Return whether the value in a query parameter `name=value` of a URL is masked."""
     return _NAMED.match(f"?{part}") is not None
 
 
 def masked_command(command: str) -> str:
     """Return a shell command if it is safe to store, or `***` if it may contain a secret.
 
-    A secret can be anywhere in a command, so the command is masked as a unit.  It counts as safe if it contains no
-    credentials, no URL with a path (the path of a webhook is its secret), and no long random word.
+    A secret can be anywhere in a command, so all of it is masked, or nothing.  A command is safe if it contains
+    no credentials, no URL with a path (the path of a webhook is its secret), and no long random word.
     """
     words = re.split(r"[\s'\"=:/,;|&<>()]+", command)
     is_suspicious = mask_credentials(command) != command or _SUSPICIOUS.search(command) is not None
@@ -442,9 +444,9 @@ def _looks_random(word: str) -> bool:
     return len(word) >= 16 and longest >= 12 and word[0] != "$" and len(_LETTER_BY_DIGIT.findall(word)) >= 2
 
 
-# The length limit of the scheme avoids quadratic matching time on long words.
+# Limiting the length of the scheme avoids quadratic matching time on long words.
 _URL = re.compile(r"[A-Za-z][\w+.-]{0,30}://(?:[^\s/?#<>]*@)?[^\s'\"<>]*")
-_WHOLE_URL = re.compile(r"[A-Za-z][\w+.-]{0,30}://.*", re.DOTALL)
+_ENTIRE_URL = re.compile(r"[A-Za-z][\w+.-]{0,30}://.*", re.DOTALL)
 
 PASSWORD_IN_URL = re.compile(r"(://[^\s/:@?#\[]*:)(?!\d*(?:[/?#]|$))((?:[^/?#]*(?=@)|[^@]*(?=@)))@")
 """Matches scheme://user:password@host.  Only digits are a port; a password may contain an unencoded slash."""
@@ -485,7 +487,7 @@ _SECRET_NAME = re.compile(
 _SUSPICIOUS = re.compile(
     r"://[^\s/'\"]+/[^\s'\"]"  # a URL with a path
     r"|(?<![\w./$-])(?:[\w-]+\.)+[a-z]{2,}/[^\s'\"]"  # the same without a scheme
-    # anything that is called a password, a key or the like, unless its value is a variable
+    # anything called password, key or the like, unless its value is a variable
     r"|(?<![a-z])(?:pass(?:w(?:or)?d|phrase|in|out)?|pwd|token|secret|credentials?|auth|authorization|key|signature|jwt)"
     r"['\"]?[=:\s]\s*['\"]?(?!(?:(?:bearer|basic|token)\s+)?['\"]?\$)[^\s'\"]"
     # programs that take passwords in options of one letter
@@ -497,27 +499,27 @@ _SUSPICIOUS = re.compile(
 _LETTER_BY_DIGIT = re.compile(r"(?<=[A-Za-z])(?=\d)|(?<=\d)(?=[A-Za-z])")
 
 
-def _masked_text(text: str, found: list[str]) -> str:
-    """Mask everything that looks like a secret, and append the secrets to `found`."""
+def _mask_text(text: str, secrets: list[str]) -> str:
+    """Mask everything that looks like a secret, and append the secrets found to `secrets`."""
 
     def mask(match: re.Match[str]) -> str:
-        found.append(match[2])
+        secrets.append(match[2])
         return f"{match[1]}{MASK}"
 
     def mask_all(match: re.Match[str]) -> str:
-        found.append(match[0])
+        secrets.append(match[0])
         return MASK
 
-    text = _URL.sub(lambda match: _mask_url(match[0], found), text)
+    text = _URL.sub(lambda match: _mask_url(match[0], secrets), text)
     for pattern in _IN_TEXT:
         text = pattern.sub(mask, text)
     return _ISSUED.sub(mask_all, text)
 
 
-def _mask_url(url: str, found: list[str]) -> str:
+def _mask_url(url: str, secrets: list[str]) -> str:
     def mask(match: re.Match[str]) -> str:
         if match[2] != MASK:
-            found.append(match[2])
+            secrets.append(match[2])
         return f"{match[1]}{MASK}{'@' if match[0].endswith('@') else ''}"
 
     url = PASSWORD_IN_URL.sub(mask, url, count=1)

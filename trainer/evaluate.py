@@ -4,9 +4,9 @@
 
     python -m trainer.evaluate <the same> --lm-eval TASK,... [--tasks FOLDER] [--json]     with lm-evaluation-harness
 
-A run is evaluated with its own settings, on one rank by default.  Any key can be overridden: data.eval_path sets other
-data, eval.steps=0 uses all of it.  --lm-eval exports the run, merges adapters, and runs tasks from the lm_eval library
-or from a folder of YAML files.
+A run is evaluated with its own settings, by default on one rank.  Any key can be overridden: data.eval_path selects
+different data, eval.steps=0 uses all of it.  --lm-eval exports the run, merges adapters, and runs tasks from the
+lm_eval library or from a folder of YAML files.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 _EVALUATION_OVERRIDES = {
-    "run.dir": str(Path(tempfile.gettempdir()) / "meshtrainer-evaluate"),  # is never created
+    "run.dir": str(Path(tempfile.gettempdir()) / "meshtrainer-evaluate"),  # never created
     "mesh.replicate": "1",
     "mesh.shard": "-1",
     "mesh.context": "1",
@@ -69,16 +69,16 @@ _EVALUATION_OVERRIDES = {
     "log.prometheus": "null",
     "log.profile_steps": "null",
 }
-"""Overrides of the run's settings: an evaluation may use a different number of ranks, and stores nothing."""
+"""Overrides of the run's settings: an evaluation runs on any number of ranks and stores nothing."""
 
 
-_SHOWN_AS = "--shown-as"
-"""Internal option for spawned ranks: the path of the weights to display, as they read them through another path."""
+_DISPLAYED_PATH = "--shown-as"
+"""Internal option for spawned ranks: the path of the weights to print, since they read them at a pinned path."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated: the configuration, the path of the weights, and their step if they are from a run."""
+    """A model to evaluate: its configuration, the path of its weights, and their step if they come from a run."""
 
     config: RunConfig
     weights: str
@@ -90,67 +90,72 @@ class Subject:
 def find_subject(
     path: str, overrides: Sequence[str], allow_import: Collection[str] = (), stack: ExitStack | None = None
 ) -> Subject:
-    """Return the subject at `path`: a run (its newest checkpoint), a checkpoint, or a Hugging Face folder.
+    """Return the model at `path`: that of a run (its newest checkpoint), a checkpoint, or a Hugging Face folder.
 
-    With `stack`, the checkpoint stays readable until the stack closes, even if its run prunes it meanwhile.
+    With `stack`, the checkpoint stays readable until the stack closes, even if its run prunes it meanwhile.  A Hugging
+    Face folder is evaluated with the default settings and the overrides, and needs no training data.
 
-    A Hugging Face folder is evaluated with default settings and the overrides; training data need not be given.  Raises
-    UserError for invalid input, and TrainingFailed for a corrupt checkpoint.
+    Raises UserError for invalid input, and TrainingFailed for a corrupt checkpoint.
     """
     from trainer.checkpoint.reader import open_checkpoint
     from trainer.checkpoint.storage import PinnedStorage
 
     source, location = None, locate(path)
     check_no_gguf(path, "path")
-    given = {override.partition("=")[0] for override in overrides}
+    override_keys = {override.partition("=")[0] for override in overrides}
     if location.kind == "huggingface":
         folder = location.path
-        if "model.fresh" not in given:
+        if "model.fresh" not in override_keys:
             check_weights(folder, "path")
         native = find_native(folder)
         model = {"name": native[0].name} if native else {"name": "hf", "path": folder}
         data = {"tokenizer": folder} if (Path(folder) / "tokenizer.json").is_file() else {}
-        text, weights, step = json.dumps({"model": model, "data": data}), folder, None
-        first = {"train.init_from": folder if native else "null"}
+        config_yaml, weights, step = json.dumps({"model": model, "data": data}), folder, None
+        defaults = {"train.init_from": folder if native else "null"}
         held_out = dict(override.split("=", 1) for override in overrides if "=" in override).get("data.eval_path")
-        first |= {} if held_out is None else {"data.path": held_out}  # never opened
+        defaults |= {} if held_out is None else {"data.path": held_out}  # never opened
     else:
         source = open_checkpoint(location.path)
-        text, weights, step = source.config_yaml, str(source.storage), source.manifest.step
-        place = source.storage
-        where = stack.enter_context(place.lasting()) if stack and isinstance(place, PinnedStorage) else str(place)
-        first = {"train.init_from": _first_weights(source, where)}
-        if "data.tokenizer" not in given:  # the run's tokenizer applies, even if its base weights came with another
-            stored = stored_value(text, "checkpoint.allow_changes")
-            allowed = [*(stored if isinstance(stored, list) else []), "data.tokenizer"]
-            first["checkpoint.allow_changes"] = f"[{','.join(map(str, allowed))}]"
-    check_imports(read_stored(text), given, allow_import)
-    own = [f"{key}={value}" for key, value in (_EVALUATION_OVERRIDES | first).items() if key not in given]
+        config_yaml, weights, step = source.config_yaml, str(source.storage), source.manifest.step
+        storage = source.storage
+        weights_path = (
+            stack.enter_context(storage.lasting()) if stack and isinstance(storage, PinnedStorage) else str(storage)
+        )
+        defaults = {"train.init_from": _first_weights(source, weights_path)}
+        if "data.tokenizer" not in override_keys:
+            # Use the run's tokenizer, even if its base weights came with a different one.
+            stored_changes = stored_value(config_yaml, "checkpoint.allow_changes")
+            allowed = [*(stored_changes if isinstance(stored_changes, list) else []), "data.tokenizer"]
+            defaults["checkpoint.allow_changes"] = f"[{','.join(map(str, allowed))}]"
+    check_imports(read_stored(config_yaml), override_keys, allow_import)
+    evaluation_overrides = [
+        f"{key}={value}" for key, value in (_EVALUATION_OVERRIDES | defaults).items() if key not in override_keys
+    ]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "evaluation.yaml"
-        file.write_text(text, encoding="utf-8")
-        config = load_config(str(file), [*own, *overrides])
+        file.write_text(config_yaml, encoding="utf-8")
+        config = load_config(str(file), [*evaluation_overrides, *overrides])
         if not config.eval.every:  # the run itself does not evaluate
-            config = load_config(str(file), [*own, *overrides, "eval.every=1"])
+            config = load_config(str(file), [*evaluation_overrides, *overrides, "eval.every=1"])
     return Subject(config, weights, step, source)
 
 
 def _first_weights(source: StoredWeights, path: str) -> str:
     """Return the value of `train.init_from` for evaluating the checkpoint at `path`.
 
-    A checkpoint may refer to weights that it does not store: those under its adapters or of its reference model.  Then
-    the result is their path, or null if they come with the model or are random.  Otherwise it is `path`.
+    If the checkpoint refers to weights outside itself, below its adapters or of its reference model, return their path,
+    or null if they come with the model or are random.  Otherwise return `path`.
     """
     from trainer.weights.adapters import BASE, REFERENCE
 
-    beside = next((source.parts[name] for name in (BASE, REFERENCE) if name in source.parts), None)
-    if beside is None:
+    external = next((source.parts[name] for name in (BASE, REFERENCE) if name in source.parts), None)
+    if external is None:
         return path
-    return str(beside["path"] or "null") if stored_value(source.config_yaml, "train.init_from") else "null"
+    return str(external["path"] or "null") if stored_value(source.config_yaml, "train.init_from") else "null"
 
 
-def for_evaluation(kind: type[Trainer]) -> type[Trainer]:
-    """Return a subclass of `kind` that opens no training data, has no optimizer state, and counts evaluated targets."""
+def for_evaluation(trainer_class: type[Trainer]) -> type[Trainer]:
+    """Return a subclass of `trainer_class` without training data or optimizer state, which counts evaluated targets."""
     import torch
 
     from trainer.loss import count_targets
@@ -163,17 +168,17 @@ def for_evaluation(kind: type[Trainer]) -> type[Trainer]:
 
     def count(self: Trainer, batch: Any) -> float:
         self.num_targets_seen = getattr(self, "num_targets_seen", 0) + count_targets(batch["targets"])  # type: ignore[attr-defined]
-        return kind.count(self, batch)
+        return trainer_class.count(self, batch)
 
-    own = {"build_loader": build_loader, "build_optimizer": build_optimizer, "count": count}
-    return type(kind.__name__, (kind,), own)
+    methods = {"build_loader": build_loader, "build_optimizer": build_optimizer, "count": count}
+    return type(trainer_class.__name__, (trainer_class,), methods)
 
 
 def evaluate(trainer: Trainer, subject: Subject) -> Record | None:
     """Evaluate `subject` and return the record, or None if a stop was requested.
 
-    Writes no run files.  Raises UserError if there is no held-out data, or if the weights under adapters or of a
-    reference model differ from those that the run used.  Collective.
+    Writes no run files.  Raises UserError if there is no held-out data, or if the base weights or the reference model
+    are not the ones that the run used.  Collective.
     """
     from trainer.checkpoint.reader import StoredWeights
     from trainer.weights.loading import load_initial_weights
@@ -188,12 +193,12 @@ def evaluate(trainer: Trainer, subject: Subject) -> Record | None:
             load_initial_weights(trainer.model, trainer.origin, trainer.config, trainer.world)
         else:
             averaged = trainer.config.train.ema > 0 and trainer.config.eval.ema
-            trainer.world.agreed(lambda: _fill(trainer, StoredWeights(stored.storage, averaged)))
+            trainer.world.agreed(lambda: _load_checkpoint(trainer, StoredWeights(stored.storage, averaged)))
         return trainer.evaluate()
 
 
-def _fill(trainer: Trainer, stored: StoredWeights) -> None:
-    """Load the checkpoint into the model.  Weights that it only refers to were loaded when the Trainer was built."""
+def _load_checkpoint(trainer: Trainer, stored: StoredWeights) -> None:
+    """Load the checkpoint into the model.  Weights outside the checkpoint were loaded when the Trainer was built."""
     from trainer.model.lora import is_base_weight
     from trainer.weights.adapters import BASE, BaseWeights
     from trainer.weights.sources import fill
@@ -202,8 +207,8 @@ def _fill(trainer: Trainer, stored: StoredWeights) -> None:
         if isinstance(part, BaseWeights) and name in stored.parts:
             for mistake in part.changes_outside(stored.parts[name], ())[0]:
                 raise UserError(f"{stored.description}: {mistake}")
-    names_base = stored.parts.get(BASE, {}).get("path")
-    only = (lambda name: not is_base_weight(name)) if names_base else None
+    has_external_base = stored.parts.get(BASE, {}).get("path")
+    only = (lambda name: not is_base_weight(name)) if has_external_base else None
     fill(trainer.model, stored, stored.description, only=only)
 
 
@@ -213,7 +218,7 @@ def _fill(trainer: Trainer, stored: StoredWeights) -> None:
 
 @dataclass(frozen=True)
 class EvaluationStats:
-    """Size of an evaluation: its sequence length, and the number of tokens that the loss averages over."""
+    """The size of an evaluation: its sequence length, and the number of tokens that the loss averages over."""
 
     seq_len: int
     tokens: int
@@ -225,52 +230,59 @@ class EvaluationStats:
         """Return the size of the evaluation of `trainer`, over all ranks.  Collective."""
         (tokens,) = trainer.world.sum([float(getattr(trainer, "num_targets_seen", 0))])
         source = getattr(trainer.eval_loader, "source", None)
-        chats = trainer.config.data.source == "chat" and source is not None
-        return cls(trainer.config.data.seq_len, round(tokens), source.sentence if chats and source else "")
+        is_chat = trainer.config.data.source == "chat" and source is not None
+        return cls(trainer.config.data.seq_len, round(tokens), source.summary if is_chat and source else "")
 
     def sentence(self, config: RunConfig) -> str:
         """Return a line for the console, with the model's maximum sequence length if that is longer."""
-        room = getattr(config.model, "max_seq_len", None)
-        most = f"; the model has room for {room:,}" if room and room > self.seq_len else ""
-        line = f"sequences of {self.seq_len:,} tokens (data.seq_len{most}), {self.tokens:,} tokens evaluated"
+        max_len = getattr(config.model, "max_seq_len", None)
+        limit = f"; the model has room for {max_len:,}" if max_len and max_len > self.seq_len else ""
+        line = f"sequences of {self.seq_len:,} tokens (data.seq_len{limit}), {self.tokens:,} tokens evaluated"
         return f"{line}\n{self.data}" if self.data else line
 
 
-def table(subject: Subject, record: Record, read: EvaluationStats | None = None) -> str:
+def table(subject: Subject, record: Record, stats: EvaluationStats | None = None) -> str:
     """Return the evaluation as a table: one line per source if there are several, and one for all."""
-    bits = record.get("bits_per_byte")
-    heads = ("", "loss", *(["bits per byte"] if bits is not None else []))
-    of_sources = {name.removeprefix("loss_"): value for name, value in record.items() if name.startswith("loss_")}
-    rows = [(name, _number(value), *([""] if bits is not None else [])) for name, value in of_sources.items()]
-    of_all = ("all" if of_sources else "", _number(record["loss"]), *([_number(bits)] if bits is not None else []))
-    lines = table_lines(heads, [*rows, of_all])
-    figures = [(name, _number(record[name])) for name in logged_names(record) if not name.startswith("loss_")]
-    lines += table_lines(("", ""), figures) if figures else []
+    bits_per_byte = record.get("bits_per_byte")
+    headers = ("", "loss", *(["bits per byte"] if bits_per_byte is not None else []))
+    source_losses = {name.removeprefix("loss_"): value for name, value in record.items() if name.startswith("loss_")}
+    rows = [
+        (name, _number(value), *([""] if bits_per_byte is not None else [])) for name, value in source_losses.items()
+    ]
+    total = (
+        "all" if source_losses else "",
+        _number(record["loss"]),
+        *([_number(bits_per_byte)] if bits_per_byte is not None else []),
+    )
+    lines = table_lines(headers, [*rows, total])
+    other_metrics = [(name, _number(record[name])) for name in logged_names(record) if not name.startswith("loss_")]
+    lines += table_lines(("", ""), other_metrics) if other_metrics else []
     step = "" if subject.step is None else f" (step {subject.step})"
-    shown = [] if read is None else [read.sentence(subject.config)]
-    return "\n".join([f"{subject.weights}{step}", *shown, *lines])
+    notes = [] if stats is None else [stats.sentence(subject.config)]
+    return "\n".join([f"{subject.weights}{step}", *notes, *lines])
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.6f}"
 
 
-def as_json(subject: Subject, record: Record, read: EvaluationStats) -> str:
-    """Return the evaluation as one JSON object: the fields of the run's `eval` lines, the path of the weights,
-    the sequence length and the number of tokens.
+def as_json(subject: Subject, record: Record, stats: EvaluationStats) -> str:
+    """Return the evaluation as one JSON object.
+
+    Holds the fields of the run's `eval` lines, the path of the weights, the sequence length and the number of tokens.
     """
-    content: dict[str, Any] = {key: value for key, value in record.items() if key != "kind"}
-    sizes = {"seq_len": read.seq_len, "tokens": read.tokens}
-    return json.dumps({"weights": subject.weights, **content, "step": subject.step, **sizes})
+    metrics: dict[str, Any] = {key: value for key, value in record.items() if key != "kind"}
+    sizes = {"seq_len": stats.seq_len, "tokens": stats.tokens}
+    return json.dumps({"weights": subject.weights, **metrics, "step": subject.step, **sizes})
 
 
 def _show(subject: Subject, as_object: bool, trainer: Trainer) -> int:
     record = evaluate(trainer, subject)
     if record is None:
         return EXIT_STOPPED
-    read = EvaluationStats.of(trainer)
+    stats = EvaluationStats.of(trainer)
     if trainer.world.is_main:
-        print_stdout(as_json(subject, record, read) if as_object else table(subject, record, read))
+        print_stdout(as_json(subject, record, stats) if as_object else table(subject, record, stats))
     return EXIT_FINISHED
 
 
@@ -279,18 +291,18 @@ def _show(subject: Subject, as_object: bool, trainer: Trainer) -> int:
 
 
 def lm_eval(path: str, tasks: Sequence[str], more_tasks: str | None = None) -> dict[str, Any]:
-    """Evaluate a run, a checkpoint or a Hugging Face folder with the library lm_eval, and return its results.
+    """Evaluate a run, a checkpoint or a Hugging Face folder with the lm_eval library, and return its results.
 
     A checkpoint is first exported to a temporary folder, with adapters merged.  more_tasks: a folder of YAML files that
     define tasks.  Raises UserError if the library is missing or does not know a task.
     """
     if importlib.util.find_spec("lm_eval") is None:
         fix = "pip install 'meshtrainer[lm-eval]'"
-        raise setting_error("--lm-eval", ",".join(tasks), "needs the library lm_eval", fix=fix)
+        raise setting_error("--lm-eval", ",".join(tasks), "needs the lm_eval library", fix=fix)
     from trainer.export import export_checkpoint
 
-    harness, known = importlib.import_module("lm_eval"), importlib.import_module("lm_eval.tasks")
-    manager = known.TaskManager(include_path=more_tasks)
+    harness, task_module = importlib.import_module("lm_eval"), importlib.import_module("lm_eval.tasks")
+    manager = task_module.TaskManager(include_path=more_tasks)
     for task in tasks:
         if not manager.match_tasks([task]):
             raise choice_error("--lm-eval", task, manager.all_tasks, "a task of lm_eval;")
@@ -301,20 +313,20 @@ def lm_eval(path: str, tasks: Sequence[str], more_tasks: str | None = None) -> d
             folder = str(Path(exported) / "model")
             export_checkpoint(path, folder, merges=True)
         settings = {"pretrained": folder, "dtype": "float32"}
-        device = likely_device("auto")  # the library's default is a GPU, even if there is none
-        found = harness.simple_evaluate("hf", settings, tasks=[*tasks], device=device, task_manager=manager)
-    return dict(found)
+        device = likely_device("auto")  # lm_eval defaults to a GPU, even if there is none
+        results = harness.simple_evaluate("hf", settings, tasks=[*tasks], device=device, task_manager=manager)
+    return dict(results)
 
 
-def _show_lm_eval(words: Sequence[str], tasks: Sequence[str], more_tasks: str | None) -> int:
-    path, rest = _split(words)
-    if rest:
-        raise UserError(f"{rest[0]}: cannot be combined with --lm-eval, whose tasks define their own settings")
-    found = lm_eval(path, tasks, more_tasks)
-    if "--json" in words:
-        print_stdout(json.dumps({"weights": path, "results": found["results"]}, default=str))
+def _show_lm_eval(argv: Sequence[str], tasks: Sequence[str], more_tasks: str | None) -> int:
+    path, extra = _split_path(argv)
+    if extra:
+        raise UserError(f"{extra[0]}: cannot be combined with --lm-eval, whose tasks define their own settings")
+    results = lm_eval(path, tasks, more_tasks)
+    if "--json" in argv:
+        print_stdout(json.dumps({"weights": path, "results": results["results"]}, default=str))
     else:
-        print_stdout(importlib.import_module("lm_eval.utils").make_table(found))
+        print_stdout(importlib.import_module("lm_eval.utils").make_table(results))
     return EXIT_FINISHED
 
 
@@ -324,88 +336,87 @@ def _show_lm_eval(words: Sequence[str], tasks: Sequence[str], more_tasks: str | 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.  User errors are printed once, without a traceback."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    if {"-h", "--help"} & set(words):
+    remaining = sys.argv[1:] if argv is None else list(argv)
+    if {"-h", "--help"} & set(remaining):
         print_stdout(__doc__.rstrip())
         return EXIT_FINISHED
     add_working_folder_to_path()
-    tasks, words = _option(words, "--lm-eval")
-    more_tasks, words = _option(words, "--tasks")
+    tasks, remaining = _pop_option(remaining, "--lm-eval")
+    more_tasks, remaining = _pop_option(remaining, "--tasks")
     if tasks is not None:
-        return run_command(lambda: _show_lm_eval(words, tasks.split(","), more_tasks))
-    shown, words = _option(words, _SHOWN_AS)
+        return run_command(lambda: _show_lm_eval(remaining, tasks.split(","), more_tasks))
+    displayed_path, remaining = _pop_option(remaining, _DISPLAYED_PATH)
     try:
         with ExitStack() as stack:
-            return _evaluate(words, shown, stack)
+            return _evaluate(remaining, displayed_path, stack)
     except StopRequested as request:
         return run.report_stop(request, find_environment())
 
 
-def _evaluate(words: Sequence[str], shown: str | None, stack: ExitStack) -> int:
-    """Evaluate on the requested number of ranks; return the exit code.  shown: the path of the weights to display."""
+def _evaluate(argv: Sequence[str], displayed_path: str | None, stack: ExitStack) -> int:
+    """Evaluate on the requested number of ranks, and return the exit code.  displayed_path: see `_DISPLAYED_PATH`."""
     stop_request.catch_signals_early()
     limit_spinning()
-    env, evaluates = Environment(), False
+    env, is_ready = Environment(), False
     try:
         env = find_environment()
         stop_request.announce_early(env.rank == 0)
-        if env.launcher in ("nproc", "torchrun") and env.has_a_parent:
+        if env.launcher in ("nproc", "torchrun") and env.has_launcher_parent:
             follow_parent(True)
-        own, allow_import = split_allow_import(words)
-        path, rest = _split(own)
-        arguments = parse(rest)
-        # Ranks of a launcher must agree on the path; spawned ranks read the checkpoint that this process holds open.
-        lasting = None if env.is_distributed else stack
-        subject = find_subject(path, arguments.overrides, allow_import, lasting)
-        subject = subject if shown is None else replace(subject, weights=shown)
+        arguments_left, allow_import = split_allow_import(argv)
+        path, settings = _split_path(arguments_left)
+        arguments = parse(settings)
+        # Pin the checkpoint only if this process spawns the ranks: a launcher's ranks must all use the same path.
+        pinning_stack = None if env.is_distributed else stack
+        subject = find_subject(path, arguments.overrides, allow_import, pinning_stack)
+        subject = subject if displayed_path is None else replace(subject, weights=displayed_path)
         is_spawning = run.should_spawn(arguments.nproc, env)
         sizes = (arguments.nproc,) * 2 if is_spawning else (env.world_size, env.local_world_size)
         check_config(subject.config, *(size or 1 for size in sizes))
         check_requirements(subject.config, likely_device(subject.config.run.device))
-        evaluates = True
+        is_ready = True
     except UserError as error:
         return run.report(error, env)
     except OSError as error:
-        return run.report(run.unusable_path_error(error, words), env)
+        return run.report(run.unusable_path_error(error, argv), env)
     except TrainingFailed as error:
         return run.report(error, env, EXIT_FAILED)
     finally:
-        if not evaluates:
+        if not is_ready:
             stop_request.stop_catching_signals()
     if is_spawning:
         from trainer.checkpoint.storage import PinnedStorage
 
-        if subject.stored is not None and isinstance(
-            subject.stored.storage, PinnedStorage
-        ):  # all ranks read the same checkpoint
-            held = stack.enter_context(subject.stored.storage.lasting())
-            words = [held if word == path else word for word in words] + [f"{_SHOWN_AS}={subject.weights}"]
-        return spawn(arguments.nproc or 1, ["-m", "trainer.evaluate", *words], subject.config)
+        if subject.stored is not None and isinstance(subject.stored.storage, PinnedStorage):
+            # All ranks must read the checkpoint that this process has pinned.
+            pinned_path = stack.enter_context(subject.stored.storage.lasting())
+            argv = [pinned_path if word == path else word for word in argv] + [f"{_DISPLAYED_PATH}={subject.weights}"]
+        return spawn(arguments.nproc or 1, ["-m", "trainer.evaluate", *argv], subject.config)
     from trainer.trainer import Trainer
 
-    kind = for_evaluation(subject.config.trainer_class(Trainer))
-    return run.run_trainer(subject.config, kind, partial(_show, subject, "--json" in words))
+    trainer_class = for_evaluation(subject.config.trainer_class(Trainer))
+    return run.run_trainer(subject.config, trainer_class, partial(_show, subject, "--json" in argv))
 
 
-def _option(words: Sequence[str], name: str) -> tuple[str | None, list[str]]:
-    """Return the value of an option, or None if it is not given, and the remaining words."""
-    for number, word in enumerate(words):
-        if word == name and number + 1 < len(words):
-            return words[number + 1], [*words[:number], *words[number + 2 :]]
+def _pop_option(argv: Sequence[str], name: str) -> tuple[str | None, list[str]]:
+    """Return the value of an option, or None if it is absent, and the other arguments."""
+    for index, word in enumerate(argv):
+        if word == name and index + 1 < len(argv):
+            return argv[index + 1], [*argv[:index], *argv[index + 2 :]]
         if word.startswith(f"{name}="):
-            return word.removeprefix(f"{name}="), [*words[:number], *words[number + 1 :]]
-    return None, list(words)
+            return word.removeprefix(f"{name}="), [*argv[:index], *argv[index + 1 :]]
+    return None, list(argv)
 
 
-def _split(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the path, the only word that is neither an option nor a setting, and the rest.  Raises UserError."""
-    rest = [word for word in words if word != "--json"]
+def _split_path(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the path, which is the only argument that is no option or setting, and the other arguments."""
+    rest = [word for word in argv if word != "--json"]
     settings = [word for word in rest if "=" in word and "/" not in word.partition("=")[0]]
     paths = [word for word in rest if not word.startswith("-") and word not in settings]
     if len(paths) != 1:
-        named = f"{len(paths)} are named: {' '.join(paths)}" if paths else "none is named"
+        problem = f"{len(paths)} are named: {' '.join(paths)}" if paths else "none is named"
         example = "python -m trainer.evaluate runs/llama_small"
-        raise UserError(f"one run, checkpoint or Hugging Face folder is evaluated; {named}\n  for example: {example}")
+        raise UserError(f"one run, checkpoint or Hugging Face folder is evaluated; {problem}\n  for example: {example}")
     return paths[0], [word for word in rest if word not in paths]
 
 

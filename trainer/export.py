@@ -1,4 +1,4 @@
-"""Export the weights of a checkpoint for other software.
+"""Export the weights of a checkpoint to formats that other software reads.
 
     python -m trainer.export <run or checkpoint> <folder>             Hugging Face format, with config.json
     python -m trainer.export <run or checkpoint> <folder> --merged    the same, with adapters merged in
@@ -21,7 +21,7 @@ import torch
 
 from trainer.checkpoint.reader import open_checkpoint
 from trainer.config import RunConfig, config_from_yaml
-from trainer.config.initial_weights import allows_another
+from trainer.config.initial_weights import allows_other_tokenizer
 from trainer.data.ingest.inputs import kind_of
 from trainer.data.prompts import chat_end_ids
 from trainer.data.tokenizer import find_tokenizer
@@ -52,16 +52,16 @@ def export_checkpoint(
     base: str | None = None,
     ema: bool = False,
 ) -> list[Path]:
-    """Write the weights of `checkpoint` (one, or a run's newest) to `target`; returns the files.
+    """Write the weights of `checkpoint`, or of a run's newest one, to `target`; return the files written.
 
-    A `target` ending in .pt or .safetensors is a plain state dict, which is built in memory; any other target is a
-    folder that `transformers` can load.  For a run with adapters (LoRA), the folder contains only the adapter, in the
-    format of `peft`, unless `merges` is True.
+    A `target` ending in .pt or .safetensors is a plain state dict, which is built in memory.  Any other target is a
+    folder that `transformers` can load.  For a run with adapters (LoRA), the folder contains only the adapter in peft's
+    format, unless `merges` is True.
 
     dtype: None for the stored dtype.
-    allow_import: your modules that may be imported because the checkpoint names them (see `load_weights`).
+    allow_import: modules that the checkpoint may import by naming them (see `load_weights`).
     merges: merge the adapters into the model.
-    base: the new path of the weights under the adapters, if they have moved.
+    base: the new path of the base weights, if they have moved.
     ema: export the averaged weights of a run with `train.ema`.
 
     Raises UserError for invalid arguments, and TrainingFailed if the checkpoint is corrupt.
@@ -101,13 +101,13 @@ def export_checkpoint(
     source = with_merged_adapters(stored, config.recipe, config.model, base)
     if is_file:
         return [_export_file(source, config, path, dtype, overwrite)]
-    if TOKENIZER in origin.tokenizer:  # that file may be missing by now
+    if TOKENIZER in origin.tokenizer:  # the original file may be gone
         with as_temporary_folder(origin.tokenizer) as folder:
             end_id = find_tokenizer(str(folder / TOKENIZER)).end_id
     else:
         end_id = find_tokenizer(config.data.tokenizer).end_id
     turn_ends: set[int] = set()
-    if config.data.source == "chat":  # the run trained the model to end its turns
+    if config.data.source == "chat":  # the model was trained to end its turns
         with tokenizer_settings(origin, config.data.tokenizer) as (tokenizer, template):
             turn_ends = chat_end_ids(tokenizer, template)
     return export(
@@ -127,14 +127,14 @@ def export_checkpoint(
 
 
 def _reads_bytes(config: RunConfig) -> bool:
-    """Return whether a run was trained on bytes; for token shards `data.tokenizer` does not determine that."""
+    """Return whether the run was trained on bytes.  For token shards, `data.tokenizer` does not tell."""
     if config.data.tokenizer != "bytes" or config.data.source == "synthetic":
         return False
     path = config.data.path
     places = [*path.values()] if isinstance(path, Mapping) else [path]
     kinds = [kind_of(str(place)) for place in places if place]
     is_text = any(kind is not None and kind[0] != "tokens" for kind in kinds)
-    return config.data.source != "tokens" or is_text or allows_another(config)
+    return config.data.source != "tokens" or is_text or allows_other_tokenizer(config)
 
 
 def _export_file(
@@ -146,11 +146,11 @@ def _export_file(
     model = load_unsharded(model, config.recipe, source, torch.device("cpu"))
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtype or source.dtypes.get(name, parameter.dtype))
-    _write_plain(model if dtype is None else model.to(dtype), path)
+    _write_state_dict(model if dtype is None else model.to(dtype), path)
     return path
 
 
-def _write_plain(model: torch.nn.Module, path: Path) -> None:
+def _write_state_dict(model: torch.nn.Module, path: Path) -> None:
     num_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     with writing_to("target", path, num_bytes):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -177,28 +177,28 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     adapters.add_argument(
         "--adapter", dest="merges", action="store_false", default=None, help="export only the adapter (LoRA)"
     )
-    parser.add_argument("--base", metavar="PATH", help="folder of the base model under the adapters, if it has moved")
+    parser.add_argument("--base", metavar="PATH", help="new folder of the adapters' base model, if it has moved")
     parser.add_argument("--ema", action="store_true", help="export the averaged weights of a run with train.ema")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     parser.add_allow_import()
-    chosen = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     add_working_folder_to_path()
-    return run_command(lambda: _export(chosen))
+    return run_command(lambda: _export(options))
 
 
-def _export(chosen: argparse.Namespace) -> int:
-    if chosen.max_shard_gb <= 0:
-        raise UserError(f"--max-shard-gb={chosen.max_shard_gb}: must be above 0\n  for example: --max-shard-gb=5")
+def _export(options: argparse.Namespace) -> int:
+    if options.max_shard_gb <= 0:
+        raise UserError(f"--max-shard-gb={options.max_shard_gb}: must be above 0\n  for example: --max-shard-gb=5")
     files = export_checkpoint(
-        chosen.checkpoint,
-        chosen.target,
-        dtype=DTYPES[chosen.dtype] if chosen.dtype else None,
-        max_shard_gb=chosen.max_shard_gb,
-        overwrite=chosen.overwrite,
-        allow_import=chosen.allow_import,
-        merges=chosen.merges,
-        base=chosen.base,
-        ema=chosen.ema,
+        options.checkpoint,
+        options.target,
+        dtype=DTYPES[options.dtype] if options.dtype else None,
+        max_shard_gb=options.max_shard_gb,
+        overwrite=options.overwrite,
+        allow_import=options.allow_import,
+        merges=options.merges,
+        base=options.base,
+        ema=options.ema,
     )
     for file in files:
         print_stdout(str(file))

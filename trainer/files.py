@@ -1,4 +1,4 @@
-"""Crash-safe files: a reader finds either the old content or the new content, never a part of it."""
+"""Crash-safe files: a reader finds either the old or the new content, never parts of it."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ def find_folder(path: str | os.PathLike[str]) -> Path | None:
     return None if "://" in text else Path(text).absolute()
 
 
-LARGEST_JSON = 16 << 20
-"""Size limit of JSON files that come with a model, except its tokenizer.  Real ones have a few megabytes at most."""
+MAX_JSON_BYTES = 16 << 20
+"""Size limit of JSON files that come with a model, except for the tokenizer.  Real ones have a few megabytes."""
 
 
-def read_json(path: Path, largest: int = LARGEST_JSON) -> Any:
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """Parse an untrusted JSON file.
 
-    Raises OSError, and ValueError for invalid, ambiguous or oversized JSON: a duplicate key, a file of more than
-    `largest` bytes, or too deep a nesting.
+    Raises OSError if the file cannot be read.  Raises ValueError if it is not valid JSON, has a duplicate key, is
+    nested too deeply, or is larger than `max_bytes`.
     """
-    if (size := path.stat().st_size) > largest:
-        raise ValueError(f"it has {size / 2**20:.0f} MiB, more than the {largest / 2**20:.0f} that are read")
+    if (size := path.stat().st_size) > max_bytes:
+        raise ValueError(f"it has {size / 2**20:.0f} MiB, more than the {max_bytes / 2**20:.0f} that are read")
     return parse_json(path.read_bytes())
 
 
 def parse_json(content: bytes) -> Any:
     """Parse untrusted JSON; see `read_json`.  Raises ValueError."""
     try:
-        return json.loads(content.decode("utf-8"), object_pairs_hook=_without_repetition)
+        return json.loads(content.decode("utf-8"), object_pairs_hook=_reject_duplicate_keys)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"it has {twice!r} twice")
-    return found
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it has {duplicate!r} twice")
+    return content
 
 
 def link_outside(folder: Path, name: str) -> Path | None:
@@ -64,14 +64,14 @@ def link_outside(folder: Path, name: str) -> Path | None:
 
     In a Hugging Face cache (models--*/snapshots/*/file -> ../../blobs/*), links into the model's blobs are allowed.
     """
-    real, inside = Path(os.path.realpath(folder / name)), [Path(os.path.realpath(folder))]
-    if inside[0].parent.name == "snapshots":
-        inside.append(inside[0].parent.parent / "blobs")
-    return None if any(real.is_relative_to(each) for each in inside) else real
+    target, allowed_folders = Path(os.path.realpath(folder / name)), [Path(os.path.realpath(folder))]
+    if allowed_folders[0].parent.name == "snapshots":
+        allowed_folders.append(allowed_folders[0].parent.parent / "blobs")
+    return None if any(target.is_relative_to(allowed) for allowed in allowed_folders) else target
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to a temporary file, flush it to disk, and rename it to `path`.  A failed attempt is deleted."""
+    """Write `text` to a temporary file, flush it to disk, and rename it to `path`."""
     with partial_file(path.with_name(f".{path.name}.{os.getpid()}")) as partial:
         write_and_sync(partial, text)
         os.replace(partial, path)
@@ -92,15 +92,15 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing_to(setting: str, path: Path, num_bytes: int = 0) -> Iterator[None]:
-    """Wrap the writing of a file or folder at `path`, which needs at least `num_bytes` bytes.
+    """Wrap a block that writes a file or folder at `path`, of at least `num_bytes` bytes.
 
-    Raises UserError about `setting` if the disk is too full, before or during the block.  If the block raises, folders
-    that were created for `path` are removed again if they are empty.
+    Raises UserError about `setting` if the disk is too full, before or during the block.  If the block raises, empty
+    folders that were created for `path` are removed again.
     """
     missing = [folder for folder in (path, *path.absolute().parents) if not folder.exists()]
     free = free_bytes(path)
     if free < num_bytes:
-        raise _no_room(setting, path, num_bytes, free)
+        raise _disk_full_error(setting, path, num_bytes, free)
     try:
         yield
     except BaseException as error:
@@ -108,7 +108,7 @@ def writing_to(setting: str, path: Path, num_bytes: int = 0) -> Iterator[None]:
             with suppress(OSError):
                 folder.rmdir()
         if is_disk_full(error, path, num_bytes):
-            raise _no_room(setting, path, num_bytes, free) from error
+            raise _disk_full_error(setting, path, num_bytes, free) from error
         if isinstance(error, RuntimeError) and any(words in str(error) for words in TORCH_SAVE_ERRORS):
             reason = str(error).partition("\n")[0]
             fix = "check that storage, or give another path"
@@ -126,9 +126,9 @@ def readable_size(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"
 
 
-def _no_room(setting: str, path: Path, num_bytes: int, free: int) -> UserError:
-    needs = f"needs {readable_size(num_bytes)}, " if num_bytes else ""
-    rule = f"cannot be written (No space left on device): {needs}{readable_size(free)} were free"
+def _disk_full_error(setting: str, path: Path, num_bytes: int, free: int) -> UserError:
+    need = f"needs {readable_size(num_bytes)}, " if num_bytes else ""
+    rule = f"cannot be written (No space left on device): {need}{readable_size(free)} were free"
     return setting_error(setting, path, rule, fix="free some space there, or give a path on another disk")
 
 
@@ -153,21 +153,21 @@ CHECKSUM = "crc32"
 
 
 def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON object with a checksum added, which `checked` verifies."""
+    """Return a JSON object with an added checksum, which `checked` verifies."""
     return {**content, CHECKSUM: _checksum_of(content)}
 
 
 def checked(content: Any) -> dict[str, Any]:
-    """Verify and remove the checksum of a JSON object that was read from a file.  Raises ValueError if it is wrong.
+    """Return a JSON object read from a file, without its checksum.  Raises ValueError if the checksum is wrong.
 
-    Files of earlier versions have no checksum.
+    Files of earlier versions have no checksum and are not verified.
     """
     if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")
-    rest = {name: value for name, value in content.items() if name != CHECKSUM}
-    if CHECKSUM in content and content[CHECKSUM] != _checksum_of(rest):
+    plain = {name: value for name, value in content.items() if name != CHECKSUM}
+    if CHECKSUM in content and content[CHECKSUM] != _checksum_of(plain):
         raise ValueError("its checksum is wrong")
-    return rest
+    return plain
 
 
 def _checksum_of(content: Mapping[str, Any]) -> str:
@@ -175,7 +175,7 @@ def _checksum_of(content: Mapping[str, Any]) -> str:
 
 
 def content_of(descriptor: int) -> bytes:
-    """Return the content of an open file, which can be read even after it was deleted."""
+    """Return the content of an open file, even if the file has been deleted."""
     pieces, start = [], 0
     while piece := os.pread(descriptor, 1 << 20, start):
         pieces.append(piece)
@@ -184,7 +184,7 @@ def content_of(descriptor: int) -> bytes:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush a folder's entries to disk, which makes new files and renames in it durable."""
+    """Flush a folder's entries to disk, so that new files and renames in it are durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

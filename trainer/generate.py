@@ -58,16 +58,16 @@ from trainer.recipe import add_working_folder_to_path, all_recipes
 from trainer.weights.exporting import GENERATION, read_model_files, settings_for_folder, tokenizer_settings
 from trainer.weights.loading import model_files_of, model_of_checkpoint, model_of_folder
 
-_SHOWN = 60
-"""Longest prompt that an error message shows in full, in characters."""
+_MAX_PROMPT_CHARS = 60
+"""Longest prompt, in characters, that error messages show in full."""
 
-_CONTEXT_OF_DECODING = 8
-"""Preceding tokens to decode along, since they determine how a piece of text starts, for example with a space."""
+_NUM_CONTEXT_TOKENS = 8
+"""Number of preceding tokens to decode along with new ones: they determine, for example, if a space comes first."""
 
 
 @dataclass(frozen=True)
 class TextGenerator:
-    """A model with all that is needed to generate text.
+    """A model with everything needed to generate text.
 
     tokenizer: a value of `data.tokenizer`: `bytes` or a folder.
     template: a value of `data.chat_template`: `model` or a file.
@@ -88,29 +88,29 @@ class TextGenerator:
     def max_seq_len(self) -> int | None:
         """The maximum sequence length of the model in tokens, or None if it does not declare one."""
         config = getattr(self.model, "config", None)
-        found = (getattr(config, name, None) for name in ("max_seq_len", "max_position_embeddings"))
-        return next((int(length) for length in found if length), None)
+        lengths = (getattr(config, name, None) for name in ("max_seq_len", "max_position_embeddings"))
+        return next((int(length) for length in lengths if length), None)
 
-    def read(self) -> Decoder:
-        """Return a reader, which runs the model over a growing sequence."""
+    def build_decoder(self) -> Decoder:
+        """Return the fastest decoder that the model supports."""
         if supports_kv_cache(self.model):
             return CachedDecoder(self.model, self.device)
         if is_transformers_model(self.model):
             return TransformersDecoder(self.model, self.device)
         return WindowDecoder(self.model, self.device, self.max_seq_len or 1024)
 
-    def ends(self, tokenizer: Tokenizer) -> set[int]:
-        """Return the tokens that end a text: those in `settings`, else the tokenizer's, plus `turn_ends`."""
-        stated = self.settings.get("eos_token_id")
-        if stated is None:
+    def end_ids(self, tokenizer: Tokenizer) -> set[int]:
+        """Return the tokens that end a text: those in `settings`, or else the tokenizer's; plus `turn_ends`."""
+        end_ids = self.settings.get("eos_token_id")
+        if end_ids is None:
             return {tokenizer.end_id, *self.turn_ends}
-        return {*(stated if isinstance(stated, list) else [stated]), *self.turn_ends}
+        return {*(end_ids if isinstance(end_ids, list) else [end_ids]), *self.turn_ends}
 
     def sampling(self) -> Sampling:
-        """Return the sampling parameters in `settings`, with defaults for the others."""
+        """Return the sampling parameters from `settings`, or their defaults."""
         names = ("temperature", "top_k", "top_p")
-        stated = {name: self.settings[name] for name in names if self.settings.get(name) is not None}
-        return Sampling(**stated)
+        given_values = {name: self.settings[name] for name in names if self.settings.get(name) is not None}
+        return Sampling(**given_values)
 
 
 def open_generator(
@@ -118,7 +118,7 @@ def open_generator(
 ) -> TextGenerator:
     """Return the model at `path`: a checkpoint, a run's folder (its newest), or a Hugging Face folder.
 
-    A folder for which there is no recipe is loaded with transformers.  Files stored in a checkpoint are extracted to a
+    A folder without a matching recipe is loaded with transformers.  Files stored in a checkpoint are extracted to a
     temporary folder, which is removed when `stack` closes.  ema: use the averaged weights of a run with `train.ema`.
     Raises UserError if the model cannot be read.
     """
@@ -130,48 +130,50 @@ def open_generator(
             check_weights(folder, "path")
         check_tokenizer_of_folder(folder)
         model, (tokenizer, template) = _load_folder(location, device), settings_for_folder(folder)
-        return TextGenerator(model, device, tokenizer, template, _settings(read_model_files(folder)))
+        return TextGenerator(model, device, tokenizer, template, _generation_settings(read_model_files(folder)))
     source = open_checkpoint(location.path, ema)
     config = config_from_yaml(source.config_yaml, allow_import=allow_import)
     origin = model_files_of(source)
     tokenizer, template = stack.enter_context(tokenizer_settings(origin, config.data.tokenizer))
     turn_ends = frozenset(chat_end_ids(tokenizer, template) if config.data.source == "chat" else ())
     model = model_of_checkpoint(source, device, allow_import)
-    return TextGenerator(model, device, tokenizer, template, _settings(origin.files), config.data.bos, turn_ends)
+    return TextGenerator(
+        model, device, tokenizer, template, _generation_settings(origin.files), config.data.bos, turn_ends
+    )
 
 
 def _load_folder(location: Location, device: torch.device) -> nn.Module:
     try:
         model_config_of(location.path, all_recipes())
-    except UserError as refused:
+    except UserError as unsupported:
         try:
             import transformers
         except ImportError:
-            raise UserError(f"{refused}\n  transformers may support it: pip install transformers") from refused
+            raise UserError(f"{unsupported}\n  transformers may support it: pip install transformers") from unsupported
         model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(location.path, local_files_only=True)
         return model.to(device).eval()
     return model_of_folder(location, device)
 
 
-def _settings(files: Mapping[str, bytes]) -> dict[str, Any]:
+def _generation_settings(files: Mapping[str, bytes]) -> dict[str, Any]:
     """Return the generation settings in config.json and generation_config.json."""
-    stated = json.loads(files[CONFIG]) if CONFIG in files else {}
-    return {"eos_token_id": stated.get("eos_token_id"), **json.loads(files.get(GENERATION, b"{}"))}
+    config = json.loads(files[CONFIG]) if CONFIG in files else {}
+    return {"eos_token_id": config.get("eos_token_id"), **json.loads(files.get(GENERATION, b"{}"))}
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # Text
 
 
-def pieces(tokens: Iterable[int], before: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
-    """Yield the text of `tokens`, which follow the tokens `before`, as soon as its characters are complete."""
-    context, new = list(before[-_CONTEXT_OF_DECODING:]), list[int]()
+def stream_text(tokens: Iterable[int], prompt: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
+    """Yield the text of `tokens`, which continue `prompt`, as soon as its characters are complete."""
+    context, new = list(prompt[-_NUM_CONTEXT_TOKENS:]), list[int]()
     for token in tokens:
         new.append(token)
         text = decode([*context, *new])[len(decode(context)) :]
         if text and not text.endswith("\N{REPLACEMENT CHARACTER}"):
             yield text
-            context, new = [*context, *new][-_CONTEXT_OF_DECODING:], []
+            context, new = [*context, *new][-_NUM_CONTEXT_TOKENS:], []
     if new:
         yield decode([*context, *new])[len(decode(context)) :]
 
@@ -182,9 +184,9 @@ def pieces(tokens: Iterable[int], before: Sequence[int], decode: Callable[[Seque
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    chosen = _parser().parse_args(argv)
+    options = _parser().parse_args(argv)
     add_working_folder_to_path()
-    return run_command(lambda: _generate(chosen))
+    return run_command(lambda: _generate(options))
 
 
 def _parser() -> CommandParser:
@@ -200,8 +202,8 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--seed", type=int, help="random seed; the same seed gives the same text (default: a new one each time)"
     )
-    parser.add_argument("--temperature", type=float, help="default: the model's own generation_config.json, or 0.8")
-    parser.add_argument("--top-p", type=float, help="default: the model's own generation_config.json, or 1")
+    parser.add_argument("--temperature", type=float, help="default: the model's generation_config.json, or 0.8")
+    parser.add_argument("--top-p", type=float, help="default: the model's generation_config.json, or 1")
     parser.add_argument("--ema", action="store_true", help="use the averaged weights of a run with train.ema")
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one"
@@ -210,33 +212,37 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _generate(chosen: argparse.Namespace) -> int:
-    _check(chosen)
-    device = chosen.device if chosen.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+def _generate(options: argparse.Namespace) -> int:
+    _check(options)
+    device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     with ExitStack() as stack:
-        writer = open_generator(chosen.path, torch.device(device), stack, chosen.allow_import, chosen.ema)
-        tokenizer = find_tokenizer(writer.tokenizer, bos=writer.bos)
-        if chosen.chat is None:
-            prompt = prompt_tokens(chosen.prompt, tokenizer)
+        text_generator = open_generator(options.path, torch.device(device), stack, options.allow_import, options.ema)
+        tokenizer = find_tokenizer(text_generator.tokenizer, bos=text_generator.bos)
+        if options.chat is None:
+            prompt = prompt_tokens(options.prompt, tokenizer)
         else:
-            prompt = chat_prompt_tokens(chosen.chat, writer.tokenizer, "--chat", writer.template)
-        longest = writer.max_seq_len or sys.maxsize
-        if len(prompt) >= longest:
-            key, text = ("--prompt", chosen.prompt) if chosen.chat is None else ("--chat", chosen.chat)
-            start = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-            raise setting_error(key, start, f"is {len(prompt)} tokens long, but the model has positions for {longest}")
-        num_tokens = min(chosen.max_tokens, longest - len(prompt))
-        named = {name: getattr(chosen, name) for name in ("temperature", "top_p")}
-        given = {name: value for name, value in named.items() if value is not None}
-        sampling = GREEDY if chosen.greedy else replace(writer.sampling(), **given)
+            prompt = chat_prompt_tokens(options.chat, text_generator.tokenizer, "--chat", text_generator.template)
+        max_len = text_generator.max_seq_len or sys.maxsize
+        if len(prompt) >= max_len:
+            key, text = ("--prompt", options.prompt) if options.chat is None else ("--chat", options.chat)
+            excerpt = text if len(text) <= _MAX_PROMPT_CHARS else f"{text[:_MAX_PROMPT_CHARS]}..."
+            raise setting_error(
+                key, excerpt, f"is {len(prompt)} tokens long, but the model has positions for {max_len}"
+            )
+        num_tokens = min(options.max_tokens, max_len - len(prompt))
+        options_given = {name: getattr(options, name) for name in ("temperature", "top_p")}
+        overrides = {name: value for name, value in options_given.items() if value is not None}
+        sampling = GREEDY if options.greedy else replace(text_generator.sampling(), **overrides)
         generator = torch.Generator()
-        generator.manual_seed(chosen.seed) if chosen.seed is not None else generator.seed()
-        ends = writer.ends(tokenizer)
-        written = generate_tokens(writer.read(), prompt, num_tokens, sampling, generator, ends, _require_token)
-        shown = printable if sys.stdout.isatty() else str
+        generator.manual_seed(options.seed) if options.seed is not None else generator.seed()
+        end_ids = text_generator.end_ids(tokenizer)
+        tokens = generate_tokens(
+            text_generator.build_decoder(), prompt, num_tokens, sampling, generator, end_ids, _require_token
+        )
+        make_safe = printable if sys.stdout.isatty() else str
         try:
-            for piece in pieces((token for token in written if token not in ends), prompt, tokenizer.decode):
-                print(shown(piece), end="", flush=True)
+            for text in stream_text((token for token in tokens if token not in end_ids), prompt, tokenizer.decode):
+                print(make_safe(text), end="", flush=True)
         except KeyboardInterrupt:
             print(flush=True)
             raise
@@ -251,18 +257,18 @@ def _require_token(token: int) -> int:
     return token
 
 
-def _check(chosen: argparse.Namespace) -> None:
-    if chosen.device == "cuda" and not torch.cuda.is_available():
-        raise setting_error("--device", chosen.device, "torch finds no usable GPU", "cpu")
+def _check(options: argparse.Namespace) -> None:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise setting_error("--device", options.device, "torch finds no usable GPU", "cpu")
     for key, value, is_legal, rule, legal in (
-        ("--max-tokens", chosen.max_tokens, chosen.max_tokens >= 1, "must be at least 1", 1),
-        ("--temperature", chosen.temperature, (chosen.temperature or 0) >= 0, "must be at least 0", 0),
-        ("--top-p", chosen.top_p, chosen.top_p is None or 0 < chosen.top_p <= 1, "must be above 0 and at most 1", 1),
+        ("--max-tokens", options.max_tokens, options.max_tokens >= 1, "must be at least 1", 1),
+        ("--temperature", options.temperature, (options.temperature or 0) >= 0, "must be at least 0", 0),
+        ("--top-p", options.top_p, options.top_p is None or 0 < options.top_p <= 1, "must be above 0 and at most 1", 1),
     ):
         if not is_legal:
             raise setting_error(key, value, rule, legal)
-    for key, value in (("--temperature", chosen.temperature), ("--top-p", chosen.top_p)):
-        if chosen.greedy and value:
+    for key, value in (("--temperature", options.temperature), ("--top-p", options.top_p)):
+        if options.greedy and value:
             raise setting_error(key, value, "cannot be combined with --greedy", fix=f"leave out {key} or --greedy")
 
 

@@ -1,7 +1,7 @@
 """Cross-entropy summed over targets, with or without materializing all logits.
 
-Every loss here is a sum: the step divides it by the number of targets in the full global batch, so that the result is
-the same on every mesh and for every micro-batch size.  Independent of models; recipes use it.
+Every loss here is a sum.  The training step divides it by the number of targets in the global batch, so that the result
+is the same on every mesh and for every micro-batch size.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ from trainer.config.rules import can_compile
 from trainer.errors import setting_error
 
 IGNORE = -100
-"""Target that does not count (PyTorch's default `ignore_index`)."""
+"""A target to ignore (PyTorch's default `ignore_index`)."""
 
 _CHUNK_BYTES = 64 * 2**20
-"""Size of a chunk of fp32 logits: large enough for a CPU's matrix product to run at full speed, and small relative to a
-model.
-"""
+"""Bytes of fp32 logits per chunk: large enough for full speed of a CPU's matrix product, and small next to a model."""
 
 _GPU_CHUNK_ROWS = 2048
 """Minimum number of rows in a chunk on a GPU.
@@ -43,7 +41,7 @@ _plans_for_a_gpu = ContextVar("plans_for_a_gpu", default=False)
 
 @contextmanager
 def use_gpu_chunks() -> Iterator[None]:
-    """Use a GPU's chunks and kernels whatever the device, for plans on fake tensors."""
+    """Use the chunks and kernels of a GPU on any device, for plans on fake tensors."""
     token = _plans_for_a_gpu.set(True)
     try:
         yield
@@ -51,18 +49,18 @@ def use_gpu_chunks() -> Iterator[None]:
         _plans_for_a_gpu.reset(token)
 
 
-_rows: ContextVar[list[torch.Tensor] | None] = ContextVar("rows", default=None)
+_recorded_losses: ContextVar[list[torch.Tensor] | None] = ContextVar("rows", default=None)
 
 
 @contextmanager
 def row_losses() -> Iterator[list[torch.Tensor]]:
-    """Record the summed loss of each sequence in every cross-entropy inside the block: float64, (B,)."""
-    noted: list[torch.Tensor] = []
-    token = _rows.set(noted)
+    """Collect, from each cross-entropy inside the block, the loss sums of its sequences: float64, (B,)."""
+    recorded: list[torch.Tensor] = []
+    token = _recorded_losses.set(recorded)
     try:
-        yield noted
+        yield recorded
     finally:
-        _rows.reset(token)
+        _recorded_losses.reset(token)
 
 
 _sums_by_row = ContextVar("sums_by_row", default=False)
@@ -72,8 +70,8 @@ _sums_by_row = ContextVar("sums_by_row", default=False)
 def by_row() -> Iterator[None]:
     """Make the losses of models inside the block one sum per sequence, (B,), instead of a single sum.
 
-    They are in fp64, since such sums are compared, and their small difference must be as accurate as the terms.  Works
-    for models whose loss is computed by the functions in this module.
+    The sums are in fp64, because callers subtract them, and small differences must be accurate.  Works for models that
+    compute their loss with the functions in this module.
     """
     token = _sums_by_row.set(True)
     try:
@@ -83,20 +81,20 @@ def by_row() -> Iterator[None]:
 
 
 def count_targets(targets: torch.Tensor) -> int:
-    """Return the number of targets that count."""
+    """Return the number of targets that are not IGNORE."""
     return int((targets != IGNORE).sum())
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the summed cross-entropy of `logits` (..., V) against `targets` (...), in fp32; see also `by_row`."""
-    flat_logits, flat_targets, noted = logits.flatten(0, -2).float(), targets.flatten(), _rows.get()
-    if noted is None and not _sums_by_row.get():
+    flat_logits, flat_targets, recorded = logits.flatten(0, -2).float(), targets.flatten(), _recorded_losses.get()
+    if recorded is None and not _sums_by_row.get():
         return F.cross_entropy(flat_logits, flat_targets, ignore_index=IGNORE, reduction="sum")
     losses = F.cross_entropy(flat_logits, flat_targets, ignore_index=IGNORE, reduction="none").view(targets.shape)
     if _sums_by_row.get():
         return losses.sum(-1, dtype=torch.float64)
-    assert noted is not None
-    noted.append(losses.detach().sum(-1, dtype=torch.float64))
+    assert recorded is not None
+    recorded.append(losses.detach().sum(-1, dtype=torch.float64))
     return losses.sum()
 
 
@@ -109,14 +107,14 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Return the summed cross-entropy of `hidden @ weight.T` (..., V) against `targets` (...), in fp32.
 
-    Works in equal chunks of at most `chunk_bytes` of fp32 logits, so the full logits, often the peak memory of a step,
-    are never materialized.  By default a chunk has 64 MiB, and on a GPU 2048 rows if that is more.  hidden (..., D),
-    weight (V, D).  Gradients support a first derivative only.
+    hidden: (..., D); weight: (V, D).  Works in equal chunks of at most `chunk_bytes` of fp32 logits, so that the full
+    logits, often the peak memory of a step, are never materialized.  By default a chunk has 64 MiB, and on a GPU at
+    least 2048 rows.  Only first derivatives are supported.
 
-    With `reduction="sum"` the result is a scalar, and gradients are computed in the forward pass, while a chunk's
-    logits exist, so that nothing is computed twice.  After Liger Kernel (arXiv:2410.10989).  With `"row"` it is one sum
-    per sequence, targets (B, T) to (B,), and the backward pass recomputes the logits, since the incoming gradients may
-    differ.  The default is "sum", and inside `by_row` it is "row", summed in fp64.
+    With `reduction="sum"` the result is a scalar.  Gradients are computed in the forward pass, while a chunk's logits
+    exist, so that nothing is computed twice, as in Liger Kernel (arXiv:2410.10989).  With `"row"` the result is one sum
+    per sequence, (B,) for targets (B, T); the backward pass recomputes the logits, since each sequence may have its own
+    incoming gradient.  The default is "sum"; inside `by_row` it is "row", summed in fp64.
     """
     hidden_ND, targets_N = hidden.flatten(0, -2), targets.flatten()
     row_bytes = 4 * weight.shape[0]
@@ -129,16 +127,16 @@ def linear_cross_entropy(
         losses_N: torch.Tensor = _LinearCrossEntropyPerToken.apply(*arguments)  # type: ignore[no-untyped-call]
         sums_B = losses_N.view(targets.shape).sum(-1, dtype=torch.float64)
         return sums_B.float() if reduction == "row" else sums_B
-    noted, tokens = _rows.get(), list[torch.Tensor]()
-    notes = None if noted is None else tokens
-    loss: torch.Tensor = _LinearCrossEntropy.apply(*arguments, torch.is_grad_enabled(), notes)  # type: ignore[no-untyped-call]
-    if noted is not None:
-        noted.append(torch.cat(tokens).view(targets.shape).sum(-1, dtype=torch.float64))
+    recorded, token_losses = _recorded_losses.get(), list[torch.Tensor]()
+    loss_list = None if recorded is None else token_losses
+    loss: torch.Tensor = _LinearCrossEntropy.apply(*arguments, torch.is_grad_enabled(), loss_list)  # type: ignore[no-untyped-call]
+    if recorded is not None:
+        recorded.append(torch.cat(token_losses).view(targets.shape).sum(-1, dtype=torch.float64))
     return loss
 
 
 class _Chunk:
-    """Some rows of the product: their log-probabilities and losses, and, in place, the gradient of the logits."""
+    """The log-probabilities and losses of some rows of logits, which become the gradient of the logits in place."""
 
     def __init__(self, hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> None:
         self._counts_n1 = (targets_n != IGNORE).unsqueeze(1)
@@ -147,13 +145,13 @@ class _Chunk:
         self._log_probs_nV = torch.log_softmax(hidden_nD @ weight_VD.T, 1, dtype=torch.float32)
 
     def losses(self) -> torch.Tensor:
-        """Return the loss of each row (n,), zero where the target does not count."""
+        """Return the loss of each row, (n,); zero for ignored targets."""
         return -self._log_probs_nV.gather(1, self._index_n1).where(self._counts_n1, 0.0).squeeze(1)
 
     def take_gradient(self, scale_n1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return d loss / d logits = softmax - one-hot, times `scale_n1`, zero if the target does not count.
+        """Return d loss / d logits = (softmax - one-hot) x `scale_n1`; zero for ignored targets.
 
-        This consumes the chunk's buffers, since the products that follow need memory themselves.
+        Overwrites the chunk's buffers, to leave memory for the matrix products that follow.
         """
         probs_nV = self._log_probs_nV.exp_()
         del self._log_probs_nV
@@ -163,7 +161,7 @@ class _Chunk:
 
 
 class _FusedChunk:
-    """The same in three compiled kernels, each of which passes over the logits once, in their own dtype."""
+    """Does the same in compiled kernels that each pass over the logits once, in their own dtype."""
 
     def __init__(self, hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> None:
         self._logits_nV, self._targets_n = _aligned_logits(hidden_nD, weight_VD), targets_n
@@ -178,18 +176,18 @@ class _FusedChunk:
 
 
 def _aligned_logits(hidden_nD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-    """Return `hidden @ weight.T` with rows aligned to 128 bytes, whatever the size of the vocabulary.
+    """Return `hidden @ weight.T` with rows aligned to 128 bytes for any size of vocabulary.
 
-    GPU kernels load 16 bytes at a time if rows are aligned.  With GPT-2's vocabulary of 50,257 they would not be,
-    neither in the logits nor in the two products with their gradient.
+    GPU kernels load 16 bytes per instruction if rows are aligned.  With GPT-2's vocabulary of 50,257 the rows of the
+    logits would not be, which slows down the two products with their gradient as well.
     """
     size, aligned = weight_VD.shape[0], 128 // hidden_nD.element_size()
-    room_nW = hidden_nD.new_empty(hidden_nD.shape[0], math.ceil(size / aligned) * aligned)
-    return torch.mm(hidden_nD, weight_VD.T, out=room_nW[:, :size])
+    padded_nW = hidden_nD.new_empty(hidden_nD.shape[0], math.ceil(size / aligned) * aligned)
+    return torch.mm(hidden_nD, weight_VD.T, out=padded_nW[:, :size])
 
 
 class _PlannedChunk(_FusedChunk):
-    """The same on fake tensors: the memory that it holds, and what its kernels read and write."""
+    """Stands in for `_FusedChunk` on fake tensors: holds as much memory, and reads and writes as much."""
 
     def __init__(self, hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> None:
         self._logits_nV = hidden_nD @ weight_VD.T
@@ -211,21 +209,21 @@ def _write_gradient(
     logits_nV: torch.Tensor, logsumexp_n: torch.Tensor, targets_n: torch.Tensor, scale_n1: torch.Tensor
 ) -> None:
     """Overwrite the logits with the gradient of the losses, times `scale_n1`."""
-    places_V, targets_n1 = torch.arange(logits_nV.shape[1], device=logits_nV.device), targets_n.unsqueeze(1)
+    indices_V, targets_n1 = torch.arange(logits_nV.shape[1], device=logits_nV.device), targets_n.unsqueeze(1)
     probs_nV = (logits_nV.float() - logsumexp_n.unsqueeze(1)).exp()
-    grad_nV = (probs_nV - (places_V == targets_n1).float()) * scale_n1.where(targets_n1 != IGNORE, 0.0)
+    grad_nV = (probs_nV - (indices_V == targets_n1).float()) * scale_n1.where(targets_n1 != IGNORE, 0.0)
     logits_nV.copy_(grad_nV)
 
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function: for its first shape, and dynamically once it is called with others."""
+    """Compile a function: first for one shape, then, if it is called with other shapes, for any shape."""
     compiled: Callable[..., Any] = torch.compile(function, fullgraph=True)
     return compiled
 
 
 def _chunk(hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> _Chunk | _FusedChunk:
-    """Return the best chunk implementation for the weight's device: compiled on a GPU, if there is a compiler."""
+    """Return a chunk for the weight's device: compiled on a GPU with a compiler, else plain."""
     kind: type[_Chunk | _FusedChunk] = _Chunk
     if _plans_for_a_gpu.get():
         kind = _PlannedChunk
@@ -235,25 +233,25 @@ def _chunk(hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Te
 
 
 class _Gradients:
-    """The gradients of hidden states and weight, accumulated over chunks; None if not needed."""
+    """Accumulates the gradients of hidden states and weight over the chunks; None if not needed."""
 
-    def __init__(self, hidden_ND: torch.Tensor, wants_hidden: bool, wants_weight: bool) -> None:
-        self.hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
+    def __init__(self, hidden_ND: torch.Tensor, needs_hidden: bool, needs_weight: bool) -> None:
+        self.hidden_ND = torch.empty_like(hidden_ND) if needs_hidden else None
         self.weight_VD: torch.Tensor | None = None
-        self.wanted = wants_hidden or wants_weight
-        self._wants_weight = wants_weight
+        self.is_needed = needs_hidden or needs_weight
+        self._needs_weight = needs_weight
 
     def add(self, grad_nV: torch.Tensor, hidden_nD: torch.Tensor, weight_VD: torch.Tensor, start: int) -> None:
-        """Add the contribution of the rows from `start` on."""
+        """Add the contribution of a chunk that begins at row `start`."""
         if self.hidden_ND is not None:
             self.hidden_ND[start : start + len(hidden_nD)] = grad_nV @ weight_VD
-        if self._wants_weight:
+        if self._needs_weight:
             # Accumulate in fp32: the weight's gradient is a sum over chunks.
             if self.weight_VD is not None and grad_nV.dtype == self.weight_VD.dtype:
                 self.weight_VD.addmm_(grad_nV.T, hidden_nD)
                 return
-            part_VD = grad_nV.T @ hidden_nD
-            self.weight_VD = part_VD.float() if self.weight_VD is None else self.weight_VD.add_(part_VD)
+            grad_VD = grad_nV.T @ hidden_nD
+            self.weight_VD = grad_VD.float() if self.weight_VD is None else self.weight_VD.add_(grad_VD)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -264,20 +262,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_VD: torch.Tensor,
         targets_N: torch.Tensor,
         num_chunks: int,
-        trains: bool,
-        notes: list[torch.Tensor] | None,
+        computes_gradients: bool,
+        loss_list: list[torch.Tensor] | None,
     ) -> torch.Tensor:
         rows = max(1, math.ceil(hidden_ND.shape[0] / num_chunks))
-        gradients = _Gradients(hidden_ND, *(trains and needed for needed in ctx.needs_input_grad[:2]))
+        gradients = _Gradients(hidden_ND, *(computes_gradients and needed for needed in ctx.needs_input_grad[:2]))
         total, one = hidden_ND.new_zeros((), dtype=torch.float32), hidden_ND.new_ones((), dtype=torch.float32)
         for start in range(0, hidden_ND.shape[0], rows):
             hidden_nD = hidden_ND[start : start + rows]
             chunk = _chunk(hidden_nD, weight_VD, targets_N[start : start + rows])
             losses_n = chunk.losses()
             total += losses_n.sum()
-            if notes is not None:
-                notes.append(losses_n)
-            if gradients.wanted:
+            if loss_list is not None:
+                loss_list.append(losses_n)
+            if gradients.is_needed:
                 gradients.add(chunk.take_gradient(one, hidden_ND.dtype), hidden_nD, weight_VD, start)
         ctx.save_for_backward(gradients.hidden_ND, gradients.weight_VD)
         ctx.weight_dtype = weight_VD.dtype
@@ -295,7 +293,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _LinearCrossEntropyPerToken(torch.autograd.Function):
-    """Returns the loss of each token; their gradients are known only in the backward pass."""
+    """Returns the loss of each token.  Recomputes the logits in the backward pass."""
 
     @staticmethod
     def forward(
@@ -305,8 +303,8 @@ class _LinearCrossEntropyPerToken(torch.autograd.Function):
         ctx.rows = rows = max(1, math.ceil(hidden_ND.shape[0] / num_chunks))
         losses_N = hidden_ND.new_empty(targets_N.shape, dtype=torch.float32)
         for start in range(0, hidden_ND.shape[0], rows):
-            part = slice(start, start + rows)
-            losses_N[part] = _chunk(hidden_ND[part], weight_VD, targets_N[part]).losses()
+            chunk_rows = slice(start, start + rows)
+            losses_N[chunk_rows] = _chunk(hidden_ND[chunk_rows], weight_VD, targets_N[chunk_rows]).losses()
         return losses_N
 
     @staticmethod
@@ -315,10 +313,10 @@ class _LinearCrossEntropyPerToken(torch.autograd.Function):
         hidden_ND, weight_VD, targets_N = ctx.saved_tensors
         gradients = _Gradients(hidden_ND, *ctx.needs_input_grad[:2])
         for start in range(0, hidden_ND.shape[0], ctx.rows):
-            part = slice(start, start + ctx.rows)
-            chunk = _chunk(hidden_ND[part], weight_VD, targets_N[part])
-            grad_nV = chunk.take_gradient(grad_outputs[0][part].unsqueeze(1), hidden_ND.dtype)
-            gradients.add(grad_nV, hidden_ND[part], weight_VD, start)
+            chunk_rows = slice(start, start + ctx.rows)
+            chunk = _chunk(hidden_ND[chunk_rows], weight_VD, targets_N[chunk_rows])
+            grad_nV = chunk.take_gradient(grad_outputs[0][chunk_rows].unsqueeze(1), hidden_ND.dtype)
+            gradients.add(grad_nV, hidden_ND[chunk_rows], weight_VD, start)
         grad_weight_VD = None if gradients.weight_VD is None else gradients.weight_VD.to(weight_VD.dtype)
         return gradients.hidden_ND, grad_weight_VD, None, None
 
@@ -326,17 +324,17 @@ class _LinearCrossEntropyPerToken(torch.autograd.Function):
 def find_loss(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
     """Return the function that maps a batch to the model's summed loss.
 
-    The model is called with `tokens`, and with every other entry of the batch that its `forward` names.  A model that
-    takes `targets` sums its own loss; the logits of any other are passed to `cross_entropy`.
+    Calls the model with `tokens`, and with every other entry of the batch that its `forward` names.  A model that takes
+    `targets` returns its summed loss; the logits of other models are passed to `cross_entropy`.
     """
-    named = set(inspect.signature(model.forward).parameters)
+    argument_names = set(inspect.signature(model.forward).parameters)
 
     def loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         if "pair" in batch and not _sums_by_row.get():
             rule = "rejected answers would be trained on like chosen ones"
             raise setting_error("data.format", "preference", rule, fix="use a Trainer whose `loss` compares the two")
-        others = {name: entry for name, entry in batch.items() if name in named and name != "tokens"}
-        found: torch.Tensor = model(batch["tokens"], **others)
-        return found if "targets" in named else cross_entropy(found, batch["targets"])
+        inputs = {name: entry for name, entry in batch.items() if name in argument_names and name != "tokens"}
+        output: torch.Tensor = model(batch["tokens"], **inputs)
+        return output if "targets" in argument_names else cross_entropy(output, batch["targets"])
 
     return loss

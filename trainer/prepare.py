@@ -1,8 +1,8 @@
 """Tokenize text into shards for training: `python -m trainer.prepare FILE... --out DIR/NAME`.
 
 Reads text and source code (one document per file), .jsonl (one per line), parquet and Arrow (one per row), compressed
-or not, local or at a URL.  Memory use is constant.  The shards appear under their names only once all are complete.  A
-killed command continues where it stopped, and several processes may share the work on the same output.  Training reads
+or not, local or at a URL.  Memory use is constant.  The shards appear under their names only once all are complete.  If
+the command is killed, running it again continues the work, and several processes may share the work.  Training reads
 the shards with `data.source=tokens`; `trainer.data.shards` describes their format.  Imports no torch.
 """
 
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy starts threads for matrices, which spin at first
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads for matrix products, which spin
 
 from trainer.data.ingest.build import (
     BuildJob,
@@ -60,7 +60,8 @@ from trainer.files import writing_to
 
 _CHAT_KEYS = ("format", "chat_template", "train_on")
 """Keys of the `data` section that are options of this command."""
-_KEYS = SettingNames("INPUT", "--text-key", "--bad", "--holdout", "--tokenizer", "--out", "--bos")
+
+_SETTING_NAMES = SettingNames("INPUT", "--text-key", "--bad", "--holdout", "--tokenizer", "--out", "--bos")
 
 
 def command_line(arguments: Sequence[str] | None = None) -> int:
@@ -75,23 +76,25 @@ def command_line(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    """Print conversations with the trained tokens in green, or in angle brackets if the output has no colours."""
+    """Print conversations with the targets in green, or in angle brackets if the output has no colours."""
     from rich.console import Console
     from rich.text import Text
 
     from trainer.config import DataSection
-    from trainer.data.chat.source import first_chats  # imports the library that renders templates
+    from trainer.data.chat.source import first_chats  # imports the template library, which is slow
 
     console = Console(highlight=False, soft_wrap=True)
-    before, behind = ("", "") if console.color_system else ("\u27ea", "\u27eb")
-    given = {key: getattr(options, key) for key in _CHAT_KEYS if getattr(options, key) is not None}
-    data = DataSection(source="chat", tokenizer=options.tokenizer, **given)
+    open_mark, close_mark = ("", "") if console.color_system else ("\u27ea", "\u27eb")
+    chat_settings = {key: getattr(options, key) for key in _CHAT_KEYS if getattr(options, key) is not None}
+    data = DataSection(source="chat", tokenizer=options.tokenizer, **chat_settings)
     for shown in first_chats(data, options.inputs, options.show, "INPUT"):
         text = Text()
         for piece, is_trained in shown.pieces:
             piece = printable(piece)
-            text.append(f"{before}{piece}{behind}" if is_trained else piece, "bold green" if is_trained else "dim")
-        console.rule(printable(shown.place), align="left")
+            text.append(
+                f"{open_mark}{piece}{close_mark}" if is_trained else piece, "bold green" if is_trained else "dim"
+            )
+        console.rule(printable(shown.location), align="left")
         console.print(text)
     return EXIT_FINISHED
 
@@ -127,45 +130,45 @@ def prepare(
 ) -> str:
     """Write token shards and return a report that ends with the settings to train on them.
 
-    The arguments are those of the command line.  Documents are held out by a hash of their text, so the split does not
-    depend on the other documents, and equal documents end up on the same side.  If UserError is raised, no files have
-    been written or replaced, except by earlier interrupted runs.
+    Takes the arguments of the command line.  Documents are held out by a hash of their text, so the split of a document
+    does not depend on the others, and equal documents are in the same split.  If UserError is raised, this call has
+    written or replaced no files.
     """
     if procs < 0:
         raise setting_error("--procs", procs, "must be at least 1, or 0 to use all cores", 0)
     from trainer.data.remote.text import text_files  # imports the download code
 
-    made_by = find_tokenizer(tokenizer, "--tokenizer", bos)
+    text_tokenizer = find_tokenizer(tokenizer, "--tokenizer", bos)
     with text_files(inputs, "INPUT") as (files, fetch):
-        job = _make_job(files, made_by, text_key, holdout, shard_tokens, bad, bos)
-        stem = Path(out).expanduser()  # the common prefix of the shards' paths
+        job = _make_job(files, text_tokenizer, text_key, holdout, shard_tokens, bad, bos)
+        stem = Path(out).expanduser()  # common prefix of the shards' paths
         if out.endswith(os.sep) or stem.is_dir():
             raise setting_error("--out", out, "is a folder; add a name for the shards", os.path.join(out, "corpus"))
-        with writing_to("--out", stem, _min_bytes(job, stem)), _folder_of(stem, out):
+        with writing_to("--out", stem, _min_bytes(job, stem)), _creating_folder(stem, out):
             manifest = _build(job, stem, out, overwrite, procs or default_num_procs(), fetch)
     return _describe(stem, manifest, tokenizer, bos)
 
 
 def _build(job: BuildJob, stem: Path, out: str, overwrite: bool, procs: int, fetch: Callable[[], None]) -> Manifest:
-    """Build and publish the shards of a job, whose paths start with `stem`, and return their manifest."""
-    work = _work_folder(job, stem)
-    is_resumed = is_in_progress(work)  # check this first: another process may publish meanwhile
+    """Build and publish the shards of a job, with paths that start with `stem`, and return their manifest."""
+    work_folder = _work_folder(job, stem)
+    is_resumed = is_in_progress(work_folder)  # checked first, because another process may publish meanwhile
     existing = find_published(stem)
     if existing and not overwrite and not is_resumed:
         rule = f"{existing[0]} already exists; choose another name, or add --overwrite"
         raise setting_error("--out", out, rule, f"{out}-2")
     try:
-        if overwrite or not was_published(work, stem):
+        if overwrite or not was_published(work_folder, stem):
             fetch()
-            manifest = build(job, work, procs)
-            _check_splits(manifest, job.holdout, work)
-            publish(manifest, work, stem)
+            manifest = build(job, work_folder, procs)
+            _check_splits(manifest, job.holdout, work_folder)
+            publish(manifest, work_folder, stem)
             return manifest
     except (OSError, ShardError) as error:
         if is_disk_full(error):
             raise
-        is_gone = isinstance(error, (FileNotFoundError, FileExistsError, ShardError))
-        if not (is_gone and was_published(work, stem)):  # unless another process has published it meanwhile
+        is_missing = isinstance(error, (FileNotFoundError, FileExistsError, ShardError))
+        if not (is_missing and was_published(work_folder, stem)):  # another process has published the shards meanwhile
             raise setting_error("--out", out, f"cannot be written ({getattr(error, 'strerror', error)})") from error
     return read_published(stem)
 
@@ -184,30 +187,30 @@ def _make_job(
     if shard_tokens < 1:
         raise setting_error("--shard-tokens", shard_tokens, "must be at least 1", 1)
     parse_limit(bad, "--bad")
-    check_tokens(files, tokenizer, bos, _KEYS)
-    if holdout and any(each.kind == "tokens" for each in files):
+    check_tokens(files, tokenizer, bos, _SETTING_NAMES)
+    if holdout and any(file.kind == "tokens" for file in files):
         raise setting_error("--holdout", holdout, "tokens are used unchanged: hold out with data.holdout", 0)
-    return BuildJob(tuple(files), tokenizer, text_key, bad, holdout, shard_tokens, _KEYS)
+    return BuildJob(tuple(files), tokenizer, text_key, bad, holdout, shard_tokens, _SETTING_NAMES)
 
 
 def _min_bytes(job: BuildJob, stem: Path) -> int:
-    """Return the minimum size of the shards: two bytes per byte of plain text, or 0 if it cannot be estimated."""
-    is_plain = all(each.kind == "text" and not each.compression for each in job.inputs)
+    """Return the minimum size of the shards in bytes: twice that of plain text; 0 if it cannot be estimated."""
+    is_plain = all(file.kind == "text" and not file.compression for file in job.inputs)
     if job.tokenizer.name != "bytes" or not is_plain or is_in_progress(_work_folder(job, stem)):
         return 0
-    return 2 * sum(each.size for each in job.inputs)
+    return 2 * sum(file.size for file in job.inputs)
 
 
 def _work_folder(job: BuildJob, stem: Path) -> Path:
     return stem.with_name(f".{stem.name}.{_digest(job)}.building")
 
 
-def _check_splits(manifest: Manifest, holdout: float, work: Path) -> None:
-    """Raise UserError if there is nothing to train on, or nothing held out although `holdout` is set."""
+def _check_splits(manifest: Manifest, holdout: float, work_folder: Path) -> None:
+    """Raise UserError if no documents are left to train on, or if `holdout` holds out none."""
     num_documents = sum(row[2] for row in (*manifest.train, *manifest.held_out))
     if manifest.train and (manifest.held_out or not holdout):
         return
-    shutil.rmtree(work, ignore_errors=True)
+    shutil.rmtree(work_folder, ignore_errors=True)
     if manifest.train:
         legal = _round_up(manifest.notes["lowest"]) if num_documents > 1 else 0
         raise setting_error("--holdout", holdout, f"holds out none of {num_documents} documents", legal)
@@ -215,8 +218,8 @@ def _check_splits(manifest: Manifest, holdout: float, work: Path) -> None:
 
 
 def _digest(job: BuildJob) -> str:
-    """Return a digest of everything the shards depend on; a run with the same arguments resumes the work."""
-    files = [(os.path.realpath(each.path), each.size, each.mtime_ns) for each in job.inputs]
+    """Return a digest of everything the shards depend on, by which the same command finds its unfinished work."""
+    files = [(os.path.realpath(file.path), file.size, file.mtime_ns) for file in job.inputs]
     content = repr([job.tokenizer.name, job.text_key, job.holdout, job.shard_tokens, files])
     return hashlib.sha256(content.encode()).hexdigest()[:12]
 
@@ -228,13 +231,13 @@ class _Split:
     paths: list[Path]
     rows: list[tuple[str, int, int, int]]
 
-    def size(self) -> tuple[int, int, int]:
+    def counts(self) -> tuple[int, int, int]:
         """Return the numbers of tokens, documents, and bytes of text."""
         return sum(row[1] for row in self.rows), sum(row[2] for row in self.rows), sum(row[3] for row in self.rows)
 
     @property
     def pattern(self) -> str:
-        """The path or glob of exactly these shards: five characters of number exclude those named `eval-...`."""
+        """The path or glob of these shards.  Five `?` match the shard numbers, and no shards named `eval-...`."""
         if len(self.paths) == 1:
             return str(self.paths[0].absolute())
         return glob.escape(re.sub(r"-\d+\.bin$", "", str(self.paths[0].absolute()))) + "-?????.bin"
@@ -250,8 +253,8 @@ def _round_up(share: float) -> float:
 
 
 @contextmanager
-def _folder_of(stem: Path, out: str) -> Iterator[None]:
-    """Create the folder of the shards; remove it again if the block raises and the folder is empty."""
+def _creating_folder(stem: Path, out: str) -> Iterator[None]:
+    """Create the folder of the shards; if the block raises, remove it again unless files are in it."""
     missing = [folder for folder in stem.parents if not folder.exists()]
     try:
         try:
@@ -266,37 +269,37 @@ def _folder_of(stem: Path, out: str) -> Iterator[None]:
         raise
 
 
-def _describe(stem: Path, manifest: Manifest, setting: str, bos: bool | None) -> str:
+def _describe(stem: Path, manifest: Manifest, tokenizer: str, bos: bool | None) -> str:
     train, held_out = map(_Split, paths_of(manifest, stem), (manifest.train, manifest.held_out))
     lines = []
-    for what, side in (("train", train), ("held out", held_out)):
-        if side.paths:
-            tokens, documents, num_bytes = side.size()
-            of_text = f", {num_bytes:,} bytes, {tokens / num_bytes:.3f} tokens/byte" if num_bytes else ""
-            lines.append(f"{what}: {documents:,} documents, {tokens:,} tokens{of_text}")
-            ends = dict.fromkeys([str(side.paths[0]), str(side.paths[-1])])
-            lines.append(f"  {' ... '.join(ends)}, with .idx and .json beside each")
-    tally = DocumentCounts.of(manifest)
-    if tally.empty:
-        what = "document without text was" if tally.empty == 1 else "documents without text were"
-        lines.append(f"{tally.empty:,} {what} left out")
-    lines += describe(tally).splitlines()
+    for label, split in (("train", train), ("held out", held_out)):
+        if split.paths:
+            tokens, documents, num_bytes = split.counts()
+            text_stats = f", {num_bytes:,} bytes, {tokens / num_bytes:.3f} tokens/byte" if num_bytes else ""
+            lines.append(f"{label}: {documents:,} documents, {tokens:,} tokens{text_stats}")
+            first_and_last = dict.fromkeys([str(split.paths[0]), str(split.paths[-1])])
+            lines.append(f"  {' ... '.join(first_and_last)}, each with its .idx and .json file")
+    counts = DocumentCounts.of(manifest)
+    if counts.empty:
+        label = "document without text was" if counts.empty == 1 else "documents without text were"
+        lines.append(f"{counts.empty:,} {label} left out")
+    lines += describe(counts).splitlines()
     settings = ["data.source=tokens", f"data.path={train.pattern}"]
     if held_out.paths:
         settings.append(f"data.eval_path={held_out.pattern}")
-    if setting != "bytes":
-        settings.append(f"data.tokenizer={Path(setting).expanduser().absolute()}")
+    if tokenizer != "bytes":
+        settings.append(f"data.tokenizer={Path(tokenizer).expanduser().absolute()}")
     if bos is not None:
         settings.append(f"data.bos={str(bos).lower()}")
     settings.append(f"model.vocab_size={manifest.vocab_size}")
     return "\n".join([*lines, "to train on them:", "  " + " ".join(map(shlex.quote, settings))])
 
 
-def _choice_of(key: str) -> Callable[[str], str]:
-    """Return an argparse type that checks the value of the key `data.KEY`."""
+def _value_of_key(key: str) -> Callable[[str], str]:
+    """Return an argparse type that checks a value of the key `data.KEY`."""
 
     def check(value: str) -> str:
-        from trainer.config import declared_keys  # slower to import than everything that tokenizing needs
+        from trainer.config import declared_keys  # slow to import
 
         choices = typing.get_args(declared_keys()[f"data.{key}"].type)
         if choices and value not in choices:
@@ -314,7 +317,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--show", type=int, metavar="N", help="print N chats instead, with targets in colour")
     for key in _CHAT_KEYS:
         option, meaning = f"--{key.replace('_', '-')}", f"with --show: a value of data.{key} (its default)"
-        parser.add_argument(option, type=_choice_of(key), metavar="HOW", help=meaning)
+        parser.add_argument(option, type=_value_of_key(key), metavar="HOW", help=meaning)
     parser.add_argument(
         "--bos",
         action=argparse.BooleanOptionalAction,

@@ -1,7 +1,7 @@
-"""Recipes describe models to the trainer; this module also holds the registry of all recipes.
+"""Recipes, which describe models to the trainer, and their registry.
 
-A recipe is plain data, independent of mesh and ranks.  Importing a recipe does not import torch: it names the module
-with the network, which is imported when the model is built.
+A recipe is plain data that does not depend on the mesh or the rank.  Importing a recipe does not import torch: the
+recipe names the module with the network, which is imported when the model is built.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import pkgutil
 import re
 import sys
 import traceback
+import types
+import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 ENTRY_POINTS = "meshtrainer.recipes"
-"""Entry-point group in which other distributions list the modules that register their recipes."""
+"""Entry-point group in which other distributions list modules that register recipes."""
 
 Unit: TypeAlias = "str | nn.Module | tuple[str | nn.Module, ...] | list[str | nn.Module]"
 """One FSDP unit: a module, a module's dotted name (`*` matches one part), or several that are gathered together."""
@@ -38,7 +40,7 @@ TrainerType = TypeVar("TrainerType", bound="Trainer")
 
 
 class WeightSource(Protocol):
-    """A source of weights under the model's own parameter names; needs no process group.
+    """A source of weights, by the model's parameter names.  Needs no process group.
 
     description: where the weights are, for messages.
     shapes, dtypes: the shape and dtype of every tensor, by name.  Tied weights may appear under one or all names.
@@ -52,7 +54,7 @@ class WeightSource(Protocol):
     def dtypes(self) -> Mapping[str, torch.dtype]: ...
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Return rows [start, stop) along dimension 0, on the CPU; a scalar is returned as it is.
+        """Return rows [start, stop) along dimension 0, or a scalar, on the CPU.
 
         The tensor may be a view of the source's memory and must not be modified.
         """
@@ -60,9 +62,9 @@ class WeightSource(Protocol):
 
 
 class StoredTensors:
-    """Base of weight sources: implements `shapes` and `dtypes`.
+    """Base class of weight sources that implements `shapes` and `dtypes`.
 
-    `_stored` holds an object for each tensor, by name, with the attributes `shape` and `dtype`.
+    `_stored` holds, by name, an object with the attributes `shape` and `dtype` for each tensor.
     """
 
     _stored: Mapping[str, Any]
@@ -92,22 +94,22 @@ class Stacked(str):
 class HuggingFace:
     """The mapping between a recipe's model and its Hugging Face counterpart.
 
-    model_type, architecture: of the Hugging Face model, for example "llama" and "LlamaForCausalLM"; or, for a recipe
-        that builds models of several types, functions of the model's configuration.
+    model_type, architecture: those of the Hugging Face model, for example "llama" and "LlamaForCausalLM".  A recipe
+        that builds models of several types gives functions of the model's configuration.
     names: maps our name of each parameter (and persistent buffer) to the Hugging Face name: {"layers.*.wq.weight":
-        "model.layers.*.self_attn.q_proj.weight"}, where `*` matches one part, the same on both sides.  Wrap the name of
-        a matrix that is stored transposed in `Transposed`, and that of tensors which are the rows of one tensor here,
-        such as experts, in `Stacked`, with one more `*`.  Or a function of the model's configuration that returns the
-        mapping.  Tied parameters are listed under all their names.
-    stored: `stored(model_config, source) -> WeightSource`, or "package.module:function", if a mapping of names is not
-        enough: returns the tensors of Hugging Face's files, computed from those of `source`, which has our names.
-    config: `config(model_config) -> dict`, the entries of config.json.
-    model_fields: `model_fields(config_json) -> dict`, the inverse: the fields of our configuration.  Raises UserError
-        for a model that the recipe cannot build.
+        "model.layers.*.self_attn.q_proj.weight"}, where `*` matches the same part on both sides.  Wrap the name of a
+        matrix that is stored transposed in `Transposed`.  If separate tensors, such as experts, are the rows of one
+        tensor here, wrap their name in `Stacked`, with one more `*`.  List tied parameters under all their names.  May
+        also be a function of the model's configuration that returns the mapping.
+    stored: `stored(model_config, source) -> WeightSource`, or "package.module:function", if renaming is not enough:
+        computes the tensors of Hugging Face's files from those of `source`, which has our names.
+    config: `config(model_config) -> dict`, returns the entries of config.json.
+    model_fields: `model_fields(config_json) -> dict`, the inverse: returns the fields of our configuration.  Raises
+        UserError for a model that the recipe cannot build.
     fixed: entries of config.json for which the network supports only one value, for example {"hidden_act": "silu"}.
         They are written on export, and a folder with another value is refused.
-    prefix: a prefix that Hugging Face names have in some files only, for example "transformer.".
-    ignored: Hugging Face names of tensors in old files that the model does not need, such as causal masks.
+    prefix: a prefix that only some files add to Hugging Face names, for example "transformer.".
+    ignored: Hugging Face names of tensors that old files contain and the model does not need, such as causal masks.
     """
 
     model_type: str | Callable[[Any], str]
@@ -121,11 +123,11 @@ class HuggingFace:
     stored: Callable[[Any, WeightSource], WeightSource] | str | None = None
 
     def model_type_of(self, model_config: Any) -> str:
-        """Return the Hugging Face model type of the model that this configuration describes."""
+        """Return the Hugging Face model type for this model configuration."""
         return self.model_type(model_config) if callable(self.model_type) else self.model_type
 
     def architecture_of(self, model_config: Any) -> str:
-        """Return the Hugging Face class name of the model that this configuration describes."""
+        """Return the Hugging Face class name for this model configuration."""
         return self.architecture(model_config) if callable(self.architecture) else self.architecture
 
 
@@ -133,33 +135,32 @@ class HuggingFace:
 class Recipe:
     """A model that the trainer can build, shard and initialise.
 
-    name: what `model.name` selects.
+    name: the value of `model.name` that selects this recipe.
     config: dataclass of the model's fields, with defaults; a `vocab_size` field, if any, is checked against the data.
     build: `build(config) -> nn.Module`, or "package.module:function".  It is called on the meta device.  The module
-        maps `tokens` (B, T) to logits (B, T, V); or, called with `targets` too, to the loss summed over the targets
-        (so that it need not materialise all logits).
+        maps `tokens` (B, T) to logits (B, T, V).  If its `forward` also takes `targets`, it returns the loss summed
+        over the targets, and need not materialise all logits.
     units: the FSDP units in forward order: names such as "layers.*", tuples of names for a unit of several modules, or
         a function of the model that returns these.  All other parameters belong to the root unit.
     trainer: the `Trainer` subclass to use, or "package.module:class"; None for `Trainer` itself.
-    init: `init(module)` or `init(module, name, model)`, called for each submodule that directly owns parameters or
-        buffers, to initialise them; by default calls the module's `reset_parameters()`.
+    init: `init(module)` or `init(module, name, model)`, initialises the parameters and buffers that a submodule
+        directly owns; by default calls its `reset_parameters()`.
     resolve: `resolve(config) -> config`, fills in fields that follow from others, such as the shape of the model in a
-        folder.  Called once, when a configuration is loaded from a recipe file and the command line; the result is
-        stored in config.yaml.
+        folder.  Called once, when a recipe file and the command line are loaded; config.yaml stores the result.
     weights: `weights(config) -> WeightSource`, the source of the initial weights, or None to initialise them; or
-        "package.module:function".  `train.init_from` takes precedence.  The source must open its files lazily: a
-        resumed run does not need them.
-    notes: `notes(config, model)`, phrases about the model that are shown when a run starts; or
+        "package.module:function".  `train.init_from` takes precedence.  The source must open its files lazily, because
+        a resumed run does not need them.
+    notes: `notes(config, model)`, returns remarks about the model to print when a run starts; or
         "package.module:function".
     check: `check(config)`, raises `UserError` for inconsistent fields (see `setting_error`).
-    flops: `flops(config, seq_len)`, model FLOPs per token of forward and backward, with attention over `seq_len` tokens
-        (with masked documents, their mean length); by default 6 x parameters outside embeddings (Kaplan et al. 2020,
-        arXiv:2001.08361).
-    hf: the mapping to Hugging Face's names; needed to export to and import from that format.
+    flops: `flops(config, seq_len)`, returns model FLOPs per token for forward and backward, with attention over
+        `seq_len` tokens (the mean length of masked documents); by default 6 x parameters outside embeddings (Kaplan et
+        al. 2020, arXiv:2001.08361).
+    hf: the mapping to Hugging Face; needed to export to and import from that format.
     context: declares that only `trainer.sequence.attend` and `trainer.sequence.positions` mix or count tokens, so
         ranks may hold slices of sequences (`mesh.context`).
-    blocks: fused weights, which Muon orthogonalizes block by block: patterns of parameter names, and the number of
-        equal blocks or the rows of each, {"*.attention.qkv.weight": 3}.
+    blocks: fused weights, which Muon orthogonalizes block by block.  Maps patterns of parameter names to the number of
+        equal blocks, or to the number of rows of each: {"*.attention.qkv.weight": 3}.
     """
 
     name: str
@@ -199,7 +200,7 @@ class Recipe:
         return cast("WeightSource", function(config, source))
 
     def notes_on(self, config: Any, model: nn.Module) -> Sequence[str]:
-        """Return the phrases about the model that are shown when a run starts."""
+        """Return the remarks about the model to print when a run starts."""
         return self._function("notes")(config, model) if self.notes is not None else ()
 
     def _function(self, name: str) -> Callable[..., Any]:
@@ -214,43 +215,51 @@ class Recipe:
 
 
 def declare(default: Any, meaning: str, **limits: Any) -> Any:
-    """Return the dataclass field of one configuration key: its default, what `--help` says, and its limits.
+    """Return the dataclass field of one configuration key, with its default, its help text and its limits.
 
-    Limits of numbers: `at_least`, `above`, `at_most`, `below`.  `aliases` maps other names of values to the ones that
-    error messages suggest: {"gpu": "cuda"}.  `form` describes valid values if the type alone does not.
-    `free=True` marks a model field that only affects training, such as dropout: it may differ from the value that comes
-    with the weights of `train.init_from`.
+    Limits of numbers: `at_least`, `above`, `at_most`, `below`.  `aliases` maps other names of values to those that
+    messages suggest: {"gpu": "cuda"}.  `form` describes valid values if the type alone does not.  `free=True` marks a
+    model field that only affects training, such as dropout: it may differ from the one that comes with the weights of
+    `train.init_from`.
     """
     return field(default=default, metadata={"meaning": meaning, **limits})
 
 
-def check_number(key: str, value: Any, number: float, limits: Mapping[str, Any], example: object = None) -> None:
-    """Raise UserError unless `number`, which is `value` or in it, is finite and within the limits of `declare`.
+def check_number(
+    key: str, value: Any, number: float, limits: Mapping[str, Any], example: Callable[[], object] = lambda: None
+) -> None:
+    """Raise UserError unless `number` is finite and within the limits of `declare`.
 
-    example: a value to show if there is no nearest legal value.
+    value: the value of the key, which is `number` or contains it.
+    example: returns a value to suggest if there is no nearest legal value.
     """
     if isinstance(number, int) and not -(2**63) <= number < 2**63:
         raise setting_error(key, "(a number of more than 63 bits)", "must be a number that fits in 64 bits")
     if not math.isfinite(number):
-        raise setting_error(key, value, "must be finite", example=example)
-    for word, broken in (
+        raise setting_error(key, value, "must be finite", example=example())
+    for limit, is_violated in (
         ("at_least", lambda bound: number < bound),
         ("at_most", lambda bound: number > bound),
         ("above", lambda bound: number <= bound),
         ("below", lambda bound: number >= bound),
     ):
-        if word in limits and broken(limits[word]):
-            inside = limits[word] if word in ("at_least", "at_most") and value == number else None
-            rule = f"must be {word.replace('_', ' ')} {limits[word]}"
+        if limit in limits and is_violated(limits[limit]):
+            nearest_legal = limits[limit] if limit in ("at_least", "at_most") and value == number else None
+            rule = f"must be {limit.replace('_', ' ')} {limits[limit]}"
             null = re.search(r"null: ([^;]+)", str(limits.get("meaning", "")))
-            fix = f"{key}=null means {null[1]}" if null and inside is None else ""
-            shown = example if inside is None and not fix else None
-            raise setting_error(key, value, rule, inside, example=shown, fix=fix)
+            fix = f"{key}=null means {null[1]}" if null and nearest_legal is None else ""
+            suggestion = example() if nearest_legal is None and not fix else None
+            raise setting_error(key, value, rule, nearest_legal, example=suggestion, fix=fix)
+
+
+def union_members(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union type, or the type itself."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
 _registry: dict[str, Recipe] = {}
 _registered_by: dict[str, str] = {}
-"""The module that registered each recipe."""
+"""The module that registered each recipe, by the name of the recipe."""
 
 
 def register(recipe: Recipe) -> Recipe:
@@ -263,31 +272,31 @@ def register(recipe: Recipe) -> Recipe:
 def module_to_allow(name: str) -> str | None:
     """Return the module that another process must import to find this recipe.
 
-    None for recipes that every process finds: the built-in ones and those of installed distributions.
+    None for built-in recipes and those of installed distributions, which every process finds.
     """
     module, colon, _ = name.partition(":")
     if colon:
         return module
     module = _registered_by.get(name, "")
-    found_by_all = ["trainer.recipes", *(entry.module for entry in entry_points(group=ENTRY_POINTS))]
-    return None if any(f"{module}.".startswith(f"{known}.") for known in found_by_all) else module
+    known_modules = ["trainer.recipes", *(entry.module for entry in entry_points(group=ENTRY_POINTS))]
+    return None if any(f"{module}.".startswith(f"{known}.") for known in known_modules) else module
 
 
-def find_recipe(name: str, may_import: Collection[str] | None = None) -> Recipe:
-    """Return the recipe that `model.name` asks for: a registered name, or "package.module:name".
+def find_recipe(name: str, allowed_modules: Collection[str] | None = None) -> Recipe:
+    """Return the recipe with this `model.name`: a registered name, or "package.module:name".
 
-    The second form imports the module first, so that a model from outside this package can be used from the command
-    line.  may_import: the modules that may be imported, including their submodules; None for any, if the name comes
-    from the user.  Modules that are already imported may always be used.  Raises UserError if there is no such recipe.
+    The second form first imports the module, so that models outside this package can be used from the command line.
+    allowed_modules: the modules that may be imported, with their submodules; None for any, if the name comes from the
+    user.  Modules that are already imported may always be used.  Raises UserError if there is no such recipe.
     """
     module_name, colon, registered = name.partition(":")
     if colon:
-        if may_import is not None:
-            check_import("model.name", name, may_import)
+        if allowed_modules is not None:
+            check_import("model.name", name, allowed_modules)
         return _find_in_module(name, module_name, registered)
     if name not in _registry:
         load_recipes()
-    for module in may_import or () if name not in _registry else ():  # one of them may register it
+    for module in allowed_modules or () if name not in _registry else ():  # which may register it
         _import_module(module, "--allow-import", module)
     if name not in _registry:
         if name.endswith(".py"):
@@ -306,32 +315,37 @@ def _find_in_module(name: str, module_name: str, registered: str) -> Recipe:
     if module_name.endswith(".py"):
         module = module_name.rpartition("/")[2].removesuffix(".py")
         raise setting_error("model.name", name, "must name a module, not a file", meant=f"{module}:{registered}")
-    before = set(_registry)
+    earlier = set(_registry)
     _import_module(module_name, "model.name", name)
     if registered not in _registry:
-        made_there = [found for found, recipe in _registry.items() if recipe.config.__module__ == module_name]
-        own = sorted({*made_there, *(set(_registry) - before)})
+        defined_there = [
+            recipe_name for recipe_name, recipe in _registry.items() if recipe.config.__module__ == module_name
+        ]
+        names = sorted({*defined_there, *(set(_registry) - earlier)})
         load_recipes()
     if registered not in _registry:
-        if not own:
+        if not names:
             rule = f"{module_name!r} registers no model of that name"
             raise setting_error("model.name", name, rule, fix="call trainer.register(Recipe(...)) in that module")
         raise choice_error(
-            "model.name", name, [f"{module_name}:{found}" for found in own], f"one that {module_name!r} registers:"
+            "model.name",
+            name,
+            [f"{module_name}:{recipe_name}" for recipe_name in names],
+            f"one that {module_name!r} registers:",
         )
     return _registry[registered]
 
 
-def check_import(key: str, name: str, may_import: Collection[str]) -> None:
+def check_import(key: str, name: str, allowed_modules: Collection[str]) -> None:
     """Raise UserError if the module in `name` (package.module:name) of an untrusted setting may not be imported.
 
-    Allowed are modules that are already imported, this package's modules, and those in `may_import` with their
-    submodules.
+    The modules of this package, modules that are already imported, and those in `allowed_modules` with their submodules
+    may be imported.
     """
     module = name.partition(":")[0]
     if module in sys.modules or module.startswith("trainer."):
         return
-    if not any(module == allowed or module.startswith(f"{allowed}.") for allowed in may_import):
+    if not any(module == allowed or module.startswith(f"{allowed}.") for allowed in allowed_modules):
         rule = (
             f"a run or checkpoint names it, and importing {module!r} runs its code, which needs your permission\n"
             f"  if you trust it: --allow-import {module}, or in Python allow_import=[{module!r}]"
@@ -340,13 +354,13 @@ def check_import(key: str, name: str, may_import: Collection[str]) -> None:
 
 
 def all_recipes() -> list[Recipe]:
-    """Return all recipes: the built-in ones, those of installed distributions, and those registered so far."""
+    """Return all recipes: built-in ones, those of installed distributions, and any others registered so far."""
     load_recipes()
     return [_registry[name] for name in sorted(_registry)]
 
 
 def load_recipes() -> None:
-    """Import the modules that register recipes: the built-in ones, then those of other distributions."""
+    """Import the modules that register recipes: the built-in ones, then those of installed distributions."""
     package = importlib.import_module("trainer.recipes")
     for module in pkgutil.iter_modules(package.__path__):
         if module.name.startswith("_"):
@@ -357,33 +371,33 @@ def load_recipes() -> None:
 
 
 def resolve(path: str, setting: str) -> Any:
-    """Return the object that "package.module:name" names.  Raises UserError that mentions `setting`."""
+    """Return the object at "package.module:name".  Raises UserError that mentions `setting`."""
     module_name, colon, attribute = path.partition(":")
     if not (module_name and colon and attribute):
         raise setting_error(setting, path, "must have the form package.module:name")
     module = _import_module(module_name, setting, path)
     if not hasattr(module, attribute):
-        best = nearest(attribute, [name for name in vars(module) if not name.startswith("_")])
+        suggestion = nearest(attribute, [name for name in vars(module) if not name.startswith("_")])
         rule = f"{module_name!r} has no {attribute!r}"
-        raise setting_error(setting, path, rule, meant=f"{module_name}:{best}" if best else None)
+        raise setting_error(setting, path, rule, meant=f"{module_name}:{suggestion}" if suggestion else None)
     return getattr(module, attribute)
 
 
 def add_working_folder_to_path() -> None:
-    """Make the user's modules importable from the working folder, as `python -m` does and console scripts do not."""
+    """Make modules in the working folder importable, as `python -m` does, but console scripts do not."""
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
 
 
 def _import_module(module_name: str, setting: str, value: str) -> Any:
-    """Import a module.  Any exception becomes a UserError that names the line of user code that raised it."""
+    """Import a module.  Raises UserError that names the line of user code if the import fails."""
     try:
         return importlib.import_module(module_name)
     except Exception as error:
         machinery = (__file__, importlib.__file__)
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in machinery]
-        own = [frame for frame in frames if not frame.filename.startswith("<frozen")]
-        where = f", in {own[-1].filename}, line {own[-1].lineno}" if own else ""
+        user_frames = [frame for frame in frames if not frame.filename.startswith("<frozen")]
+        where = f", in {user_frames[-1].filename}, line {user_frames[-1].lineno}" if user_frames else ""
         rule = f"cannot import {module_name!r} ({type(error).__name__}: {error}{where})"
         first = module_name.partition(".")[0]
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == first
@@ -392,12 +406,12 @@ def _import_module(module_name: str, setting: str, value: str) -> Any:
 
 
 def _with_name(config: type, name: str) -> type:
-    """Return the dataclass `config` with a `name` field added, which holds `model.name`."""
+    """Return the dataclass `config` with an added `name` field, which holds `model.name`."""
     if any(f.name == "name" for f in dataclasses.fields(config)):
         return config
     frozen = config.__dataclass_params__.frozen  # type: ignore[attr-defined]
-    made = dataclasses.make_dataclass(
+    named = dataclasses.make_dataclass(
         config.__name__, [("name", str, field(default=name))], bases=(config,), frozen=frozen
     )
-    made.__module__, made.__doc__ = config.__module__, config.__doc__
-    return made
+    named.__module__, named.__doc__ = config.__module__, config.__doc__
+    return named

@@ -1,8 +1,8 @@
-"""The command line: arguments -> RunConfig -> Trainer -> exit code.
+"""The command `trainer.run`: parses the command line, builds a Trainer and trains.
 
     python -m trainer.run recipe=llama_small [section.key=value ...] [nproc=N]
 
-All input that can be checked is checked before torch is imported and before any process is started.
+Checks as much of the input as possible before it imports torch or starts any process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from trainer.distributed.environment import (
     find_environment,
     follow_parent,
     limit_spinning,
-    note_start,
+    record_start_time,
     use_expandable_segments,
     without_garbage_collection,
 )
@@ -68,7 +68,7 @@ from trainer.errors import (
 from trainer.lifecycle.launch import dry_run_config, spawn
 from trainer.metrics.record import uptime
 from trainer.recipe import add_working_folder_to_path
-from trainer.stopping import StopRequested, interruptible, stopped, unwrapping
+from trainer.stopping import StopRequested, interruptible, stop_message, unwrapping
 from trainer.tables import fit_to_width
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ _REPORT_S = 2.0
 def main(argv: Sequence[str] | None = None, trainer: type[Trainer] | None = None) -> int:
     """Run the command line and return the exit code.  User errors are printed once, without a traceback.
 
-    trainer: your own Trainer class, in place of the recipe's.
+    trainer: a custom Trainer class, which replaces the recipe's.
     """
     try:
         with unwrapping():
@@ -91,60 +91,60 @@ def main(argv: Sequence[str] | None = None, trainer: type[Trainer] | None = None
 
 
 def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
-    began = uptime()
+    start_time = uptime()
     stop_request.catch_signals_early()
     redact_everything()
     add_working_folder_to_path()
     limit_spinning()
     use_expandable_segments()
-    env, trains = Environment(), False
+    env, is_ready = Environment(), False
     try:
         env = find_environment()
         stop_request.announce_early(env.rank == 0)
         check_rendezvous(env)
-        if env.launcher in ("nproc", "torchrun") and env.has_a_parent:
+        if env.launcher in ("nproc", "torchrun") and env.has_launcher_parent:
             follow_parent(True)
         arguments = parse(sys.argv[1:] if argv is None else argv)
-        config = _read(arguments, env)
+        config = _load(arguments, env)
         if config is None:
             return EXIT_FINISHED
         is_spawning = should_spawn(arguments.nproc, env)
-        _check(config, arguments.nproc or 1, env, is_spawning, builds_own=trainer is not None)
-        trains = True
+        _check(config, arguments.nproc or 1, env, is_spawning, has_custom_trainer=trainer is not None)
+        is_ready = True
     except UserError as error:
         return report(error, env)
     except OSError as error:
         return report(unusable_path_error(error, sys.argv[1:] if argv is None else argv), env)
     finally:
-        if not trains:
+        if not is_ready:
             stop_request.stop_catching_signals()
-    note_start(began)
-    is_dry = arguments.asks_for("--dry-run")
-    act = partial(_rehearse, config) if is_dry else lambda trainer: trainer.fit()
-    with dry_run_config(config, env) if is_dry else contextlib.nullcontext(config) as config:
+    record_start_time(start_time)
+    is_dry_run = arguments.has_option("--dry-run")
+    action = partial(_dry_run, config) if is_dry_run else lambda trainer: trainer.fit()
+    with dry_run_config(config, env) if is_dry_run else contextlib.nullcontext(config) as config:
         if is_spawning:
             return spawn(arguments.nproc or 1, _command(arguments, trainer), config)
-        return run_trainer(config, trainer, act)
+        return run_trainer(config, trainer, action)
 
 
 def unusable_path_error(error: OSError, argv: Sequence[str]) -> UserError:
-    """Return the error for a path that cannot be accessed: its name is too long, or permission is denied."""
+    """Return the error for a path that cannot be accessed, for example because permission is denied."""
     path = str(error.filename or "")
-    given = (word.partition("=") for word in argv)
-    key = next((key for key, _, value in given if value and value in path), "")
+    settings = (word.partition("=") for word in argv)
+    key = next((key for key, _, value in settings if value and value in path), "")
     fix = "give another path"
     if not key:
         return UserError(f"{path or 'a file'}: cannot be used ({error.strerror})\n  to fix: {fix}")
     return setting_error(key, path, f"cannot be used ({error.strerror})", fix=fix)
 
 
-def _read(arguments: Arguments, env: Environment) -> RunConfig | None:
-    """Return the configuration to train, or None after printing requested information.  Raises UserError."""
+def _load(arguments: Arguments, env: Environment) -> RunConfig | None:
+    """Return the configuration to train, or None if the command only prints something, as `--help` does."""
     recipe, overrides = arguments.recipe, arguments.overrides
-    if arguments.asks_for("--version"):
+    if arguments.has_option("--version"):
         print_stdout(f"meshtrainer {__version__}")
         return None
-    if arguments.asks_for("--help"):
+    if arguments.has_option("--help"):
         text = full_help(
             arguments.sections,
             load_config(recipe, overrides, arguments.allow_import, needs_weights=False) if recipe else None,
@@ -155,26 +155,26 @@ def _read(arguments: Arguments, env: Environment) -> RunConfig | None:
         if overrides or arguments.options:
             raise no_recipe(USAGE.partition("\n")[0], overrides)
         raise UserError(f"{USAGE}\n{recipe_list()}")
-    config, given = load_with_origins(recipe, overrides, arguments.allow_import)
-    if arguments.asks_for("--print-config"):
-        _check_as_printed(config, arguments.nproc, env)
+    config, resolution = load_with_origins(recipe, overrides, arguments.allow_import)
+    if arguments.has_option("--print-config"):
+        _check_to_print(config, arguments.nproc, env)
         from trainer.data.opening import is_untokenized, resolve_from_data
 
-        if config.data.path and not is_untokenized(config.data):  # the number of steps is known without further work
-            config = resolve_from_data(config, given)
-        text = explained_yaml(config, given.origins) if arguments.asks_for("--why") else config.to_yaml()
+        if config.data.path and not is_untokenized(config.data):  # the number of steps can be read off the token shards
+            config = resolve_from_data(config, resolution)
+        text = explained_yaml(config, resolution.origins) if arguments.has_option("--why") else config.to_yaml()
         print_stdout(text, end="")
         return None
-    config = run_passes("start", config, given)
+    config = run_passes("start", config, resolution)
     if env.launcher != "nproc":  # with nproc, the parent process has done this
         stop_request.note_stale_notice(config.run_dir)
-        for note in given.notes if env.rank == 0 else ():
+        for note in resolution.notes if env.rank == 0 else ():
             print_stderr(note)
     return config
 
 
 def _command(arguments: Arguments, trainer: type[Trainer] | None) -> list[str]:
-    """Return the arguments for a worker's Python interpreter: `trainer.run` or the user's script, and its options."""
+    """Return the arguments of a worker's Python interpreter: `trainer.run` or the user's script, with its options."""
     program = ["-m", "trainer.run"]
     if trainer is not None:
         spec = getattr(sys.modules["__main__"], "__spec__", None)
@@ -184,21 +184,21 @@ def _command(arguments: Arguments, trainer: type[Trainer] | None) -> list[str]:
 
 
 def should_spawn(nproc: int | None, env: Environment) -> bool:
-    """Return whether this process must start the ranks.  Raises UserError if a launcher started a different number."""
+    """Return whether this process must start the ranks.  Raises UserError if a launcher has started another number."""
     if nproc is not None and env.is_distributed and nproc != env.world_size:
         rule = f"{env.launcher} has already started {env.world_size} processes; leave it out, or give that number"
         raise setting_error("nproc", nproc, rule, env.world_size)
     return nproc is not None and nproc > 1 and not env.is_distributed
 
 
-def _check(config: RunConfig, nproc: int, env: Environment, is_spawning: bool, builds_own: bool) -> None:
-    """Check the configuration, and the data, before any process is started.  Raises UserError."""
-    num_ranks, num_local = (nproc, nproc) if is_spawning else (env.world_size, env.local_world_size)
-    _check_without_torch(config, num_ranks, num_local, env, builds_own)
+def _check(config: RunConfig, nproc: int, env: Environment, is_spawning: bool, has_custom_trainer: bool) -> None:
+    """Check the configuration and the data before any process is started.  Raises UserError."""
+    num_ranks, num_local_ranks = (nproc, nproc) if is_spawning else (env.world_size, env.local_world_size)
+    _check_without_torch(config, num_ranks, num_local_ranks, env, has_custom_trainer)
     if is_spawning and (config.fsdp.wrap != "block" or isinstance(config.fsdp.reshard_after_forward, list)):
         from trainer.model.shard import check_sharding
 
-        check_sharding(config)  # needs torch and the model's structure, so it is only done for these settings
+        check_sharding(config)  # imports torch and builds the model, so only for these settings
 
 
 def _check_without_torch(
@@ -206,7 +206,7 @@ def _check_without_torch(
     world_size: int,
     local_world_size: int,
     env: Environment,
-    builds_own: bool = False,
+    has_custom_trainer: bool = False,
     tokenizes: bool = True,
 ) -> None:
     """Check the rules between settings, the required libraries and compilers, and that the data can be read.
@@ -218,10 +218,10 @@ def _check_without_torch(
 
     check_config(config, world_size, local_world_size)
     check_requirements(config, likely_device(config.run.device))
-    if config.recipe.trainer is not None or builds_own:
+    if config.recipe.trainer is not None or has_custom_trainer:
         return
-    has_work = is_untokenized(config.data)  # all ranks share this work before any of them waits for another
-    if tokenizes if has_work else env.rank == 0:
+    is_untokenized_text = is_untokenized(config.data)  # all ranks share the work of tokenizing it
+    if tokenizes if is_untokenized_text else env.rank == 0:
         source = open_source(config.data, config.vocab_size, "train")
         check_tokenizer(source, config)
         find_order(source, resolve_from_data(config))
@@ -230,27 +230,27 @@ def _check_without_torch(
         open_source(config.data, config.vocab_size, "eval")
 
 
-def _check_as_printed(config: RunConfig, nproc: int | None, env: Environment) -> None:
-    """Check a configuration that is only printed: it may be meant for another machine, and its data may not exist yet.
+def _check_to_print(config: RunConfig, nproc: int | None, env: Environment) -> None:
+    """Check a configuration before printing it.  It may be for another machine, and its data may not exist yet.
 
-    If neither a launcher nor `nproc` sets the number of ranks, the smallest possible number is assumed.
+    Without a launcher or `nproc`, assume the smallest possible number of ranks.
     """
     if config.data.source in ("tokens", "chat") and not config.data.path:
         config = replace(config, data=config.data.generated())
     if nproc is None and not env.is_distributed:
-        least = smallest_mesh(config)
+        smallest = smallest_mesh(config)
         config = replace(config, log=replace(config.log, profile_ranks=(0,)))
-        _check_without_torch(config, least.num_ranks, least.shard, env, tokenizes=False)
+        _check_without_torch(config, smallest.num_ranks, smallest.shard, env, tokenizes=False)
     else:
         num_ranks = nproc or env.world_size
-        local = env.local_world_size if env.is_distributed else num_ranks
-        _check_without_torch(config, num_ranks, local, env, tokenizes=False)
+        local_world_size = env.local_world_size if env.is_distributed else num_ranks
+        _check_without_torch(config, num_ranks, local_world_size, env, tokenizes=False)
 
 
 def report(error: UserError | TrainingFailed, env: Environment, exit_code: int = EXIT_USER_ERROR) -> int:
-    """Print an error that all ranks share once, on rank 0, while the others wait.  Returns the exit code.
+    """Print an error that all ranks have, once, on rank 0.  Returns the exit code.
 
-    A launcher kills the other ranks as soon as one exits, and reports how they died, so all exit with the same code.
+    The other ranks wait for rank 0: a launcher kills all ranks as soon as one exits.
     """
     ignore_termination()
     if env.rank == 0:
@@ -265,7 +265,7 @@ def report_stop(request: StopRequested, env: Environment) -> int:
     """Print on rank 0 that a signal ended this run before its first step.  Returns the exit code."""
     ignore_termination()
     if not env.rank:
-        print_stderr(stopped(request.name, request.kept or "run the same command again"))
+        print_stderr(stop_message(request.name, request.note or "run the same command again"))
     return EXIT_STOPPED
 
 
@@ -277,14 +277,17 @@ def ignore_termination() -> None:
                 signal.signal(number, signal.SIG_IGN)
 
 
-def run_trainer(config: RunConfig, own: type[Trainer] | None, act: Callable[[Trainer], int]) -> int:
-    """Build a Trainer on this rank, call `act` with it, and return the exit code.  `own`: the user's Trainer class."""
+def run_trainer(config: RunConfig, custom_class: type[Trainer] | None, action: Callable[[Trainer], int]) -> int:
+    """Build a Trainer on this rank, call `action` with it, and return the exit code.
+
+    custom_class: a Trainer class that replaces the recipe's.
+    """
     try:
         with unwrapping(), without_garbage_collection(), interruptible():
             from trainer.plan.forecast import is_out_of_memory
             from trainer.trainer import Trainer
 
-            gc.freeze()  # exclude imported objects from garbage collection: a full pass took 0.3 s
+            gc.freeze()  # never scan imported objects again: a full collection took 0.3 s
     except StopRequested as request:
         return report_stop(request, find_environment())
     trainer = None
@@ -293,8 +296,8 @@ def run_trainer(config: RunConfig, own: type[Trainer] | None, act: Callable[[Tra
     try:
         with unwrapping():
             with without_garbage_collection():
-                trainer = (own or config.trainer_class(Trainer))(config)
-            exit_code = act(trainer)
+                trainer = (custom_class or config.trainer_class(Trainer))(config)
+            exit_code = action(trainer)
             ignore_termination()
             trainer.close()
             return exit_code
@@ -307,26 +310,26 @@ def run_trainer(config: RunConfig, own: type[Trainer] | None, act: Callable[[Tra
         return report(error, find_environment(), EXIT_FAILED)
     except StopRequested as request:
         return report_stop(request, find_environment())
-    except KeyboardInterrupt:  # before signals are handled
+    except KeyboardInterrupt:  # Ctrl-C before the signal handlers are installed
         return report(TrainingFailed("interrupted"), find_environment(), EXIT_INTERRUPTED)
     except BaseException as error:
         if (behind := stop_request.causing_stop_request(error)) is not None:
             return report_stop(behind, find_environment())
-        first = trainer.world.first_failure if trainer is not None else None
+        first_failure = trainer.world.first_failure if trainer is not None else None
         if is_out_of_memory(error):
             if text := _out_of_memory(error, config, is_built=trainer is not None):
                 print_stderr(text)
-        elif first is None and not isinstance(error, PeerFailed):
+        elif first_failure is None and not isinstance(error, PeerFailed):
             print_stderr(traceback.format_exc().rstrip())
         return EXIT_FAILED
 
 
-def _rehearse(config: RunConfig, trainer: Trainer) -> int:
-    """Start up without training, and show the plan.  `config`: the configuration of the actual run."""
+def _dry_run(config: RunConfig, trainer: Trainer) -> int:
+    """Start up without training, and print the plan.  config: that of the actual run, with its folders."""
     from trainer.checkpoint.storage import open_storage
     from trainer.plan.show import print_plan
 
-    trainer.room_in = open_storage(config.checkpoint.dir or config.run_dir / "checkpoints")
+    trainer.storage_to_check = open_storage(config.checkpoint.dir or config.run_dir / "checkpoints")
 
     with trainer.lifecycle.running():
         trainer.start()
@@ -334,15 +337,15 @@ def _rehearse(config: RunConfig, trainer: Trainer) -> int:
             if trainer.forecast.plan is not None:
                 print_plan(trainer.forecast.plan, trainer.plan_choice)
             step, steps = trainer.state.step, trainer.config.train.steps
-            rest = (
+            outcome = (
                 f"would train steps {step + 1} to {steps}" if step < steps else f"nothing to do: step {step} of {steps}"
             )
-            print_stdout(f"dry run: {rest}; nothing was written")
+            print_stdout(f"dry run: {outcome}; nothing was written")
     return EXIT_FINISHED
 
 
 def _out_of_memory(error: BaseException, config: RunConfig, is_built: bool) -> str:
-    """Return the closing message of an out-of-memory error, or an empty string if another rank reports it."""
+    """Return the message for an out-of-memory error; empty if another rank reports it."""
     if is_built:
         return "\n".join(getattr(error, "__notes__", []))
     return (
@@ -358,7 +361,7 @@ def leave(exit_code: int) -> NoReturn:
     Process groups that are still alive at finalization abort the process: 13 of 16 finished runs died with "terminate
     called without an active exception".
     """
-    with contextlib.suppress(OSError):  # nothing reads the stream any more
+    with contextlib.suppress(OSError):  # nobody reads the stream
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(exit_code)
@@ -378,10 +381,10 @@ COMMANDS = {
     "sweep": "trainer.sweep",
     "submit": "trainer.submit",
 }
-"""The subcommands of `meshtrainer`, each with the module whose `command_line` it runs."""
+"""The subcommands of `meshtrainer`, and the modules with their `command_line` functions."""
 
 
-_OTHER_NAMES = {
+_COMMANDS_OF_OTHER_TOOLS = {
     **dict.fromkeys(("train", "fit", "launch", "start", "finetune", "sft", "resume"), "run"),
     **dict.fromkeys(("eval", "test", "validate"), "evaluate"),
     **dict.fromkeys(("chat", "sample", "inference", "infer"), "generate"),
@@ -392,28 +395,36 @@ _OTHER_NAMES = {
     **dict.fromkeys(("sbatch", "queue"), "submit"),
     **dict.fromkeys(("grid", "multirun", "hpo", "tune"), "sweep"),
 }
-"""Names of these subcommands in other tools."""
+"""Names that other tools use for these subcommands."""
 
 
 def meshtrainer() -> NoReturn:
     """Run the command `meshtrainer`: a subcommand with its arguments, or the arguments of `run`."""
-    words = sys.argv[1:]
-    if words and words[0] in COMMANDS:
-        sys.argv[1:] = words[1:]
-        sys.exit(importlib.import_module(COMMANDS[words[0]]).command_line())
-    sys.exit(run_command(lambda: _run_other_word(words)) if words and words[0].isidentifier() else command_line())
+    arguments = sys.argv[1:]
+    if arguments and arguments[0] in COMMANDS:
+        sys.argv[1:] = arguments[1:]
+        sys.exit(importlib.import_module(COMMANDS[arguments[0]]).command_line())
+    sys.exit(
+        run_command(lambda: _run_unknown_command(arguments))
+        if arguments and arguments[0].isidentifier()
+        else command_line()
+    )
 
 
-def _run_other_word(words: Sequence[str]) -> int:
-    """Handle a first word that is not in COMMANDS: `completion`, or a mistake.  Raises UserError."""
-    if words[0] == "completion":
-        print_stdout(completion(words[1] if len(words) > 1 else "", COMMANDS), end="")
+def _run_unknown_command(arguments: Sequence[str]) -> int:
+    """Run `completion`, or raise UserError for an unknown command."""
+    if arguments[0] == "completion":
+        print_stdout(completion(arguments[1] if len(arguments) > 1 else "", COMMANDS), end="")
         return EXIT_FINISHED
-    if words[0] == "help":
+    if arguments[0] == "help":
         raise UserError("meshtrainer help: no such command\n  did you mean meshtrainer --help?")
-    best = _OTHER_NAMES.get(words[0]) or nearest(words[0], [*COMMANDS, "completion"])
-    meant = f"did you mean meshtrainer {best}?" if best else f"the commands are: {', '.join([*COMMANDS, 'completion'])}"
-    raise UserError(f"meshtrainer {words[0]}: no such command\n  {meant}")
+    suggestion = _COMMANDS_OF_OTHER_TOOLS.get(arguments[0]) or nearest(arguments[0], [*COMMANDS, "completion"])
+    advice = (
+        f"did you mean meshtrainer {suggestion}?"
+        if suggestion
+        else f"the commands are: {', '.join([*COMMANDS, 'completion'])}"
+    )
+    raise UserError(f"meshtrainer {arguments[0]}: no such command\n  {advice}")
 
 
 def command_line() -> NoReturn:

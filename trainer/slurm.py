@@ -1,16 +1,16 @@
 """Supervises a run inside a Slurm batch job: `python -m trainer.slurm recipe=NAME [section.key=value ...]`.
 
-The batch file only requests resources from Slurm and runs this command; see launch/slurm.sbatch.  The command starts
-the ranks with `srun`, passes the job's notice on to them, requeues the job if the run stopped before it was finished,
-and gives up if several attempts in a row made no progress.  Each attempt adds two lines to RUN_DIR/attempts.log.
+A batch file requests resources from Slurm and runs this command; see launch/slurm.sbatch.  The command starts the
+ranks with `srun`, forwards the job's notice to them, requeues the job if the run stopped before the end, and gives up
+after several attempts in a row without progress.  Each attempt adds two lines to RUN_DIR/attempts.log.
 
-Options go before or between the overrides, which are those of `trainer.run`.  Environment variables:
+The overrides are those of `trainer.run`; options go before or between them.  Environment variables:
 
   RECIPE, RUN_DIR     used if the arguments have no recipe= or run.dir= (default of RUN_DIR: runs/<name of the job>)
   REQUEUE_FAILED=1    also requeue after a crash, but never after an error in the settings (exit code 2)
   REQUEUE=no          never requeue
   MAX_IDLE, MIN_STEPS stop requeuing after MAX_IDLE attempts in a row with fewer than MIN_STEPS steps each (3, 3)
-  LEAVE_S             seconds that the other ranks have to exit once one rank has, or once the run has ended (60)
+  LEAVE_S             seconds that ranks have to exit after the first rank has exited or the run has ended (60)
 
 Does not import torch.
 """
@@ -44,19 +44,19 @@ from trainer.errors import (
 from trainer.lifecycle.folder import read_status
 
 STEP_NAME = "ranks"
-"""Name of the Slurm step that holds the ranks.  It is looked up by name, since it may not be the job's first step."""
+"""Name of the Slurm step that runs the ranks, by which it is found: it may not be the job's first step."""
 
 
 @dataclass
 class Signals:
-    """The signals that this job has received: USR1 (the notice before the time limit) and TERM (cancelled)."""
+    """The signals that this job has received: USR1 (notice of the time limit) and TERM (cancellation)."""
 
     stop_requested: bool = False
     is_cancelled: bool = False
-    """True if a user cancelled the job or Slurm is requeuing it.  In either case it must not be requeued here."""
+    """True if a user has cancelled the job or Slurm is requeuing it; then it must not be requeued here."""
 
     def install(self) -> None:
-        """Handle both signals from now on, including those that arrived while the batch file had them blocked."""
+        """Handle both signals from now on, and those that arrived while the batch file had them blocked."""
         signal.signal(signal.SIGUSR1, self._handle)
         signal.signal(signal.SIGTERM, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1, signal.SIGTERM])
@@ -68,13 +68,13 @@ class Signals:
 
 @dataclass(frozen=True)
 class Job:
-    """One attempt of a run inside a Slurm job: its command, and when it is requeued."""
+    """One attempt of a run inside a Slurm job: its settings, and the rules for requeuing it."""
 
     recipe: str
     run_dir: Path
     overrides: Sequence[str]
     job_id: str
-    """Job id for scontrol.  For a job array's task it is ARRAY_TASK, because the bare id can mean the entire array."""
+    """Job id for scontrol.  In a job array it is ARRAY_TASK, because a bare id can mean the entire array."""
     restart: int
     requeue: bool = True
     requeue_failed: bool = False
@@ -89,11 +89,11 @@ class Job:
 
     @property
     def train_command(self) -> list[str]:
-        """Arguments of the Python interpreter to run one rank."""
+        """The arguments of the Python interpreter that runs one rank."""
         return ["-m", "trainer.run", f"recipe={self.recipe}", f"run.dir={self.run_dir}", *self.overrides]
 
     def run(self, command: Sequence[str], env: Mapping[str, str]) -> int:
-        """Run `command`, an srun, as one attempt, and requeue the job if needed.  Returns the batch job's exit code."""
+        """Run the srun `command` as one attempt, and requeue the job if needed.  Returns the batch job's exit code."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         env = with_stale_notice(env, self.run_dir)
         (self.run_dir / NOTICE).unlink(missing_ok=True)
@@ -102,15 +102,16 @@ class Job:
         self._record("begins")
         with subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL) as srun:
             self._wait(srun)
-        code = srun.returncode if srun.returncode >= 0 else 128 - srun.returncode  # as a shell reports a signal
+        # As a shell reports death by a signal.
+        code = srun.returncode if srun.returncode >= 0 else 128 - srun.returncode
 
-        # Under torchrun the exit code of any failure or stop is 1, and a cancelled step exits with 0.
+        # torchrun exits with 1 after any failure or stop, and a cancelled step exits with 0.
         state = self._reported_state()
         if code == EXIT_FINISHED and state not in ("stopped", "failed"):
             return EXIT_FINISHED
         stopped = code == EXIT_STOPPED or state == "stopped"
-        again = stopped or (self.requeue_failed and code != EXIT_USER_ERROR)
-        if not again or not self.requeue or self.signals.is_cancelled:
+        may_requeue = stopped or (self.requeue_failed and code != EXIT_USER_ERROR)
+        if not may_requeue or not self.requeue or self.signals.is_cancelled:
             return code or EXIT_FAILED
         if self._is_idle():
             return EXIT_FAILED
@@ -118,10 +119,10 @@ class Job:
         return subprocess.run(["scontrol", "requeue", self.job_id]).returncode
 
     def _wait(self, srun: subprocess.Popen[bytes]) -> None:
-        """Wait for srun, pass a notice on, and end a step that outlives its ranks.
+        """Wait for srun, forward a notice, and end a step that outlives its ranks.
 
-        srun waits forever for a slurmstepd that has died.  Therefore the step is cancelled LEAVE_S after the run
-        reported its end, and srun is killed after another LEAVE_S, so that the job can end.
+        srun waits forever for a slurmstepd that has died.  Therefore this method cancels the step LEAVE_S after the run
+        has reported its end, and kills srun after another LEAVE_S, so that the job can end.
         """
         cancel_at = kill_at = float("inf")
         while True:
@@ -130,30 +131,29 @@ class Job:
                 return
             now = time.monotonic()
             if self.signals.stop_requested:
-                # A file, because with cgroup tracking no signal reaches ranks started by torchrun.  Touched every
-                # second, in case that the run folder cannot be written for a while.
-                with suppress(OSError):  # a full disk: the next second tries again
+                # With cgroup tracking, no signal reaches ranks started by torchrun, but a file does.
+                with suppress(OSError):  # such as a full disk: the next second tries again
                     (self.run_dir / NOTICE).touch()
             if cancel_at == float("inf") and self._reported_state() in ("finished", "stopped", "failed"):
                 cancel_at = now + self.leave_s
             if now >= cancel_at and kill_at == float("inf"):
                 kill_at = now + self.leave_s
-                listed = ["squeue", "-hs", "-j", self.job_id, "-o", "%i %j"]
-                lines = subprocess.run(listed, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+                squeue = ["squeue", "-hs", "-j", self.job_id, "-o", "%i %j"]
+                lines = subprocess.run(squeue, stdout=subprocess.PIPE, text=True).stdout.splitlines()
                 if steps := [line.split()[0] for line in lines if line.split()[1:] == [STEP_NAME]]:
                     subprocess.run(["scancel", *steps])
             if now >= kill_at:
                 srun.kill()
 
     def _reported_state(self) -> str:
-        """Return the state in status.json, or an empty string if this attempt has not written one yet."""
+        """Return the state in status.json; empty if this attempt has not written it yet."""
         with suppress(OSError):
             if (self.run_dir / "status.json").stat().st_mtime_ns >= self.log.stat().st_mtime_ns:
                 return str(read_status(self.run_dir).get("state", ""))
         return ""
 
     def _is_idle(self) -> bool:
-        """Return whether the last MAX_IDLE attempts of this job made fewer than MIN_STEPS steps each; record it."""
+        """Return, and record, if each of the last MAX_IDLE attempts of this job made fewer than MIN_STEPS steps."""
         status = read_status(self.run_dir)
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         idle = count_idle(lines, self.job_id, int(status.get("step") or 0), self.min_steps)
@@ -173,10 +173,10 @@ class Job:
 
 
 def count_idle(lines: Sequence[str], job_id: str, step: int, min_steps: int) -> int:
-    """Return how many of a job's latest attempts, in a row, made fewer than `min_steps` steps.
+    """Return how many of a job's latest attempts in a row made fewer than `min_steps` steps.
 
-    lines: of attempts.log.  An attempt's steps are counted from its start to the start of the next attempt of any job;
-    those of the latest attempt, to `step`.  An attempt of another job that shares the folder ends the row.
+    lines: the lines of attempts.log.  step: the current step.  An attempt made the steps up to the start of the next
+    attempt, of any job, or up to `step`.  An attempt of a different job that shares the folder ends the row.
     """
     starts = [(words[2], int(words[6])) for line in lines if (words := line.split())[7:8] == ["begins"]]
     reached = [from_step for _, from_step in starts[1:]] + [step]
@@ -187,16 +187,16 @@ def count_idle(lines: Sequence[str], job_id: str, step: int, min_steps: int) -> 
 
 
 def srun_command(options: argparse.Namespace, job: Job, env: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Return the srun that starts the ranks on all nodes of the job, and its environment.
+    """Return the srun command that starts the ranks on all nodes of the job, and its environment.
 
-    The ranks exit together, each with its own exit code.  srun ends ranks that remain LEAVE_S after the first exit.
+    Each rank exits with its own exit code.  srun ends ranks that are left LEAVE_S after the first exit.
     """
     env = dict(env)
     srun = ["srun", f"--job-name={STEP_NAME}", "--kill-on-bad-exit=0", f"--wait={job.leave_s}"]
     srun.append(f"--cpus-per-task={env.get('SLURM_CPUS_PER_TASK', '1')}")
     srun += options.srun
     if options.torchrun:
-        # No --max-restarts: torchrun would also restart a run that has stopped on request.
+        # Without --max-restarts: torchrun would also restart a run that has stopped on request.
         env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # seconds for the ranks' last save; by default 30
         number = int(env["SLURM_JOB_ID"])
         port = 20000 + (number * 7 + job.restart) % 10000  # the same on all nodes, different for each attempt
@@ -210,11 +210,11 @@ def srun_command(options: argparse.Namespace, job: Job, env: Mapping[str, str]) 
             *job.train_command,
         ], env
     if options.container:
-        # Images have no scontrol, so the address of the first node is looked up here.
+        # Look up the first node's address here, because images have no scontrol.
         env["MASTER_ADDR"] = first_address(env["SLURM_JOB_NODELIST"])
         mounts = f"{options.bind or env.get('BIND') or os.getcwd()},{os.path.abspath(job.run_dir)}"
-        inside = ["apptainer", "exec", "--nv", "--bind", mounts, "--pwd", os.getcwd(), options.container, "python"]
-        return [*srun, *inside, *job.train_command], env
+        apptainer = ["apptainer", "exec", "--nv", "--bind", mounts, "--pwd", os.getcwd()]
+        return [*srun, *apptainer, options.container, "python", *job.train_command], env
     return [*srun, options.python, *job.train_command], env
 
 
@@ -263,9 +263,11 @@ def command_line(arguments: Sequence[str] | None = None) -> int:
     signals = Signals()
     signals.install()
     parser = CommandParser(prog="python -m trainer.slurm", description=__doc__)
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--torchrun", action="store_true", help="start one torchrun on each node, which starts the ranks")
-    how.add_argument("--container", metavar="IMAGE", help="run the ranks in this image, with Apptainer")
+    launch_mode = parser.add_mutually_exclusive_group()
+    launch_mode.add_argument(
+        "--torchrun", action="store_true", help="start one torchrun on each node, which starts the ranks"
+    )
+    launch_mode.add_argument("--container", metavar="IMAGE", help="run the ranks in this image, with Apptainer")
     parser.add_argument("--nproc", type=int, help="with --torchrun: ranks on a node (or NPROC; default: its GPUs)")
     parser.add_argument("--bind", help="with --container: folders to mount (or BIND; default: the current folder)")
     parser.add_argument("--python", default=sys.executable, help="the Python of the ranks (default: this one)")

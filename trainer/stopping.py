@@ -1,14 +1,14 @@
 """Prompt stops: a process with nothing to save ends within seconds of a signal, whatever it is doing.
 
-This applies to a run until its first training step, and to every other command for its entire duration.  A signal takes
-effect in three stages:
+Runs use this until their first training step, and all other commands from beginning to end.  A signal takes effect in
+three stages:
 
 1. Immediately, the handler records it.  Long loops call `stop_if_asked`, which raises StopRequested at a safe point.
-2. After RAISE_S, StopRequested is raised in the main thread wherever it is: in a wait, in a read, in a library.
-3. After END_S, the process exits.  By then the main thread must be in a long call that runs no Python code, such as a
-   tokenizer on a huge text, a compiler, or a collective.  Partially written files are deleted first.
+2. After RAISE_S, StopRequested is raised in the main thread, even if it is waiting, reading, or in a library.
+3. After END_S, the process exits, after deleting partially written files.  The main thread must be in a long call that
+   runs no Python code, such as a tokenizer on a huge text, a compiler, or a collective.
 
-Imports neither torch nor anything else of this package, so that signals are caught before the slow imports begin.
+Imports neither torch nor other modules of this package, so that signals are caught before the slow imports begin.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from pathlib import Path
 from typing import NoReturn
 
 RAISE_S, END_S = 1.5, 3.0
-"""Time from the signal to the second and to the third stage."""
+"""Seconds from the signal to the second and to the third stage."""
 
-_AGAIN_S = 0.05
-"""Time after which a request that could not leave a destructor or a callback is raised again."""
+_RERAISE_S = 0.05
+"""Seconds until a request is raised again that a destructor or a callback has swallowed."""
 
-_HOOK_S = 1.0
-"""Time limit of `before_exit` in the third stage, since it may hang on a disk."""
+_HOOK_TIMEOUT_S = 1.0
+"""Time limit of `before_exit` in seconds, because it may hang on a disk."""
 
 
 def exit_on_signals(command: str) -> None:
-    """Let signals end this process immediately while it imports modules, when there is nothing to clean up.
+    """Let signals end this process immediately while it imports modules and has nothing to clean up.
 
-    command: the name of the command, such as `run` or `export`, which replaces the handlers when it begins.
+    command: the name of the command, such as `run` or `export`, which installs its own handlers when it begins.
     """
     _command[:] = [command]
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
@@ -47,108 +47,108 @@ _command: list[str] = []
 
 
 def exit_immediately(number: int, frame: object) -> NoReturn:
-    """Exit this process.  This is the handler that `exit_on_signals` installs."""
+    """Exit this process; the handler that `exit_on_signals` installs."""
     if os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(OSError):
-            os.write(2, f"{stopped(signal.Signals(number).name)}\n".encode())
+            os.write(2, f"{stop_message(signal.Signals(number).name)}\n".encode())
     os._exit(75 if _command[0] in ("run", "evaluate") else 128 + number)  # the exit codes of `trainer.errors`
 
 
 class StopRequested(BaseException):
-    """Raised if a signal has asked this process to stop.  Not an Exception, so that nothing retries or swallows it.
+    """Raised if a signal has asked this process to stop.  It is no Exception, so that no code retries or swallows it.
 
-    kept: a note on what was kept for the next start, if any.
+    note: what the next start can use, for the message; may be empty.
     """
 
-    def __init__(self, name: str, kept: str = "") -> None:
+    def __init__(self, name: str, note: str = "") -> None:
         super().__init__(name)
-        self.name, self.kept = name, kept
+        self.name, self.note = name, note
 
 
-def request_behind(error: BaseException) -> StopRequested | KeyboardInterrupt | None:
-    """Return the stop request that an error has replaced, or None.
+def underlying_request(error: BaseException) -> StopRequested | KeyboardInterrupt | None:
+    """Return the stop request that caused an error, or None.
 
-    A signal may arrive anywhere, and some code wraps whatever is raised inside it: until Python 3.12, for example, the
-    interpreter turned an exception in `__set_name__` into a RuntimeError.
+    A signal may arrive anywhere, and some code wraps any exception.  Before Python 3.12, for example, the interpreter
+    turned exceptions in `__set_name__` into RuntimeErrors.
     """
-    behind: BaseException | None = error
-    while behind is not None and not isinstance(behind, (StopRequested, KeyboardInterrupt)):
-        behind = behind.__cause__ or behind.__context__
-    return behind
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, (StopRequested, KeyboardInterrupt)):
+        cause = cause.__cause__ or cause.__context__
+    return cause
 
 
 @contextlib.contextmanager
 def unwrapping() -> Iterator[None]:
-    """Raise the stop request behind an error in place of the error."""
+    """If a stop request caused an error in the block, raise the request instead."""
     try:
         yield
     except Exception as error:
-        request = request_behind(error)
+        request = underlying_request(error)
         if request is None:
             raise
         raise request from None
 
 
 class PromptStop:
-    """Takes a signal through the three stages.  Use it in the main thread; only one is active at a time.
+    """Takes a signal through the three stages.  Must be used in the main thread; only one can be active.
 
     numbers: the signals that have a Python handler, which must call `on_signal`.
-    exit_code: returns the exit code of the third stage for the name of a signal.
+    exit_code: returns the exit code of the third stage, given the name of the signal.
     """
 
     def __init__(self, numbers: Iterable[signal.Signals], exit_code: Callable[[str], int]) -> None:
         self._numbers, self._exit_code = frozenset(numbers), exit_code
         self.name = ""
-        """Name of the received signal, such as SIGTERM; empty if there is none."""
+        """Name of the signal received, such as SIGTERM; empty if none was."""
         self.before_exit: Callable[[], None] | None = None
-        """Called in the third stage, on another thread."""
-        self.raises_at_once = False
-        """True during work that can be interrupted anywhere, such as an import: a signal then raises immediately."""
-        self._is_overdue = False
-        self._is_over = threading.Event()
+        """Called in the third stage, in a separate thread."""
+        self.raises_immediately = False
+        """True during work that can be interrupted anywhere, such as an import.  A signal then raises immediately."""
+        self._is_raising = False
+        self._is_cancelled = threading.Event()
         self._lock = threading.Lock()
-        self._main = threading.get_ident()
-        self._reader, self._writer, self._wakeup_before = -1, -1, -1
-        self._hook_before = sys.unraisablehook
+        self._main_thread = threading.get_ident()
+        self._read_fd, self._write_fd, self._previous_wakeup_fd = -1, -1, -1
+        self._previous_hook = sys.unraisablehook
 
     def start(self) -> None:
         """Start watching for signals, and cancel any active PromptStop.
 
-        A Trainer that was never closed may have left one, which must not end the process while this one saves.
+        An unclosed Trainer may have left one, which must not end the process while another Trainer saves.
         """
         for earlier in list(_active):
             earlier.cancel()
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)
-        # The interpreter writes each signal's number there immediately, even while the main thread runs no Python code.
-        self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._hook_before, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._write_fd, False)
+        # The interpreter writes the number of each signal to this pipe immediately, even if no Python code is running.
+        self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        self._previous_hook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
         threading.Thread(target=self._watch, name="prompt-stop", daemon=True).start()
         _active.append(self)
 
     def cancel(self) -> None:
-        """Leave signals to their handlers from now on: there is something to save, or the command is over."""
+        """Leave signals to their handlers from now on, because there is state to save or the command has ended."""
         with self._lock:
-            if self not in _active or threading.get_ident() != self._main:
+            if self not in _active or threading.get_ident() != self._main_thread:
                 return
             _active.remove(self)
-            self._is_over.set()
-            self.before_exit = None  # it may keep an entire run alive until the thread ends
-        signal.set_wakeup_fd(self._wakeup_before)
+            self._is_cancelled.set()
+            self.before_exit = None  # it may reference an entire run
+        signal.set_wakeup_fd(self._previous_wakeup_fd)
         if sys.unraisablehook == self._on_unraisable:
-            sys.unraisablehook = self._hook_before
+            sys.unraisablehook = self._previous_hook
         with contextlib.suppress(OSError):
-            os.write(self._writer, b"\0")  # wakes the thread
-        os.close(self._writer)
+            os.write(self._write_fd, b"\0")  # wakes the thread
+        os.close(self._write_fd)
 
     def on_signal(self, name: str) -> bool:
-        """Record a signal, in its handler.  Returns True if this call is the second stage and not a new signal."""
-        if self.raises_at_once and not self._is_over.is_set():
+        """Record a signal, from its handler.  Returns True if the second stage sent it, so that it is not a new one."""
+        if self.raises_immediately and not self._is_cancelled.is_set():
             self.name = self.name or name
             raise StopRequested(self.name)
-        if self._is_overdue:
-            self._is_overdue = False
-            if not self._is_over.is_set():
+        if self._is_raising:
+            self._is_raising = False
+            if not self._is_cancelled.is_set():
                 raise StopRequested(self.name)
             return True
         self.name = self.name or name
@@ -156,58 +156,58 @@ class PromptStop:
 
     def _watch(self) -> None:
         number = 0
-        while number not in self._numbers and not self._is_over.is_set():
-            number = os.read(self._reader, 1)[0]
-        if not self._is_over.wait(RAISE_S):
+        while number not in self._numbers and not self._is_cancelled.is_set():
+            number = os.read(self._read_fd, 1)[0]
+        if not self._is_cancelled.wait(RAISE_S):
             self._raise_in_main_thread(number)
-        if not self._is_over.wait(END_S - RAISE_S):
+        if not self._is_cancelled.wait(END_S - RAISE_S):
             with self._lock:
-                if not self._is_over.is_set():
+                if not self._is_cancelled.is_set():
                     self._end(signal.Signals(number).name)
-        os.close(self._reader)
+        os.close(self._read_fd)
 
     def _raise_in_main_thread(self, number: int) -> None:
         with self._lock:
-            if not self._is_over.is_set():
-                self._is_overdue = True
-                signal.pthread_kill(self._main, number)  # interrupts a system call, too
+            if not self._is_cancelled.is_set():
+                self._is_raising = True
+                signal.pthread_kill(self._main_thread, number)  # also interrupts system calls
 
     def _on_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """Raise a request again that was raised in a destructor or a weak reference's callback.
+        """Raise a request again that was raised in a destructor or in the callback of a weak reference.
 
-        The interpreter cannot let an exception out of these.  It would print it with a traceback and go on.
+        Exceptions cannot leave those: the interpreter would print a traceback and continue.
         """
         if not self.name or not isinstance(unraisable.exc_value, (StopRequested, KeyboardInterrupt)):
-            self._hook_before(unraisable)
+            self._previous_hook(unraisable)
             return
-        again = threading.Timer(_AGAIN_S, self._raise_in_main_thread, [signal.Signals[self.name]])
-        again.daemon = True
-        again.start()
+        timer = threading.Timer(_RERAISE_S, self._raise_in_main_thread, [signal.Signals[self.name]])
+        timer.daemon = True
+        timer.start()
 
     def _end(self, name: str) -> NoReturn:
         hook = threading.Thread(target=self.before_exit or (lambda: None), daemon=True)
         hook.start()
-        hook.join(_HOOK_S)
+        hook.join(_HOOK_TIMEOUT_S)
         for path in list(_partial_files):
             with contextlib.suppress(OSError):
                 path.unlink()
         with contextlib.suppress(OSError):
-            os.write(2, f"{stopped(name)}\n".encode())
+            os.write(2, f"{stop_message(name)}\n".encode())
         os._exit(self._exit_code(name))
 
 
 _active: list[PromptStop] = []
-"""The active PromptStop of this process, if there is one."""
+"""The active PromptStop of this process, if any."""
 
 
-def _forget_in_a_fork() -> None:
-    """Reset a forked process: it has no watching thread, and its signals would be written to the parent's pipe."""
+def _reset_after_fork() -> None:
+    """Forget the PromptStop in a forked process: its thread is missing, and its pipe belongs to the parent."""
     if _active:
         _active.clear()
         signal.set_wakeup_fd(-1)
 
 
-os.register_at_fork(after_in_child=_forget_in_a_fork)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def leave_signals_to_handlers() -> None:
@@ -217,9 +217,9 @@ def leave_signals_to_handlers() -> None:
 
 
 def stop_if_asked() -> None:
-    """Raise StopRequested if a signal has asked this process to stop and there is nothing to save yet.
+    """Raise StopRequested if a signal has arrived and there is nothing to save yet.
 
-    Call this in long loops, at least once per second.
+    Long loops must call this at least once per second.
     """
     if name := prompt_stop_signal():
         raise StopRequested(name)
@@ -227,25 +227,25 @@ def stop_if_asked() -> None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise StopRequested immediately on a signal, inside a block that can be interrupted anywhere."""
+    """Raise StopRequested immediately if a signal arrives in the block, which must be interruptible anywhere."""
     stop_if_asked()
     for prompt in _active:
-        prompt.raises_at_once = True
+        prompt.raises_immediately = True
     try:
         yield
     finally:
         for prompt in _active:
-            prompt.raises_at_once = False
+            prompt.raises_immediately = False
 
 
 def prompt_stop_signal() -> str:
-    """Return the signal that asked this process to stop while there is nothing to save; empty if there is none."""
+    """Return the name of the signal that arrived while there is nothing to save; empty if none did."""
     return next((prompt.name for prompt in _active), "")
 
 
-def stopped(name: str, kept: str = "") -> str:
-    """Return the message of a process that was stopped by a signal."""
-    return f"stopped ({name})" + (f"; {kept}" if kept else "")
+def stop_message(name: str, note: str = "") -> str:
+    """Return the message of a process that a signal has stopped."""
+    return f"stopped ({name})" + (f"; {note}" if note else "")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -255,18 +255,18 @@ _partial_files: set[Path] = set()
 
 
 def add_partial(path: Path) -> None:
-    """Register a file that is being written, so that the third stage deletes it."""
+    """Register a partially written file, which the third stage then deletes."""
     _partial_files.add(path)
 
 
 def drop_partial(path: Path) -> None:
-    """Unregister a file, because it is complete or deleted."""
+    """Unregister a file that is complete or deleted."""
     _partial_files.discard(path)
 
 
 @contextlib.contextmanager
 def partial_file(path: Path) -> Iterator[Path]:
-    """Delete a file after the block, unless it was renamed by then; also if the process exits in the third stage."""
+    """Delete a file after the block unless it was renamed, and also if the process exits in the third stage."""
     add_partial(path)
     try:
         yield path

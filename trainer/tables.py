@@ -1,4 +1,4 @@
-"""Fits plain text to the width of a terminal: tables, which become one block per row if too wide, and help texts."""
+"""Fits tables and help texts to the width of a terminal."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ def terminal_width() -> int:
 
 
 def table_lines(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None, text_columns: Sequence[int] = ()
+    headers: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None, text_columns: Sequence[int] = ()
 ) -> list[str]:
     """Return the lines of a table that is at most `width` characters wide (default: as wide as the terminal).
 
     Columns are right-aligned, except for those in `text_columns`, which are left-aligned.  Values are never truncated.
-    If the columns do not fit side by side, the last one is wrapped if it is text; otherwise each row becomes its first
-    cell with `head: value` for the other cells below it.  If all heads are empty, there is no header line.
+    If the columns do not fit side by side, the last one is wrapped if it is text.  Otherwise each row becomes a block:
+    its first cell, and below it `header: value` for the others.  If all headers are empty, there is no header line.
     """
     width = max(_MIN_WIDTH, terminal_width() if width is None else width)
-    shown = [heads, *rows] if any(heads) else list(rows)
-    *sizes, last = [max(len(row[column]) for row in shown) for column in range(len(heads))]
-    room = width - sum(sizes) - len(_GAP) * len(sizes)
-    has_text_last = len(heads) - 1 in text_columns
-    if room < min(last, _MIN_WIDTH if has_text_last else last):
-        return [line for row in rows for line in _block(heads, row, width)]
+    all_rows = [headers, *rows] if any(headers) else list(rows)
+    *sizes, last = [max(len(row[column]) for row in all_rows) for column in range(len(headers))]
+    last_width = width - sum(sizes) - len(_GAP) * len(sizes)
+    has_text_last = len(headers) - 1 in text_columns
+    if last_width < min(last, _MIN_WIDTH if has_text_last else last):
+        return [line for row in rows for line in _block(headers, row, width)]
     lines = []
-    for *cells, final in shown:
-        placed = [
+    for *cells, final in all_rows:
+        aligned = [
             cell.ljust(size) if column in text_columns else cell.rjust(size)
             for column, (cell, size) in enumerate(zip(cells, sizes, strict=True))
         ]
-        first, *more = textwrap.wrap(final, room, break_on_hyphens=False) or [""]
-        lines.append(_GAP.join([*placed, first if has_text_last else first.rjust(last)]).rstrip())
-        indent = " " * (width - room)
+        first, *more = textwrap.wrap(final, last_width, break_on_hyphens=False) or [""]
+        lines.append(_GAP.join([*aligned, first if has_text_last else first.rjust(last)]).rstrip())
+        indent = " " * (width - last_width)
         lines += [indent + line for line in more]
     return lines
 
 
-def _block(heads: Sequence[str], row: Sequence[str], width: int) -> list[str]:
+def _block(headers: Sequence[str], row: Sequence[str], width: int) -> list[str]:
     """Return the lines of one row whose columns do not fit side by side."""
-    first = textwrap.wrap(f"{heads[0]} {row[0]}".strip() or "-", width)
-    others = [f"{head}: {cell}" if head else cell for head, cell in zip(heads[1:], row[1:], strict=True) if cell]
+    first = textwrap.wrap(f"{headers[0]} {row[0]}".strip() or "-", width)
+    others = [f"{head}: {cell}" if head else cell for head, cell in zip(headers[1:], row[1:], strict=True) if cell]
     below = textwrap.wrap(", ".join(others), width, initial_indent=_GAP, subsequent_indent=_GAP, break_on_hyphens=False)
     return [*first, *below]
 
@@ -56,7 +56,7 @@ def _block(heads: Sequence[str], row: Sequence[str], width: int) -> list[str]:
 def fit_to_width(text: str, columns: int) -> str:
     """Wrap the text to lines of at most `columns` characters, unless a word is longer; 0: unchanged.
 
-    Text after a wide gap, such as the meaning of an option, continues at its own indentation.
+    Wrapped text after a wide gap, such as the description of an option, keeps its indentation.
     """
     lines = []
     for line in text.split("\n"):

@@ -53,7 +53,7 @@ class Trainer:
     load_weights = staticmethod(load_weights)
 
     def __init__(self, config: RunConfig) -> None:
-        started = time.monotonic()
+        start_time = time.monotonic()
         self.recipe = config.recipe
         self.world = World(config)
         check_same_run(self.world, config, type(self), self.exempt_from_selfcheck())
@@ -72,19 +72,19 @@ class Trainer:
         self.loader = self.world.agreed(self.build_loader)
         self.eval_loader = self.world.agreed(self.build_eval_loader)
         self._batch_loss = loss_by_source(find_loss(self.model), (self.loader, self.eval_loader), self.log)
-        self._set_up_run(started)
+        self._set_up_run(start_time)
 
-    def _set_up_run(self, started: float) -> None:
-        """Assemble the run, and publish what subclasses and custom loops use of it."""
-        run = self._run = assemble_run(self, started)
+    def _set_up_run(self, start_time: float) -> None:
+        """Assemble the run, and expose the parts that subclasses and custom loops use."""
+        run = self._run = assemble_run(self, start_time)
         self.state, self.skips, self.horizon, self.origin = run.state, run.state.skips, run.horizon, run.origin
         self.step_sync, self.metrics, self.accounts = run.step_sync, run.metrics, run.step_metrics
         self.folder, self.checkpoints, self.saver, self.resume = run.folder, run.checkpoints, run.saver, run.resume
         self.watchdog, self.lifecycle = run.watchdog, run.lifecycle
-        self.begun_from = ""
-        """The source of the initial weights, if no checkpoint was loaded."""
-        self.room_in = run.checkpoints.storage
-        """Storage whose free space is checked; a dry run checks that of the actual run."""
+        self.initial_weights_source = ""
+        """Where the initial weights came from; empty if a checkpoint was loaded."""
+        self.storage_to_check = run.checkpoints.storage
+        """The storage to check for free space; in a dry run, that of the actual run."""
 
     # -- build ---------------------------------------------------------------------------------------------------
 
@@ -219,8 +219,8 @@ class Trainer:
     def steps(self) -> Iterator[Record]:
         """Resume, then yield one record per step: the fields of a `train` line.  Logs, but does not save.
 
-        If you leave the loop early and call it again, it continues; after `load_checkpoint`, from that checkpoint.
-        `close` ends the run.
+        If you leave the loop early and call `steps` again, it continues where it stopped, or from the checkpoint that
+        `load_checkpoint` has loaded since.  `close` ends the run.
         """
         with self.watchdog.running(), self._run.looping(), self.lifecycle.step_abandoner.guard():
             self.start()
@@ -228,7 +228,9 @@ class Trainer:
                 return
             random_state = self.state.random.state_dict()
             batches = iter(self.loader)
-            self.state.random.load_state_dict(random_state)  # a loader of your own may draw random numbers there
+            self.state.random.load_state_dict(
+                random_state
+            )  # creating the iterator of a custom loader may draw random numbers
             self.accounts.restart()
             while not self.horizon.is_reached(self.state.step) and not self.stopping:
                 self.resume.confirm(self.state.step)
@@ -240,7 +242,7 @@ class Trainer:
                     self.state.advance(update.num_targets)
                     lr = self.schedule.lr(self.state.step)
                     record = self.accounts.record(update, lr, lambda: self.flops_per_token, self.stopping)
-                self.lifecycle.stop_in_order()
+                self.lifecycle.disable_prompt_stop()
                 self.saver.collect()
                 yield record
 
@@ -255,7 +257,7 @@ class Trainer:
         """
         if self.eval_loader is None:
             return None
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         total, count = torch.zeros((), device=self.world.device, dtype=torch.float64), 0.0
         with self._run.average.swapped_in(), evaluation_mode(self.model), self.accounts.evaluation():
             for batch in self.eval_loader:
@@ -267,12 +269,12 @@ class Trainer:
             self.state.eval_pending = self.stopping
             if self.stopping:
                 return None
-            return self.accounts.evaluated(self.state.step, total, count, self.eval_loader, started)
+            return self.accounts.evaluated(self.state.step, total, count, self.eval_loader, start_time)
 
     def _run_evaluation(self) -> None:
-        """Evaluate the state as `fit` does: under the watchdog, with samples; save it if it is one of the best.
+        """Evaluate, generate sample texts, and save a checkpoint if this evaluation is among the best.
 
-        Does nothing more if `evaluate` returns None: there is no held-out data, or a stop was requested.  Collective.
+        Only evaluates if `evaluate` returns None, without held-out data or after a stop request.  Collective.
         """
         with self.watchdog.during("evaluate"):
             record = self.evaluate()
@@ -287,7 +289,7 @@ class Trainer:
     # -- start, save, resume, end --------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Resume and start the run; a no-op if it has started or there is nothing left to do.  Collective."""
+        """Resume and start the run, unless it has started already or has no steps left.  Collective."""
         if self.lifecycle.phase == "built":
             self.load_checkpoint()
         has_work = not self.horizon.is_reached(self.state.step) or self.state.eval_pending
@@ -323,24 +325,24 @@ class Trainer:
         """
         self.saver.finish()
         self.world.agreed(self.folder.acquire)
-        started = time.perf_counter()
-        found = self.resume.load(self.state, path, self.lifecycle.is_running)
-        if found is not None:
+        start_time = time.perf_counter()
+        loaded_step = self.resume.load(self.state, path, self.lifecycle.is_running)
+        if loaded_step is not None:
             self.schedule.zero_after_end = self.state.zero_after_end
             self.accounts.discard()
-            self.saver.loaded(self.state, self.resume.is_own)
-            self.horizon.loaded(self.resume.is_own)
+            self.saver.loaded(self.state, self.resume.is_same_run)
+            self.horizon.loaded(self.resume.is_same_run)
             if any(line.startswith(("data.tokenizer:", "data.chat_template:")) for line in self.resume.changed):
                 store_tokenizer(self.origin, self.config, self.world)
             self.lifecycle.restore()
         elif self.lifecycle.phase == "built":
-            self.begun_from = load_initial_weights(self.model, self.origin, self.config, self.world)
-        self.resume.seconds += time.perf_counter() - started
+            self.initial_weights_source = load_initial_weights(self.model, self.origin, self.config, self.world)
+        self.resume.seconds += time.perf_counter() - start_time
         return self.resume.step
 
     def finish(self) -> int:
-        """Evaluate if due, save the final checkpoint, and record how the run ended.  Returns the exit code."""
-        self.lifecycle.stop_in_order()
+        """Evaluate unless this step was evaluated, save the final checkpoint, end the run.  Returns the exit code."""
+        self.lifecycle.disable_prompt_stop()
         if not self.lifecycle.is_running:
             self.skips.check_end(self.state.step)
             return self.lifecycle.end_without_work(self.resume.step, self.checkpoints.clean)

@@ -1,4 +1,4 @@
-"""Parses URLs: path and query, globs, credentials, and the matching fsspec file system.
+"""Handles URLs: path and query, globs, credentials, and the matching fsspec file system.
 
 In http(s) URLs a `?` starts the query, and `*` and `[...]` are globs, in the path only.  Other URLs (s3://, gs://,
 memory://) have no query, and `?` is a glob as well.
@@ -14,14 +14,14 @@ from typing import Any
 from trainer.errors import PASSWORD_IN_URL, is_masked_query
 
 _KEY_SCHEMES = ("s3", "s3a")
-"""Schemes whose fsspec implementation takes key and secret as options instead of reading them from the URL."""
+"""Schemes for which fsspec takes key and secret as options and not from the URL."""
 _SIGNED = re.compile(r"[?&](?:x-amz-signature|x-goog-signature|signature|sig)=", re.IGNORECASE)
 _SIGNATURE_PARAMETER = re.compile(
     r"(?:x-(?:amz|goog)-.*|expires|signature|key-pair-id|policy|awsaccesskeyid|googleaccessid"
     r"|s[a-z]|ske|sks|skt|skv|skoid|sktid|sig|spr|sip|rsc[a-z])$",
     re.IGNORECASE,
 )
-"""Query parameters that change when a URL is signed again: AWS, Google, CloudFront, Azure (SAS)."""
+"""Query parameters that change if a URL is signed again: AWS, Google, CloudFront, Azure (SAS)."""
 
 
 def is_http(url: str) -> bool:
@@ -44,7 +44,7 @@ def has_pattern(url: str) -> bool:
 
 
 def join(url: str, name: str) -> str:
-    """Return the URL of a file in the folder at `url`, with the same query: a token in it is valid for all files."""
+    """Return the URL of a file in the folder at `url`, with the same query, since a token in it is valid there too."""
     location, query = split_query(url)
     return f"{location.rstrip('/')}/{name}{query}"
 
@@ -64,63 +64,63 @@ def with_suffix(url: str, old: str, new: str) -> str:
 def without_credentials(url: str) -> str:
     """Return a URL without user, password, token and signature.
 
-    Caches and comparisons use this, so that a renewed token or signature still refers to the same file.  Masked
-    credentials are removed as well, since the URL may come from a run's stored configuration.
+    Caches and comparisons use this: a URL with a renewed token or signature refers to the same file.  Also removes
+    masked credentials, since the URL may come from a run's stored configuration.
     """
     if "://" not in url:
         return url
     location, query = split_query(url)
     location, _, _ = _split_user(location)
     is_signed = _SIGNED.search(query) is not None
-    kept = [
+    parameters = [
         part
         for part in query[1:].split("&")
         if part and not is_masked_query(part) and not (is_signed and _SIGNATURE_PARAMETER.match(part.partition("=")[0]))
     ]
-    return location + ("?" + "&".join(kept) if kept else "")
+    return location + ("?" + "&".join(parameters) if parameters else "")
 
 
 def with_credentials_of(url: str, other: str) -> str:
-    """Return `url` with the credentials of `other`, through which it was found."""
+    """Return `url` with the credentials of `other`, for example of a folder that lists it."""
     location, query = split_query(url)
-    bare, own_user, _ = _split_user(location)
+    without_user, own_user, _ = _split_user(location)
     start, end = _user_span(other)
     user = other[start:end]
     if user and not own_user:
-        location = bare.replace("://", f"://{user}", 1)
+        location = without_user.replace("://", f"://{user}", 1)
     return location + (query or split_query(other)[1])
 
 
 def _user_span(url: str) -> tuple[int, int]:
-    """Return the span of `user:password@` in a URL, empty if absent."""
-    found = PASSWORD_IN_URL.search(url)
-    begin = url.find("://") + 3
-    if found is not None and found.start() + 3 == begin:
-        return begin, found.end()
-    end = re.compile(r"[^\s/:@?#]+@").match(url, begin) if is_http(url) else None
-    return begin, end.end() if end else begin
+    """Return the [start, end) span of `user:password@` in a URL; empty if absent."""
+    match = PASSWORD_IN_URL.search(url)
+    start = url.find("://") + 3
+    if match is not None and match.start() + 3 == start:
+        return start, match.end()
+    end = re.compile(r"[^\s/:@?#]+@").match(url, start) if is_http(url) else None
+    return start, end.end() if end else start
 
 
 def _split_user(url: str) -> tuple[str, str, str]:
     """Return a URL without user and password, the user, and the password."""
-    begin, end = _user_span(url)
-    user, _, password = url[begin : max(begin, end - 1)].partition(":")
-    return url[:begin] + url[end:], urllib.parse.unquote(user), urllib.parse.unquote(password)
+    start, end = _user_span(url)
+    user, _, password = url[start : max(start, end - 1)].partition(":")
+    return url[:start] + url[end:], urllib.parse.unquote(user), urllib.parse.unquote(password)
 
 
 def split_login(url: str) -> tuple[str, dict[str, str]]:
-    """Return an http(s) URL without user and password, and the header that carries them instead."""
-    bare, user, password = _split_user(url)
+    """Return an http(s) URL without user and password, and the header that contains them instead."""
+    without_user, user, password = _split_user(url)
     if not user and not password:
         return url, {}
-    return bare, {"Authorization": "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()}
+    return without_user, {"Authorization": "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()}
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
     """Return the fsspec file system of a URL, and the path in it.  fsspec caches one file system per process.
 
     `s3://KEY:SECRET@bucket/...` uses these credentials, also in a chain such as simplecache::s3://...  Raises
-    ImportError or ValueError for a kind of URL that cannot be used.
+    ImportError or ValueError for unsupported URLs.
     """
     import fsspec
 

@@ -56,13 +56,13 @@ class PreferenceTrainer(Trainer):
         """
         with by_row():
             with torch.no_grad():
-                expected = self._reference_logprobs(batch)
-            found = -super().loss(batch)
-        if found.shape != batch["tokens"].shape[:1]:
+                reference_logprobs = self._reference_logprobs(batch)
+            logprobs = -super().loss(batch)
+        if logprobs.shape != batch["tokens"].shape[:1]:
             rule = f"recipe {self.recipe.name!r} sums the loss over all rows itself, but DPO needs the loss of each row"
             fix = "compute it with trainer.linear_cross_entropy, or have the model return logits"
             raise setting_error("train.objective", self.objective, rule, fix=fix)
-        rewards, counts = self.config.dpo.beta * (found - expected), _pair_mask(batch)
+        rewards, counts = self.config.dpo.beta * (logprobs - reference_logprobs), _pair_mask(batch)
         chosen, rejected = rewards[0::2], rewards[1::2]
         self._log_rewards(chosen.detach(), rejected.detach(), counts)
         return -(F.logsigmoid(chosen - rejected) * counts).sum()
@@ -72,9 +72,9 @@ class PreferenceTrainer(Trainer):
         if self.reference is None:
             with _eval_mode(self.model), without_adapters(self.model):
                 return -super().loss(batch)
-        expected = -find_loss(self.reference)(batch)
+        logprobs = -find_loss(self.reference)(batch)
         reshard(self.reference)
-        return expected
+        return logprobs
 
     def _log_rewards(self, chosen: torch.Tensor, rejected: torch.Tensor, counts: torch.Tensor) -> None:
         num_pairs = counts.sum()

@@ -32,8 +32,8 @@ class GPT2Config:
     @property
     def dropouts(self) -> tuple[float, float, float]:
         """Dropout rates of the embeddings, of the attention weights, and of both residual branches."""
-        own = (self.embedding_dropout, self.attention_dropout)
-        on_embeddings, on_attention = (self.dropout if share is None else share for share in own)
+        rates = (self.embedding_dropout, self.attention_dropout)
+        on_embeddings, on_attention = (self.dropout if rate is None else rate for rate in rates)
         return on_embeddings, on_attention, self.dropout
 
 

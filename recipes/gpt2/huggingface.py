@@ -56,7 +56,7 @@ ALIASES = {
 def config(config: GPT2Config) -> dict[str, Any]:
     """Return the entries of config.json."""
     on_embeddings, on_attention, _ = config.dropouts
-    shape = {theirs: getattr(config, ours) for ours, (theirs, _) in FIELDS.items()}
+    shape = {entry: getattr(config, field) for field, (entry, _) in FIELDS.items()}
     return shape | {"embd_pdrop": on_embeddings, "attn_pdrop": on_attention}
 
 
@@ -66,22 +66,22 @@ def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
     Raises UserError if the feed-forward layer is not four times as wide as the model, or if two names of one entry have
     different values.
     """
-    fields = {ours: _entry(content, theirs, absent) for ours, (theirs, absent) in FIELDS.items()}
+    fields = {field: _entry(content, entry, default) for field, (entry, default) in FIELDS.items()}
     if content.get("n_inner") not in (None, 4 * fields["dim"]):
         raise UserError(f"n_inner={content['n_inner']}: must be 4 x n_embd, or null, in this recipe")
-    for ours, theirs in (("embedding_dropout", "embd_pdrop"), ("attention_dropout", "attn_pdrop")):
-        own = content.get(theirs, 0.1)
-        if own is None:
-            raise UserError(f"{theirs}=null: must be a number")
-        fields[ours] = own if own != fields["dropout"] else None
+    for field, entry in (("embedding_dropout", "embd_pdrop"), ("attention_dropout", "attn_pdrop")):
+        rate = content.get(entry, 0.1)
+        if rate is None:
+            raise UserError(f"{entry}=null: must be a number")
+        fields[field] = rate if rate != fields["dropout"] else None
     return fields
 
 
-def _entry(content: Mapping[str, Any], name: str, absent: Any) -> Any:
-    found = [content[key] for key in (name, ALIASES.get(name, name)) if key in content]
-    if any(other != found[0] for other in found[1:]):
-        raise UserError(f"{ALIASES[name]}={found[1]}: is another name of {name}, which is {found[0]}")
-    return found[0] if found else absent
+def _entry(content: Mapping[str, Any], name: str, default: Any) -> Any:
+    values = [content[key] for key in (name, ALIASES.get(name, name)) if key in content]
+    if any(other != values[0] for other in values[1:]):
+        raise UserError(f"{ALIASES[name]}={values[1]}: is another name of {name}, which is {values[0]}")
+    return values[0] if values else default
 
 
 HUGGINGFACE = HuggingFace(

@@ -1,4 +1,4 @@
-"""Any causal language model of transformers, built by the library itself from a local model folder.
+"""Any of transformers' causal language models, built by transformers itself from a local model folder.
 
 transformers is imported only when such a model is built, never for other recipes.  Nothing is downloaded.
 Source: https://huggingface.co/docs/transformers.
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 _PACKAGE = "trainer.recipes.hf"
 
 
-def _later(module: str, name: str) -> Callable[..., Any]:
+def _import_on_call(module: str, name: str) -> Callable[..., Any]:
     """Return a function that imports `module`, which needs transformers, when it is called."""
     return lambda *args: getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)(*args)
 
 
 def init(module: nn.Module, name: str, model: nn.Module) -> None:
-    """Initialise the parameters and buffers that `module` itself owns, as transformers does."""
-    _later("model", "init")(module, name, model)
+    """Initialise the parameters and buffers that `module` directly owns, as transformers does."""
+    _import_on_call("model", "init")(module, name, model)
 
 
 HUGGINGFACE = HuggingFace(
     model_type=model_type,
-    architecture=_later("model", "architecture"),
+    architecture=_import_on_call("model", "architecture"),
     names={},
     config=lambda config: config.config,
     model_fields=lambda content: {"config": dict(content)},
@@ -44,13 +44,13 @@ register(
         name="hf",
         config=HfConfig,
         build=f"{_PACKAGE}.model:build",
-        units=_later("model", "units"),
+        units=_import_on_call("model", "units"),
         init=init,
         resolve=resolve,
         weights=f"{_PACKAGE}.weights:first_weights",
         notes=f"{_PACKAGE}.model:notes",
         check=check,
-        flops=_later("model", "flops"),
+        flops=_import_on_call("model", "flops"),
         hf=HUGGINGFACE,
     )
 )

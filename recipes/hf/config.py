@@ -1,4 +1,4 @@
-"""The configuration of a model of transformers: its folder and its config.json.
+"""The configuration of a transformers model: its folder and its config.json.
 
 This module imports neither torch nor transformers.
 """
@@ -52,12 +52,14 @@ class HfConfig:
         return self._entry("n_positions", "max_position_embeddings")
 
     def _entry(self, *names: str) -> Any:
-        text = self.config.get("text_config") or {}
-        return next((part[name] for part in (self.config, text) for name in names if part.get(name)), None)
+        text_config = self.config.get("text_config") or {}
+        return next(
+            (entries[name] for entries in (self.config, text_config) for name in names if entries.get(name)), None
+        )
 
 
 def model_type(config: HfConfig) -> str:
-    """Return the `model_type` of transformers, for example "llama"."""
+    """Return transformers' `model_type`, for example "llama"."""
     return str(config.config.get("model_type"))
 
 
@@ -79,8 +81,8 @@ def resolve(config: HfConfig) -> HfConfig:
     # `auto_map` names code in the folder, which is never run: transformers builds the model from its own code.
     check_readable({key: value for key, value in content.items() if key != "auto_map"})
     if config.config and config.config != content:
-        differ = [key for key in {**content, **config.config} if content.get(key) != config.config.get(key)]
-        rule = f"{folder / CONFIG} has other entries than model.config: {', '.join(differ)}"
+        changed_keys = [key for key in {**content, **config.config} if content.get(key) != config.config.get(key)]
+        rule = f"{folder / CONFIG} has other entries than model.config: {', '.join(changed_keys)}"
         raise setting_error("model.path", config.path, rule, fix="model.config={} takes those of the folder")
     fresh = config.fresh or has_config_only(folder)
     if not fresh:
@@ -96,7 +98,7 @@ def check(config: HfConfig) -> None:
     try:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
-        rule = "needs the library transformers: pip install 'meshtrainer[transformers]'"
+        rule = "needs the transformers library: pip install 'meshtrainer[transformers]'"
         raise setting_error("model.name", "hf", rule) from None
     if int(version.partition(".")[0]) < 5:
         rule = f"needs transformers 5 or later; {version} is installed: pip install 'meshtrainer[transformers]'"

@@ -1,5 +1,6 @@
-"""The network: a transformers model that also accepts `tokens` and `targets`, and returns the summed loss; and what the
-recipe knows of it: FSDP units, initialisation of weights, FLOPs, and notes for the start block.
+"""A transformers model that also accepts `tokens` and `targets`, and returns the summed loss.
+
+The module also provides its FSDP units, the initialisation of weights, FLOPs, and notes for the start block.
 
 Modules, parameters and their names are those of transformers ("the library").  Called the library's way, without
 `tokens`, the model returns the library's output, and `generate` works as usual.
@@ -27,7 +28,7 @@ from trainer.model.parameters import num_writes, storage_id
 from trainer.sequence import Documents
 
 _ATTENTION = {"flex": "flex_attention"}
-"""Our names of attention kernels that differ from the library's."""
+"""Our names of attention kernels where they differ from the library's."""
 
 
 def build(config: HfConfig) -> transformers.PreTrainedModel:
@@ -48,33 +49,33 @@ def build(config: HfConfig) -> transformers.PreTrainedModel:
             raise setting_error("model.path", config.path, rule) from error
         rule = f"transformers cannot compute attention this way ({_first_line(error)})"
         raise setting_error("model.attention", config.attention, rule, None) from error
-    _train_padding_too(model)
+    _train_padding_embedding(model)
     library: Any = type(model)
-    model.__class__ = _trained(library)
-    if _head_makes_the_logits(model):
+    model.__class__ = _with_loss(library)
+    if _head_computes_logits(model):
         model.get_output_embeddings().__class__ = LossHead
     return model
 
 
-def _train_padding_too(model: transformers.PreTrainedModel) -> None:
+def _train_padding_embedding(model: transformers.PreTrainedModel) -> None:
     """Train the embedding of the padding token wherever the token occurs.
 
     The library drops the gradient of this row, because it expects the token only in padding.  Here padding has no
     targets, and in many chat models the same token ends each turn, so it must be trained, as in the native models.
     `init` restores `padding_idx` for the library's `_init_weights`, which zeroes the row of a new model.
     """
-    table = model.get_input_embeddings()
+    embedding = model.get_input_embeddings()
     for module in model.modules():
-        is_like_it = isinstance(module, nn.Embedding) and isinstance(table, nn.Embedding)
-        if is_like_it and module.num_embeddings == table.num_embeddings and module.padding_idx is not None:
+        are_tables = isinstance(module, nn.Embedding) and isinstance(embedding, nn.Embedding)
+        if are_tables and module.num_embeddings == embedding.num_embeddings and module.padding_idx is not None:
             module.padding_row, module.padding_idx = module.padding_idx, None
 
 
 def architecture(config: HfConfig) -> str:
     """Return the class name of the library's model."""
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.config["model_type"])
-    named = config.config.get("architectures") or [None]
-    return str(named[0] if known is None else known)
+    class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.config["model_type"])
+    architectures = config.config.get("architectures") or [None]
+    return str(architectures[0] if class_name is None else class_name)
 
 
 def settings_of(config: HfConfig) -> transformers.PreTrainedConfig:
@@ -82,8 +83,8 @@ def settings_of(config: HfConfig) -> transformers.PreTrainedConfig:
     kind = config.config["model_type"]
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         best = nearest(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-        known = f"; it has {best}" if best else ""
-        rule = f"transformers {transformers.__version__} has no causal language model of its model_type={kind}{known}"
+        suggestion = f"; it has {best}" if best else ""
+        rule = f"transformers {transformers.__version__} has no causal language model for model_type={kind}{suggestion}"
         raise setting_error("model.path", config.path, rule)
     try:
         return transformers.CONFIG_MAPPING[kind].from_dict(dict(config.config))
@@ -109,7 +110,7 @@ class LossHead(nn.Linear):
 
 
 @functools.cache
-def _trained(library: Any) -> Any:
+def _with_loss(library: Any) -> Any:
     """Return a subclass of the library's class whose forward pass also accepts `tokens`, with the same class name."""
 
     def forward(
@@ -152,7 +153,7 @@ def _trained(library: Any) -> Any:
 
 
 @torch.no_grad()
-def _head_makes_the_logits(model: Any) -> bool:
+def _head_computes_logits(model: Any) -> bool:
     """Return whether the logits are exactly the head's output for the last hidden state of the base model.
 
     If so, `linear_cross_entropy` of hidden state and head weight is the loss.  The check runs the library's forward
@@ -163,27 +164,29 @@ def _head_makes_the_logits(model: Any) -> bool:
     if type(head) is not nn.Linear or head.bias is not None or base is model:
         return False
     hidden = torch.empty(1, 2, head.in_features, dtype=head.weight.dtype, device="meta")
-    given: dict[str, Any] = {}
-    seen: list[tuple[torch.Tensor, Any, Any]] = []
+    base_arguments: dict[str, Any] = {}
+    head_calls: list[tuple[torch.Tensor, Any, Any]] = []
 
-    def below(*args: Any, **kwargs: Any) -> Any:
-        given.update(kwargs, **({"input_ids": args[0]} if args else {}))
+    def stub_forward(*args: Any, **kwargs: Any) -> Any:
+        base_arguments.update(kwargs, **({"input_ids": args[0]} if args else {}))
         return _Outputs(last_hidden_state=hidden)
 
     def watch(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        seen.append((output, _place(output), _place(inputs[0])))  # a reference, so that the storage is not reused
+        head_calls.append((output, _place(output), _place(inputs[0])))  # a reference, so that the storage is not reused
 
     tokens, hook = torch.zeros(1, 2, dtype=torch.int64, device="meta"), head.register_forward_hook(watch)
-    base.forward = below
+    base.forward = stub_forward
     try:
         logits = model(input_ids=tokens, use_cache=False).logits
-    except Exception:  # the model needs more of its base model than the hidden state
+    except Exception:  # the model needs more from its base model than the hidden state
         return False
     finally:
         hook.remove()
         del base.forward
-    more = [name for name, value in given.items() if name not in ("input_ids", "use_cache") and value]
-    return len(seen) == 1 and not more and seen[0][1:] == (_place(logits), _place(hidden))
+    other_arguments = [
+        name for name, value in base_arguments.items() if name not in ("input_ids", "use_cache") and value
+    ]
+    return len(head_calls) == 1 and not other_arguments and head_calls[0][1:] == (_place(logits), _place(hidden))
 
 
 class _Outputs:
@@ -270,15 +273,15 @@ def _padding_of_the_library(module: nn.Module) -> Iterator[None]:
 
 
 def notes(config: HfConfig, model: Any) -> list[str]:
-    """Return what the start block says about the model: its class, how its loss is computed, and what is left out."""
-    found = [f"{architecture(config)} of transformers {transformers.__version__}"]
+    """Return notes on the model for the start block: its class, how its loss is computed, and omitted terms."""
+    lines = [f"{architecture(config)} of transformers {transformers.__version__}"]
     if config.fresh:
-        found.append("fresh weights")
+        lines.append("fresh weights")
     if not isinstance(model.get_output_embeddings(), LossHead):
-        found.append("loss of whole logits, as these are not its head's output alone")
+        lines.append("loss of whole logits, as these are not its head's output alone")
     if config.config.get("output_router_logits"):
-        found.append("without its router's auxiliary loss, which depends on how a batch is split")
-    return found
+        lines.append("without its router's auxiliary loss, which depends on how a batch is split")
+    return lines
 
 
 def flops(config: HfConfig, seq_len: int) -> float:
@@ -293,7 +296,7 @@ def flops(config: HfConfig, seq_len: int) -> float:
 
 
 def _mean_keys(seq_len: int, window: int | None) -> float:
-    """Return the mean number of keys that a query attends to: those before it, at most `window`."""
+    """Return the mean number of keys that a query attends to: the preceding ones, at most `window`."""
     if window is None or window >= seq_len:
         return seq_len / 2
     return window - window**2 / (2 * seq_len)
@@ -305,17 +308,21 @@ def _work(content: str) -> tuple[float, list[tuple[int, int | None]]]:
     config = HfConfig(config=json.loads(content))
     with torch.device("meta"):
         model = build(config)
-    text = settings_of(config).get_text_config()
+    text_config = settings_of(config).get_text_config()
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     matrices = 0.0
     for parameter in model.parameters():
         if parameter.ndim == 3:  # a stack of matrices, one per expert
-            matrices += parameter.numel() * min(1.0, getattr(text, "num_experts_per_tok", 1) / parameter.shape[0])
+            matrices += parameter.numel() * min(
+                1.0, getattr(text_config, "num_experts_per_tok", 1) / parameter.shape[0]
+            )
         elif parameter.ndim == 2 and (parameter is not table or parameter is head):
             matrices += parameter.numel()
-    heads = getattr(text, "num_attention_heads", 0)
-    width = heads * (getattr(text, "head_dim", None) or text.hidden_size // max(1, heads))
-    window = getattr(text, "sliding_window", None)
-    kinds = getattr(text, "layer_types", None) or ["sliding" if window else "full"] * text.num_hidden_layers
+    heads = getattr(text_config, "num_attention_heads", 0)
+    width = heads * (getattr(text_config, "head_dim", None) or text_config.hidden_size // max(1, heads))
+    window = getattr(text_config, "sliding_window", None)
+    kinds = (
+        getattr(text_config, "layer_types", None) or ["sliding" if window else "full"] * text_config.num_hidden_layers
+    )
     windows = {"full": None, "full_attention": None, "sliding": window, "sliding_attention": window}
     return matrices, [(width, windows[kind]) for kind in kinds if kind in windows]

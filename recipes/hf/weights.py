@@ -1,7 +1,7 @@
-"""Conversion between the checkpoint files of transformers and its models, one tensor at a time, in both directions.
+"""Converts between transformers' checkpoint files and its models, tensor by tensor, in both directions.
 
 Files of a mixture of experts have a matrix for each expert and projection, while the model has one tensor for all of
-them; other files use older names.  The conversion table of transformers lists the renamings and conversions that a
+them; other files use older names.  transformers' conversion table lists the renamings and conversions that a
 model needs.  transformers applies the table to complete models; this module applies it to one tensor, or to the rows
 of a tensor that a rank needs.
 Source: transformers, core_model_loading.py and conversion_mapping.py.
@@ -55,17 +55,17 @@ def as_stored(config: HfConfig, source: WeightSource) -> WeightSource:
         model = build(config)
     # Skip the conversions that only older files need, and prefixes that are optional in files.
     table = get_model_conversion_mapping(model, add_legacy=False)
-    back = [entry.reverse_transform() for entry in reversed(table) if not isinstance(entry, PrefixChange)]
-    renamings = [entry for entry in back if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in back if isinstance(entry, WeightConverter)]
-    made = _Made(model, source, renamings)
+    reversed_table = [entry.reverse_transform() for entry in reversed(table) if not isinstance(entry, PrefixChange)]
+    renamings = [entry for entry in reversed_table if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in reversed_table if isinstance(entry, WeightConverter)]
+    converted = _ConvertedSource(model, source, renamings)
     for name, stored in find_weights(model, source, "recipe 'hf'").items():
         renamed, pattern = apply_converters(name, converters)
         if pattern is None:
-            made.rename(stored, apply_renamings(name, renamings))
+            converted.rename(stored, apply_renamings(name, renamings))
         else:
-            made.convert(stored, renamed, pattern, converters)
-    return made
+            converted.convert(stored, renamed, pattern, converters)
+    return converted
 
 
 class TransformersFolder:
@@ -78,19 +78,19 @@ class TransformersFolder:
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of each tensor in the model."""
-        return self._made.shapes
+        return self._converted.shapes
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """The dtype of each tensor in the files."""
-        return self._made.dtypes
+        return self._converted.dtypes
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a tensor, or all of it.  Raises UserError if a file cannot be read."""
-        return self._made.read(name, start, stop)
+        return self._converted.read(name, start, stop)
 
     @cached_property
-    def _made(self) -> _Made:
+    def _converted(self) -> _ConvertedSource:
         with torch.device("meta"):
             model = build(self._config)
         names = model.state_dict()
@@ -98,17 +98,17 @@ class TransformersFolder:
         renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in table if isinstance(entry, WeightConverter)]
         files = SafetensorsFolder(Path(self.description), setting="model.path")
-        made = _Made(model, files)
-        left_out = re.compile("|".join([*_LEFT_OUT, *(model._keys_to_ignore_on_load_unexpected or ())]))
+        converted = _ConvertedSource(model, files)
+        ignored = re.compile("|".join([*_LEFT_OUT, *(model._keys_to_ignore_on_load_unexpected or ())]))
         for name in sorted(files.shapes, key=dot_natural_key):
-            found, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, names)
-            if found not in names and name in names:
-                found, pattern = rename_source_key(name, [], [], model.base_model_prefix, names)
+            model_name, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, names)
+            if model_name not in names and name in names:
+                model_name, pattern = rename_source_key(name, [], [], model.base_model_prefix, names)
             if pattern is not None:
-                made.convert(name, found, pattern, converters)
-            elif found in names or not left_out.search(name):
-                made.rename(name, found)
-        return made
+                converted.convert(name, model_name, pattern, converters)
+            elif model_name in names or not ignored.search(name):
+                converted.rename(name, model_name)
+        return converted
 
 
 @dataclass
@@ -128,7 +128,7 @@ class _Conversion:
         return all(isinstance(other, Concatenate) and other.dim > 0 for other in others)
 
 
-class _Made:
+class _ConvertedSource:
     """A `WeightSource` whose tensors are those of another source, renamed or converted."""
 
     def __init__(self, model: Any, source: WeightSource, renamings: Sequence[WeightRenaming] = ()) -> None:
@@ -140,44 +140,44 @@ class _Made:
         self._conversions: dict[str, _Conversion] = {}
         self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
 
-    def rename(self, name: str, new: str) -> None:
-        """Provide the source's tensor `name` under the name `new`."""
-        self._renamed[new] = name
+    def rename(self, name: str, new_name: str) -> None:
+        """Provide the source's tensor `name` under the name `new_name`."""
+        self._renamed[new_name] = name
 
     def convert(self, name: str, target: str, pattern: str, converters: Sequence[WeightConverter]) -> None:
         """Add the source's tensor `name` to the inputs of the conversion that produces `target`."""
-        converter = next(each for each in converters if pattern in each.source_patterns)
+        converter = next(entry for entry in converters if pattern in entry.source_patterns)
         conversion = self._conversions.setdefault(target, _Conversion(target, converter))
         conversion.inputs.setdefault(pattern, []).append(name)
 
     @cached_property
     def _results(self) -> dict[str, tuple[_Conversion, tuple[int, ...]]]:
         """The conversion and the shape of each converted tensor, computed on the meta device."""
-        found: dict[str, tuple[_Conversion, tuple[int, ...]]] = {}
+        results: dict[str, tuple[_Conversion, tuple[int, ...]]] = {}
         for conversion in self._conversions.values():
             try:
-                made = self._run(
+                tensors = self._run(
                     conversion,
                     lambda name: torch.empty(self._shapes[name], dtype=self._dtypes[name], device="meta"),
                 )
             except (RuntimeError, ValueError) as error:
-                what = f"{conversion.target} cannot be made of its parts ({error})"
-                raise setting_error("model.path", self.description, what) from error
-            found |= {name: (conversion, tuple(tensor.shape)) for name, tensor in made.items()}
-        return found
+                rule = f"{conversion.target} cannot be converted from its parts ({error})"
+                raise setting_error("model.path", self.description, rule) from error
+            results |= {name: (conversion, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        return results
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of each tensor."""
-        renamed = {new: self._shapes[name] for new, name in self._renamed.items()}
+        renamed = {new_name: self._shapes[name] for new_name, name in self._renamed.items()}
         return renamed | {name: shape for name, (_, shape) in self._results.items()}
 
     @cached_property
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """The dtype of each tensor."""
-        renamed = {new: self._dtypes[name] for new, name in self._renamed.items()}
-        first = {name: next(iter(made.inputs.values()))[0] for name, (made, _) in self._results.items()}
-        return renamed | {name: self._dtypes[given] for name, given in first.items()}
+        renamed = {new_name: self._dtypes[name] for new_name, name in self._renamed.items()}
+        first = {name: next(iter(conversion.inputs.values()))[0] for name, (conversion, _) in self._results.items()}
+        return renamed | {name: self._dtypes[input_name] for name, input_name in first.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a tensor, or all of it.
@@ -189,12 +189,12 @@ class _Made:
             return self._source.read(self._renamed[name], start, stop)
         conversion, _ = self._results[name]
         if conversion.keeps_rows:
-            some = _Conversion(
+            rows_only = _Conversion(
                 conversion.target,
                 conversion.converter,
                 {pattern: names[start:stop] for pattern, names in conversion.inputs.items()},
             )
-            return self._run(some, self._source.read)[name]
+            return self._run(rows_only, self._source.read)[name]
         if self._last[0] != conversion.target:
             self._last = ("", {})
             self._last = conversion.target, self._run(conversion, self._source.read)
@@ -206,8 +206,8 @@ class _Made:
         for pattern, names in conversion.inputs.items():
             for name in names:
                 converter.add_tensor(conversion.target, name, pattern, read(name))
-        made = converter.convert(conversion.target, model=self._model, config=self._model.config)
+        results = converter.convert(conversion.target, model=self._model, config=self._model.config)
         return {
             apply_renamings(name, self._renamings): value[0] if isinstance(value, list) else value
-            for name, value in made.items()
+            for name, value in results.items()
         }

@@ -1,6 +1,6 @@
 """Llama 3: pre-norm transformer with RoPE, grouped-query attention and SwiGLU.
 
-Source: Grattafiori et al. 2024, arXiv:2407.21783; published configurations of Llama 3.1 and 3.2.
+Source: Grattafiori et al. 2024, arXiv:2407.21783; the published configurations of Llama 3.1 and 3.2.
 """
 
 from __future__ import annotations

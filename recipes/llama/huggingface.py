@@ -58,10 +58,10 @@ def config(config: LlamaConfig) -> dict[str, Any]:
     transformers 5 reads `rope_parameters`, 4 reads `rope_theta` and `rope_scaling`; each accepts or ignores the entries
     of the other.
     """
-    scaling = {"rope_type": "llama3"} | {theirs: getattr(config, ours) for ours, theirs in SCALING.items()}
+    scaling = {"rope_type": "llama3"} | {entry: getattr(config, field) for field, entry in SCALING.items()}
     is_scaled = config.rope_factor != 1.0
     return {
-        **{theirs: getattr(config, ours) for ours, theirs in FIELDS.items()},
+        **{entry: getattr(config, field) for field, entry in FIELDS.items()},
         "head_dim": config.dim // config.num_heads,
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling if is_scaled else None,
@@ -72,30 +72,30 @@ def config(config: LlamaConfig) -> dict[str, Any]:
 def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `LlamaConfig` for the contents of config.json, as written by transformers 4 or 5.
 
-    Raises UserError for a frequency scaling other than Llama 3.1's, or a head size that is not width / heads.
+    Raises UserError for any frequency scaling except Llama 3.1's, or a head size that is not width / heads.
     """
-    # Defaults of transformers, because config.json of the first Llama models has few entries.
-    absent = {
+    # transformers' defaults, because config.json of the first Llama models has few entries.
+    defaults = {
         "num_key_value_heads": content["num_attention_heads"],
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
         "initializer_range": 0.02,
     }
-    given = absent | {key: value for key, value in content.items() if value is not None or key in _NEVER_NULL}
-    fields = {ours: given[theirs] for ours, theirs in FIELDS.items()}
-    if "head_dim" in given and given["head_dim"] * fields["num_heads"] != fields["dim"]:
-        raise UserError(f"head_dim={given['head_dim']}: must be hidden_size / num_attention_heads in this recipe")
-    return fields | _rope_fields(given, fields["max_seq_len"])
+    entries = defaults | {key: value for key, value in content.items() if value is not None or key in _NEVER_NULL}
+    fields = {field: entries[entry] for field, entry in FIELDS.items()}
+    if "head_dim" in entries and entries["head_dim"] * fields["num_heads"] != fields["dim"]:
+        raise UserError(f"head_dim={entries['head_dim']}: must be hidden_size / num_attention_heads in this recipe")
+    return fields | _rope_fields(entries, fields["max_seq_len"])
 
 
-def _rope_fields(given: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
-    rope = rope_of(given, ("default", "llama3"))
+def _rope_fields(entries: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
+    rope = rope_of(entries, ("default", "llama3"))
     fields = {"rope_theta": rope["rope_theta"]}
     if rope["rope_type"] == "llama3":
         original = "original_max_position_embeddings"
-        scaling = {original: max_seq_len, **rope, **({original: given[original]} if original in given else {})}
-        fields |= {ours: scaling[theirs] for ours, theirs in SCALING.items()}
+        scaling = {original: max_seq_len, **rope, **({original: entries[original]} if original in entries else {})}
+        fields |= {field: scaling[entry] for field, entry in SCALING.items()}
     return fields
 
 

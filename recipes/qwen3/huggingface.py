@@ -58,7 +58,7 @@ FIXED = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0
 
 def config(config: Qwen3Config) -> dict[str, Any]:
     """Return the entries of config.json."""
-    return {theirs: getattr(config, ours) for ours, (theirs, _) in FIELDS.items()} | rope_entries(config.rope_theta)
+    return {entry: getattr(config, field) for field, (entry, _) in FIELDS.items()} | rope_entries(config.rope_theta)
 
 
 def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises UserError for scaled RoPE frequencies and for sliding-window layers.
     """
-    fields = {ours: content.get(theirs, absent) for ours, (theirs, absent) in FIELDS.items()}
+    fields = {field: content.get(entry, default) for field, (entry, default) in FIELDS.items()}
     if fields["num_kv_heads"] is None:
         fields["num_kv_heads"] = fields["num_heads"]
     kinds = content.get("layer_types") or []

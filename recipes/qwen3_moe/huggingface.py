@@ -51,7 +51,7 @@ def config(config: Qwen3MoeConfig) -> dict[str, Any]:
     `output_router_logits` is left out: with it, generation would return the router's logits with every token.
     """
     return {
-        **{theirs: getattr(config, ours) for ours, (theirs, _) in FIELDS.items()},
+        **{entry: getattr(config, field) for field, (entry, _) in FIELDS.items()},
         "head_dim": config.head_dim,
         "num_experts": config.num_experts,
         "mlp_only_layers": [],
@@ -65,14 +65,14 @@ def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises UserError for layers without experts, and for contradictory numbers of experts.
     """
-    fields = {ours: content.get(theirs, absent) for ours, (theirs, absent) in FIELDS.items()}
+    fields = {field: content.get(entry, default) for field, (entry, default) in FIELDS.items()}
     fields["head_dim"] = content.get("head_dim", fields["dim"] // fields["num_heads"])
     if content.get("mlp_only_layers"):
         raise UserError(f"mlp_only_layers={content['mlp_only_layers']}: in this recipe all layers have experts")
-    named = [content[key] for key in ("num_experts", "num_local_experts") if key in content]
-    if any(number != named[0] for number in named):
-        raise UserError(f"num_local_experts={named[1]}: is another name of num_experts, which is {named[0]}")
-    fields["num_experts"] = named[0] if named else 128
+    counts = [content[key] for key in ("num_experts", "num_local_experts") if key in content]
+    if any(number != counts[0] for number in counts):
+        raise UserError(f"num_local_experts={counts[1]}: is another name of num_experts, which is {counts[0]}")
+    fields["num_experts"] = counts[0] if counts else 128
     is_balanced = content.get("output_router_logits", False)
     fields["balance"] = content.get("router_aux_loss_coef", BALANCE) if is_balanced else 0.0
     return fields | {"rope_theta": rope_of(content, ("default",))["rope_theta"]}

@@ -460,7 +460,7 @@ def damage_and_load(source: Path, folder: Path, count: int, seed: int, of_rank: 
                 "step_00000002",
                 BEFORE,
             ]:
-                problems.append("it was not set aside")
+                problems.append("it was not quarantined")
             wrong += [f"{done}: {problem}" for problem in problems]
             shutil.rmtree(run)
         elif step != 4:
@@ -496,7 +496,7 @@ def test_damage_through_the_command_line(ranks: int, three: Path, three_of_two: 
     arguments = with_("model.name=tests.helpers.own_recipes:mlp", "train.steps=6", "checkpoint.keep_last=0")
     again = start(run, *arguments, ranks=ranks)
     assert again.wait() == [0] * ranks, again.stderr
-    assert f"checkpoint {NEWEST} is damaged and was set aside" in again.stderr_of(0)
+    assert f"checkpoint {NEWEST} is damaged and was quarantined" in again.stderr_of(0)
     assert f"{path}: the checksum of bytes" in again.stderr_of(0)
     assert of("start", run, "resumed_step") == [None, 4]
     assert of("train", run, "loss") == of("train", source, "loss")
@@ -648,7 +648,7 @@ def test_a_checkpoint_under_the_name_of_another_step(exchanged: bool, three: Pat
         load_weights(saved / newest)
     step, said = load_newest(run)
     assert step == (2 if exchanged else 6)
-    assert f"checkpoint {newest} is damaged and was set aside" in said
+    assert f"checkpoint {newest} is damaged and was quarantined" in said
     shutil.copytree(three / "checkpoints" / BEFORE, tmp_path / "mine")
     assert load_weights(tmp_path / "mine") is not None, "any other name says nothing"
 

@@ -40,8 +40,8 @@ def test_what_comes_twice_and_what_leaks_is_found(seq_len: int, tmp_path: Path, 
     code, out, _ = ask(capsys, "check", *settings, f"data.seq_len={seq_len}")
     assert code == 1
     first, second, eval_ = (tmp_path / name for name in ("text-00000.bin", "text-00001.bin", "eval-00000.bin"))
-    assert f"twice: document 7 of {second} is document 3 of {first}" in out
-    assert f"twice: document 2 of {eval_} is document 11 of {first}" in out
+    assert f"duplicate: document 7 of {second} is identical to document 3 of {first}" in out
+    assert f"duplicate: document 2 of {eval_} is identical to document 11 of {first}" in out
     assert "89 documents: 2 duplicates" in out
     leaks = {int(line.split()[3]) for line in out.splitlines() if line.startswith("leak: ")}
     # Held-out documents have 121 tokens with their ends.
@@ -121,7 +121,8 @@ def test_several_sources_are_checked(tmp_path: Path, capsys: Any) -> None:
     )
     assert code == 1
     assert "2 shards, 804 tokens: none broken" in out
-    assert f"twice: document 1 of {tmp_path}/other/text-00000.bin is document 1 of {tmp_path}/one/text-00000.bin" in out
+    one, other = (tmp_path / name / "text-00000.bin" for name in ("one", "other"))
+    assert f"duplicate: document 1 of {other} is identical to document 1 of {one}" in out
 
 
 def test_samples_are_shown_as_the_model_sees_them(tmp_path: Path, capsys: Any) -> None:

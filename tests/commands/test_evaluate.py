@@ -220,7 +220,7 @@ def test_without_lm_eval_it_is_one_message(
 ) -> None:
     monkeypatch.setattr(evaluate.importlib.util, "find_spec", lambda name: None)
     assert evaluate.main([str(tmp_path), "--lm-eval", "arc_easy"]) == 2
-    assert "--lm-eval=arc_easy: needs the library lm_eval\n  to fix: pip install 'meshtrainer[lm-eval]'" in (
+    assert "--lm-eval=arc_easy: needs the lm_eval library\n  to fix: pip install 'meshtrainer[lm-eval]'" in (
         capsys.readouterr().err
     )
     assert evaluate.main([str(tmp_path), "--lm-eval", "arc_easy", "data.seq_len=1"]) == 2

@@ -21,7 +21,7 @@ from trainer import Trainer, generate, load_weights
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import TrainingFailed
 from trainer.export import command_line as export
-from trainer.generate import open_generator, pieces
+from trainer.generate import open_generator, stream_text
 from trainer.model.sample import GREEDY, CachedDecoder, Sampling, WindowDecoder, generate_sample, generate_tokens
 from trainer.sequence import Cache
 
@@ -102,10 +102,10 @@ def test_logits_that_are_not_finite_end_a_text(sampling: Sampling, value: float)
 def test_text_comes_in_whole_characters() -> None:
     text = "né — 日本"
     tokens = list(text.encode())
-    found = list(pieces(tokens, list(b"abc"), ByteTokenizer().decode))
+    found = list(stream_text(tokens, list(b"abc"), ByteTokenizer().decode))
     assert "".join(found) == text
     assert len(found) == len(text)
-    assert list(pieces(tokens[:2], [], ByteTokenizer().decode)) == ["n", "\N{REPLACEMENT CHARACTER}"]
+    assert list(stream_text(tokens[:2], [], ByteTokenizer().decode)) == ["n", "\N{REPLACEMENT CHARACTER}"]
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -116,7 +116,9 @@ def written_here(path: Path, num_tokens: int) -> list[int]:
     with ExitStack() as stack:
         writer = open_generator(str(path), CPU, stack)
         return list(
-            generate_tokens(writer.read(), PROMPT, num_tokens, GREEDY, torch.Generator(), writer.ends(ByteTokenizer()))
+            generate_tokens(
+                writer.build_decoder(), PROMPT, num_tokens, GREEDY, torch.Generator(), writer.end_ids(ByteTokenizer())
+            )
         )
 
 

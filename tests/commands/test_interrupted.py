@@ -79,7 +79,7 @@ def test_a_plain_file_of_weights_is_there_or_is_not(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(torch, "save", save)
     with pytest.raises(KeyboardInterrupt):
-        export._write_plain(torch.nn.Linear(1, 1), tmp_path / "weights.pt")
+        export._write_state_dict(torch.nn.Linear(1, 1), tmp_path / "weights.pt")
     assert list(tmp_path.iterdir()) == []
 
 

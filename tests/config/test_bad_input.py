@@ -303,7 +303,7 @@ def test_what_is_printed_may_be_for_ranks_and_data_that_are_elsewhere(
 NO_COMPILER = "needs a C++ compiler, but g++ is not on PATH"
 MISSING = {
     "tensorboard": ("log.tensorboard=true", "TensorBoard is not installed", "pip install 'meshtrainer[tensorboard]'"),
-    "torchao": ("train.float8=rowwise", "float8 needs the library `torchao`", "pip install 'meshtrainer[float8]'"),
+    "torchao": ("train.float8=rowwise", "float8 needs the torchao library", "pip install 'meshtrainer[float8]'"),
     "g++": ("train.compile=true", NO_COMPILER, "train.compile=false"),
 }
 

@@ -100,6 +100,9 @@ def test_why_tells_where_each_value_came_from(
     for key, item in declared_keys(type(config.model)).items():
         is_default = operator.attrgetter(key)(config) == item.default
         assert (key not in comments) == (is_default and key != "model.name"), key
+    _, comments = explained("recipe=llama_small", "optim.lr_by_width=true", "lora.rank=2", capsys=capsys)
+    formula = "0.004 x (2000 / 96) ** 0.78 x 10 for adapters"
+    assert comments["optim.lr"] == f"scaled lr: {formula} (conf/llama_small.yaml)"
     # still YAML, of the same values, and a recipe file
     assert yaml.safe_load(text) == yaml.safe_load(config.to_yaml())
     Path("printed.yaml").write_text(text)

@@ -87,7 +87,7 @@ MISTAKES = {
     "20 data that are not there": Mistake("data.path=@/none.txt", "to fix: give an existing file, folder or"),
     "20 a variable that is not set": Mistake("data.path=", "data.path=: is empty"),
     "22 a tokenizer by its name": Mistake("data.tokenizer=gpt2", "to fix: download the tokenizer.json of that model"),
-    "22 a tokenizer that is not there": Mistake("data.tokenizer=@/tokenizer.json", "no such file is there"),
+    "22 a tokenizer that is not there": Mistake("data.tokenizer=@/tokenizer.json", "there is no such file"),
     "23 a vocabulary that is too small": Mistake("model.vocab_size=100", "nearest legal value: model.vocab_size=257"),
     "24 ids without metadata": Mistake("data.path=@/a.bin", "for example: data.tokenizer=", files={"a.bin": ids}),
     "25 metadata that are none": Mistake(

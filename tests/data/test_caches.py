@@ -63,7 +63,7 @@ def samples_of(data: DataSection) -> list[Any]:
         source = open_source(data, None, split)  # type: ignore[call-overload]
         if source is not None:
             batch = {name: entry.tolist() for name, entry in as_mapping(source.batch(np.arange(len(source)))).items()}
-            found += [batch, source.fingerprint.to_state(), source.bytes_per_token, source.sentence]
+            found += [batch, source.fingerprint.to_state(), source.bytes_per_token, source.summary]
     return found
 
 
@@ -663,7 +663,7 @@ def test_shards_from_afar_on_a_full_disk_are_one_message(tmp_path: Path, monkeyp
         with pytest.raises(UserError) as caught:
             from_afar(tmp_path, monkeypatch).use()
         left = [path.name for path in disk.rglob("*.bin*")]
-    assert "No space left on device to keep it; free some space, or give another disk as data.cache_dir" in str(
+    assert "No space left on device for the cache; free some space, set data.cache_dir to another disk" in str(
         caught.value
     )
     assert left == []

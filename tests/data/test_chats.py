@@ -193,12 +193,12 @@ BAD = {
     "reasoning without a place": (
         {"messages": [*ANSWERED[:1], {**ANSWERED[1], "reasoning_content": "hm"}]},
         [],
-        ["data.chat_template=model: chats.jsonl:3: messages[1].reasoning_content: the chat template has no place"],
+        ["data.chat_template=model: chats.jsonl:3: messages[1].reasoning_content: the chat template does not support"],
     ),
     "a system prompt beside the messages": (
         {"messages": ANSWERED, "system": "You are a pirate."},
         [],
-        ["data.path=", "chats.jsonl:3: has the key 'system' beside 'messages'", "the first message"],
+        ["data.path=", "chats.jsonl:3: has the key 'system' next to 'messages'", "the first message"],
     ),
     "two formats in one file": (
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]},
@@ -394,7 +394,7 @@ def test_formats(kind: str, tmp_path: Path) -> None:
             {"prompt": "Hi", "chosen": said("Bye", "No"), "rejected": "No"},
             "chosen begins with a user message, but does not",
         ),
-        ({"chosen": said("Hi", "Yes"), "rejected": said("Bye", "No")}, "chosen and rejected answer different prompts"),
+        ({"chosen": said("Hi", "Yes"), "rejected": said("Bye", "No")}, "chosen and rejected must have the same"),
     ],
 )
 def test_pairs_that_are_none(record: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -482,12 +482,12 @@ def test_a_run_that_drops_some_of_the_data_warns(tmp_path: Path) -> None:
     longer = [{"messages": [ANSWERED[0], {"role": "assistant", "content": "Yes " * number}]} for number in (40, 400)]
     data = data_of(tmp_path, [{"messages": ANSWERED}] * 160 + longer[:1] * 4 + longer[1:])
     source = open_source(data, None, "train")
-    first, warning = source.sentence.splitlines()
+    first, warning = source.summary.splitlines()
     assert first.startswith("165 conversations, 16.7% of the tokens are targets, 5 dropped as too long (")
     assert warning.startswith("warning: 5 of 165 conversations (")
     assert warning.endswith("are not trained on; data.seq_len=128 keeps 95% of them, and data.seq_len=832 all")
     few = dataclasses.replace(data_of(tmp_path, [{"messages": ANSWERED}] * 999 + longer[:1]))
-    assert "warning" not in open_source(few, None, "train").sentence
+    assert "warning" not in open_source(few, None, "train").summary
 
 
 def test_pairs_and_held_out_chats_are_dropped_as_chats_are(tmp_path: Path) -> None:
@@ -510,28 +510,28 @@ def test_peculiarities_of_chats_are_said(tmp_path: Path) -> None:
         model = write_tokenizer(folder / "own", template)
         return open_source(
             data_of(folder, list(records), tokenizer=str(model), **settings), None, "train"
-        ).sentence.splitlines()[1:]
+        ).summary.splitlines()[1:]
 
     chat, plain = {"messages": ANSWERED}, {"prompt": "Hi", "completion": " Yes"}
     assert lines_of(CHATML, chat) == []
     assert lines_of(None, plain) == []
     (line,) = lines_of(CHATML, plain, plain)
-    assert line.startswith("note: 2 conversations are plain text, used as they are, without the chat template")
+    assert line.startswith("note: 2 conversations are plain text and used without the chat template")
     twice = {"messages": said("<|im_start|>user\nHi<|im_end|>", "Yes")}
     (line,) = lines_of(CHATML, chat, twice, chat, twice)
-    assert line.startswith("warning: 2 conversations spell <|im_")
+    assert line.startswith("warning: 2 conversations spell out <|im_")
     assert "(chats.jsonl:2, chats.jsonl:4)" in line
     assert lines_of(CHATML, {"messages": said("What is [INST]?", "Yes")}) == [], (
         "a token that the template never writes"
     )
     (line,) = lines_of(None, {"prompt": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "completion": "Yes"})
-    assert "1 conversations spell <|im_start|>" in line
+    assert "1 conversations spell out <|im_start|>" in line
     (line,) = lines_of(CHATML.partition("\n{% if add_generation_prompt")[0], chat)
     assert line.startswith(
         "the chat template ignores add_generation_prompt: the model learns to write '<|im_start|>assi"
     )
     (line,) = lines_of(CHATML.replace("<|im_end|>", " now"), chat)
-    assert line.startswith("warning: the chat template ends turns with 'now', which is not a token of its own")
+    assert line.startswith("warning: the chat template ends turns with 'now', which is not a single token")
     (line,) = lines_of("{% for m in messages %}{{ m.role + ':' + m.content + '</s>' }}{% endfor %}", chat)
     assert "'assistant:'" in line
 

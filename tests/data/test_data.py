@@ -90,16 +90,16 @@ def test_a_run_says_which_documents_of_a_text_are_left_out(tmp_path: Path) -> No
             source="tokens", path=str(path), bad=bad, seq_len=8, cache_dir=str(tmp_path / "cache"), holdout=0.2
         )
         return [
-            source.sentence for source in (open_source(data, None, "train"), open_source(data, None, "eval")) if source
+            source.summary for source in (open_source(data, None, "train"), open_source(data, None, "eval")) if source
         ]
 
     text = [json.dumps({"text": f"a text of some length, number {number}"}) for number in range(20)]
     for said in said_of("good", *text, bad="error"):
-        assert "left out" not in said
+        assert "skipped" not in said
     for said in said_of("bad", *text, '{"no": 1}', '{"text": ""}', '{"text": ""}'):
-        assert "warning: 1 of 23 documents cannot be read and were left out:\n" in said
+        assert "warning: 1 of 23 documents cannot be read and were skipped:\n" in said
         assert "bad.jsonl:21 has no such key" in said
-        assert said.endswith("\nwarning: 2 of 23 documents are empty, and left out")
+        assert said.endswith("\nwarning: 2 of 23 documents are empty, and were skipped")
 
 
 def read_all(source: Source) -> tuple[np.ndarray, np.ndarray]:
@@ -706,7 +706,7 @@ def test_a_path_that_matches_nothing_names_the_nearest_file(tmp_path: Path) -> N
     assert message.endswith(f"did you mean data.path={tmp_path}/corpus-00000.bin?")
     assert open_source(DataSection(source="tokens", path=str(tmp_path), seq_len=3), None, "train").tokenizer == "bytes"
     message = message_of(DataSection(source="tokens", path=str(tmp_path / "corpus-00000.json")))
-    assert "ends in .bin" in message
+    assert "give its .bin file" in message
     assert message.endswith("corpus-00000.bin?")
     assert "data.path=null" in message_of(DataSection(source="tokens"))
     assert open_source(DataSection(source="tokens", path=str(tmp_path / "*.bin"), seq_len=3), None, "eval") is None
@@ -775,7 +775,7 @@ def test_held_out_chats_are_others(tmp_path: Path) -> None:
     held = str(tmp_path / "held.jsonl")
     data = DataSection(source="chat", path=str(tmp_path), eval_path=held, seq_len=4)
     message = message_of(data)
-    assert f"takes in {held}, which data.eval_path holds out" in message
+    assert f"includes {held}, which data.eval_path holds out" in message
     assert message.endswith(f"data.path={tmp_path}/train.jsonl")
     mixed = dataclasses.replace(data, path={"own": str(tmp_path)}, eval_path={"own": held})
     assert "source own: data.path=" in message_of(mixed)
@@ -786,7 +786,7 @@ def test_held_out_shards_must_be_others_and_made_alike(tmp_path: Path) -> None:
     held_out = write_shards(tmp_path, DOCUMENTS, name="text-eval")
     too_wide = DataSection(source="tokens", path=str(tmp_path / "text-*.bin"), eval_path=held_out, seq_len=4)
     message = message_of(too_wide)
-    assert "takes in" in message
+    assert "includes" in message
     assert message.endswith(f"'data.path={path}'")
     assert open_source(dataclasses.replace(too_wide, path=path), 257, "eval") is not None
     same = dataclasses.replace(too_wide, path=path, eval_path=path)

@@ -210,7 +210,7 @@ def test_what_cannot_be_read_is_refused_or_left_out_and_counted(
         texts_in(tmp_path, path, bad="0.1")
     assert "a.jsonl:4: is not JSON" in str(caught.value)
     assert run(path, "--out", tmp_path / "out", "--bad", "skip") == 0
-    assert "6 of 36 documents cannot be read and were left out" in capsys.readouterr().out
+    assert "6 of 36 documents cannot be read and were skipped" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"data.bad=often: must be error, skip, or the share"):
         texts_in(tmp_path, path, bad="often")
 
@@ -221,9 +221,7 @@ def test_a_file_that_is_cut_short_is_more_than_a_document(tmp_path: Path) -> Non
     content = gzip.compress(b"".join(b'{"text": "line %d"}\n' % number for number in range(5000)))
     (tmp_path / "half.jsonl.gz").write_bytes(content[: len(content) // 2])
     for limit in ("0.5", "error"):
-        with pytest.raises(
-            UserError, match=r"half\.jsonl\.gz: cannot be read to its end (.|\n)*data\.bad=skip leaves out"
-        ):
+        with pytest.raises(UserError, match=r"half\.jsonl\.gz: cannot be read to its end (.|\n)*data\.bad=skip skips"):
             texts_in(tmp_path, tmp_path, bad=limit)
     assert texts_in(tmp_path, tmp_path, bad="skip") == ["a line"] * 50
     with pytest.raises(UserError, match=r"no readable text in it: .*half\.jsonl\.gz: cannot be read to its end"):
@@ -313,7 +311,7 @@ def test_json_that_is_no_jsonl_is_told_how_to_become_it(tmp_path: Path) -> None:
     chats = {"source": "chat", "tokenizer": "bytes"}
     for named, more in ((path, {}), (path.parent, {}), (path, chats), (path.parent, chats)):
         data = dataclasses.replace(settings(tmp_path, named), **more)  # type: ignore[arg-type]
-        with pytest.raises(UserError, match="is a JSON array; what is read is JSONL, one object per line") as error:
+        with pytest.raises(UserError, match="is a JSON array, but must be JSONL: one object per line") as error:
             open_source(data, None, "train")
         command = str(error.value).partition("to fix: ")[2]
         subprocess.run(["bash", "-c", command.replace("python", shlex.quote(sys.executable), 1)], check=True)

@@ -309,7 +309,7 @@ def test_a_mixture_goes_on_on_any_mesh_with_the_same_losses(
         (
             [phases_of(second=3)],
             r"phase 2 begins with step 2 \(code 512, web 512 of 1024\) in the checkpoint, begins with step 3"
-            r".*; `from: 2` names the step it began with, whatever train.steps is",
+            r".*; `from: 2` keeps its first step, whatever train.steps is",
         ),
         (
             ["data.phases=[]"],
@@ -375,14 +375,14 @@ def test_no_source_trains_on_what_another_holds_out(tmp_path: Path) -> None:
     held_out = {"math": str(next((tmp_path / "code").glob("*.bin")))}
     settings = [f"data.path={json.dumps(paths)}", "data.seq_len=16"]
     config = config_of(*settings, f"data.eval_path={json.dumps(held_out)}")
-    with pytest.raises(UserError, match=r"source web: data.path=.*: takes in .*, which data.eval_path .* source math"):
+    with pytest.raises(UserError, match=r"source web: data.path=.*: includes .*, which data.eval_path .* source math"):
         open_source(config.data, 257, "train")
     assert open_source(config.data, 257, "eval") is not None, "nothing is trained on"
     unused = dataclasses.replace(config.data, weights={"math": 1.0})
     assert open_source(unused, 257, "train") is not None
     for names in ("web",), ("web", "math"), ("math", "web"):
         own = config_of(*settings, f"data.eval_path={json.dumps(dict.fromkeys(names, paths['web']))}")
-        with pytest.raises(UserError, match=r"source (web|math): data.path=.*: takes in .* holds out for source"):
+        with pytest.raises(UserError, match=r"source (web|math): data.path=.*: includes .* holds out for source"):
             open_source(own.data, 257, "train")
     held_out = {"math": str(tmp_path / "code")}
     apart = [f"data.path={json.dumps({**paths, 'web': str(tmp_path / 'web')})}", "data.seq_len=16"]

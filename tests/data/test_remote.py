@@ -217,7 +217,7 @@ class _OwnCache:
 def test_what_is_needed_next_is_fetched_before_it_is_asked_for(tmp_path: Path, server: Server) -> None:
     source = opened(tmp_path, server.url)
     loader = TrainLoader(source, seed=3, global_batch_size=1, micro_batch_size=1)
-    steps, own = iter(loader.next_samples(of_all_ranks=True)[None]), slice(0, 1)
+    steps, own = iter(loader.next_samples(all_ranks=True)[None]), slice(0, 1)
     asked = threading.Event()
     server.on_request = lambda name: asked.set() if name.endswith(".bin") else None
     indices = source.follow(itertools.repeat(np.array([0])), steps, own)
@@ -283,7 +283,7 @@ PAGE = "<!DOCTYPE html><html><body>Please log in</body></html>"
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.jsonl", PAGE, r"is a web page \(HTML\), not what its name says; does the server want a login\?"),
+        ("a.jsonl", PAGE, r"is a web page \(HTML\), unlike its name; does the server require a login\?"),
         ("a.txt", f"\n  {PAGE}", r"is a web page \(HTML\)"),
         ("a.jsonl", '{"text": "one"}\n{"text": \n', r"a\.jsonl:2: is not JSON"),
     ],
@@ -408,7 +408,7 @@ class Stalling(SyntheticSource):
 @pytest.mark.parametrize("is_late", [True, False], ids=["this rank's data are late", "another rank's are"])
 def test_a_step_whose_data_do_not_come_is_left(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """However soon the next micro-batch is asked for: a rank that read it itself could not leave."""
-    monkeypatch.setattr(lifecycle, "PATIENCE_S", -1.0)
+    monkeypatch.setattr(lifecycle, "DATA_TIMEOUT_S", -1.0)
     monkeypatch.setattr("trainer.data.loader._IDLE_CALLER_S", math.inf)
     come, asked, said = threading.Event(), threading.Event(), []
     source = Stalling(come)

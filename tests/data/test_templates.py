@@ -62,7 +62,7 @@ BROKEN: dict[str, tuple[str | bytes, str]] = {
     "json of what is none": ("{{ cycler | tojson }}", "TypeError"),
     "empty": ("", "is empty"),
     "white space": (" \n\t\n", "is empty"),
-    "nothing of the messages": ("{{ 'Hello' }}", "leaves this message out"),
+    "nothing of the messages": ("{{ 'Hello' }}", "omits this message"),
     "not UTF-8": (b"\xff\xfe{{ messages }}", "not UTF-8"),
     "binary": (bytes(range(256)) * 64, "not UTF-8"),
     "100 MB": (b" " * 100_000_000, "100,000,000 bytes"),

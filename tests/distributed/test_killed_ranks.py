@@ -22,7 +22,7 @@ from trainer.distributed.dead_ranks import (
     is_lost_connection,
     this_process,
 )
-from trainer.lifecycle.folder import FolderLock, note_end
+from trainer.lifecycle.folder import FolderLock, record_end
 
 MLP = [
     "recipe=llama_small",
@@ -104,7 +104,7 @@ def status_after(folder: Path, status: dict[str, Any] | None, before: dict[str, 
     path = folder / "status.json"
     if status is not None:
         path.write_text(json.dumps(status))
-    note_end(folder, before, 7, "rank 1 was killed")
+    record_end(folder, before, 7, "rank 1 was killed")
     return json.loads(path.read_text()) if path.exists() else {}
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from trainer.recipes.llama.config import LlamaConfig
 
 from trainer import Recipe, RunConfig, Trainer, register
-from trainer.sequence import whole
+from trainer.sequence import full_sequences
 
 
 @dataclass
@@ -278,7 +278,7 @@ def attending_within_slices(config: LlamaConfig) -> nn.Module:
 
     model = Llama(config)
     for layer in model.layers:
-        layer.attention.forward = whole()(layer.attention.forward)  # type: ignore[method-assign]
+        layer.attention.forward = full_sequences()(layer.attention.forward)  # type: ignore[method-assign]
     return model
 
 

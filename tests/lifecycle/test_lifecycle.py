@@ -113,7 +113,7 @@ class Run:
             saver=saver,
             forecast=forecast,
         )
-        self.life = Lifecycle(parts, None, None, started=0.0)
+        self.life = Lifecycle(parts, None, None, start_time=0.0)
 
     def say(self, text: str) -> None:
         self.said.append(text)
@@ -228,7 +228,7 @@ def test_closing_twice_ends_once(run: Run) -> None:
 
 def test_what_hangs_leaves_word_first(run: Run) -> None:
     run.begin()
-    run.life.give_up("watchdog: rank 0 stood still")
+    run.life.main_thread_hung("watchdog: rank 0 stood still")
     assert run.said[0] == "status failed 1 watchdog: rank 0 stood still", "what follows may hang too"
     assert run.life.phase == "ended"
 
@@ -295,7 +295,7 @@ def test_the_command_of_the_end_is_told_once(run: Run, monkeypatch: pytest.Monke
     config = run.life._config
     run.life._config = dataclasses.replace(config, run=dataclasses.replace(config.run, on_end="true"))
     run.begin()
-    run.life.give_up("hangs")
+    run.life.main_thread_hung("hangs")
     run.life.fail(ConnectionError("the others have left"))
     assert told == ["true"]
 

@@ -169,22 +169,22 @@ def owner_of(folder: Path) -> FolderLock:
 def test_what_happened_to_a_folder(tmp_path: Path) -> None:
     folder, other = tmp_path / "a", tmp_path / "b"
     owner = owner_of(folder)
-    assert owner.look() is None
+    assert owner.find_loss() is None
     folder.rename(other)
-    loss = owner.look()
+    loss = owner.find_loss()
     assert loss is not None
     assert (loss.moved_to, loss.what) == (other, f"was renamed to {other}")
     folder.mkdir()
-    loss = owner.look()
+    loss = owner.find_loss()
     assert loss is not None
     assert loss.what == f"was renamed to {other}"
     folder.rmdir()
     other.rename(folder)
-    assert owner.look() is None, "it is back"
+    assert owner.find_loss() is None, "it is back"
     (folder / ".owner.json").unlink()
-    assert owner.look() is None, "the same folder"
+    assert owner.find_loss() is None, "the same folder"
     folder.rmdir()
-    loss = owner.look()
+    loss = owner.find_loss()
     assert loss is not None
     assert (loss.moved_to, loss.what) == (None, "was deleted")
     owner.release()
@@ -201,7 +201,7 @@ def test_storage_that_does_not_answer_is_no_loss(tmp_path: Path, monkeypatch: py
         return stat(path, **options)
 
     monkeypatch.setattr("trainer.lifecycle.folder.os.stat", away)
-    assert owner.look() is None
+    assert owner.find_loss() is None
     monkeypatch.undo()
     owner.release()
 
@@ -213,7 +213,7 @@ def test_an_owner_who_was_taken_for_dead_says_who_is_there_now(
     codes: list[int] = []
     monkeypatch.setattr("trainer.lifecycle.folder.os._exit", codes.append)
     owner = owner_of(tmp_path / "a")
-    other = owner._own | {"pid": 4711, "host": "elsewhere", "token": "other", "since": "yesterday"}
+    other = owner._identity | {"pid": 4711, "host": "elsewhere", "token": "other", "since": "yesterday"}
     (tmp_path / "a" / ".owner.json").write_text(json.dumps(other))
     wait_until(lambda: codes, "it gives way", 30)
     owner.release()

@@ -25,7 +25,7 @@ from trainer import Trainer, load_config
 from trainer.checkpoint.storage import open_storage
 from trainer.config.resolve import relocated
 from trainer.errors import UserError
-from trainer.lifecycle.folder import FolderLock, _start_of, is_owned
+from trainer.lifecycle.folder import FolderLock, _process_start_time, is_owned
 
 TINY = tiny_overrides(
     "model.num_kv_heads=2",
@@ -441,7 +441,7 @@ def test_a_copy_of_a_run_that_goes_on_is_free(tmp_path: Path) -> None:
     running = FolderLock(tmp_path / "a", "run.dir")
     running.acquire()
     owner = json.loads((tmp_path / "a" / ".owner.json").read_text())
-    owner |= {"pid": os.getppid(), "started": _start_of(os.getppid())}  # any that is alive, but this one
+    owner |= {"pid": os.getppid(), "started": _process_start_time(os.getppid())}  # any that is alive, but this one
     (tmp_path / "a" / ".owner.json").write_text(json.dumps(owner))
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     assert is_owned(tmp_path / "a")

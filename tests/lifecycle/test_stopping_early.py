@@ -119,8 +119,8 @@ def test_from_the_first_step_on_a_signal_only_asks() -> None:
     before = signal.getsignal(signal.SIGTERM)
     request.install()
     try:
-        request.stop_promptly()
-        request.stop_in_order()
+        request.enable_prompt_stop()
+        request.disable_prompt_stop()
         signal.raise_signal(signal.SIGTERM)
         stop_if_asked()
         assert request.reason() == "SIGTERM"
@@ -189,7 +189,7 @@ def test_tokenized_chats_are_continued(damage: str, tmp_path: Path, monkeypatch:
     monkeypatch.setattr("trainer.data.chat.store._PART_S", 0.0)
     with pytest.raises(StopRequested) as raised:
         open_chats(data, None, "train")
-    assert "20 conversations are tokenized" in raised.value.kept
+    assert "20 conversations are tokenized" in raised.value.note
     parts = sorted((tmp_path / "cache").glob("*.part-*"))
     assert len(parts) == 20
     if damage != "none":
@@ -218,9 +218,9 @@ def test_parts_of_tokenized_chats_that_nobody_continues_are_removed(tmp_path: Pa
 def test_turns_behind_the_end_of_a_sequence_are_not_rendered(tmp_path: Path) -> None:
     """A conversation of 4,000 turns is cut to 24 tokens: in a second, where it took minutes."""
     data = chats(tmp_path, 1)
-    from trainer.data.chat.source import encoder_of
+    from trainer.data.chat.source import make_encoder
 
-    encoder = encoder_of(data)
+    encoder = make_encoder(data)
     template = encoder._template
     assert template is not None
     render, rendered = template.render, [0]

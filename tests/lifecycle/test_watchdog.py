@@ -29,7 +29,7 @@ from trainer.lifecycle.watchdog import (
     CollectiveProgress,
     RankStatus,
     Watchdog,
-    _lines,
+    _stack_lines,
     find_stragglers,
     is_stuck,
     progress_of,
@@ -117,7 +117,10 @@ def test_a_stack_begins_at_the_training_loop() -> None:
     """The frames that call `fit`, those of a launcher and of the command line, say nothing about a rank."""
     inside: dict[str, Any] = {}
     exec(compile("def fit(inner):\n    return inner()", trainer.trainer.__file__, "exec"), inside)
-    assert [line.rpartition(" ")[2] for line in inside["fit"](lambda: _lines(sys._getframe()))] == ["fit", "<lambda>"]
+    assert [line.rpartition(" ")[2] for line in inside["fit"](lambda: _stack_lines(sys._getframe()))] == [
+        "fit",
+        "<lambda>",
+    ]
 
 
 @pytest.mark.slow
@@ -229,7 +232,7 @@ def test_limits(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def after(seconds: float) -> str:
         clock[0] += seconds
-        return dog._overdue()
+        return dog._describe_expired_limit()
 
     dog.begin_step(1)
     assert after(299) == ""
@@ -264,18 +267,18 @@ def test_every_update_but_the_first_has_the_shorter_limit(dog: Watchdog, monkeyp
     for step in (1, 2, 3):
         dog.begin_step(step)
         clock[0] += 51
-        found.append(dog._overdue())
+        found.append(dog._describe_expired_limit())
         dog.end_step(1)
     assert found == ["", *["no progress within run.step_timeout_s, 50 s"] * 2]
 
 
 def test_who_is_saving_within_the_limit_is_waited_for(dog: Watchdog, capsys: pytest.CaptureFixture[str]) -> None:
     dog._world.messages = TimedStore(HashStore(), 5.0)  # type: ignore[misc]
-    dog._watched = threading.get_ident()
+    dog._main_thread = threading.get_ident()
     with dog.during("save"):
         dog._report("another rank waits for this one")
         assert dog._round == 1
-        assert not dog._is_asked(), "next time there is a question of its own"
+        assert not dog._is_report_requested(), "next time there is a question of its own"
     assert capsys.readouterr().err == ""
 
 
@@ -352,7 +355,7 @@ def test_waiting_for_the_device_is_waiting(dog: Watchdog, monkeypatch: pytest.Mo
     frame = SimpleNamespace(f_code=code, f_lineno=1, f_back=None)
     monkeypatch.setattr("trainer.lifecycle.watchdog.read_record", lambda: record("started", completed=0, enqueued=2))
     monkeypatch.setattr("sys._current_frames", lambda: {1: frame})
-    dog._watched = 1
+    dog._main_thread = 1
     found = dog.status("asked")
     assert (found.phase, found.is_waiting, found.collectives) == ("device", True, [0, 0, 2])
     assert found.device == "all_gather_base number 1 of group 1 (shard)"

@@ -108,6 +108,6 @@ def test_a_loader_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             return (batch for batch in super().build_loader())
 
     facts = started(tiny_config(tmp_path / "run", "train.steps=1"), capsys, Own)
-    assert facts["tokenizer"] == "bytes (data.tokenizer; the samples come from a loader of your own)"
-    assert "the samples come from your own loader" in facts["data"]
+    assert facts["tokenizer"] == "bytes (data.tokenizer; the samples come from a custom loader)"
+    assert "the samples come from a custom loader" in facts["data"]
     assert all(facts[name] for name in FACTS)

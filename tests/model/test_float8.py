@@ -102,7 +102,7 @@ def test_a_plan_needs_no_torchao_and_counts_what_float8_saves(capsys: pytest.Cap
 def test_layers_of_the_blocks_are_replaced_and_names_stay(way: str) -> None:
     model, blocks = small_llama()
     names, head = list(model.state_dict()), type(model.head.output)  # type: ignore[union-attr]
-    assert apply_float8(blocks, way, "cpu", emulates=True) == 2 * 7
+    assert apply_float8(blocks, way, "cpu", emulate=True) == 2 * 7
     assert list(model.state_dict()) == names
     assert type(model.head.output) is head  # type: ignore[union-attr]
     assert type(model.layers[0].attention.wq).__name__ == "Float8Linear"  # type: ignore[union-attr, index]
@@ -116,10 +116,10 @@ class _Own(nn.Linear):
 @needs_torchao
 def test_what_cannot_be_replaced_stays() -> None:
     block = nn.Sequential(nn.Linear(16, 24), _Own(16, 16), nn.Linear(16, 32))
-    assert apply_float8([block], "tensorwise", "cpu", emulates=True) == 1
+    assert apply_float8([block], "tensorwise", "cpu", emulate=True) == 1
     assert [type(child).__name__ for child in block] == ["Linear", "_Own", "Float8Linear"]
     with pytest.raises(UserError, match="no block has a linear layer with sizes that are multiples of 16"):
-        apply_float8([nn.Sequential(nn.Linear(16, 24))], "tensorwise", "cpu", emulates=True)
+        apply_float8([nn.Sequential(nn.Linear(16, 24))], "tensorwise", "cpu", emulate=True)
 
 
 def train(folder: Path, runs: list[list[str]]) -> list[dict[str, Any]]:
@@ -130,7 +130,7 @@ def train(folder: Path, runs: list[list[str]]) -> list[dict[str, Any]]:
 
     dist.init_process_group("gloo")
     found = []
-    with mock.patch("trainer.model.shard.apply_float8", functools.partial(apply_float8, emulates=True)):
+    with mock.patch("trainer.model.shard.apply_float8", functools.partial(apply_float8, emulate=True)):
         for number, own in enumerate(runs):
             trainer = Trainer(tiny(folder / str(number), "train.steps=10", *own))
             before = {name: local(p).detach().clone() for name, p in trainer.model.named_parameters()}

@@ -279,7 +279,7 @@ def test_generate_is_the_librarys(folders: Any, tokens: torch.Tensor) -> None:
     how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = there.generate(tokens[:1], **how)
     assert torch.equal(model.generate(tokens[:1], **how), expected)
-    reader = TextGenerator(model, torch.device("cpu"), "bytes", "model", {}).read()
+    reader = TextGenerator(model, torch.device("cpu"), "bytes", "model", {}).build_decoder()
     assert [*generate_tokens(reader, tokens[0].tolist(), 8, GREEDY, torch.Generator())] == expected[0, -8:].tolist()
 
 
@@ -455,7 +455,7 @@ def test_without_the_library_it_is_one_message(folders: Any, monkeypatch: pytest
     config, recipe = config_of(folders("llama")), find_recipe("hf")
     assert recipe.check is not None
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(UserError, match=r"needs the library transformers: pip install 'meshtrainer\[transformers\]'"):
+    with pytest.raises(UserError, match=r"needs the transformers library: pip install 'meshtrainer\[transformers\]'"):
         recipe.check(config)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.57.1")
     with pytest.raises(UserError, match=r"needs transformers 5 or later; 4\.57\.1 is installed"):

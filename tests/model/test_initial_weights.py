@@ -87,7 +87,7 @@ def part_of(init: Callable[[Layer], None], rows: slice, seed: int = 7) -> dict[s
         if drawn is None:
             kept[name] = whole[rows].clone()
         else:
-            kept[name] = drawn.part(rows.start * COLUMNS, rows.stop * COLUMNS).view(-1, COLUMNS)
+            kept[name] = drawn.draw(rows.start * COLUMNS, rows.stop * COLUMNS).view(-1, COLUMNS)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(materialize, "_copy_shard", keep)
@@ -119,8 +119,8 @@ def test_threads_share_a_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = torch.empty(16 * 1000).normal_(0.5, 2.0, generator=generator)
     monkeypatch.setattr(materialize, "_PIECE_ELEMENTS", 16 * 37)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert torch.equal(drawn.part(0, 16_000), expected)
-    assert torch.equal(drawn.part(777, 15_555), expected[777:15_555])
+    assert torch.equal(drawn.draw(0, 16_000), expected)
+    assert torch.equal(drawn.draw(777, 15_555), expected[777:15_555])
 
 
 def test_what_is_left_unfilled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,7 +164,7 @@ def after_an_error() -> tuple[str, bool]:
 @pytest.mark.slow
 def test_after_a_failed_pass_no_gradient_is_left_unaveraged() -> None:
     for message, is_fine in run_ranks(2, after_an_error):
-        assert "the backward pass before did not end" in message
+        assert "the previous backward pass did not finish" in message
         assert is_fine
 
 

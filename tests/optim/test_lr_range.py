@@ -198,7 +198,7 @@ def test_it_is_told_of_a_failure_and_its_own_changes_nothing(
 
 @pytest.mark.slow
 def test_a_command_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifecycle, "LIMIT_S", 0.1)
+    monkeypatch.setattr(lifecycle, "END_COMMAND_TIMEOUT_S", 0.1)
     assert "took more than" in lifecycle.run_end_command("sleep 100 & wait", {})
 
 
@@ -215,7 +215,7 @@ def test_a_command_that_hangs_is_ended_though_its_run_was_killed(tmp_path: Path)
 
 
 def _tell(command: str) -> int:
-    lifecycle.LIMIT_S, lifecycle._GRACE_S = 1000.0, -999.0  # only what limits it from outside does
+    lifecycle.END_COMMAND_TIMEOUT_S, lifecycle._GRACE_S = 1000.0, -999.0  # only what limits it from outside does
     lifecycle.run_end_command(command, {})
     return 0
 

@@ -319,8 +319,8 @@ def test_step_sides_that_there_are_not() -> None:
 
     assert refused("clip").endswith("did you mean --against=clip-torch?")
     assert "key=value" in refused("nothing like it")
-    assert "another amount of work" in refused("model.dim=64")
-    assert refused("train.steps=4") == "--against=train.steps=4: train.steps is set by the bench itself"
+    assert "changes the amount of work" in refused("model.dim=64")
+    assert refused("train.steps=4") == "--against=train.steps=4: train.steps is set by the benchmark itself"
     assert refused("train.compil=true").endswith("did you mean train.compile=true?")
     assert refused("train.micro_batch_size=3").startswith("train.")
     for side in (bench.step.HANDWRITTEN, "ddp", *bench.step.VARIANTS, "train.micro_batch_size=1"):

@@ -64,13 +64,13 @@ def test_checkpoints_are_listed_within_the_terminal(
     fields = {"bytes": 2**30, "created": 0.0, "mesh": "replicate 2 x shard 4", "torch": "2.13.0+cpu"}
     entries = [
         CheckpointEntry(name="step_00000100", state="verified", evaluation={"loss": 1.25}, is_best=True, **fields),
-        CheckpointEntry(name="step_00000200", state="set aside", **fields),
+        CheckpointEntry(name="step_00000200", state="quarantined", **fields),
     ]
     checkpoints._show_list("runs/mine/checkpoints", entries)  # type: ignore[arg-type]
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns
     assert "\u2026" not in "".join(lines)
-    for text in ("step_00000100", "verified", "1.2500 best", "step_00000200", "set aside"):
+    for text in ("step_00000100", "verified", "1.2500 best", "step_00000200", "quarantined"):
         assert text in " ".join(map(str.strip, lines))
 
 

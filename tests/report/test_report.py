@@ -19,7 +19,7 @@ import pytest
 
 from tests.helpers.faults import Fault, start
 from trainer import UserError
-from trainer.distributed.environment import SPAWNED_BY_US, STARTED, note_start, take_start
+from trainer.distributed.environment import SPAWNED_BY_US, STARTED, record_start_time, take_start_time
 from trainer.metrics.goodput import Goodput, TimeLedger, find_goodput
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import JsonLines
@@ -165,11 +165,11 @@ def test_a_clock_that_goes_back_makes_nothing_negative() -> None:
 
 def test_the_start_is_the_commands_and_is_taken_once() -> None:
     env: dict[str, str] = {}
-    note_start(12.5, env)
-    assert (take_start(env), take_start(env)) == (12.5, None)
+    record_start_time(12.5, env)
+    assert (take_start_time(env), take_start_time(env)) == (12.5, None)
     worker = {SPAWNED_BY_US: "2", STARTED: "7.25"}
-    note_start(12.5, worker)
-    assert take_start(worker) == 7.25, "a worker began with the command that started it"
+    record_start_time(12.5, worker)
+    assert take_start_time(worker) == 7.25, "a worker began with the command that started it"
 
 
 @pytest.mark.slow

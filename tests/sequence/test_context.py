@@ -25,7 +25,7 @@ from trainer.data.opening import open_source
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan, planned
 from trainer.plan.search import fastest_choice, remedies
-from trainer.sequence import Documents, attend, attention, positions, sliced
+from trainer.sequence import Documents, attend, attention, positions, use_slices
 
 CAMPAIGN = pytest.mark.campaign
 GATHER, HEADS = "mesh.context_method=gather", "mesh.context_method=heads"
@@ -72,7 +72,7 @@ def test_a_slice_attends_to_its_whole_sequence(
     monkeypatch.setattr(attention, "gather_parts", lambda part, num_parts, group: parts)
     found = []
     for each in every:
-        with sliced(each):
+        with use_slices(each):
             documents = None if lengths is None else Documents.of(numbers(lengths))
             q, k, v = (part_of(each, tensor, 2) for tensor in whole)
             found.append(attend(q, k, v, documents))
@@ -366,5 +366,5 @@ def test_a_recipe_that_mixes_tokens_elsewhere_is_refused(recipe: str, tmp_path: 
     ran = run_command(tmp_path / "run", "recipe=llama_small", *model, *settings)
     assert ran.exit_code == 2, ran.stderr
     assert "mixes or counts tokens outside trainer.sequence" in ran.stderr
-    assert re.search(r"tokens is [\d.]+ in the whole and [\d.]+ in slices", ran.stderr)
+    assert re.search(r"tokens is [\d.]+ on full sequences and [\d.]+ on slices", ran.stderr)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -613,7 +613,7 @@ def test_folders_that_cannot_be_read(how: str, message: str, tmp_path: Path) -> 
         ({"hidden_act": "gelu"}, "hidden_act='gelu': recipe 'llama' only supports 'silu'"),
         ({"attention_bias": True}, "attention_bias=True: recipe 'llama' only supports False"),
         ({"head_dim": 16}, "head_dim=16: must be hidden_size / num_attention_heads"),
-        ({"rope_scaling": {"type": "yarn"}}, "rope_type=yarn: this recipe has only default and llama3"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_type=yarn: this recipe supports only default and llama3"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: this recipe rotates full heads"),
         ({"num_attention_heads": 3, "head_dim": None}, "num_attention_heads=3: must divide the width, 32"),
         ({"hidden_size": None}, "has no 'hidden_size'"),

@@ -45,7 +45,7 @@ def stored_value(stored_yaml: str, key: str) -> object:
 
 
 def _stored_section(stored: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the keys of a section; those of a subsection as `muon.variant`."""
+    """Return the keys of a section, with those of subsections in the form `muon.variant`."""
     section = stored.get(name)
     flat: dict[str, Any] = {}
     for key, value in section.items() if isinstance(section, dict) else ():
@@ -67,25 +67,25 @@ def compare_stored(before_yaml: str, after_yaml: str) -> list[str]:
     for section in dataclasses.fields(RunConfig):
         old, new = (_stored_section(stored, section.name) for stored in (before, after))
         for name in dict.fromkeys([*new, *old]):
-            other = new.get(name, old.get(name))
-            default = _default_of(getattr(defaults, section.name), name, other)
-            was, now = old.get(name, default), new.get(name, default)
-            if not _means_the_same(f"{section.name}.{name}", was, now):
-                lines.append(f"{section.name}.{name}: {was} -> {now}")
+            fallback = new.get(name, old.get(name))
+            default = _default_of(getattr(defaults, section.name), name, fallback)
+            old_value, new_value = old.get(name, default), new.get(name, default)
+            if not _are_equivalent(f"{section.name}.{name}", old_value, new_value):
+                lines.append(f"{section.name}.{name}: {old_value} -> {new_value}")
     return lines
 
 
-def _default_of(section: Any, name: str, otherwise: Any) -> Any:
-    """Return the default of a section's key, or `otherwise` if it has none or its default is None."""
+def _default_of(section: Any, name: str, fallback: Any) -> Any:
+    """Return the default of a section's key, or `fallback` if it has none or its default is None."""
     subsection, _, name = name.rpartition(".")
     section = getattr(section, subsection) if subsection else section
     fields = dataclasses.fields(section) if section is not None else ()
-    declared = next((each for each in fields if each.name == name), None)
+    declared = next((item for item in fields if item.name == name), None)
     if declared is None:
-        return otherwise
+        return fallback
     if declared.default_factory is not dataclasses.MISSING:
         return plain_lists(declared.default_factory())
-    return otherwise if declared.default in (dataclasses.MISSING, None) else plain_lists(declared.default)
+    return fallback if declared.default in (dataclasses.MISSING, None) else plain_lists(declared.default)
 
 
 def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], list[str]]:
@@ -101,34 +101,34 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
     if before not in (name, None) and {"model", "model.name"}.isdisjoint(config.checkpoint.allow_changes):
         return [f"model.name: {before} in the checkpoint, {name} now"], []
     refused: list[str] = []
-    free: list[str] = []
+    permitted: list[str] = []
     now = config.to_dict()
     for section in now:
         for name, value in _stored_section(now, section).items():
             key = f"{section}.{name}"
-            # A checkpoint older than the key: the default is the behaviour it was written with.
+            # A checkpoint without the key is older, and its run behaved as the default does.
             before = _stored_section(stored, section).get(name, _default_of(getattr(config, section), name, value))
-            if _means_the_same(key, before, value) or key.startswith(_NOT_REPORTED):
+            if _are_equivalent(key, before, value) or key.startswith(_NOT_REPORTED):
                 continue
-            fixed = key.startswith(_FIXED_ON_RESUME) and key not in _FREE_ON_RESUME
+            is_fixed = key.startswith(_FIXED_ON_RESUME) and key not in _FREE_ON_RESUME
             line = f"{key}: {before} in the checkpoint, {value} now"
             is_allowed = not {key, section}.isdisjoint(config.checkpoint.allow_changes)
-            (refused if fixed and not is_allowed else free).append(line)
-    return refused, free
+            (refused if is_fixed and not is_allowed else permitted).append(line)
+    return refused, permitted
 
 
-def _means_the_same(key: str, before: Any, now: Any) -> bool:
+def _are_equivalent(key: str, before: Any, now: Any) -> bool:
     """Return whether two values of a key are equivalent: `data.too_long=auto` drops what `drop` does, or refuses."""
-    is_same = bool(_same_data(before) == _same_data(now))
+    is_same = bool(_without_credentials(before) == _without_credentials(now))
     return is_same or (key == "data.too_long" and {before, now} == {"auto", "drop"})
 
 
-def _same_data(value: Any) -> Any:
-    """Return a value with its URLs stripped of credentials: a renewed token or signature still names the same data."""
+def _without_credentials(value: Any) -> Any:
+    """Return a value without the credentials in its URLs: a renewed token or signature refers to the same data."""
     if isinstance(value, dict):
-        return {name: _same_data(item) for name, item in value.items()}
+        return {name: _without_credentials(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_same_data(item) for item in value]
+        return [_without_credentials(item) for item in value]
     return without_credentials(value) if isinstance(value, str) else value
 
 
@@ -140,4 +140,6 @@ def _check_kind(config: RunConfig, stored: Mapping[str, Any]) -> None:
         raise setting_error("schedule.name", now, rule, fix=fix)
     if now == "range" and not is_test:
         rule = "this checkpoint is from a training run, which a learning-rate range test cannot resume"
-        raise setting_error("schedule.name", now, rule, fix="leave out checkpoint.resume: a range test starts anew")
+        raise setting_error(
+            "schedule.name", now, rule, fix="leave out checkpoint.resume: a range test always starts over"
+        )

@@ -19,7 +19,7 @@ from trainer.recipe import all_recipes
 # Arguments
 
 _MAX_PROCESSES = 1024
-"""More processes than any machine can run."""
+"""Upper limit, which no machine reaches."""
 ALLOW_IMPORT = "--allow-import"
 _OPTIONS = ("--help", "--version", "--print-config", "--why", "--dry-run")
 
@@ -37,7 +37,7 @@ class Arguments:
     sections: list[str] = field(default_factory=list)
     """Sections for which `--help` is requested; empty for all."""
 
-    def asks_for(self, option: str) -> bool:
+    def has_option(self, option: str) -> bool:
         """Return whether an option such as `--help` was given."""
         return option in self.options
 
@@ -47,52 +47,52 @@ def parse(argv: Sequence[str]) -> Arguments:
 
     Raises UserError for an argument of an unknown form.
     """
-    argv, named = list(argv), dict[str, str]()
+    argv, assignments = list(argv), dict[str, str]()
     options, overrides, sections = set(), [], []
     argv, allow_import = split_allow_import(argv)
     wants_help = "--help" in argv or "-h" in argv
-    for place, argument in enumerate(argv):
+    for index, argument in enumerate(argv):
         key, equals, value = argument.partition("=")
         if argument in (*_OPTIONS, "-h"):
             options.add("--help" if argument == "-h" else argument)
         elif argument.startswith(DASHES):
             raise unknown_option(argument, _OPTIONS, declared_keys())
         elif key in ("recipe", "nproc") and equals:
-            named[key] = value
+            assignments[key] = value
         elif wants_help and not equals:
             sections.append(argument)
         elif not equals or not key:
             has_recipe = any(word.startswith("recipe=") for word in argv)
-            raise unexpected_argument(argv, place, recipe_files(), has_recipe, _OPTIONS)
+            raise unexpected_argument(argv, index, recipe_files(), has_recipe, _OPTIONS)
         else:
             overrides.append(argument)
-    nproc = _parse_nproc(named["nproc"]) if "nproc" in named else None
+    nproc = _parse_nproc(assignments["nproc"]) if "nproc" in assignments else None
     if "--why" in options and options.isdisjoint(("--print-config", "--help", "--version")):
         raise UserError("--why: explains the output of --print-config\n  to fix: add --print-config, or leave it out")
-    return Arguments(named.get("recipe"), overrides, nproc, frozenset(options), allow_import, sections)
+    return Arguments(assignments.get("recipe"), overrides, nproc, frozenset(options), allow_import, sections)
 
 
 def split_allow_import(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the other arguments, and the modules named by `--allow-import MODULE`, which may be repeated."""
-    rest, modules, words = list[str](), list[str](), iter(argv)
-    for word in words:
-        name, equals, value = word.partition("=")
+    """Return the arguments besides `--allow-import MODULE`, which may be repeated, and the modules that it names."""
+    others, modules, arguments = list[str](), list[str](), iter(argv)
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
         if name != ALLOW_IMPORT:
-            rest.append(word)
+            others.append(argument)
             continue
-        module = value if equals else next(words, "")
+        module = value if equals else next(arguments, "")
         if not module or module.startswith("-") or "=" in module:
             raise UserError(f"{ALLOW_IMPORT}: needs the name of a module\n  for example: {ALLOW_IMPORT} my_models")
         modules.append(module)
-    return rest, modules
+    return others, modules
 
 
 def no_recipe(usage: str, overrides: Collection[str]) -> UserError:
     """Return the error for a command line without a recipe.  `usage` is included in the message."""
     files = sorted(recipe_files())
-    given = dict(override.partition("=")[::2] for override in overrides)
-    meant = nearest(given.get("model.name", ""), files) if "model.name" in given else None
-    advice = f"did you mean recipe={meant}?" if meant else "for example: recipe=llama_small"
+    settings = dict(override.partition("=")[::2] for override in overrides)
+    suggestion = nearest(settings.get("model.name", ""), files) if "model.name" in settings else None
+    advice = f"did you mean recipe={suggestion}?" if suggestion else "for example: recipe=llama_small"
     return UserError(f"recipe=NAME is missing\n  {advice}\n{usage}\nrecipes: {', '.join(files)}")
 
 
@@ -151,10 +151,10 @@ def full_help(sections: Sequence[str] = (), config: RunConfig | None = None) -> 
     known = [section.name for section in dataclasses.fields(RunConfig)]
     for name in sections:
         if name not in known:
-            of_key = (key.partition(".")[0] for key in declared_keys() if name in (key, key.partition(".")[2]))
-            best = next(of_key, None) or nearest(name, known)
-            meant = f"did you mean --help {best}?" if best else f"the sections are: {', '.join(known)}"
-            raise UserError(f"--help {name}: no such section\n  {meant}")
+            sections_of_key = (key.partition(".")[0] for key in declared_keys() if name in (key, key.partition(".")[2]))
+            suggestion = next(sections_of_key, None) or nearest(name, known)
+            advice = f"did you mean --help {suggestion}?" if suggestion else f"the sections are: {', '.join(known)}"
+            raise UserError(f"--help {name}: no such section\n  {advice}")
     parts = [] if sections else [USAGE, recipe_list(), _COMMANDS]
     known.sort(key=lambda name: _MOST_USED.index(name) if name in _MOST_USED else len(_MOST_USED))
     for name in sections or known:
@@ -169,17 +169,17 @@ def full_help(sections: Sequence[str] = (), config: RunConfig | None = None) -> 
 def _section(title: str, owner: type, model: type | None, config: RunConfig | None) -> str:
     prefix = "model" if model else title
     keys = {k: f for k, f in declared_keys(model).items() if k.startswith(f"{prefix}.")}
-    doc = (owner.__doc__ or "").partition("\n")[0]
-    lines = [f"{title}: {doc}"]
+    docstring = (owner.__doc__ or "").partition("\n")[0]
+    lines = [f"{title}: {docstring}"]
     for key, item in keys.items():
         meaning = item.metadata.get("meaning", "a registered model" if key == "model.name" else "")
-        default = "(none)" if item.default is dataclasses.MISSING else _written(item.default)
-        here = "" if config is None else f"; here {_written(operator.attrgetter(key)(config))}"
-        lines.append(f"  {key}  [{type_name(item.type)}; default {default}{here}]\n      {meaning}")
+        default = "(none)" if item.default is dataclasses.MISSING else _format(item.default)
+        current_value = "" if config is None else f"; here {_format(operator.attrgetter(key)(config))}"
+        lines.append(f"  {key}  [{type_name(item.type)}; default {default}{current_value}]\n      {meaning}")
     return "\n".join(lines) + "\n"
 
 
-def _written(value: object) -> str:
+def _format(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -198,38 +198,39 @@ _MAX_INDENT = 36
 
 
 def explained_yaml(config: RunConfig, origins: Mapping[str, str]) -> str:
-    """Return the YAML of `config.to_yaml()` with a comment on each key that is not at its default: where it came from.
+    """Return the YAML of `config.to_yaml()` with a comment on the origin of each value that is not a default.
 
-    origins: what `load_with_origins` recorded.  The comments are aligned; one that would pass column 100 is above its
-    key.  Comments change no value, so the text can be used as a recipe file.
+    origins: `Resolution.origins`, from `load_with_origins`.  The comments are aligned; one that would pass column 100
+    is above its key.  Comments change no value, so the text can be used as a recipe file.
     """
     text = config.to_yaml()
     lines, keys = text.rstrip("\n").split("\n"), declared_keys(type(config.model))
-    found: list[tuple[int, int | None, str]] = []
+    comments: list[tuple[int, int | None, str]] = []
     for section, values in yaml.compose(text).value:
         for key, name, value in _nodes(section.value, values):
-            here = operator.attrgetter(key)(config)
+            current = operator.attrgetter(key)(config)
             item = keys[key]
-            make = item.default_factory
-            default = item.default if make is dataclasses.MISSING else make()
-            if key != "model.name" and plain_lists(here) == plain_lists(default):
+            factory = item.default_factory
+            default = item.default if factory is dataclasses.MISSING else factory()
+            if key != "model.name" and plain_lists(current) == plain_lists(default):
                 continue
-            first: int = name.start_mark.line
-            last: int | None = first
-            if isinstance(value, yaml.ScalarNode):  # a comment cannot be inside of a text of several lines
-                last = None if value.style in ("|", ">") else value.end_mark.line
-            found.append((first, last, _comment(origins.get(key, "unknown"))))
-    widths = [len(lines[last]) + 2 for _, last, _ in found if last is not None]
+            first_line: int = name.start_mark.line
+            last_line: int | None = first_line
+            if isinstance(value, yaml.ScalarNode):  # no comments inside multi-line strings
+                last_line = None if value.style in ("|", ">") else value.end_mark.line
+            comments.append((first_line, last_line, _comment(origins.get(key, "unknown"))))
+    widths = [len(lines[last_line]) + 2 for _, last_line, _ in comments if last_line is not None]
     indent = max((width for width in widths if width <= _MAX_INDENT), default=0)
-    above: dict[int, str] = {}
-    for first, last, comment in found:
-        line = "" if last is None else f"{lines[last] + '  ':<{indent}}{comment}"
-        if last is None or len(line) > _MAX_COLUMNS:
-            above[first] = f"  {comment}"
+    lines_above: dict[int, str] = {}
+    for first_line, last_line, comment in comments:
+        line = "" if last_line is None else f"{lines[last_line] + '  ':<{indent}}{comment}"
+        if last_line is None or len(line) > _MAX_COLUMNS:
+            lines_above[first_line] = f"  {comment}"
         else:
-            lines[last] = line
+            lines[last_line] = line
     return "".join(
-        f"{above[number]}\n{line}\n" if number in above else f"{line}\n" for number, line in enumerate(lines)
+        f"{lines_above[number]}\n{line}\n" if number in lines_above else f"{line}\n"
+        for number, line in enumerate(lines)
     )
 
 
@@ -244,10 +245,10 @@ def _nodes(prefix: str, values: yaml.MappingNode) -> Iterator[tuple[str, yaml.No
 
 
 def _comment(origin: str) -> str:
-    """Return an origin as a comment on one line of a safe length; a path may contain any character."""
+    """Return an origin as a comment on one short line, even if a path in it contains line breaks."""
     text = f"# {' '.join(printable(origin).split())}"
-    longest = _MAX_COLUMNS - 2
-    return text if len(text) <= longest else f"{text[: longest // 2]}...{text[3 - longest + longest // 2 :]}"
+    max_len = _MAX_COLUMNS - 2
+    return text if len(text) <= max_len else f"{text[: max_len // 2]}...{text[3 - max_len + max_len // 2 :]}"
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Checks what training starts from: readable weights, or random ones if requested, and a matching tokenizer."""
+"""Checks the initial weights, which must be readable unless random ones are requested, and their tokenizer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from trainer.errors import setting_error
 
 
 def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
-    """Raise UserError if the run would start from random weights although it should load those of a folder.
+    """Raise UserError if the run would start from random weights instead of those in a folder.
 
-    given: the keys of the recipe file and of the command line.  A run that resumes from a checkpoint is not checked.
+    given: the keys in the recipe file and on the command line.  A run that resumes from a checkpoint is not checked.
     """
     if resumes(config):
         return
@@ -31,12 +31,12 @@ def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
         return  # this kind of model initialises its weights randomly
     fresh, objective = given.get("model.fresh"), config.train.objective
     settings = {"data.source": config.data.source, "train.objective": objective, "lora.rank": config.lora.rank}
-    if not (is_true(fresh) or (fresh is None and config.model.fresh and not asks_for_fine_tuning(settings))):
+    if not (is_true(fresh) or (fresh is None and config.model.fresh and not is_fine_tuning(settings))):
         check_weights(config.model_path, "model.path")
 
 
-def asks_for_fine_tuning(values: Mapping[str, Any]) -> bool:
-    """Return whether a configuration uses chats, preferences or adapters, which need trained weights."""
+def is_fine_tuning(values: Mapping[str, Any]) -> bool:
+    """Return whether a configuration uses chats, preferences or adapters, all of which need trained weights."""
     rank = values.get("lora.rank")
     return (
         values.get("data.source") == "chat"
@@ -46,18 +46,18 @@ def asks_for_fine_tuning(values: Mapping[str, Any]) -> bool:
 
 
 def is_true(value: object) -> bool:
-    """Return whether a value of a recipe file or of the command line means true."""
+    """Return whether a value in a recipe file or on the command line is true."""
     return str(value).lower() == "true"
 
 
 def resumes(config: RunConfig) -> bool:
-    """Return whether the run will resume, judging by file names only: no checkpoint is opened."""
+    """Return whether the run will resume, judging only by file names."""
     if config.checkpoint.resume != "auto":
         return config.checkpoint.resume != "none"
     if not (config.run_dir / CONFIG).is_file():
         return False
-    place = config.checkpoint.dir or str(config.run_dir / "checkpoints")
-    return "://" in place or any(Path(place).glob("step_*"))
+    checkpoint_dir = config.checkpoint.dir or str(config.run_dir / "checkpoints")
+    return "://" in checkpoint_dir or any(Path(checkpoint_dir).glob("step_*"))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -79,30 +79,30 @@ _UNSUPPORTED_TOKENIZERS = (
 def find_weights_tokenizer(config: RunConfig) -> str | None:
     """Return the path of the tokenizer.json that belongs to the initial weights, or None.
 
-    The file is in the weights' folder or, if the weights come from a run, the one that the run used.  None for random
-    weights, if there is no such file, or if the run was trained on bytes.
+    The file is in the weights' folder or, for weights of a run, the one that the run used.  None for random weights,
+    without such a file, or if the run was trained on bytes.
     """
     folder = find_weights_folder(config)
     if folder is not None:
         file = Path(folder.removeprefix("file://")).expanduser() / _TOKENIZER
         return str(file.absolute()) if file.is_file() else None
-    named = _tokenizer_of_run(config)
-    return named if named is not None and Path(named).is_file() else None
+    tokenizer = _tokenizer_of_run(config)
+    return tokenizer if tokenizer is not None and Path(tokenizer).is_file() else None
 
 
 def _tokenizer_of_run(config: RunConfig) -> str | None:
-    """Return the tokenizer file of the run that the initial weights come from; the file may be missing by now."""
-    start = config.train.init_from
-    if start is None or "://" in start.removeprefix("file://"):
+    """Return the tokenizer file of the run that the initial weights come from.  The file may be missing."""
+    source = config.train.init_from
+    if source is None or "://" in source.removeprefix("file://"):
         return None
-    stored = section_of(read_run_config(locate(start).folder), "data").get("tokenizer")
-    if not isinstance(stored, str) or stored in ("bytes", "model"):
+    tokenizer = section_of(read_run_config(locate(source).folder), "data").get("tokenizer")
+    if not isinstance(tokenizer, str) or tokenizer in ("bytes", "model"):
         return None
-    return str(Path(stored).expanduser().absolute())
+    return str(Path(tokenizer).expanduser().absolute())
 
 
 def find_weights_folder(config: RunConfig) -> str | None:
-    """Return the Hugging Face folder of the initial weights, or None if they come from elsewhere."""
+    """Return the Hugging Face folder of the initial weights, or None for other weights."""
     start = config.train.init_from
     if start is not None:
         return start if locate(start).kind == "huggingface" else None
@@ -110,27 +110,27 @@ def find_weights_folder(config: RunConfig) -> str | None:
     return config.model_path if is_read else None
 
 
-def allows_another(config: RunConfig) -> bool:
-    """Return whether `checkpoint.allow_changes` permits a tokenizer other than that of the weights."""
+def allows_other_tokenizer(config: RunConfig) -> bool:
+    """Return whether `checkpoint.allow_changes` permits a tokenizer different from that of the weights."""
     return not {"data", _KEY}.isdisjoint(config.checkpoint.allow_changes)
 
 
-def check_same_tokenizer(tokenizer: str, own: str) -> None:
-    """Raise UserError if `data.tokenizer` is not the tokenizer of the initial weights, the file `own`."""
+def check_same_tokenizer(tokenizer: str, expected: str) -> None:
+    """Raise UserError if `data.tokenizer` is not the tokenizer of the initial weights, the file `expected`."""
     path = Path(tokenizer).expanduser()
     file = path / _TOKENIZER if path.is_dir() else path
     if tokenizer != "bytes" and not file.is_file():
         return  # opening it reports the error
-    if tokenizer == "bytes" or not _are_same(file, Path(own)):
-        rule = f"is another tokenizer than the one that the weights were trained with, {own}"
+    if tokenizer == "bytes" or not _are_same(file, Path(expected)):
+        rule = f"differs from the tokenizer that the weights were trained with, {expected}"
         fix = f"leave it out, to use that one; to use another on purpose: checkpoint.allow_changes=[{_KEY}]"
         raise setting_error(_KEY, tokenizer, rule, fix=fix)
 
 
-def _are_same(one: Path, other: Path) -> bool:
+def _are_same(first_file: Path, second_file: Path) -> bool:
     """Return whether two tokenizer.json files produce the same ids; post-processing and truncation may differ."""
     try:
-        contents = [file.read_bytes() for file in (one, other)]
+        contents = [file.read_bytes() for file in (first_file, second_file)]
         if contents[0] == contents[1]:
             return True
         parts = ("model", "added_tokens", "normalizer", "pre_tokenizer")
@@ -142,22 +142,22 @@ def _are_same(one: Path, other: Path) -> bool:
 
 def check_readable_tokenizer(config: RunConfig) -> None:
     """Raise UserError if the tokenizer of the weights cannot be read: training would fall back to bytes."""
-    if (of_run := _tokenizer_of_run(config)) is not None:
-        rule = f"the weights of {config.train.init_from} were trained with {of_run}, which is missing"
+    if (missing := _tokenizer_of_run(config)) is not None:
+        rule = f"the weights of {config.train.init_from} were trained with {missing}, which is missing"
         raise setting_error(_KEY, config.data.tokenizer, rule, fix=f"give its new place, {_KEY}=FILE")
     folder = find_weights_folder(config)
-    if folder is not None and not allows_another(config):
+    if folder is not None and not allows_other_tokenizer(config):
         check_tokenizer_of_folder(folder)
 
 
 def check_tokenizer_of_folder(folder: str | Path) -> None:
     """Raise UserError if a Hugging Face folder has a tokenizer, but only in unsupported formats."""
-    place = Path(str(folder).removeprefix("file://")).expanduser()
-    there = [name for name in _UNSUPPORTED_TOKENIZERS if (place / name).is_file()]
-    if not there or (place / _TOKENIZER).is_file():
+    path = Path(str(folder).removeprefix("file://")).expanduser()
+    unsupported = [name for name in _UNSUPPORTED_TOKENIZERS if (path / name).is_file()]
+    if not unsupported or (path / _TOKENIZER).is_file():
         return
     script = "import sys; from transformers import AutoTokenizer as T; "
     script += "T.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])"
-    command = f"python -c {shlex.quote(script)} {shlex.quote(str(place))}"
-    rule = f"the weights in {folder} have their own tokenizer ({', '.join(there)}), but not as {_TOKENIZER}"
+    command = f"python -c {shlex.quote(script)} {shlex.quote(str(path))}"
+    rule = f"the weights in {folder} have their own tokenizer ({', '.join(unsupported)}), but not as {_TOKENIZER}"
     raise setting_error(_KEY, "bytes", rule, fix=f"{command}; in a run also {_KEY}=FILE")

@@ -1,4 +1,4 @@
-"""Reads recipe files and stored configurations, and gives values their types.  The only parser, with OmegaConf."""
+"""Reads recipe files and stored configurations, and converts values to their types, with OmegaConf."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import os
 import re
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -23,13 +24,12 @@ from trainer.config.messages import (
     suggest_value,
     type_name,
     unexpected_argument,
-    union_members,
     unknown_key,
 )
 from trainer.config.pretrained import DeclaredModel
 from trainer.config.schema import SUBSECTIONS, RunConfig
 from trainer.errors import UserError, choice_error, is_masked, masked, masked_command, nearest, setting_error, typed
-from trainer.recipe import check_import, check_number, load_recipes
+from trainer.recipe import check_import, check_number, load_recipes, union_members
 
 # ---------------------------------------------------------------------------------------------------------------
 # Recipe files
@@ -42,19 +42,19 @@ def find_recipe_file(recipe: str) -> Path:
     if recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_dir():
         path = Path(recipe)
         if not path.is_file():
-            best = nearest(path.stem, recipe_files())
-            fix = "" if best else f"give its path from {os.getcwd()}, or start from {_HOW_TO_WRITE_ONE}"
-            raise setting_error("recipe", recipe, "no such file", meant=best, fix=fix)
+            suggestion = nearest(path.stem, recipe_files())
+            fix = "" if suggestion else f"give its path from {os.getcwd()}, or start from {_TEMPLATE}"
+            raise setting_error("recipe", recipe, "no such file", meant=suggestion, fix=fix)
         return path
     files = recipe_files()
     if recipe in files:
         return files[recipe]
     if Path(recipe).suffix in (".json", ".toml"):
-        raise setting_error("recipe", recipe, "recipe files are YAML", fix=f"start from {_HOW_TO_WRITE_ONE}")
+        raise setting_error("recipe", recipe, "recipe files are YAML", fix=f"start from {_TEMPLATE}")
     if Path(recipe).is_dir() and not (Path(recipe) / CONFIG).is_file():
         rule = f"is a folder, but not a run folder: it has no {CONFIG}"
-        inside = next(iter(sorted(Path(recipe).glob("*.y*ml"))), None)
-        raise setting_error("recipe", recipe, rule, example=inside or "llama_small")
+        yaml_file = next(iter(sorted(Path(recipe).glob("*.y*ml"))), None)
+        raise setting_error("recipe", recipe, rule, example=yaml_file or "llama_small")
     if Path(recipe).is_dir():
         return Path(recipe) / CONFIG
     if os.sep in recipe:
@@ -63,7 +63,7 @@ def find_recipe_file(recipe: str) -> Path:
     raise choice_error("recipe", recipe, sorted(files), "a path ending in .yaml, a run folder, or one of")
 
 
-_HOW_TO_WRITE_ONE = "the output of python -m trainer.run recipe=llama_small --print-config"
+_TEMPLATE = "the output of python -m trainer.run recipe=llama_small --print-config"
 
 
 def recipe_files() -> dict[str, Path]:
@@ -74,8 +74,8 @@ def recipe_files() -> dict[str, Path]:
 
 def description(path: Path) -> str:
     """Return the description of a recipe: the comment on the first line of its file."""
-    first = path.read_text().partition("\n")[0]
-    return first.lstrip("# ").strip()
+    first_line = path.read_text().partition("\n")[0]
+    return first_line.lstrip("# ").strip()
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
             fix = "indent with spaces"
             raise setting_error("recipe", path, f"is not valid YAML{line}: it contains a tab", fix=fix) from error
         rule = f"is not valid YAML{line}: {getattr(error, 'problem', error)}"
-        fix = f"correct{line.replace(',', '')} or start from {_HOW_TO_WRITE_ONE}"
+        fix = f"correct{line.replace(',', '')} or start from {_TEMPLATE}"
         raise setting_error("recipe", path, rule, fix=fix) from error
     except UnicodeDecodeError as error:
         raise setting_error("recipe", path, "is not UTF-8 text", fix="save it as UTF-8 in your editor") from error
@@ -98,11 +98,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise setting_error("recipe", path, rule, fix="give a readable file") from error
     if not isinstance(tree, dict):
         rule = "must contain sections such as `train:` with keys below them"
-        raise setting_error("recipe", path, rule, fix=f"start from {_HOW_TO_WRITE_ONE}")
+        raise setting_error("recipe", path, rule, fix=f"start from {_TEMPLATE}")
     return {str(key): value for key, value in tree.items()}
 
 
-def leaves(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
+def flat_keys(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the keys of a recipe file's sections, as section.key, with their values.  Raises UserError if it has none.
 
     path: the file, for messages.
@@ -115,10 +115,10 @@ def leaves(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
                 fix = "write each key as `key: value`, as in `recipe: llama_small`"
                 raise setting_error("recipe", path, rule, fix=fix)
             name, _, key = section.partition(".")
-            best = name if name in sections else nearest(name, sections)
-            fix = f"write `{best}:`{f' with `{key}: {values}` below it' if key else ''}" if best else ""
-            known = f"the sections are {', '.join(sections)}"
-            raise setting_error(section, "...", f"no such section (in {path})", fix=fix or known)
+            suggestion = name if name in sections else nearest(name, sections)
+            fix = f"write `{suggestion}:`{f' with `{key}: {values}` below it' if key else ''}" if suggestion else ""
+            advice = f"the sections are {', '.join(sections)}"
+            raise setting_error(section, "...", f"no such section (in {path})", fix=fix or advice)
         if values is None:
             continue
         if not isinstance(values, Mapping):
@@ -130,7 +130,7 @@ def leaves(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def expand(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the keys below `key` with their values if it is a subsection; else `key` itself."""
+    """Yield the keys of a subsection with their values, or `key` itself if it is no subsection."""
     if key not in SUBSECTIONS:
         yield key, value
     elif isinstance(value, Mapping):
@@ -151,7 +151,7 @@ def no_model(values: Mapping[str, Any], path: Path) -> UserError:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What runs and checkpoints store; run folders are recognised by the files in them
+# Configurations stored in runs and checkpoints, which are recognised by their files
 
 CONFIG = "config.yaml"
 
@@ -160,7 +160,7 @@ _RUN_FILES = ("status.json", "metrics.jsonl")
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether `folder` is a run folder: a run has written its status or metrics there."""
+    """Return whether `folder` is a run folder, with the status or metrics of a run."""
     return any((folder / name).is_file() for name in _RUN_FILES)
 
 
@@ -170,18 +170,18 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def is_written_by_run(path: Path) -> bool:
-    """Return whether a recipe file was written by a run, into its folder or a checkpoint, rather than by a person."""
+    """Return whether a run has written this recipe file, to its folder or a checkpoint."""
     return path.name == CONFIG and (is_run(path.parent) or is_checkpoint(path.parent))
 
 
 def run_of_best(path: str) -> str | None:
-    """Return the folder or URL of the run if `path` has the form RUN/best, its best checkpoint; else None.
+    """Return RUN if `path` has the form RUN/best, which means the run's best checkpoint; else None.
 
-    A path that exists is taken literally, and the result is None.
+    RUN is a folder or URL.  A path that exists is taken literally, and the result is None.
     """
     run, slash, name = path.rstrip("/").rpartition("/")
-    is_meant = name == "best" and slash and run and not Path(path).exists()
-    return run if is_meant else None
+    is_best = name == "best" and slash and run and not Path(path).exists()
+    return run if is_best else None
 
 
 def check_imports(values: Mapping[str, Any], assignments: Collection[str], allow_import: Collection[str]) -> None:
@@ -197,19 +197,19 @@ def check_imports(values: Mapping[str, Any], assignments: Collection[str], allow
 
 
 def refuse_masked(key: str, value: Any, path: Path) -> None:
-    """Raise UserError for a value of a run's stored configuration of which the secrets are masked."""
+    """Raise UserError for a value with masked secrets in a run's stored configuration."""
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
     if not any(map(is_masked, items)):
         return
     if key == "run.on_end":
         rule = f"is not stored (in {path}), as it may hold secrets; give the command on the command line again"
-        raise setting_error(key, value, rule, fix="run.on_end=COMMAND, or run.on_end=null to do without")
+        raise setting_error(key, value, rule, fix="run.on_end=COMMAND, or run.on_end=null for none")
     rule = f"its credentials are not stored (in {path}); give the complete URL on the command line"
     raise setting_error(key, value, rule)
 
 
 def read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
-    """Return a stored configuration by section, unresolved: nothing in it is interpolated or imported.
+    """Return a stored configuration by section, without interpolating or importing anything.
 
     Credentials are masked, since files from older versions may contain them.
     """
@@ -235,7 +235,7 @@ def read_run_config(folder: Path) -> Mapping[str, Any]:
 
 
 def section_of(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a section of a parsed configuration; empty if it is missing or has no keys."""
+    """Return a section of a parsed configuration; empty if there is none or it has no keys."""
     section = tree.get(name)
     return section if isinstance(section, Mapping) else {}
 
@@ -243,7 +243,7 @@ def section_of(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def declared_by_yaml(text: str, name: str, where: str) -> DeclaredModel | None:
     """Return the model fields in a configuration written by `to_yaml`; None if its model is not of recipe `name`.
 
-    Nothing that the text names is imported.
+    Imports nothing that the text names.
     """
     try:
         tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
@@ -268,7 +268,7 @@ def declared_keys(model: type | None = None) -> dict[str, dataclasses.Field[Any]
 
 @functools.cache
 def _declared_keys(model: type | None) -> Mapping[str, dataclasses.Field[Any]]:
-    found: dict[str, dataclasses.Field[Any]] = {}
+    keys: dict[str, dataclasses.Field[Any]] = {}
 
     def add(prefix: str, owner: type) -> None:
         hints = typing.get_type_hints(owner)
@@ -278,19 +278,19 @@ def _declared_keys(model: type | None) -> Mapping[str, dataclasses.Field[Any]]:
                 add(key, hints[item.name])
             else:
                 item.type = hints[item.name]
-                found[key] = item
+                keys[key] = item
 
     schema = RunConfig(model=model)
     for section in dataclasses.fields(RunConfig):
         owner = model if section.name == "model" else type(getattr(schema, section.name))
         if owner is not None:
             add(section.name, owner)
-    return found
+    return keys
 
 
 @functools.cache
 def empty_tree(model: type) -> DictConfig:
-    """Return the tree of all defaults, for copying: building one takes five times as long as copying it."""
+    """Return the tree of all defaults, for copying: building a tree takes five times as long as copying one."""
     tree = OmegaConf.structured(RunConfig(model=model))
     keys = (*(section.name for section in dataclasses.fields(RunConfig)), *SUBSECTIONS)
     for node in (tree, *(OmegaConf.select(tree, key) for key in keys)):
@@ -300,7 +300,7 @@ def empty_tree(model: type) -> DictConfig:
 
 
 def split_overrides(overrides: Sequence[str]) -> dict[str, str]:
-    """Return the keys of the command line with their texts.  Raises UserError for an argument of another form."""
+    """Return the keys on the command line with their texts.  Raises UserError for arguments that are not key=value."""
     assignments: dict[str, str] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -321,14 +321,16 @@ _IS_EMPTY = "is empty, perhaps from an unset shell variable"
 
 
 def parse_override(key: str, text: str, hint: Any) -> Any:
-    """Return the value of a command-line override.  Text keys take the text verbatim; other values are parsed as YAML.
+    """Return the value of a command-line override: verbatim for keys of type text, otherwise parsed as YAML.
 
     For a key that takes text or a mapping, the value is a mapping if YAML parses it as one.
     """
     options = union_members(hint)
     if not text and not key.startswith("model."):
-        shown = "null" if type(None) in options else None
-        raise setting_error(key, text, _IS_EMPTY, example=shown, fix="" if shown else "leave it out, or give a value")
+        example = "null" if type(None) in options else None
+        raise setting_error(
+            key, text, _IS_EMPTY, example=example, fix="" if example else "leave it out, or give a value"
+        )
     if {int, float} & set(options) and re.fullmatch(r"[+-]?(0[\d_]*\d|\d+(:\d+)+(\.\d*)?)", text):
         rule = f"must be {type_name(hint)}: a leading zero or a colon would be read in base 8 or 60"  # YAML 1.1
         meant = None if ":" in text else int(text)
@@ -348,15 +350,15 @@ def parse_override(key: str, text: str, hint: Any) -> Any:
 
 
 def assign(
-    tree: Any, legal: Mapping[str, dataclasses.Field[Any]], key: str, value: Any, where: str, shown: str = ""
+    tree: Any, known_keys: Mapping[str, dataclasses.Field[Any]], key: str, value: Any, where: str, typed_value: str = ""
 ) -> None:
     """Set one key of the typed tree.  Raises UserError for an unknown key, or a value of the wrong type.
 
-    where: the file that sets it, as text to append to messages.  shown: the value as it was typed.
+    where: the file that sets it, as text to append to messages.  typed_value: the value as the user typed it.
     """
-    if key not in legal:
-        raise unknown_key(key, value, legal, where, str(OmegaConf.select(tree, "model.name") or ""))
-    hint = legal[key].type
+    if key not in known_keys:
+        raise unknown_key(key, value, known_keys, where, str(OmegaConf.select(tree, "model.name") or ""))
+    hint = known_keys[key].type
     choices = [
         choice for option in union_members(hint) for choice in typing.get_args(option) if isinstance(choice, str)
     ]
@@ -369,12 +371,12 @@ def assign(
         OmegaConf.update(tree, key, value, merge=False)
     except (OmegaConfBaseException, ValueError, TypeError, OverflowError) as error:
         if choices:
-            raise choice_error(key, value, choices, aliases=legal[key].metadata.get("aliases")) from error
-        rule = f"must be {legal[key].metadata.get('form', type_name(hint))}{where}"
-        meant = legal[key].metadata.get("aliases", {}).get(str(value).lower())
-        if meant is not None:
-            raise setting_error(key, value, rule, meant=meant) from error
-        raise setting_error(key, shown or value, rule, **suggest_value(value, hint, legal[key])) from error
+            raise choice_error(key, value, choices, aliases=known_keys[key].metadata.get("aliases")) from error
+        rule = f"must be {known_keys[key].metadata.get('form', type_name(hint))}{where}"
+        suggestion = known_keys[key].metadata.get("aliases", {}).get(str(value).lower())
+        if suggestion is not None:
+            raise setting_error(key, value, rule, meant=suggestion) from error
+        raise setting_error(key, typed_value or value, rule, **suggest_value(value, hint, known_keys[key])) from error
 
 
 _OTHER_KEY = re.compile(r"(?<!\\)\$\{[\w.\[\]]+\}")
@@ -397,4 +399,4 @@ def check_limits(config: RunConfig) -> None:
         value = operator.attrgetter(key)(config)
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, (int, float)) and not isinstance(number, bool):
-                check_number(key, value, number, item.metadata, example_value(item))
+                check_number(key, value, number, item.metadata, partial(example_value, item))

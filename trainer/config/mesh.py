@@ -1,4 +1,4 @@
-"""The device mesh of a number of ranks, and context parallelism: which tokens of its sequences a rank holds."""
+"""The device mesh for a number of ranks, and context parallelism, which splits sequences among ranks."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def find_mesh_shape(mesh: MeshSection, world_size: int, local_world_size: int) -
 
 
 def smallest_mesh(config: RunConfig) -> MeshShape:
-    """Return the smallest mesh that satisfies a configuration, for when the number of ranks is unknown."""
+    """Return the smallest mesh that fits a configuration, to use if the number of ranks is unknown."""
     mesh, reshard = config.mesh, config.fsdp.reshard_after_forward
-    asked = [*(reshard if isinstance(reshard, list) else [reshard]), mesh.context]
-    sizes = [size for size in asked if isinstance(size, int)]
+    requested = [*(reshard if isinstance(reshard, list) else [reshard]), mesh.context]
+    sizes = [size for size in requested if isinstance(size, int)]
     shard = mesh.shard if isinstance(mesh.shard, int) and mesh.shard > 0 else math.lcm(*(max(1, n) for n in sizes))
     return MeshShape(max(1, mesh.replicate), shard)
 
@@ -116,7 +116,7 @@ class Slices:
     group: str = ""
     """Name of the process group of these ranks; empty if no communication is needed."""
     regathers_in_backward: bool = False
-    """Whether the backward pass gathers each block's keys and values again, instead of storing them since forward."""
+    """Whether the backward pass gathers each block's keys and values again, instead of storing them."""
 
     @property
     def num_tokens(self) -> int:
@@ -140,8 +140,10 @@ def find_slices(config: RunConfig, rank: int) -> Slices | None:
     context = config.context
     if context == 1:
         return None
-    again = config.train.activation_checkpoint == "none"  # recomputed blocks gather again anyway
-    return Slices(rank % context, context, config.mesh.context_method, config.data.seq_len, regathers_in_backward=again)
+    regathers = config.train.activation_checkpoint == "none"  # recomputed blocks gather again in any case
+    return Slices(
+        rank % context, context, config.mesh.context_method, config.data.seq_len, regathers_in_backward=regathers
+    )
 
 
 def resolve_context_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
@@ -166,14 +168,14 @@ def context_choices(config: RunConfig, shape: MeshShape, ranks_per_node: int) ->
 
     Sizes ascend, and `mesh.context_method` is resolved for each.
     """
-    found = []
+    choices = []
     for size in (size for size in range(1, shape.shard + 1) if shape.shard % size == 0):
-        tried = resolve_context_method(with_context(config, size), ranks_per_node)
+        candidate = resolve_context_method(with_context(config, size), ranks_per_node)
         with contextlib.suppress(UserError):
-            check_context(tried, shape, ranks_per_node)
-            check_batch(tried, shape)
-            found.append(tried)
-    return found
+            check_context(candidate, shape, ranks_per_node)
+            check_batch(candidate, shape)
+            choices.append(candidate)
+    return choices
 
 
 def check_context(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> None:
@@ -199,11 +201,11 @@ def check_context(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> N
     if method == "heads" and num_heads is not None and num_heads % context:
         rule = f"mesh.context={context} does not divide model.num_heads={num_heads}"
         raise setting_error("mesh.context_method", method, rule, "gather")
-    parts, halves = (2 * context, "2 x ") if method == "gather" else (context, "")
+    num_parts, factor = (2 * context, "2 x ") if method == "gather" else (context, "")
     length = config.data.seq_len
-    if length % parts:
-        rule = f"must be a multiple of {parts}: {halves}mesh.context={context} with {method}"
-        raise setting_error("data.seq_len", length, rule, max(1, round(length / parts)) * parts)
+    if length % num_parts:
+        rule = f"must be a multiple of {num_parts}: {factor}mesh.context={context} with {method}"
+        raise setting_error("data.seq_len", length, rule, max(1, round(length / num_parts)) * num_parts)
 
 
 def _heads(config: RunConfig) -> tuple[int | None, int | None]:

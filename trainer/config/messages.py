@@ -1,7 +1,7 @@
 """Error messages for mistakes in arguments: unknown keys and options, and values of the wrong type.
 
-Suggests the key or value that was meant, or what to do instead.  Recognises the names that other trainers use for the
-same setting.  A name that merely resembles a key slightly is not suggested.
+Messages suggest the key or value that was probably meant, or what to do.  They recognise the names of settings in other
+trainers.  Keys that are only slightly similar are not suggested.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import itertools
 import math
 import re
 import shlex
-import types
 import typing
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal
 
 from trainer.errors import UserError, nearest, setting_error, typed
+from trainer.recipe import union_members
 
 # ---------------------------------------------------------------------------------------------------------------
 # Unknown keys, options and arguments
@@ -91,9 +91,7 @@ _ADVICE_FOR_NAME = {
     **dict.fromkeys(
         ("tensor_parallel_degree", "pipeline_parallel_degree", "tp_size", "pp_size", "deepspeed"), _FSDP_ONLY
     ),
-    **dict.fromkeys(
-        ("train_on_inputs", "assistant_only_loss", "completion_only_loss"), "set data.train_on=assistant, or completion"
-    ),
+    **dict.fromkeys(("train_on_inputs", "assistant_only_loss", "completion_only_loss"), _TRAINED_ON),
     **dict.fromkeys(("eval_batch_size", "per_device_eval_batch_size", "micro_eval_batch_size"), _EVAL_BATCH),
     **dict.fromkeys(("eval_strategy", "evaluation_strategy"), "set eval.every, a number of steps; 0 means never"),
     "save_strategy": "set checkpoint.every, a number of steps",
@@ -126,24 +124,24 @@ def unknown_key(key: str, value: Any, legal: Collection[str], where: str = "", m
     """
     rule = f"no such key{where}"
     plain = key.translate(_STRAIGHT_QUOTES)
-    if plain != key and plain in legal:  # copied from a page that prints quotes
+    if plain != key and plain in legal:  # copied from a page with typographic quotes
         fix = f"use plain quotes, or none: {plain}={str(value).translate(_STRAIGHT_QUOTES)}"
         return setting_error(key, value, rule, fix=fix)
-    best, instead = _meant(key, legal)
-    if best == key:  # a setting that only other models have
-        best = None
+    key_meant, advice = _find_meant(key, legal)
+    if key_meant == key:  # a setting of other models only
+        key_meant = None
         if key == "model.path":
-            instead = f"train.init_from={value} starts from a folder's weights; model.name=auto also takes its model"
-    if instead:
-        return setting_error(key, value, rule, fix=instead)
-    if best is None:
+            advice = f"train.init_from={value} starts from a folder's weights; model.name=auto also takes its model"
+    if advice:
+        return setting_error(key, value, rule, fix=advice)
+    if key_meant is None:
         section = key.partition(".")[0]
         fix = f"see python -m trainer.run --help{f' {section}' if _is_section(section, legal) else ''}"
         if section == "model" and model:
             rule = f"model.name={model} has no such setting{where}"
         return setting_error(key, value, rule, fix=fix)
-    meant = _OTHER_VALUES.get(best, {}).get(str(value).lower(), value)
-    return UserError(f"{setting_error(key, value, rule)}\n  did you mean {typed(best, meant)}?")
+    value_meant = _OTHER_VALUES.get(key_meant, {}).get(str(value).lower(), value)
+    return UserError(f"{setting_error(key, value, rule)}\n  did you mean {typed(key_meant, value_meant)}?")
 
 
 _OTHER_VALUES = {
@@ -161,7 +159,7 @@ _ALWAYS_KNOWN = {"nproc", "recipe", "model.name", "model.path"}
 _KEY_OF_FULL_NAME = {"activation_checkpoint.mode": "train.activation_checkpoint", "checkpoint.folder": "checkpoint.dir"}
 
 
-def _meant(key: str, legal: Collection[str]) -> tuple[str | None, str]:
+def _find_meant(key: str, legal: Collection[str]) -> tuple[str | None, str]:
     """Return the key that was meant, or else advice; (None, "") if neither is known."""
     if key in _KEY_OF_FULL_NAME:
         return _KEY_OF_FULL_NAME[key], ""
@@ -173,25 +171,25 @@ def _meant(key: str, legal: Collection[str]) -> tuple[str | None, str]:
     joined = f"{section}_{leaf}"
     if joined in _ADVICE_FOR_NAME:
         return None, _ADVICE_FOR_NAME[joined]
-    if named := leaves.get(joined) or _KEY_OF_NAME.get(joined):
-        return named, ""
-    is_real = _is_section(section, legal)
+    if key_named := leaves.get(joined) or _KEY_OF_NAME.get(joined):
+        return key_named, ""
+    is_section = _is_section(section, legal)
     same_name = [known for known in legal if known.partition(".")[2] == leaf]
-    is_meant = not is_real or leaf in _UNMISTAKABLE or ("_" in leaf and len(same_name) == 1)
-    if same_name and is_meant and (section or leaf not in _KEY_OF_NAME):
+    is_unambiguous = not is_section or leaf in _UNMISTAKABLE or ("_" in leaf and len(same_name) == 1)
+    if same_name and is_unambiguous and (section or leaf not in _KEY_OF_NAME):
         return max(same_name, key=lambda k: difflib.SequenceMatcher(None, section, k.partition(".")[0]).ratio()), ""
     if leaf in _ADVICE_FOR_NAME:
         return None, _ADVICE_FOR_NAME[leaf]
-    if (named := _KEY_OF_NAME.get(leaf)) in {*legal, *_ALWAYS_KNOWN} and (
-        section != "eval" or str(named).startswith(_OF_EVAL)
+    if (key_named := _KEY_OF_NAME.get(leaf)) in {*legal, *_ALWAYS_KNOWN} and (
+        section != "eval" or str(key_named).startswith(_OF_EVAL)
     ):
-        return named, ""
-    here = [known for known in legal if known.partition(".")[0] == section and not same_name]
-    close = difflib.get_close_matches(leaf, [known.partition(".")[2] for known in here], n=1, cutoff=0.75)
-    if close:
-        return f"{section}.{close[0]}", ""
-    close = [] if is_real else difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.85)
-    return (leaves[close[0]], "") if close else (None, "")
+        return key_named, ""
+    keys_of_section = [known for known in legal if known.partition(".")[0] == section and not same_name]
+    similar = difflib.get_close_matches(leaf, [known.partition(".")[2] for known in keys_of_section], n=1, cutoff=0.75)
+    if similar:
+        return f"{section}.{similar[0]}", ""
+    similar = [] if is_section else difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.85)
+    return (leaves[similar[0]], "") if similar else (None, "")
 
 
 _UNMISTAKABLE = ("seed", "lr", "betas", "epochs")
@@ -210,43 +208,43 @@ def unknown_option(option: str, options: Iterable[str], keys: Collection[str] = 
     value = value if equals else "..."
     if name in ("recipe", "nproc"):
         return UserError(f"{option}: no such option\n  did you mean {name}={value}?")
-    best, instead = _meant(name, keys)
-    if instead:
-        return UserError(f"{option}: no such option\n  to fix: {instead}")
-    if "." in name and (best is None or best == name):
+    key_meant, advice_for_name = _find_meant(name, keys)
+    if advice_for_name:
+        return UserError(f"{option}: no such option\n  to fix: {advice_for_name}")
+    if "." in name and (key_meant is None or key_meant == name):
         return UserError(f"{option}: no such option\n  to fix: keys are written without dashes, as {name}={value}")
-    if best is not None:
-        return UserError(f"{option}: no such option\n  did you mean {best}={value}?")
-    close = difflib.get_close_matches(name, [known.lstrip("-") for known in options], n=1, cutoff=0.7)
-    advice = f"did you mean --{close[0]}?" if close else "to fix: see --help"
+    if key_meant is not None:
+        return UserError(f"{option}: no such option\n  did you mean {key_meant}={value}?")
+    similar = difflib.get_close_matches(name, [known.lstrip("-") for known in options], n=1, cutoff=0.7)
+    advice = f"did you mean --{similar[0]}?" if similar else "to fix: see --help"
     return UserError(f"{option}: no such option\n  {advice}")
 
 
 def unexpected_argument(
-    argv: Sequence[str], place: int, recipes: Collection[str], has_recipe: bool, options: Collection[str] = ()
+    argv: Sequence[str], index: int, recipes: Collection[str], has_recipe: bool, options: Collection[str] = ()
 ) -> UserError:
-    """Return the error for the argument at index `place`, which is not of the form key=value."""
-    word, before = argv[place], argv[place - 1] if place else ""
+    """Return the error for the argument at index `index`, which is not of the form key=value."""
+    word, before = argv[index], argv[index - 1] if index else ""
     rule = f"{word!r}: an argument has the form section.key=value"
-    after = list(argv[place + 1 : place + 3])
+    after = list(argv[index + 1 : index + 3])
     if after[:1] == ["="]:
         return UserError(f"{rule}\n  to fix: write it without spaces: {word}={after[1] if after[1:] else '...'}")
     if before.endswith("="):
         return UserError(f"{rule}\n  to fix: write it without spaces: {before}{word}")
     if (not has_recipe and (meant := nearest(word, recipes)) and "." not in word) or (meant := word) in recipes:
         return UserError(f"{rule}\n  did you mean recipe={meant}?")
-    close = difflib.get_close_matches(f"--{word.replace('_', '-')}", options, n=1, cutoff=0.85)
-    if close:
-        return UserError(f"{rule}\n  did you mean {close[0]}?")
+    similar = difflib.get_close_matches(f"--{word.replace('_', '-')}", options, n=1, cutoff=0.85)
+    if similar:
+        return UserError(f"{rule}\n  did you mean {similar[0]}?")
     key, colon, value = word.partition(":")
     if colon and value and _is_key(key):
         return UserError(f"{rule}\n  did you mean {typed(key, value)}?")
-    # An unquoted value with spaces may have begun before: not that of a recipe, of nproc or a number.
+    # This may be part of an unquoted value with spaces, unless that of a recipe, of nproc or a number.
     name, equals, start = before.partition("=")
     may_have_spaces = equals and name not in ("recipe", "nproc") and not re.fullmatch(r"[-+\d.,_e]+", start)
     if may_have_spaces and not word.startswith("=") and not _is_key(word):
-        rest = itertools.takewhile(lambda each: "=" not in each and not each.startswith(DASHES), argv[place:])
-        quoted = shlex.quote(" ".join([before, *rest]))
+        words_left = itertools.takewhile(lambda each: "=" not in each and not each.startswith(DASHES), argv[index:])
+        quoted = shlex.quote(" ".join([before, *words_left]))
         return UserError(f"{rule}\n  to fix: quote a value with spaces in it: {quoted}")
     return UserError(f"{rule}\n  for example: {word if _is_key(word) else 'train.steps'}=100")
 
@@ -259,11 +257,6 @@ def _is_key(word: str) -> bool:
 # Values of the wrong type
 #
 # The unit of a number follows from the suffix of its key: `_s` is in seconds, `_h` in hours, `_gib` in GiB.
-
-
-def union_members(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union type, or the type itself."""
-    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
 def type_name(hint: Any) -> str:
@@ -317,39 +310,39 @@ def suggest_value(value: Any, hint: Any, key: dataclasses.Field[Any]) -> dict[st
         return {"meant": bool(value) if isinstance(value, int) else meant}
     default = None if key.default is dataclasses.MISSING else key.default
     for items in (typing.get_args(option) for option in options if typing.get_origin(option) is tuple):
-        given = value if isinstance(value, list) else [value]
+        items_given = value if isinstance(value, list) else [value]
         if items[0] is str and isinstance(value, str):
             is_all = value.lower() in _ALL and key.name in _FORMS
-            return {"example": _FORMS[key.name]} if is_all else {"legal": given}
+            return {"example": _FORMS[key.name]} if is_all else {"legal": items_given}
         numbers = [
-            round(n) if items[0] is int else n for n in given if isinstance(n, (int, float)) and abs(n) < math.inf
+            round(n) if items[0] is int else n for n in items_given if isinstance(n, (int, float)) and abs(n) < math.inf
         ]
         if numbers and items[0] in (int, float):
-            rest = list(default or numbers[-1:] * len(items))[len(numbers) :]
-            return {"legal": numbers if Ellipsis in items else (numbers + rest)[: len(items)]}
+            defaults = list(default or numbers[-1:] * len(items))[len(numbers) :]
+            return {"legal": numbers if Ellipsis in items else (numbers + defaults)[: len(items)]}
     if float in options or int in options:
         number = _number_in(str(value), key.name)
         if number is None or not (float in options or number.is_integer()):
             return {"example": example_value(key)}
         return {"meant": int(number) if number.is_integer() else number}
     for values in (typing.get_args(option)[1] for option in options if typing.get_origin(option) is dict):
-        if (meant := _with_spaces(value)) is not None and values is str:
+        if (meant := _parse_unspaced_mapping(value)) is not None and values is str:
             return {"meant": meant}
         form = {"a": "a.jsonl", "b": "b/*.bin"} if values is str else {"a": 0.7, "b": 0.3}
         return {"example": _FORMS.get(key.name, form) if default is None else default}
     return {"example": example_value(key)}
 
 
-def _with_spaces(value: Any) -> dict[str, str] | None:
-    """Return the mapping meant by {a:b, c:d}, which lacks YAML's space after the colon; None for anything else."""
+def _parse_unspaced_mapping(value: Any) -> dict[str, str] | None:
+    """Return the mapping in {a:b, c:d}, which lacks the space that YAML requires after a colon; None for other text."""
     if isinstance(value, dict):
-        items = [str(name) for name, own in value.items() if own is None]
+        items = [str(name) for name, item_value in value.items() if item_value is None]
         if len(items) < len(value):
             return None
     else:
         items = [item.strip() for item in str(value).strip().strip("{}").split(",")]
-    found = [re.fullmatch(r"([^:\s]+):\s*([^:\s]+)", item) for item in items]
-    return {item[1]: item[2] for item in found if item} if found and all(found) else None
+    matches = [re.fullmatch(r"([^:\s]+):\s*([^:\s]+)", item) for item in items]
+    return {item[1]: item[2] for item in matches if item} if matches and all(matches) else None
 
 
 _FORMS = {
@@ -365,7 +358,7 @@ _FORMS = {
 """Example values of keys whose default is empty or means never."""
 
 _ALL = ("all", "any", "*", "true", "yes")
-"""Words that users write to mean every entry of a list."""
+"""Words that users write for all entries of a list."""
 
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "%": 0.01}
 _MINUTES = ("m", "min", "mins", "minutes")
@@ -388,21 +381,21 @@ _UNITS = {
 
 
 def _number_in(text: str, name: str) -> float | None:
-    """Return the number meant by 10k, 1,000 steps, 0,5 or, for a key in seconds, 30m; None for anything else."""
+    """Return the number in 10k, 1,000 steps, 0,5 or, for a key in seconds, 30m; None for other text."""
     if re.fullmatch(r"[+-]?(0,\d+|\d+,(\d{1,2}|\d{4,}))", text):
         text = text.replace(",", ".")
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"([+-]?[\d_]*\.?\d+(?:e[+-]?\d+)?)\s*([a-z%]*)", re.sub(r",(?=\d{3})", "", text.strip().lower())
     )
-    if found is None:
+    if match is None:
         return None
-    units, unit = _UNITS.get(name.rpartition("_")[2]), found[2]
-    size = (units or _COUNTS).get(unit)
-    if size is None and (units or any(unit in others for others in _UNITS.values())):
+    units, unit = _UNITS.get(name.rpartition("_")[2]), match[2]
+    factor = (units or _COUNTS).get(unit)
+    if factor is None and (units or any(unit in others for others in _UNITS.values())):
         return None  # a unit of time for a key that counts steps
-    size = 1.0 if size is None else size
+    factor = 1.0 if factor is None else factor
     try:
-        number = round(float(found[1]) * size, 12)
+        number = round(float(match[1]) * factor, 12)
     except (ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None

@@ -1,7 +1,7 @@
 """Reads the model that a Hugging Face folder declares: config.json, converted to a recipe's fields, and file checks.
 
-The fields are compared before anything is built, since weights of equal shape may belong to a different model, for
-example one with another `rope_theta` or number of heads.  Reads no tensors and does not import torch.  The recipe
+The fields are compared before anything is built, because weights of equal shapes may belong to a different model, for
+example with another `rope_theta` or number of heads.  Reads no tensors and does not import torch.  The recipe
 (`Recipe.hf`) defines the names of the entries and the values that it supports.
 """
 
@@ -12,7 +12,6 @@ import dataclasses
 import math
 import shlex
 import struct
-import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any
 
 from trainer.errors import UserError, setting_error
 from trainer.files import link_outside, parse_json, read_json
-from trainer.recipe import HuggingFace, Recipe, all_recipes, check_number, find_recipe
+from trainer.recipe import HuggingFace, Recipe, all_recipes, check_number, find_recipe, union_members
 
 CONFIG = "config.json"
 
@@ -70,18 +69,18 @@ class DeclaredModel:
         Free fields (see `free_fields`) and fields that `model_config` does not have are ignored.
         """
         free = free_fields(type(model_config), allowed)
-        own = {field.name for field in dataclasses.fields(model_config)} - free
-        wrong = {
+        compared = {field.name for field in dataclasses.fields(model_config)} - free
+        mismatches = {
             f"model.{name}": (getattr(model_config, name), value)
             for name, value in self.fields.items()
-            if name in own and _lists(getattr(model_config, name)) != _lists(value)
+            if name in compared and _as_lists(getattr(model_config, name)) != _as_lists(value)
         }
-        if wrong:
+        if mismatches:
             lines = [
-                str(setting_error(key, found, f"{self.where} says {_shown(value)}", value))
-                for key, (found, value) in wrong.items()
+                str(setting_error(key, current, f"{self.where} says {_format(value)}", value))
+                for key, (current, value) in mismatches.items()
             ]
-            allow = f"  to allow the difference: checkpoint.allow_changes=[{','.join(wrong)}]"
+            allow = f"  to allow the difference: checkpoint.allow_changes=[{','.join(mismatches)}]"
             raise UserError("\n".join([*lines, allow]))
 
 
@@ -140,8 +139,8 @@ def model_config_of(folder: str | Path, recipes: Sequence[Recipe], setting: str 
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-LARGEST_INDEX = 256 << 20
-"""Largest accepted size of an index file in bytes; it has a line per tensor."""
+MAX_INDEX_BYTES = 256 << 20
+"""Maximum size of an index file, which has a line per tensor, in bytes."""
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _GGUF = ".gguf"
@@ -183,8 +182,8 @@ def check_weights(folder: str | Path, setting: str) -> None:
         raise setting_error(setting, folder, no_weights(path), fix=fix)
     with contextlib.suppress(
         ValueError, LookupError, TypeError, AttributeError, OSError
-    ):  # reading the index reports such errors
-        names = sorted(set(read_json(path / INDEX, LARGEST_INDEX)["weight_map"].values()))
+    ):  # reported when the index is read
+        names = sorted(set(read_json(path / INDEX, MAX_INDEX_BYTES)["weight_map"].values()))
         if absent := [name for name in names if not (path / name).is_file()]:
             rule = f"{INDEX} names {', '.join(absent)}, which is missing; download it again"
             raise setting_error(setting, folder, rule)
@@ -193,15 +192,15 @@ def check_weights(folder: str | Path, setting: str) -> None:
 
 def no_weights(folder: Path) -> str:
     """Return the error text for a folder without safetensors: what is missing, and what it has instead."""
-    there = sorted(file.name for file in folder.iterdir())
-    pickles = [name for name in there if name.endswith(_PICKLES)]
+    files = sorted(file.name for file in folder.iterdir())
+    pickles = [name for name in files if name.endswith(_PICKLES)]
     rule = f"has neither {WEIGHTS} nor {INDEX}"
     if pickles:
         return (
             f"{rule}, only {', '.join(pickles)}: pickle files are not read, because loading them can run code; "
             "convert them to safetensors first"
         )
-    return f"{rule}; it has {', '.join(there[:8])}" + (", ..." if len(there) > 8 else "") if there else rule
+    return f"{rule}; it has {', '.join(files[:8])}" + (", ..." if len(files) > 8 else "") if files else rule
 
 
 def check_no_gguf(path: str | Path, setting: str) -> None:
@@ -209,10 +208,10 @@ def check_no_gguf(path: str | Path, setting: str) -> None:
 
     The message contains a command that converts the file.
     """
-    place = Path(str(path).removeprefix("file://")).expanduser()
-    files = [place] if place.suffix.lower() == _GGUF and place.is_file() else []
-    if place.is_dir() and not has_weights(place):
-        files = sorted(file for file in place.iterdir() if file.suffix.lower() == _GGUF)
+    location = Path(str(path).removeprefix("file://")).expanduser()
+    files = [location] if location.suffix.lower() == _GGUF and location.is_file() else []
+    if location.is_dir() and not has_weights(location):
+        files = sorted(file for file in location.iterdir() if file.suffix.lower() == _GGUF)
     if not files:
         return
     script = (
@@ -241,7 +240,7 @@ _BYTES_PER_ELEMENT = {
     "BOOL": 1,
 }
 _MAX_HEADER_BYTES = 100_000_000
-"""In bytes; the limit that the safetensors format sets."""
+"""The limit of the safetensors format, in bytes."""
 
 
 def check_headers(folder: str | Path, setting: str) -> None:
@@ -315,9 +314,9 @@ def _fetch(folder: Path) -> str:
         return "it contains an adapter: give the run folder, or the output of trainer.export --merged"
     if folder.exists():
         return "give a model folder"
-    place = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    is_an_id = len(place.parts) == 2 and not place.is_absolute() and not place.parent.is_dir()
-    model, target = (place, place.name) if is_an_id else (f"OWNER/{place.name}", place)
+    target_path = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    is_an_id = len(target_path.parts) == 2 and not target_path.is_absolute() and not target_path.parent.is_dir()
+    model, target = (target_path, target_path.name) if is_an_id else (f"OWNER/{target_path.name}", target_path)
     return f"download the model, and give its folder: hf download {model} --local-dir {target}"
 
 
@@ -392,18 +391,18 @@ def _check_sizes(part: Mapping[str, Any]) -> None:
     for name, value in sizes.items():
         is_per_layer = isinstance(value, list) and name in (*_INNER, *_EXPERTS, *_HEADS, "num_key_value_heads")
         per_layer = value if is_per_layer else [value]  # some models have one value per layer
-        least = 0 if name in _EXPERTS or name in _INNER else 1
-        if not all(isinstance(each, int) and not isinstance(each, bool) and each >= least for each in per_layer):
-            raise UserError(f"{name}={_short(value)}: must be a whole number of at least {least}")
+        minimum = 0 if name in _EXPERTS or name in _INNER else 1
+        if not all(isinstance(each, int) and not isinstance(each, bool) and each >= minimum for each in per_layer):
+            raise UserError(f"{name}={_short(value)}: must be a whole number of at least {minimum}")
 
-    def largest(group: Iterable[str], otherwise: int) -> int:
+    def largest(group: Iterable[str], default: int) -> int:
         found = [sizes[name] for name in group if name in sizes]
-        return max([max(each, default=0) if isinstance(each, list) else each for each in found], default=otherwise)
+        return max([max(each, default=0) if isinstance(each, list) else each for each in found], default=default)
 
     layers, experts, width = largest(_LAYERS, 1), largest(_EXPERTS, 1), largest(_WIDTHS, 1)
-    for what, number, most in (("layers", layers, _MAX_LAYERS), ("experts", experts, _MAX_EXPERTS)):
-        if number > most:
-            raise UserError(f"{number:,} {what}: no model has more than {most:,}")
+    for noun, number, limit in (("layers", layers, _MAX_LAYERS), ("experts", experts, _MAX_EXPERTS)):
+        if number > limit:
+            raise UserError(f"{number:,} {noun}: no model has more than {limit:,}")
     for name, value in part.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{name}={value}: must be finite")
@@ -416,10 +415,12 @@ def _check_sizes(part: Mapping[str, Any]) -> None:
     of_layer = 2 * width * max(width, heads) + 2 * width * largest(_INNER, width) * max(1, experts)
     parameters = layers * of_layer + largest(("vocab_size",), 1) * width
     if max(parameters, *(largest((name,), 1) for name in _POSITIONS)) > _MAX_PARAMETERS:
-        shown = ", ".join(f"{name}={_short(value)}" for name, value in sizes.items() if name not in _POSITIONS)
-        shown = shown or ", ".join(f"{name}={_short(value)}" for name, value in sizes.items())
+        listed_sizes = ", ".join(f"{name}={_short(value)}" for name, value in sizes.items() if name not in _POSITIONS)
+        listed_sizes = listed_sizes or ", ".join(f"{name}={_short(value)}" for name, value in sizes.items())
         needed = f"about {parameters:.2g} parameters, {parameters * 4 / 2**40:,.0f} TiB in float32"
-        raise UserError(f"{shown}: that is a model of {needed}, more than any machine can hold; correct config.json")
+        raise UserError(
+            f"{listed_sizes}: that is a model of {needed}, more than any machine can hold; correct config.json"
+        )
 
 
 def _short(value: Any) -> str:
@@ -470,7 +471,7 @@ def check_readable(content: Mapping[str, Any]) -> None:
 
 def _typed(key: str, value: Any, hint: Any) -> Any:
     """Convert a value of config.json to the field's type.  Raises UserError if its type does not match."""
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    options = union_members(hint)
     if not set(options) <= {int, float, bool, str, type(None)}:
         return value  # not a scalar type: the recipe checks it
     if isinstance(value, int) and not isinstance(value, bool) and float in options and int not in options:
@@ -481,11 +482,11 @@ def _typed(key: str, value: Any, hint: Any) -> Any:
     return value
 
 
-def _lists(value: Any) -> Any:
+def _as_lists(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _lists(item) for key, item in value.items()}
-    return [_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: _as_lists(item) for key, item in value.items()}
+    return [_as_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)

@@ -1,8 +1,8 @@
-"""From a recipe and a command line to a RunConfig: where the value of every key is decided, and in which order.
+"""Resolves a recipe and a command line to a RunConfig: decides the value of every key, in a fixed order.
 
-Defaults < recipe files < command line.  What follows from other settings, from files, from the data or from the device
-is then filled in by `PASSES`, one after another.  A pass is a function from the configuration, as far as it is known,
-and what the user gave.  `Given.origins` records where the value of each key came from, for `--print-config --why`.
+Defaults < recipe files < command line.  Then `PASSES`, one after another, fill in values that follow from other
+settings, from files, from the data or from the device.  A pass is a function of the configuration so far and the
+`Resolution`.  `Resolution.origins` records where the value of each key came from, for `--print-config --why`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.changes import compare_configs
 from trainer.config.initial_weights import (
-    allows_another,
-    asks_for_fine_tuning,
+    allows_other_tokenizer,
     check_initial_weights,
     check_readable_tokenizer,
     check_same_tokenizer,
     find_weights_tokenizer,
+    is_fine_tuning,
     is_true,
     resumes,
 )
@@ -40,10 +40,10 @@ from trainer.config.load import (
     declared_keys,
     empty_tree,
     find_recipe_file,
+    flat_keys,
     is_checkpoint,
     is_run,
     is_written_by_run,
-    leaves,
     no_model,
     parse_override,
     read_run_config,
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 
 ConfigType = TypeVar("ConfigType")
 Stage = Literal["files", "keys", "tree", "config", "start", "data", "device"]
-"""What a pass rewrites, and when:
+"""The input of a pass, and when it runs:
 
 files: the recipe file's sections, parsed.
 keys: `Keys`, the values of the files and the texts of the command line.
@@ -94,8 +94,8 @@ class Keys:
 
 
 @dataclass
-class Given:
-    """What the user gave, which the passes decide by, and what they report."""
+class Resolution:
+    """The context of the passes: the user's input, and the results besides the configuration."""
 
     path: Path = Path(CONFIG)
     """The recipe file."""
@@ -107,19 +107,19 @@ class Given:
     """The modules that an untrusted configuration may import."""
     needs_weights: bool = True
     is_stored: bool = False
-    """Whether the configuration is one that a checkpoint stores: it is used as it is, whatever the files are now."""
+    """Whether the configuration comes from a checkpoint and must not depend on the present files."""
     shape: MeshShape | None = None
     world: World | None = None
     """The mesh and the ranks, for the passes of stage `device`."""
 
     origins: dict[str, str] = field(default_factory=dict)
-    """Where the value of each key comes from that is not a default."""
+    """The origin of each value that is not a default, by key."""
     untyped: Keys = field(default_factory=lambda: Keys({}, {}))
-    """What the passes of stage `keys` made of values and assignments."""
+    """The result of the passes of stage `keys`."""
     declared: DeclaredModel | None = None
     """The model that belongs to the initial weights."""
     choice: Choice | None = None
-    """What the planner chose for the `auto` settings, on rank 0."""
+    """The planner's choice for the `auto` settings, on rank 0."""
     notes: list[str] = field(default_factory=list)
     """Messages to show the user."""
 
@@ -160,19 +160,19 @@ def load_config(
 
 def load_with_origins(
     recipe: str, overrides: Sequence[str] = (), allow_import: Collection[str] = (), needs_weights: bool = True
-) -> tuple[RunConfig, Given]:
-    """Load a configuration as `load_config` does; return it with what the user gave and where each value comes from."""
+) -> tuple[RunConfig, Resolution]:
+    """Load a configuration as `load_config` does; return it with the origin of each value."""
     path = find_recipe_file(recipe)
-    given = Given(path, split_overrides(overrides), allow_import=allow_import, needs_weights=needs_weights)
-    tree = run_passes("files", read_yaml(path), given)
+    resolution = Resolution(path, split_overrides(overrides), allow_import=allow_import, needs_weights=needs_weights)
+    tree = run_passes("files", read_yaml(path), resolution)
     if is_written_by_run(path):
-        check_imports(tree, given.assignments, allow_import)
-    remember_secrets([tree, *given.assignments.values()])
-    for key, value in leaves(tree, path):
-        if key not in given.assignments:
+        check_imports(tree, resolution.assignments, allow_import)
+    remember_secrets([tree, *resolution.assignments.values()])
+    for key, value in flat_keys(tree, path):
+        if key not in resolution.assignments:
             refuse_masked(key, value, path)
-        given.values[key] = value
-    return _build(given), given
+        resolution.values[key] = value
+    return _build(resolution), resolution
 
 
 def config_from_yaml(text: str, origin: str = CONFIG, allow_import: Collection[str] = ()) -> RunConfig:
@@ -181,29 +181,29 @@ def config_from_yaml(text: str, origin: str = CONFIG, allow_import: Collection[s
     The text is untrusted: of the modules that it names, only those in `allow_import` and their submodules are imported.
     Raises UserError as `load_config` does.
     """
-    values = dict(leaves(read_stored(text, origin), Path(origin)))
-    return _build(Given(Path(origin), values=values, allow_import=allow_import, is_stored=True))
+    values = dict(flat_keys(read_stored(text, origin), Path(origin)))
+    return _build(Resolution(Path(origin), values=values, allow_import=allow_import, is_stored=True))
 
 
-def _build(given: Given) -> RunConfig:
-    """Return the configuration of the values of files and of the command line: give them types, then run the passes."""
-    keys = run_passes("keys", Keys(dict(given.values), dict(given.assignments)), given)
-    given.untyped, values, assignments = keys, keys.values, keys.assignments
+def _build(resolution: Resolution) -> RunConfig:
+    """Return the configuration: convert the values of files and command line to their types, and run the passes."""
+    keys = run_passes("keys", Keys(dict(resolution.values), dict(resolution.assignments)), resolution)
+    resolution.untyped, values, assignments = keys, keys.values, keys.assignments
     name = assignments.get("model.name", values.get("model.name"))
     if name is None:
-        raise no_model(values, given.path)
-    model = find_recipe(str(name), given.allow_import if given.is_stored else None).config
+        raise no_model(values, resolution.path)
+    model = find_recipe(str(name), resolution.allow_import if resolution.is_stored else None).config
     tree, legal = copy.deepcopy(empty_tree(model)), declared_keys(model)
     for key, value in values.items():
-        assign(tree, legal, key, value, f" (in {given.path})")
+        assign(tree, legal, key, value, f" (in {resolution.path})")
     for key, text in assignments.items():
         if key in legal:
             assign(tree, legal, key, parse_override(key, text, legal[key].type), "", text)
         else:
             assign(tree, legal, key, text, "")
-        given.origins[key] = "command line"
+        resolution.origins[key] = "command line"
     try:
-        config = OmegaConf.to_object(run_passes("tree", tree, given))
+        config = OmegaConf.to_object(run_passes("tree", tree, resolution))
     except OmegaConfBaseException as error:
         key = str(error.full_key)
         rule = f"cannot be resolved ({str(error).splitlines()[0]})"
@@ -212,31 +212,33 @@ def _build(given: Given) -> RunConfig:
     assert isinstance(config, RunConfig)
     remember_secrets(dataclasses.asdict(config))
     check_limits(config)
-    if given.declared is not None:
-        given.declared.check(config.model, config.checkpoint.allow_changes)
-    return run_passes("config", config, given)
+    if resolution.declared is not None:
+        resolution.declared.check(config.model, config.checkpoint.allow_changes)
+    return run_passes("config", config, resolution)
 
 
-def run_passes(stage: Stage, config: ConfigType, given: Given) -> ConfigType:
+def run_passes(stage: Stage, config: ConfigType, resolution: Resolution) -> ConfigType:
     """Run the passes of one stage in their order, and return the configuration.
 
     A key whose value a pass changes gets that pass as its origin, unless the pass itself records a more precise one.
     """
     before = dict(_flat(config))
-    for each in PASSES:
-        if each.stage != stage or (given.is_stored and not each.for_stored):
+    for each_pass in PASSES:
+        if each_pass.stage != stage or (resolution.is_stored and not each_pass.for_stored):
             continue
-        recorded = dict(given.origins)
-        decide = resolve(each.decide, each.name) if isinstance(each.decide, str) else each.decide
-        config = decide(config, given)
+        previous_origins = dict(resolution.origins)
+        apply = resolve(each_pass.decide, each_pass.name) if isinstance(each_pass.decide, str) else each_pass.decide
+        config = apply(config, resolution)
         after = dict(_flat(config))
         for key in before.keys() | after.keys():
             if key not in after:
-                given.origins.pop(key, None)
-            elif (key not in before or before[key] != after[key]) and given.origins.get(key) == recorded.get(key):
-                replaced = recorded.get(key, "")  # from the user; not by an earlier pass
-                was = f" (was: {replaced})" if replaced and ": " not in replaced else ""
-                given.origins[key] = f"{each.name}: {each.reason}{was}"
+                resolution.origins.pop(key, None)
+            elif (key not in before or before[key] != after[key]) and resolution.origins.get(
+                key
+            ) == previous_origins.get(key):
+                user_origin = previous_origins.get(key, "")  # from the user; not by an earlier pass
+                previous_origin = f" (was: {user_origin})" if user_origin and ": " not in user_origin else ""
+                resolution.origins[key] = f"{each_pass.name}: {each_pass.reason}{previous_origin}"
         before = after
     return config
 
@@ -259,66 +261,66 @@ def _flat(config: object) -> Iterator[tuple[str, Any]]:
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     if key in SUBSECTIONS:
-        below = value if isinstance(value, Mapping) else vars(value)
-        yield from ((f"{key}.{name}", item) for name, item in below.items())
+        items = value if isinstance(value, Mapping) else vars(value)
+        yield from ((f"{key}.{name}", item) for name, item in items.items())
     else:
         yield key, value
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Recipe files: their parents, and where the folders of a run are now
+# Recipe files: their parents, and the present folders of a run
 
 PARENT = "recipe"
 _NOT_INHERITED = {"run": ("name", "dir"), "checkpoint": ("dir", "resume")}
 """Keys of a run's stored configuration that only apply to that run, by section."""
 
 
-def inherit(tree: Mapping[str, Any], given: Given) -> dict[str, Any]:
+def inherit(tree: Mapping[str, Any], resolution: Resolution) -> dict[str, Any]:
     """Merge the sections of the recipe file over those of its parents.
 
-    First of all, since every other pass needs the values that files set, whichever file sets them.  A parent is written
-    as on the command line: the name of a recipe, a path (relative to the file's folder), or a run folder, whose
+    This is the first pass, because all others need the values that files set.  A parent is written as on the command
+    line: the name of a recipe, a path (relative to the file's folder), or a run folder, whose
     settings are inherited except for its name, folder and checkpoints.  A file that names a different model than its
     parent inherits none of the parent's model fields.
 
     Raises UserError for a parent that does not exist, and for circular inheritance.
     """
-    found, seen = dict(tree), [given.path.resolve()]
-    file = shown_path(given.path)
-    given.origins.update((key, file) for key, _ in _flat(found))
-    while (parent := found.pop(PARENT, None)) is not None:
-        rule = f"must be a recipe, a path ending in .yaml, or a run folder (in {seen[-1]})"
+    merged, ancestors = dict(tree), [resolution.path.resolve()]
+    file = shown_path(resolution.path)
+    resolution.origins.update((key, file) for key, _ in _flat(merged))
+    while (parent := merged.pop(PARENT, None)) is not None:
+        rule = f"must be a recipe, a path ending in .yaml, or a run folder (in {ancestors[-1]})"
         if not isinstance(parent, str):
             raise setting_error(PARENT, parent, rule, example="llama_small")
-        beside = seen[-1].parent / parent
-        above = find_recipe_file(str(beside) if beside.exists() else parent).resolve()
-        if above in seen:
-            rule = f"is its own parent, through {', '.join(map(str, seen))}"
+        local_parent = ancestors[-1].parent / parent
+        parent_file = find_recipe_file(str(local_parent) if local_parent.exists() else parent).resolve()
+        if parent_file in ancestors:
+            rule = f"is its own parent, through {', '.join(map(str, ancestors))}"
             raise setting_error(PARENT, parent, rule, fix="start one of them from another recipe, such as llama_small")
-        inherited = read_yaml(above)
-        if is_written_by_run(above):
-            check_imports(inherited, given.assignments, given.allow_import)
-        if above.name == CONFIG and is_run(above.parent):
+        inherited = read_yaml(parent_file)
+        if is_written_by_run(parent_file):
+            check_imports(inherited, resolution.assignments, resolution.allow_import)
+        if parent_file.name == CONFIG and is_run(parent_file.parent):
             for section, names in _NOT_INHERITED.items():
                 if isinstance(inherited.get(section), Mapping):
                     inherited[section] = {k: value for k, value in inherited[section].items() if k not in names}
-        found, file = _merge(inherited, found), shown_path(above)
-        for key, _ in _flat(found):
-            given.origins.setdefault(key, file)
-        seen.append(above)
-    return found
+        merged, file = _merge(inherited, merged), shown_path(parent_file)
+        for key, _ in _flat(merged):
+            resolution.origins.setdefault(key, file)
+        ancestors.append(parent_file)
+    return merged
 
 
-def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for section, values in above.items():
-        under = merged.get(section)
-        if not isinstance(values, Mapping) or not isinstance(under, Mapping):
-            merged[section] = under if values is None else values
-        elif section == "model" and values.get("name", under.get("name")) != under.get("name"):
+def _merge(parent: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(parent)
+    for section, values in child.items():
+        parent_values = merged.get(section)
+        if not isinstance(values, Mapping) or not isinstance(parent_values, Mapping):
+            merged[section] = parent_values if values is None else values
+        elif section == "model" and values.get("name", parent_values.get("name")) != parent_values.get("name"):
             merged[section] = dict(values)
         else:
-            merged[section] = {**under, **values}
+            merged[section] = {**parent_values, **values}
     return merged
 
 
@@ -330,7 +332,7 @@ def shown_path(path: Path) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
-def run_paths(tree: Mapping[str, Any], given: Given) -> dict[str, Any]:
+def run_paths(tree: Mapping[str, Any], resolution: Resolution) -> dict[str, Any]:
     """Resolve the folders in a configuration that a run wrote to where they are now.
 
     A run folder that was moved continues at its new path; a copy of a run folder continues as a separate run.  Before
@@ -339,8 +341,8 @@ def run_paths(tree: Mapping[str, Any], given: Given) -> dict[str, Any]:
 
     Raises UserError if training would use a folder or checkpoints of another run that the command line does not name.
     """
-    path, assignments = given.path, given.assignments
-    run, keep = dict(section_of(tree, "run")), dict(section_of(tree, "checkpoint"))
+    path, assignments = resolution.path, resolution.assignments
+    run, checkpoint = dict(section_of(tree, "run")), dict(section_of(tree, "checkpoint"))
     stored_dir, folder = run.get("dir"), path.parent
     is_of_checkpoint = is_checkpoint(folder)
     if path.name != CONFIG or not isinstance(stored_dir, str) or not (is_of_checkpoint or is_run(folder)):
@@ -356,19 +358,21 @@ def run_paths(tree: Mapping[str, Any], given: Given) -> dict[str, Any]:
         )
     is_itself = target is None or (not is_of_checkpoint and _is_same(target, folder))
     target = target or folder
-    if "checkpoint.dir" not in assignments and isinstance(keep.get("dir"), str):
-        place = relocated(keep["dir"], stored_dir, str(target))
-        stays_apart = place == keep["dir"] and not _is_same(target, Path(stored_dir))
+    if "checkpoint.dir" not in assignments and isinstance(checkpoint.get("dir"), str):
+        checkpoint_dir = relocated(checkpoint["dir"], stored_dir, str(target))
+        stays_apart = checkpoint_dir == checkpoint["dir"] and not _is_same(target, Path(stored_dir))
         if stays_apart and (not is_itself or is_another_run(stored_dir, folder)):
             owner = stored_dir if is_of_checkpoint or is_another_run(stored_dir, folder) else folder
-            raise setting_error("checkpoint.dir", place, shared_checkpoints_rule(owner, place, str(target)))
-        keep["dir"] = place
-    if is_itself and (keep.get("resume") == "none" or any((folder / "checkpoints").glob("step_*"))):
-        keep["resume"] = "auto"  # `none` applied to the first start; later progress is kept
+            raise setting_error(
+                "checkpoint.dir", checkpoint_dir, shared_checkpoints_rule(owner, checkpoint_dir, str(target))
+            )
+        checkpoint["dir"] = checkpoint_dir
+    if is_itself and (checkpoint.get("resume") == "none" or any((folder / "checkpoints").glob("step_*"))):
+        checkpoint["resume"] = "auto"  # `none` only applied to the first start
     if target is folder and run.get("name") == Path(stored_dir).name:
         run["name"] = folder.absolute().name
     run["dir"] = str(target)
-    return {**tree, "run": run, "checkpoint": keep}
+    return {**tree, "run": run, "checkpoint": checkpoint}
 
 
 def is_another_run(stored: str, here: Path) -> bool:
@@ -379,23 +383,25 @@ def is_another_run(stored: str, here: Path) -> bool:
     return is_run(Path(stored)) and not _is_same(Path(stored), here)
 
 
-def relocated(place: str, stored_dir: str, run_dir: str) -> str:
-    """Return the current location of checkpoints that were stored in `place` when the run's folder was `stored_dir`.
+def relocated(checkpoint_dir: str, stored_dir: str, run_dir: str) -> str:
+    """Return the present location of `checkpoint_dir`, from when the run's folder was `stored_dir`.
 
     Checkpoints inside the run folder moved with it to `run_dir`; a URL, or a folder elsewhere, is unchanged.
     """
-    if "://" in place:
-        return place
-    within = os.path.relpath(os.path.abspath(place), os.path.abspath(stored_dir))
-    return place if within.split(os.sep)[0] == os.pardir else os.path.normpath(os.path.join(run_dir, within))
+    if "://" in checkpoint_dir:
+        return checkpoint_dir
+    relative = os.path.relpath(os.path.abspath(checkpoint_dir), os.path.abspath(stored_dir))
+    return (
+        checkpoint_dir if relative.split(os.sep)[0] == os.pardir else os.path.normpath(os.path.join(run_dir, relative))
+    )
 
 
-def shared_checkpoints_rule(owner: str | Path, place: str, run_dir: str) -> str:
+def shared_checkpoints_rule(owner: str | Path, checkpoint_dir: str, run_dir: str) -> str:
     """Return the error text for a run in `run_dir` that would use the checkpoint folder of the run in `owner`."""
     return (
         f"holds the checkpoints of the run in {owner}; the one in {run_dir} needs its own place\n"
         "  on the command line: checkpoint.dir=WHERE (null: in run.dir), and to continue from the newest there "
-        f"checkpoint.resume={place}\n  to resume that run: run.dir={owner}"
+        f"checkpoint.resume={checkpoint_dir}\n  to resume that run: run.dir={owner}"
     )
 
 
@@ -410,11 +416,11 @@ def _is_same(one: Path, other: Path) -> bool:
 # Keys, before they have types
 
 
-def steps_or_epochs(keys: Keys, given: Given) -> Keys:
+def steps_or_epochs(keys: Keys, resolution: Resolution) -> Keys:
     """Drop the file's `train.steps` or `train.epochs` if the command line sets the other.
 
-    Here, where it is known who sets which: once merged, both would be set.  Raises UserError if the command line, or
-    the file, sets both.
+    Runs before files and command line are merged, since both would then be set.  Raises UserError if the command line,
+    or the file, sets both.
     """
     steps, epochs, values, assignments = "train.steps", "train.epochs", keys.values, keys.assignments
     if steps in assignments and assignments.get(epochs, "null") != "null":
@@ -422,8 +428,8 @@ def steps_or_epochs(keys: Keys, given: Given) -> Keys:
         raise setting_error(epochs, assignments[epochs], rule)
     if steps in assignments or epochs in assignments:
         dropped = epochs if steps in assignments else steps
-        kept = {key: value for key, value in values.items() if key != dropped or assignments.get(epochs) == "null"}
-        return Keys(kept, assignments)
+        remaining = {key: value for key, value in values.items() if key != dropped or assignments.get(epochs) == "null"}
+        return Keys(remaining, assignments)
     if steps in values and values.get(epochs) is not None:
         raise setting_error(epochs, values[epochs], f"{steps}={values[steps]} is also set there; use only one of them")
     return keys
@@ -433,7 +439,7 @@ _GENERIC_KEYS = ("model.path", "model.fresh")
 """Keys of the generic recipe `hf` that native recipes do not need."""
 
 
-def auto_model(keys: Keys, given: Given) -> Keys:
+def auto_model(keys: Keys, resolution: Resolution) -> Keys:
     """Replace `model.name=auto` by the name of the recipe that builds the model in a folder.
 
     Before types, because only the recipe tells which model keys there are.  A native recipe is used if it builds the
@@ -445,58 +451,60 @@ def auto_model(keys: Keys, given: Given) -> Keys:
         return keys
     # A recipe file that names another model sets that model's fields.
     own_file = values.get("model.name") == AUTO
-    kept = {key: value for key, value in values.items() if own_file or not key.startswith("model.")}
-    asked = {**kept, **assignments}
-    init_from = asked.get("train.init_from")
-    start = None if init_from in (None, "null", "~", "") else str(init_from)
-    folder = asked.get("model.path") or (start if start is not None and locate(start).kind == "huggingface" else None)
+    file_keys = {key: value for key, value in values.items() if own_file or not key.startswith("model.")}
+    requested = {**file_keys, **assignments}
+    init_from = requested.get("train.init_from")
+    init_from_path = None if init_from in (None, "null", "~", "") else str(init_from)
+    folder = requested.get("model.path") or (
+        init_from_path if init_from_path is not None and locate(init_from_path).kind == "huggingface" else None
+    )
     if not folder:
         rule = "model.name=auto needs a Hugging Face model folder"
         raise setting_error("model.path", None, rule, example="models/Qwen3-8B")
     folder = str(Path(str(folder).removeprefix("file://")).expanduser().absolute())
-    found = find_native(folder, "model.path")
-    model_keys = {key for key in asked if key.startswith("model.") and key != "model.name"}
-    fields = {f"model.{f.name}" for f in dataclasses.fields(found[0].config)} if found else set()
-    rest = {key: text for key, text in assignments.items() if key != "model.name"}
-    if found is None or not model_keys - set(_GENERIC_KEYS) <= fields:
-        return Keys(kept | {"model.name": find_recipe("hf").name, "model.path": folder}, rest)
-    recipe, config = found
-    own = {key: value for key, value in kept.items() if key not in _GENERIC_KEYS}
+    native = find_native(folder, "model.path")
+    model_keys = {key for key in requested if key.startswith("model.") and key != "model.name"}
+    fields = {f"model.{f.name}" for f in dataclasses.fields(native[0].config)} if native else set()
+    command_keys = {key: text for key, text in assignments.items() if key != "model.name"}
+    if native is None or not model_keys - set(_GENERIC_KEYS) <= fields:
+        return Keys(file_keys | {"model.name": find_recipe("hf").name, "model.path": folder}, command_keys)
+    recipe, config = native
+    resolved = {key: value for key, value in file_keys.items() if key not in _GENERIC_KEYS}
     declared = {f"model.{field.name}": getattr(config, field.name) for field in dataclasses.fields(config)}
-    own |= declared | {"model.name": recipe.name}
-    given.origins.update(dict.fromkeys(declared.keys() - {"model.name"}, shown_path(Path(folder) / "config.json")))
-    rest = {key: text for key, text in rest.items() if key not in _GENERIC_KEYS}
-    fresh = asked.get("model.fresh")
-    if start is not None:
+    resolved |= declared | {"model.name": recipe.name}
+    resolution.origins.update(dict.fromkeys(declared.keys() - {"model.name"}, shown_path(Path(folder) / "config.json")))
+    command_keys = {key: text for key, text in command_keys.items() if key not in _GENERIC_KEYS}
+    fresh = requested.get("model.fresh")
+    if init_from_path is not None:
         if is_true(fresh):
-            rule = f"asks for random weights, but train.init_from={start} names the weights to start from"
+            rule = f"asks for random weights, but train.init_from={init_from_path} names the weights to start from"
             raise setting_error("model.fresh", True, rule, fix="leave out one of the two")
     elif not is_true(fresh):
         # A folder with only config.json can define a model to train from scratch, but not one to fine-tune.
-        is_meant = fresh is None and has_config_only(folder) and not asks_for_fine_tuning(asked)
-        if not is_meant:
-            own["train.init_from"] = folder
-            given.origins["train.init_from"] = "auto model: the weights in its folder"
-            rest.pop("train.init_from", None)
-    if rest.get("data.tokenizer", own.get("data.tokenizer")) == MODEL:
-        own["data.tokenizer"] = folder  # without initial weights, no other key names the model's folder
-        rest.pop("data.tokenizer", None)
-    return Keys(own, rest)
+        is_new_model = fresh is None and has_config_only(folder) and not is_fine_tuning(requested)
+        if not is_new_model:
+            resolved["train.init_from"] = folder
+            resolution.origins["train.init_from"] = "auto model: the weights in its folder"
+            command_keys.pop("train.init_from", None)
+    if command_keys.get("data.tokenizer", resolved.get("data.tokenizer")) == MODEL:
+        resolved["data.tokenizer"] = folder  # without initial weights, no other key names the model's folder
+        command_keys.pop("data.tokenizer", None)
+    return Keys(resolved, command_keys)
 
 
-def another_model(keys: Keys, given: Given) -> Keys:
+def another_model(keys: Keys, resolution: Resolution) -> Keys:
     """Drop the model fields of the files if the command line names another model than they do.
 
-    They are that model's own, and the other may not have them.  After `auto_model`, which may name the model.
+    The other model may not have these fields.  After `auto_model`, which may name the model.
     """
-    named = keys.values.get("model.name")
-    if keys.assignments.get("model.name", named) == named:
+    file_model = keys.values.get("model.name")
+    if keys.assignments.get("model.name", file_model) == file_model:
         return keys
     return Keys({key: value for key, value in keys.values.items() if not key.startswith("model.")}, keys.assignments)
 
 
-def model_of_weights(tree: Any, given: Given) -> Any:
-    """Copy the model fields that the source of the initial weights declares; keep it in `given.declared`.
+def model_of_weights(tree: Any, resolution: Resolution) -> Any:
+    """Copy the model fields that the source of the initial weights declares; keep it in `resolution.declared`.
 
     The command line wins, and so do free fields that are set.  Before references such as ${model.dim} are resolved,
     so that they refer to these values.
@@ -506,32 +514,32 @@ def model_of_weights(tree: Any, given: Given) -> Any:
         return tree
     location = locate(source)
     if location.kind == "huggingface":
-        given.declared = declared_by_folder(source, recipe, "train.init_from")
+        resolution.declared = declared_by_folder(source, recipe, "train.init_from")
     else:
         stored = location.folder / CONFIG  # of a run or of a checkpoint
         try:
             if stored.is_file():
-                given.declared = declared_by_yaml(stored.read_text(), recipe.name, str(stored))
+                resolution.declared = declared_by_yaml(stored.read_text(), recipe.name, str(stored))
         except OSError as error:
             rule = f"{stored.name} cannot be read ({error.strerror})"
             raise setting_error("train.init_from", source, rule) from error
-    if given.declared is not None:
+    if resolution.declared is not None:
         legal, free = declared_keys(recipe.config), free_fields(recipe.config, tree.checkpoint.allow_changes)
-        for name, value in given.declared.fields.items():
-            key, where = f"model.{name}", given.declared.where
-            is_set = key in given.untyped.assignments or (name in free and key in given.untyped.values)
+        for name, value in resolution.declared.fields.items():
+            key, where = f"model.{name}", resolution.declared.where
+            is_set = key in resolution.untyped.assignments or (name in free and key in resolution.untyped.values)
             if key in legal and not is_set:
                 assign(tree, legal, key, value, f" (in {where})")
-                given.origins[key] = shown_path(Path(where))
+                resolution.origins[key] = shown_path(Path(where))
     return tree
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The typed configuration: what follows from other settings and from files.  The values are stored with the run, so that
-# the data and the dtypes cannot change when it is resumed.
+# The typed configuration: values that follow from other settings and from files.  The run stores them, so that its data
+# and dtypes cannot change when it is resumed.
 
 
-def recipe_fields(config: RunConfig, given: Given) -> RunConfig:
+def recipe_fields(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Let the recipe fill in the model fields that follow from others (`Recipe.resolve`), the first typed pass.
 
     Others depend on them, such as the width of the model.
@@ -540,13 +548,13 @@ def recipe_fields(config: RunConfig, given: Given) -> RunConfig:
     return replace(config, model=model)
 
 
-def run_name(config: RunConfig, given: Given) -> RunConfig:
+def run_name(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Fill in the default name and folder of the run, on which all other folders depend.
 
     A name on the command line starts another run, so the folder in the recipe file is ignored then.
     """
-    name = config.run.name or given.path.stem
-    is_another = bool(given.assignments.get("run.name")) and not given.assignments.get("run.dir")
+    name = config.run.name or resolution.path.stem
+    is_another = bool(resolution.assignments.get("run.name")) and not resolution.assignments.get("run.dir")
     folder = "" if is_another else config.run.dir
     return replace(config, run=replace(config.run, name=name, dir=folder or default_folder(name)))
 
@@ -556,13 +564,13 @@ def default_folder(name: str) -> str:
     return f"runs/{name}"
 
 
-def data_source(config: RunConfig, given: Given) -> RunConfig:
+def data_source(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Imply `data.source=tokens` if a path is given, but no source next to it (on the command line or in the file).
 
     Before all passes that look at the source.
     """
     data = config.data
-    has_source = "data.source" in (given.assignments if "data.path" in given.assignments else given.keys)
+    has_source = "data.source" in (resolution.assignments if "data.path" in resolution.assignments else resolution.keys)
     if not data.path or has_source or data.source not in ("stdlib", "synthetic"):
         return config
     return replace(config, data=replace(data, source="tokens"))
@@ -571,76 +579,78 @@ def data_source(config: RunConfig, given: Given) -> RunConfig:
 _RANGE_STEPS = 100
 
 
-def range_test(config: RunConfig, given: Given) -> RunConfig:
+def range_test(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Make a learning-rate range test that the command line asks for a short run that always starts over.
 
     Before `holdout`, which depends on whether there are evaluations.
     """
-    if config.schedule.name != "range" or "schedule.name" not in given.assignments:
+    if config.schedule.name != "range" or "schedule.name" not in resolution.assignments:
         return config
-    if given.assignments.keys().isdisjoint(("train.steps", "train.epochs")):
+    if resolution.assignments.keys().isdisjoint(("train.steps", "train.epochs")):
         config = replace(config, train=replace(config.train, steps=_RANGE_STEPS, epochs=None))
     log, checkpoint = config.log, config.checkpoint
-    if "eval.every" not in given.assignments:
+    if "eval.every" not in resolution.assignments:
         config = replace(config, eval=replace(config.eval, every=0, patience=0))
         checkpoint = replace(checkpoint, keep_best=0)
         log = replace(log, prompts=())
-    if "log.sample_tokens" not in given.assignments:
+    if "log.sample_tokens" not in resolution.assignments:
         log = replace(log, sample_tokens=0)  # the model has diverged by then
-    if "checkpoint.resume" not in given.assignments:
+    if "checkpoint.resume" not in resolution.assignments:
         checkpoint = replace(checkpoint, resume="none")
     return replace(config, log=log, checkpoint=checkpoint)
 
 
-def holdout(config: RunConfig, given: Given) -> RunConfig:
+def holdout(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Hold out 1 % of the data for evaluation if `data.holdout` is unset and there is nothing else to evaluate on."""
     data = config.data
     if data.holdout is not None:
         return config
     evaluates = data.source in ("tokens", "chat") and config.eval.every > 0 and data.eval_path is None
     if not evaluates:
-        given.origins["data.holdout"] = "holdout: no evaluation needs it"
+        resolution.origins["data.holdout"] = "holdout: no evaluation needs it"
     return replace(config, data=replace(data, holdout=0.01 if evaluates else 0.0))
 
 
-def tokenizer_file(config: RunConfig, given: Given) -> RunConfig:
+def tokenizer_file(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Replace `data.tokenizer=model`, or a folder, by the path of the tokenizer.json in it.
 
     Stored as a path, so that a resume finds the same file from any working directory.
     """
-    named, start = config.data.tokenizer, config.train.init_from
-    if named == MODEL:  # the Hugging Face folder of the model, or of its initial weights
-        named = config.model_path or (start if start is not None and locate(start).kind == "huggingface" else MODEL)
-    if named != MODEL and (Path(named).expanduser() / "tokenizer.json").is_file():
-        named = str((Path(named).expanduser() / "tokenizer.json").absolute())
-    return replace(config, data=replace(config.data, tokenizer=named))
+    tokenizer, source = config.data.tokenizer, config.train.init_from
+    if tokenizer == MODEL:  # the Hugging Face folder of the model, or of its initial weights
+        tokenizer = config.model_path or (
+            source if source is not None and locate(source).kind == "huggingface" else MODEL
+        )
+    if tokenizer != MODEL and (Path(tokenizer).expanduser() / "tokenizer.json").is_file():
+        tokenizer = str((Path(tokenizer).expanduser() / "tokenizer.json").absolute())
+    return replace(config, data=replace(config.data, tokenizer=tokenizer))
 
 
-def chat_packing(config: RunConfig, given: Given) -> RunConfig:
+def chat_packing(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Arrange conversations so that none attends to another, and none is cut.  After `data_source`."""
     data = config.data
     if data.source == "chat" and data.arrangement != "apart":
         data = replace(data, documents="masked", fit="best")
-    elif data.source == "chat" and "data.fit" not in given.assignments:
+    elif data.source == "chat" and "data.fit" not in resolution.assignments:
         data = replace(data, fit="cut")  # reset the value of a run whose conversations were packed
     return replace(config, data=data)
 
 
-def chat_length(config: RunConfig, given: Given) -> RunConfig:
+def chat_length(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Limit the sequence length of a recipe for chats to what the model supports.
 
     A length on the command line is taken as it is, and turns off `data.trim_rows`, which would shorten it.
     """
     data, longest = config.data, getattr(config.model, "max_seq_len", None)
-    if "data.seq_len" not in given.assignments:
+    if "data.seq_len" not in resolution.assignments:
         if data.source == "chat" and longest is not None:
             data = replace(data, seq_len=min(data.seq_len, longest))
-    elif "data.trim_rows" not in given.assignments:
+    elif "data.trim_rows" not in resolution.assignments:
         data = replace(data, trim_rows=False)
     return replace(config, data=data)
 
 
-def scaled_lr(config: RunConfig, given: Given) -> RunConfig:
+def scaled_lr(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Scale the learning rate of a recipe that fine-tunes models of any width (`optim.lr_by_width`).
 
     After `recipe_fields`, which knows the width.  The exponent was fitted to Llama models; for Qwen models the source
@@ -651,39 +661,41 @@ def scaled_lr(config: RunConfig, given: Given) -> RunConfig:
     optim, width = config.optim, getattr(config.model, "dim", None)
     if not optim.lr_by_width:
         return config
-    if "optim.lr" in given.assignments and "optim.lr_by_width" not in given.assignments:
+    if "optim.lr" in resolution.assignments and "optim.lr_by_width" not in resolution.assignments:
         return replace(config, optim=replace(optim, lr_by_width=False))
     if not width:
         rule = f"model.name={config.model.name} does not declare its width"
         raise setting_error("optim.lr_by_width", True, rule, fix="give optim.lr")
     scaled = optim.lr * (2000 / width) ** 0.78 * (10 if config.lora.rank else 1)
+    formula = f"{optim.lr:g} x (2000 / {width}) ** 0.78" + (" x 10 for adapters" if config.lora.rank else "")
+    resolution.origins["optim.lr"] = f"scaled lr: {formula} ({resolution.origins.get('optim.lr', 'default')})"
     return replace(config, optim=replace(optim, lr=float(f"{scaled:.2e}"), lr_by_width=False))
 
 
-_SMALL = 512
-"""Models narrower than this, typically with a few million parameters, count as small."""
+_SMALL_WIDTH = 512
+"""Models narrower than this count as small; they typically have a few million parameters."""
 
 
-def small_model_steps(config: RunConfig, given: Given) -> RunConfig:
+def small_model_steps(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Reset `train.small_model_steps` for all but small models, and if the user has set the number of epochs."""
     train, width = config.train, getattr(config.model, "dim", None)
-    by_recipe = "train.epochs" not in given.assignments or "train.small_model_steps" in given.assignments
-    if train.epochs is not None and by_recipe and width is not None and width < _SMALL:
+    by_recipe = "train.epochs" not in resolution.assignments or "train.small_model_steps" in resolution.assignments
+    if train.epochs is not None and by_recipe and width is not None and width < _SMALL_WIDTH:
         return config
     return replace(config, train=replace(train, small_model_steps=0))
 
 
-def compute_dtype(config: RunConfig, given: Given) -> RunConfig:
+def compute_dtype(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Resolve `fsdp.param_dtype=auto` by the device: bfloat16 on a GPU, float32 on a CPU, which is slow in bfloat16."""
     if config.fsdp.param_dtype != AUTO:
         return config
     on_gpu = likely_device(config.run.device) == "cuda"
     if config.run.device == AUTO:
-        given.origins["fsdp.param_dtype"] = f"environment: {'a' if on_gpu else 'no'} GPU is visible here"
+        resolution.origins["fsdp.param_dtype"] = f"environment: {'a' if on_gpu else 'no'} GPU is visible here"
     return replace(config, fsdp=replace(config.fsdp, param_dtype="bfloat16" if on_gpu else "float32"))
 
 
-def adapter_base_dtype(config: RunConfig, given: Given) -> RunConfig:
+def adapter_base_dtype(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Resolve the dtype of the weights below adapters: those stored in bfloat16 lose nothing by staying in it."""
     lora, source = config.lora, config.train.init_from or config.model_path
     if not lora.rank or lora.base_dtype is not None:
@@ -692,43 +704,43 @@ def adapter_base_dtype(config: RunConfig, given: Given) -> RunConfig:
     return replace(config, lora=replace(lora, base_dtype="bfloat16" if is_bfloat16 else config.train.weights_dtype))
 
 
-def readable_weights(config: RunConfig, given: Given) -> RunConfig:
+def readable_weights(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Refuse initial weights that cannot be read; decides nothing.
 
-    Here, because the next pass looks for the tokenizer of these weights, and would blame a missing one.
+    Runs before the next pass, which would report the tokenizer of these weights as missing.
     """
-    if given.needs_weights:
-        check_initial_weights(config, given.keys)
+    if resolution.needs_weights:
+        check_initial_weights(config, resolution.keys)
     return config
 
 
-def tokenizer_of_weights(config: RunConfig, given: Given) -> RunConfig:
+def tokenizer_of_weights(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Use the tokenizer of the initial weights, unless `data.tokenizer` is given.  A run that resumes keeps its own.
 
     After `tokenizer_file`, so that both are paths.  Raises UserError if the given tokenizer differs from that of the
     weights, or if that cannot be read: token ids would then stand for different text than when the weights were
     trained.  `checkpoint.allow_changes=[data.tokenizer]` permits both.
     """
-    key, data, is_given = "data.tokenizer", config.data, "data.tokenizer" in given.keys
+    key, data, is_given = "data.tokenizer", config.data, "data.tokenizer" in resolution.keys
     if data.source == "synthetic":
         return config
-    own = find_weights_tokenizer(config)
+    weights_tokenizer = find_weights_tokenizer(config)
     if is_given and data.tokenizer != MODEL:
-        if own is not None and not allows_another(config) and not resumes(config):
-            check_same_tokenizer(data.tokenizer, own)
+        if weights_tokenizer is not None and not allows_other_tokenizer(config) and not resumes(config):
+            check_same_tokenizer(data.tokenizer, weights_tokenizer)
         return config
-    if own is None:
+    if weights_tokenizer is None:
         if not is_given and not resumes(config):
             check_readable_tokenizer(config)
         return config
-    before = section_of(read_run_config(config.run_dir), "data").get("tokenizer") if resumes(config) else None
-    if before == "bytes" and not is_given:
-        own = "bytes"
-        given.origins[key] = shown_path(config.run_dir / CONFIG)
-    return replace(config, data=replace(data, tokenizer=own))
+    previous = section_of(read_run_config(config.run_dir), "data").get("tokenizer") if resumes(config) else None
+    if previous == "bytes" and not is_given:
+        weights_tokenizer = "bytes"
+        resolution.origins[key] = shown_path(config.run_dir / CONFIG)
+    return replace(config, data=replace(data, tokenizer=weights_tokenizer))
 
 
-def range_test_folder(config: RunConfig, given: Given) -> RunConfig:
+def range_test_folder(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Give a range test a separate folder, and a separate place for its checkpoints.
 
     The folder is that of the run it is for, with `-lr` appended, so that the run's own files are untouched.  Last of
@@ -737,12 +749,12 @@ def range_test_folder(config: RunConfig, given: Given) -> RunConfig:
     if config.schedule.name != "range":
         return config
     run, checkpoint = config.run, config.checkpoint
-    while (before := read_run_config(Path(run.dir))) or run is config.run:
-        if section_of(before, "schedule").get("name") == "range":
+    while (stored := read_run_config(Path(run.dir))) or run is config.run:
+        if section_of(stored, "schedule").get("name") == "range":
             break
         run = replace(run, name=f"{run.name}-lr", dir=f"{run.dir.rstrip('/')}-lr")
-    own = section_of(before, "checkpoint").get("dir")
-    if checkpoint.dir is not None and own not in (checkpoint.dir, str(Path(checkpoint.dir).absolute())):
+    stored_dir = section_of(stored, "checkpoint").get("dir")
+    if checkpoint.dir is not None and stored_dir not in (checkpoint.dir, str(Path(checkpoint.dir).absolute())):
         checkpoint = replace(checkpoint, dir=f"{checkpoint.dir.rstrip('/')}-lr")
     return replace(config, run=run, checkpoint=checkpoint)
 
@@ -751,7 +763,7 @@ def range_test_folder(config: RunConfig, given: Given) -> RunConfig:
 # When a run starts
 
 
-def free_name(config: RunConfig, given: Given) -> RunConfig:
+def free_name(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Choose a folder in which the run can start; a note tells the user if it is not the default one.
 
     The default folder is used unless it holds a finished run that differs in a setting that a resume would refuse; then
@@ -759,26 +771,26 @@ def free_name(config: RunConfig, given: Given) -> RunConfig:
     recipe file sets the run's name or folder, or the command line sets its checkpoint.  All ranks, and all restarts,
     get the same result.  Only for a run that starts: a printed configuration is independent of what has been run here.
     """
-    usual = given.path.stem
-    is_unnamed = config.run.name == usual and config.run.dir == default_folder(usual)
-    if not is_unnamed or given.assignments.keys() & {"run.name", "run.dir", "checkpoint.resume", "checkpoint.dir"}:
+    default_name = resolution.path.stem
+    is_unnamed = config.run.name == default_name and config.run.dir == default_folder(default_name)
+    if not is_unnamed or resolution.assignments.keys() & {"run.name", "run.dir", "checkpoint.resume", "checkpoint.dir"}:
         return config
-    first = _in_the_way(config)
-    if not first:
+    differences = _differences_from_finished_run(config)
+    if not differences:
         return config
     for number in itertools.count(2):
         name = f"{config.run.name}-{number}"
         named = replace(config, run=replace(config.run, name=name, dir=default_folder(name)))
-        if not _in_the_way(named):
+        if not _differences_from_finished_run(named):
             break
-    more = f" and {len(first) - 2} more" if len(first) > 2 else ""
-    what = f"{config.run.dir} is finished, with another configuration ({'; '.join(first[:2])}{more})"
-    given.notes.append(f"{what}, so this run uses {named.run.dir}")
+    more = f" and {len(differences) - 2} more" if len(differences) > 2 else ""
+    reason = f"{config.run.dir} is finished, with another configuration ({'; '.join(differences[:2])}{more})"
+    resolution.notes.append(f"{reason}, so this run uses {named.run.dir}")
     return named
 
 
-def _in_the_way(config: RunConfig) -> list[str]:
-    """Return the differences for which the finished run in the configuration's folder could not be resumed, if any."""
+def _differences_from_finished_run(config: RunConfig) -> list[str]:
+    """Return the differences from the finished run in this folder that forbid a resume, if any."""
     folder = Path(config.run.dir)
     try:
         status = json.loads((folder / "status.json").read_text())
@@ -786,17 +798,17 @@ def _in_the_way(config: RunConfig) -> list[str]:
             return []
         refused, _ = compare_configs(config, (folder / CONFIG).read_text())
     except (OSError, ValueError, AttributeError, UserError):
-        return []  # such errors are reported when the run starts
+        return []  # reported when the run starts
     return [line.replace(" in the checkpoint,", " there,") for line in refused]
 
 
-def context_method(config: RunConfig, given: Given) -> RunConfig:
+def context_method(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Resolve `mesh.context_method=auto`, by the number of ranks on a node.
 
     Before `auto`, whose plans need it, and after it, since it may choose `mesh.context`.
     """
-    assert given.world is not None
-    return resolve_context_method(config, given.world.env.local_world_size)
+    assert resolution.world is not None
+    return resolve_context_method(config, resolution.world.env.local_world_size)
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The rules of the configuration: those between settings, and between settings and the number of ranks."""
+"""Rules between settings, and between settings and the number of ranks."""
 
 from __future__ import annotations
 
@@ -63,19 +63,23 @@ def check_config(config: RunConfig, world_size: int, local_world_size: int) -> M
 def _check_reshard(config: RunConfig, shape: MeshShape) -> None:
     key, value = "fsdp.reshard_after_forward", config.fsdp.reshard_after_forward
     entries = value if isinstance(value, list) else [value]
-    words = ["always", "never"] if isinstance(value, list) else ["default", "always", "never", AUTO]
+    keywords = ["always", "never"] if isinstance(value, list) else ["default", "always", "never", AUTO]
     for entry in entries:
         if isinstance(entry, bool):
             rule = "must be always or never, not true or false"
             raise setting_error(key, value, rule, meant="always" if entry else "never")
-        if isinstance(entry, str) and entry not in words:
-            best = nearest(entry, words)
-            fixed = [best if item == entry else item for item in entries] if isinstance(value, list) else best
-            rule = f"must be {', '.join(words)} or a number of ranks"
-            raise setting_error(key, value, rule, meant=fixed if best else None)
+        if isinstance(entry, str) and entry not in keywords:
+            suggestion = nearest(entry, keywords)
+            fixed = (
+                [suggestion if item == entry else item for item in entries] if isinstance(value, list) else suggestion
+            )
+            rule = f"must be {', '.join(keywords)} or a number of ranks"
+            raise setting_error(key, value, rule, meant=fixed if suggestion else None)
         if isinstance(entry, int) and (entry < 1 or shape.shard % entry):
-            best = divisor(entry, shape.shard)
-            fixed = [best if item == entry else item for item in entries] if isinstance(value, list) else best
+            suggestion = divisor(entry, shape.shard)
+            fixed = (
+                [suggestion if item == entry else item for item in entries] if isinstance(value, list) else suggestion
+            )
             raise setting_error(key, value, f"a number of ranks must divide the shard axis, {shape.shard}", fixed)
 
 
@@ -101,8 +105,8 @@ def _check_forms(config: RunConfig) -> None:
     _check_evaluation(config)
     first, last = config.schedule.lr_range
     if not first < last:
-        turned = [last, first] if last < first else None
-        raise setting_error("schedule.lr_range", [first, last], "must rise", meant=turned)
+        reversed_range = [last, first] if last < first else None
+        raise setting_error("schedule.lr_range", [first, last], "must rise", meant=reversed_range)
     _check_wrap(config)
     resume = config.checkpoint.resume
     if resume not in ("auto", "none") and "://" not in resume and not Path(run_of_best(resume) or resume).is_dir():
@@ -119,24 +123,24 @@ def _check_forms(config: RunConfig) -> None:
     legal = [*declared_keys(type(config.model)), *(section.name for section in dataclasses.fields(RunConfig))]
     unknown = [key for key in config.checkpoint.allow_changes if key not in legal and not key.startswith("state.")]
     if unknown:
-        best = nearest(unknown[0], legal, 0.8) if "." in unknown[0] else None
+        suggestion = nearest(unknown[0], legal, 0.8) if "." in unknown[0] else None
         rule = "no such key" if "." in unknown[0] else "no such section"
-        fix = "" if best else "name the keys or sections that may change, such as optim.name or data"
-        raise setting_error("checkpoint.allow_changes", list(unknown), rule, meant=best and [best], fix=fix)
+        fix = "" if suggestion else "name the keys or sections that may change, such as optim.name or data"
+        raise setting_error("checkpoint.allow_changes", list(unknown), rule, meant=suggestion and [suggestion], fix=fix)
     _check_paths(config)
 
 
 def _check_activation_checkpoint(config: RunConfig) -> None:
     checkpointing, key = config.train.activation_checkpoint, "train.activation_checkpoint"
-    words = ["none", "full", "selective", AUTO]
+    keywords = ["none", "full", "selective", AUTO]
     if isinstance(checkpointing, str) and checkpointing.startswith("budget:"):
         share = budget_of(checkpointing)
         if share is None or not 0 <= share <= 1:
             rule = "budget:<share> needs a number from 0 to 1"
-            closest = 0.5 if share is None or math.isnan(share) else min(1.0, max(0.0, share))
-            raise setting_error(key, checkpointing, rule, f"budget:{closest:g}")
-    elif isinstance(checkpointing, str) and checkpointing not in words:
-        raise choice_error(key, checkpointing, words, "a whole number, budget:<share>, or one of")
+            nearest_share = 0.5 if share is None or math.isnan(share) else min(1.0, max(0.0, share))
+            raise setting_error(key, checkpointing, rule, f"budget:{nearest_share:g}")
+    elif isinstance(checkpointing, str) and checkpointing not in keywords:
+        raise choice_error(key, checkpointing, keywords, "a whole number, budget:<share>, or one of")
     if isinstance(checkpointing, (int, bool)) and (isinstance(checkpointing, bool) or checkpointing < 1):
         raise setting_error(key, checkpointing, "n (for every n-th block) must be at least 1", "none")
 
@@ -159,13 +163,13 @@ def _check_init_from(config: RunConfig) -> None:
         check_no_gguf(start, "train.init_from")
     if start is not None and "://" not in start and not Path(run_of_best(start) or start).exists():
         rule = "must be a checkpoint, a run folder, a folder of safetensors, or a weights file (.pt, .safetensors)"
-        own = config.run_dir / CONFIG
-        advice = f"recipe={own} train.init_from=null resumes the run, which no longer needs it"
+        own_config = config.run_dir / CONFIG
+        advice = f"recipe={own_config} train.init_from=null resumes the run, which no longer needs it"
         if config.lora.rank:
             advice = "the run's adapters belong to these weights: give their new path"
         if not Path(start).is_absolute() and start.count("/") == 1 and not Path(start).parent.is_dir():
             rule = f"{rule}; to download a model: hf download {start} --local-dir {start.rpartition('/')[2]}"
-        is_saved = own.is_file() and any((config.run_dir / "checkpoints").glob("step_*"))
+        is_saved = own_config.is_file() and any((config.run_dir / "checkpoints").glob("step_*"))
         raise setting_error("train.init_from", start, f"{rule}; {advice}" if is_saved else rule)
 
 
@@ -194,10 +198,10 @@ def _check_paths(config: RunConfig) -> None:
         rule = "must be a local folder; to store checkpoints elsewhere, set checkpoint.dir"
         raise setting_error("run.dir", config.run.dir, rule, example=f"runs/{config.run.name}")
     _check_folder("run.dir", config.run.dir, f"runs/{config.run.name}")
-    wrong = [f"{config.run_dir / name} is a folder" for name in _FILES if (config.run_dir / name).is_dir()]
-    wrong += [f"{config.run_dir / name} is not a folder" for name in _FOLDERS if (config.run_dir / name).is_file()]
-    if wrong:
-        rule = f"{wrong[0]}, but a run needs that path: move it away, or use another run.dir"
+    conflicts = [f"{config.run_dir / name} is a folder" for name in _FILES if (config.run_dir / name).is_dir()]
+    conflicts += [f"{config.run_dir / name} is not a folder" for name in _FOLDERS if (config.run_dir / name).is_file()]
+    if conflicts:
+        rule = f"{conflicts[0]}, but a run needs that path: move it away, or use another run.dir"
         raise setting_error("run.dir", config.run.dir, rule)
     if config.checkpoint.dir is not None:
         _check_folder("checkpoint.dir", config.checkpoint.dir, None)
@@ -373,10 +377,10 @@ def check_chats(config: RunConfig) -> None:
     path = Path(setting).expanduser()
     if setting in (MODEL, CHATML) or path.is_file():
         return
-    found = "is a folder" if path.is_dir() else "no such file" if path.suffix or "/" in setting else "unknown name"
+    problem = "is a folder" if path.is_dir() else "no such file" if path.suffix or "/" in setting else "unknown name"
     meant = MODEL if setting in ("auto", "tokenizer", "default") else nearest(setting, (CHATML, MODEL))
     example = None if meant else "chat_template.jinja"
-    rule = f"{found}; must be model, chatml, or a Jinja file"
+    rule = f"{problem}; must be model, chatml, or a Jinja file"
     raise setting_error("data.chat_template", setting, rule, meant=meant, example=example)
 
 
@@ -457,20 +461,27 @@ def _check_weights(key: str, weights: Any, names: list[str]) -> None:
     for name, weight in weights.items():
         if name not in names:
             rule = f"data.path has no source {name}, it has {', '.join(names)}"
-            best = nearest(name, names)
-            meant = {best if other == name else other: value for other, value in weights.items()} if best else None
-            shown = None if best else dict.fromkeys(names, 1)
-            raise setting_error(key, weights, rule, meant=meant, example=shown)
+            suggestion = nearest(name, names)
+            meant = (
+                {suggestion if other == name else other: value for other, value in weights.items()}
+                if suggestion
+                else None
+            )
+            example = None if suggestion else dict.fromkeys(names, 1)
+            raise setting_error(key, weights, rule, meant=meant, example=example)
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight) or weight < 0:
             raise setting_error(f"{key}.{name}", weight, "must be a number of at least 0", 0)
-    whole = sum(weights.values())
-    if not whole:
+    total = sum(weights.values())
+    if not total:
         raise setting_error(key, weights, "at least one weight must be above 0", example=dict.fromkeys(names, 1))
-    small = [name for name, weight in weights.items() if 0 < weight * BLOCK < whole]
-    if small:
-        least = sum(weight for name, weight in weights.items() if name not in small) / (BLOCK - len(small))
-        legal = {name: float(f"{least * 1.001:.3g}") if name in small else weight for name, weight in weights.items()}
-        raise setting_error(key, weights, f"the share of {small[0]} is below one sample in {BLOCK}", legal)
+    too_small = [name for name, weight in weights.items() if 0 < weight * BLOCK < total]
+    if too_small:
+        min_weight = sum(weight for name, weight in weights.items() if name not in too_small) / (BLOCK - len(too_small))
+        legal = {
+            name: float(f"{min_weight * 1.001:.3g}") if name in too_small else weight
+            for name, weight in weights.items()
+        }
+        raise setting_error(key, weights, f"the share of {too_small[0]} is below one sample in {BLOCK}", legal)
 
 
 def check_sources(config: RunConfig) -> None:
@@ -546,14 +557,14 @@ def _check_trackers(log: LogSection) -> None:
 def check_float8_installed(setting: str) -> None:
     """Raise UserError if `train.float8` needs torchao and it is not installed."""
     if setting != "none" and not _is_installed("torchao"):
-        rule = "float8 needs the library `torchao`: pip install 'meshtrainer[float8]'"
+        rule = "float8 needs the torchao library: pip install 'meshtrainer[float8]'"
         raise setting_error("train.float8", setting, rule, "none")
 
 
-def likely_device(asked: str) -> str:
+def likely_device(setting: str) -> str:
     """Return the device type that `run.device` resolves to here, as far as can be determined without torch."""
-    if asked != "auto":
-        return asked
+    if setting != "auto":
+        return setting
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
     has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
     return "cuda" if has_gpu and visible not in ("", "-1") else "cpu"
@@ -576,11 +587,11 @@ def compiles_when_planned(setting: bool | str, device_type: str) -> bool:
     return compiles_blocks(setting, device_type) or (setting == AUTO and is_elsewhere)
 
 
-def _check_compilers(key: str, value: object, device_type: str, instead: str) -> None:
+def _check_compilers(key: str, value: object, device_type: str, alternative: str) -> None:
     """Raise UserError unless torch.compile has the compilers it needs."""
     rule, fix = _missing_compiler(device_type)
     if rule:
-        raise setting_error(key, value, rule, fix=f"{fix}, or {instead}")
+        raise setting_error(key, value, rule, fix=f"{fix}, or {alternative}")
 
 
 def _missing_compiler(device_type: str) -> tuple[str, str]:
@@ -602,5 +613,5 @@ def _missing_compiler(device_type: str) -> tuple[str, str]:
 def _is_installed(library: str) -> bool:
     try:
         return importlib.util.find_spec(library) is not None
-    except ValueError:  # an imported module without a __spec__
+    except ValueError:  # a module without a __spec__ was imported
         return library in sys.modules

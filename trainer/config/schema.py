@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from trainer.errors import masked, masked_command
 from trainer.recipe import Recipe, TrainerType, declare, find_recipe, resolve
+from trainer.renamed import Renamed
 
 # ---------------------------------------------------------------------------------------------------------------
 # Limits and values that several sections share
@@ -649,6 +650,8 @@ class RunConfig:
     eval: EvalSection = field(default_factory=EvalSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     log: LogSection = field(default_factory=LogSection)
+
+    holds_reference, on_record = Renamed("has_reference_model"), Renamed("with_absolute_paths")
 
     @property
     def recipe(self) -> Recipe:

@@ -1,13 +1,16 @@
 """Data pipeline: text -> tokens -> samples -> an order of samples -> micro-batches.
 
-    tokenizer        text <-> token ids
-    source           samples by index: token shards on disk, standard library text, synthetic patterns
-    chat             conversations and their loss masks
-    opening          data settings -> source
-    mixture          which sample is at each position of an endless run
-    loader           a rank's micro-batches, and the sample count that a resume needs
+    tokenizer   text <-> token ids
+    ingest      text, JSONL and parquet files -> token shards
+    shards      token shards and manifests on disk; `remote` for those at a URL
+    source      samples by index, from token shards or synthetic patterns; `packing` for masked and packed documents
+    chat        conversations -> rows of tokens and targets with a loss mask
+    opening     data settings -> source
+    mixture     the sample at each position of an endless run, from one source or several
+    loader      a rank's micro-batches, and the sample count that a resume needs
+    transfer    micro-batches to the device
 
-Nothing here depends on the mesh or the model: a rank is just an integer, and of the model only the vocabulary size
-matters.  Most modules work without torch, so that a mistake in the data settings is reported before any process is
-spawned.
+Nothing here depends on the mesh or the model: a rank is an integer, and the only property of the model that matters is
+its vocabulary size.  Most modules do not import torch, so that mistakes in the data settings are reported before any
+process is spawned.
 """

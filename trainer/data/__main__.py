@@ -1,4 +1,4 @@
-"""Inspect the data that a run would train on, without training it.
+"""Inspect the data that a run would train on, without training.
 
     python -m trainer.data show [recipe=NAME] [section.key=value ...] [--step N] [--samples N] [--full]
     python -m trainer.data check [recipe=NAME] [section.key=value ...]
@@ -7,7 +7,7 @@
   show    samples as the model sees them: text, document boundaries, targets, source and epoch
             --step N      samples of this step (default 1)
             --samples N   number of samples (default 2)
-            --full        print the whole text, not only the beginning and end of each piece
+            --full        print the complete text, not only the beginning and the end of long pieces
   check   broken shards, duplicate documents, held-out text in the training data; exits with code 1 if it finds any
   plan    tokens, share and epochs of each source, by phase
 
@@ -66,7 +66,7 @@ class _Arguments:
     recipe: str | None = None
     overrides: list[str] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=lambda: {"--step": 1, "--samples": 2})
-    """Options that take an integer, with their defaults."""
+    """Values of the options that take an integer; initially their defaults."""
     is_full: bool = False
     allow_import: list[str] = field(default_factory=list)
 
@@ -83,11 +83,11 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str]) -> _Arguments:
     arguments, allow_import = split_allow_import(arguments)
-    parsed, rest = _Arguments(allow_import=allow_import), iter(arguments)
-    for argument in rest:
+    parsed, remaining = _Arguments(allow_import=allow_import), iter(arguments)
+    for argument in remaining:
         key, _, value = argument.partition("=")
         if key in parsed.numbers:
-            parsed.numbers[key] = _number(key, value or next(rest, ""))
+            parsed.numbers[key] = _number(key, value or next(remaining, ""))
         elif argument == "--full":
             parsed.is_full = True
         elif argument.startswith("-"):
@@ -156,77 +156,77 @@ def _table(config: RunConfig, usages: Sequence[SourceUsage]) -> list[str]:
 
 
 _EDGE_CHARS = 60
-"""Characters shown of the start and of the end of a long piece."""
+"""Number of characters that are shown of the start and of the end of a long text."""
 
 
 def _show_samples(
     source: Source, order: SampleOrder, config: RunConfig, *, step: int, count: int, is_full: bool
 ) -> None:
-    """Print the first `count` samples of a step, each as a block of lines.
+    """Print the first `count` samples of a step.
 
-    Each line is a run of tokens of one document that are either all targets or all ignored.  Raises TrainingFailed if
-    the data are corrupt.
+    Each line of a sample shows consecutive tokens of one document that are all targets, or all ignored.  Raises
+    TrainingFailed if the data are corrupt.
     """
-    batch = config.train.global_batch_size
-    own = tokenizer_of(config.data)
-    tokenizer = own if own.name == source.tokenizer else None  # if another one made the tokens, show their ids
-    positions = (step - 1) * batch + np.arange(min(count, batch))
+    global_batch_size = config.train.global_batch_size
+    data_tokenizer = tokenizer_of(config.data)
+    tokenizer = data_tokenizer if data_tokenizer.name == source.tokenizer else None  # otherwise the ids are shown
+    positions = (step - 1) * global_batch_size + np.arange(min(count, global_batch_size))
     indices = order.at(positions)
     try:
-        found = as_mapping(source.batch(indices))
+        entries = as_mapping(source.batch(indices))
     except ShardError as error:
         raise TrainingFailed(str(error)) from error
     names = list(source.sources) if isinstance(source, MixedSource) else [""]
-    is_chat, many = config.data.source == "chat", source.rows_per_sample
+    is_chat, rows_per_sample = config.data.source == "chat", source.rows_per_sample
     for number, (position, index) in enumerate(zip(positions.tolist(), indices.tolist(), strict=True)):
-        name = names[int(found[SOURCE][number * many])] if SOURCE in found else ""
-        rows = range(number * many, (number + 1) * many)
-        lines = [line for row in rows for line in _lines(found, row, tokenizer, is_chat, is_full)]
-        of, epoch = f", source {name}" if name else "", epochs(order, position)[name]
-        header = f"step {step}, position {position}: sample {index}{of}, epoch {epoch:.4f}"
+        name = names[int(entries[SOURCE][number * rows_per_sample])] if SOURCE in entries else ""
+        rows = range(number * rows_per_sample, (number + 1) * rows_per_sample)
+        lines = [line for row in rows for line in _lines(entries, row, tokenizer, is_chat, is_full)]
+        source_text, epoch = f", source {name}" if name else "", epochs(order, position)[name]
+        header = f"step {step}, position {position}: sample {index}{source_text}, epoch {epoch:.4f}"
         print_stdout("\n".join([header, *lines, ""]))
 
 
 def _lines(
-    found: dict[str, NDArray[Any]], row: int, tokenizer: Tokenizer | None, is_chat: bool, is_full: bool
+    entries: dict[str, NDArray[Any]], row: int, tokenizer: Tokenizer | None, is_chat: bool, is_full: bool
 ) -> Iterator[str]:
-    tokens, counts = found["tokens"][row], found["targets"][row] != IGNORE
-    if "documents" in found:
-        documents = found["documents"][row]
+    tokens, is_target = entries["tokens"][row], entries["targets"][row] != IGNORE
+    if "documents" in entries:
+        documents = entries["documents"][row]
     elif is_chat:  # one conversation, then padding, which repeats the last token
-        end = int(np.flatnonzero(counts | (tokens != tokens[-1])).max(initial=-1)) + 1
+        end = int(np.flatnonzero(is_target | (tokens != tokens[-1])).max(initial=-1)) + 1
         documents = (np.arange(len(tokens)) >= end).astype(np.int64)
     elif tokenizer is None:
         documents = np.zeros(len(tokens), dtype=np.int64)
-    else:  # judged by end tokens; padding counts as the last document
+    else:  # documents are separated by end tokens; padding belongs to the last one
         is_end = tokens == tokenizer.end_id
         documents = np.cumsum(np.concatenate([[False], is_end[:-1] & ~is_end[1:]]))
-    # Each conversation has targets, so everything after the last conversation with targets is padding.
-    padded = documents > documents[counts].max(initial=-1) if is_chat else np.zeros(len(tokens), bool)
-    borders = np.flatnonzero((np.diff(documents) != 0) | (np.diff(counts) != 0)) + 1
+    # Every conversation has targets, so everything after the last conversation with targets is padding.
+    is_padding = documents > documents[is_target].max(initial=-1) if is_chat else np.zeros(len(tokens), bool)
+    changes = np.flatnonzero((np.diff(documents) != 0) | (np.diff(is_target) != 0)) + 1
     width = len(str(len(tokens)))
-    for start, end in zip([0, *borders.tolist()], [*borders.tolist(), len(tokens)], strict=True):
-        if padded[start]:
+    for start, end in zip([0, *changes.tolist()], [*changes.tolist(), len(tokens)], strict=True):
+        if is_padding[start]:
             yield f"  {start:>{width}}-{end - 1:<{width}}  padding"
             continue
-        kind = "trained on" if counts[start] else "ignored   "
+        kind = "trained on" if is_target[start] else "ignored   "
         text = _text(tokens[start:end], tokenizer, is_full)
         yield f"  {start:>{width}}-{end - 1:<{width}}  document {int(documents[start]) + 1}  {kind}  {text}"
 
 
 def _text(tokens: NDArray[Any], tokenizer: Tokenizer | None, is_full: bool) -> str:
     if tokenizer is None:
-        shown = (
+        items = (
             tokens.tolist() if is_full or len(tokens) <= 16 else [*tokens[:8].tolist(), "...", *tokens[-8:].tolist()]
         )
-        return " ".join(map(str, shown))
+        return " ".join(map(str, items))
     text = tokenizer.decode(tokens)
     start = len(tokenizer.start_ids)
-    begins = "[begin] " if start and tuple(tokens[:start].tolist()) == tokenizer.start_ids else ""
-    ends = " [end]" if tokens[-1] == tokenizer.end_id else ""
+    prefix = "[begin] " if start and tuple(tokens[:start].tolist()) == tokenizer.start_ids else ""
+    suffix = " [end]" if tokens[-1] == tokenizer.end_id else ""
     if is_full or len(text) <= 2 * _EDGE_CHARS + 5:
-        return begins + repr(text) + ends
-    return f"{begins}{text[:_EDGE_CHARS]!r} ... {text[-_EDGE_CHARS:]!r}{ends}"
+        return prefix + repr(text) + suffix
+    return f"{prefix}{text[:_EDGE_CHARS]!r} ... {text[-_EDGE_CHARS:]!r}{suffix}"
 
 
 if __name__ == "__main__":

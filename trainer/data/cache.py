@@ -1,11 +1,11 @@
-"""On-disk cache of data that is built once and shared by all processes and later runs.
+"""On-disk cache of data that are built once and shared by all processes and later runs.
 
-Every entry follows one protocol, `build_entry`: lock, look again, build under a temporary name, flush to disk, rename.
-An entry appears under its name only when it is complete.  A corrupt entry is removed and rebuilt, and one line reports
-it.  `get_or_build` adds the choice of a folder: tokenized chats, the standard library, row layouts and lists of shards
-use it; downloaded shards and text (`remote.cache`) have a folder of their own and use `build_entry`.  Tokenized text is
-different: many processes build parts of one entry at the same time (`ingest`), so only the choice of the folder is
-shared.
+`build_entry` builds an entry: it takes a lock, checks again whether the entry exists, builds it under a temporary name,
+flushes it to disk, and renames it.  So an entry appears under its name only when it is complete.  A corrupt entry is
+reported, removed and rebuilt.  `get_or_build` also chooses the folder; tokenized chats, the standard library, row
+layouts and catalogues of shards use it.  Downloaded shards and text (`remote.cache`) have separate folders and use
+`build_entry`.  Parts of tokenized text are built by many processes at the same time (`ingest`), so it only uses the
+choice of the folder, `in_writable_folder`.
 
 `read_value` and `write_value` store single JSON values; a corrupt one counts as missing.
 """
@@ -46,7 +46,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def find_cache_folders(setting: str | None) -> list[Path]:
-    """Return the candidate cache folders, best first; `setting`, if given, is the only one."""
+    """Return the possible cache folders, best first; only `setting` if it is given."""
     if setting is not None:
         return [Path(setting).expanduser()]
     folders = []
@@ -60,36 +60,38 @@ def find_cache_folders(setting: str | None) -> list[Path]:
     return folders
 
 
-def in_writable_folder(cache_dir: str | None, what: str, use: Callable[[Path], Entry], input_bytes: int = 0) -> Entry:
-    """Return `use(folder)` for the first cache folder in which it raises no OSError.
+def in_writable_folder(
+    cache_dir: str | None, content: str, use: Callable[[Path], Entry], input_bytes: int = 0
+) -> Entry:
+    """Return `use(folder)` for the first cache folder for which it raises no OSError.
 
-    what, input_bytes: a description of what is stored and the size of its input files in bytes, for messages.
+    content, input_bytes: what is stored in the folder, and the size of its input files in bytes, for messages.
 
     Raises UserError if there is no such folder.
     """
-    error = setting_error("data.cache_dir", cache_dir, f"no folder to store {what} in", fix="give a writable folder")
+    error = setting_error("data.cache_dir", cache_dir, f"no folder to store {content} in", fix="give a writable folder")
     for folder in find_cache_folders(cache_dir):
         try:
             return use(folder)
         except OSError as failure:
-            error = storage_error(cache_dir, what, folder, failure, input_bytes)
+            error = storage_error(cache_dir, content, folder, failure, input_bytes)
     raise error
 
 
-def storage_error(cache_dir: str | None, what: str, folder: Path, error: OSError, input_bytes: int = 0) -> UserError:
-    """Return the error for a cache `folder` that is not writable; `input_bytes` is the size of the input in bytes."""
+def storage_error(cache_dir: str | None, content: str, folder: Path, error: OSError, input_bytes: int = 0) -> UserError:
+    """Return the error for a cache folder that cannot be written to; see `in_writable_folder`."""
     if error.errno not in _DISK_FULL:
-        rule = f"{what} cannot be stored there ({error})"
+        rule = f"{content} cannot be stored there ({error})"
         return setting_error("data.cache_dir", cache_dir, rule, fix="give a writable folder")
-    room = "your quota is used up"
+    reason = "your quota is used up"
     if error.errno == errno.ENOSPC:
-        free = 0.0
+        free_mb = 0.0
         with contextlib.suppress(OSError):
-            free = shutil.disk_usage(folder).free / 1e6
-        room = f"the disk is full: {free:,.1f} MB are free, and more is needed"
+            free_mb = shutil.disk_usage(folder).free / 1e6
+        reason = f"the disk is full: {free_mb:,.1f} MB are free, and more is needed"
     if input_bytes:
-        room += f" to tokenize {input_bytes / 1e6:,.1f} MB of files"
-    rule = f"{what} cannot be stored in {folder}: {room}"
+        reason += f" to tokenize {input_bytes / 1e6:,.1f} MB of files"
+    rule = f"{content} cannot be stored in {folder}: {reason}"
     return setting_error("data.cache_dir", cache_dir, rule, fix="free some space, or give a folder on another disk")
 
 
@@ -99,7 +101,7 @@ def storage_error(cache_dir: str | None, what: str, folder: Path, error: OSError
 def get_or_build(
     cache_dir: str | None,
     name: str,
-    what: str,
+    content: str,
     build: Callable[[Path], None],
     load: Callable[[Path], Entry],
     input_bytes: int = 0,
@@ -108,9 +110,9 @@ def get_or_build(
     """Return the cache entry `name`, building it first if it is missing or corrupt.
 
     load: reads an entry.  It must verify the checksum of everything that is used later, and raise one of
-        CORRUPTION_ERRORS if anything is wrong.
-    build: writes the files of an entry into an empty folder, or with `is_file` writes the file at a path.
-    what, input_bytes: see `in_writable_folder`.
+        CORRUPTION_ERRORS if the entry is corrupt.
+    build: writes the files of an entry to an empty folder; with `is_file`, writes the file at a path.
+    content, input_bytes: see `in_writable_folder`.
 
     Any number of processes may request the same entry: one builds it while the others wait; see `build_entry`.  Raises
     UserError if no cache folder is writable.
@@ -128,7 +130,7 @@ def get_or_build(
         except CORRUPTION_ERRORS as error:
             raise OSError(f"{path} cannot be read back: {error}") from error
 
-    return in_writable_folder(cache_dir, what, build_in, input_bytes)
+    return in_writable_folder(cache_dir, content, build_in, input_bytes)
 
 
 def build_entry(
@@ -142,51 +144,51 @@ def build_entry(
 ) -> None:
     """Build the entry at `path`, unless it exists and `check` raises none of CORRUPTION_ERRORS.
 
-    One process builds it while the others wait.  On a file system without locks each process builds its own copy, and
+    One process builds it while the others wait.  On a file system without locks, each process builds its own copy, and
     the first to finish publishes it.
 
-    build: writes the entry at a temporary path: into an empty folder, or with `is_file` a file.
-    partial: a temporary name that all processes share, for other processes to see what is being written.  The file is
-        locked while it is written, so locks are required: see `locked`.
-    damaged: what is printed about a corrupt entry, after its path.
+    build: writes the entry at a temporary path: to an empty folder, or with `is_file` to a file.
+    partial: a temporary name that all processes share, so that they can see what is being written.  The file is locked
+        while it is written, so locks are required: see `locked`.
+    damaged: the message about a corrupt entry, after its path.
 
-    Raises OSError, and what `build` raises; nothing is left behind then.
+    Raises OSError and the exceptions of `build`, after removing the temporary files.
     """
     lock = path.with_name(f".{path.name}.lock") if partial is None else partial
-    with locked(lock, is_required=partial is not None) as held:
+    with locked(lock, is_required=partial is not None) as file_lock:
         if os.path.lexists(path):
             try:
                 check(path)
-                return  # another process built it in the meantime
+                return  # another process has built it in the meantime
             except CORRUPTION_ERRORS as error:
                 print_stderr(f"{path}, in the cache, {damaged.format(error=error)}")
                 remove(path)
-        made = partial
-        if made is None:
-            if held.is_locked:  # no other process is building, so temporary files are leftovers of killed processes
+        temporary = partial
+        if temporary is None:
+            if file_lock.is_locked:  # so no other process is building: remove what killed processes have left
                 for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
                     remove(leftover)
-            made = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+            temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
             if not is_file:
-                made.mkdir()
-        add_partial(made)
+                temporary.mkdir()
+        add_partial(temporary)
         try:
-            build(made)
-            for file in made.iterdir() if made.is_dir() else [made]:
+            build(temporary)
+            for file in temporary.iterdir() if temporary.is_dir() else [temporary]:
                 with open(file, "rb") as opened:
                     os.fsync(opened.fileno())
-            if made.is_dir():
-                sync_folder(made)
+            if temporary.is_dir():
+                sync_folder(temporary)
             try:
-                os.rename(made, path)
+                os.rename(temporary, path)
             except OSError:
                 if not os.path.lexists(path):
-                    raise  # otherwise another process was first, on a file system without locks
+                    raise  # otherwise another process was faster, on a file system without locks
             sync_folder(path.parent)
         finally:
-            if partial is None:  # otherwise `locked` removes it, unless another process has begun to write there
-                remove(made)
-            drop_partial(made)
+            if partial is None:  # otherwise `locked` removes it, unless another process is already writing to it
+                remove(temporary)
+            drop_partial(temporary)
 
 
 def remove(path: Path) -> None:
@@ -218,7 +220,7 @@ def read_value(path: Path) -> Any:
 
 
 class FileLock:
-    """A lock that `locked` holds.
+    """The lock that a `locked` block holds.
 
     is_locked: False on a file system without locks.
     """
@@ -227,7 +229,7 @@ class FileLock:
         self._descriptor, self.is_locked = descriptor, is_locked
 
     def make_exclusive(self) -> bool:
-        """Turn a shared lock into an exclusive one, unless other processes share it; return whether it is exclusive."""
+        """Make a shared lock exclusive, unless other processes share it; return whether it is exclusive."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -237,11 +239,11 @@ class FileLock:
 
 @contextlib.contextmanager
 def locked(path: Path, *, is_shared: bool = False, is_required: bool = False) -> Iterator[FileLock]:
-    """Hold a file lock during a block.  The last holder removes the file, unless it was renamed inside the block.
+    """Hold a file lock during a block.  The last holder removes the file, unless the block has renamed it.
 
     The kernel releases the lock if this process dies.  On a file system without locks, raises OSError with advice if
-    the lock is required, and otherwise does not wait: the block must then be harmless if several processes run it.  A
-    stop request ends the wait by raising StopRequested.
+    the lock is required; otherwise does not wait, so several processes must be able to run the block at the same time.
+    Raises StopRequested if this process is asked to stop while it waits.
     """
     while True:
         descriptor, is_locked = open_lock(path), True
@@ -258,12 +260,12 @@ def locked(path: Path, *, is_shared: bool = False, is_required: bool = False) ->
             raise
         if not is_locked or is_same_file(descriptor, path):
             break
-        os.close(descriptor)  # its last holder removed or renamed the file after we opened it and before we locked it
+        os.close(descriptor)  # between our opening and locking the file, its last holder removed or renamed it
     lock = FileLock(descriptor, is_locked)
     try:
         yield lock
     finally:
-        # Only a holder of the lock removes the file, and only the file that it has locked: later openers get a new one.
+        # Only a holder of the lock removes the file, and only the file that it has locked.
         if is_locked and (not is_shared or lock.make_exclusive()) and is_same_file(descriptor, path):
             path.unlink(missing_ok=True)
         os.close(descriptor)
@@ -278,7 +280,7 @@ def remove_unlocked(path: Path) -> bool:
     try:
         is_abandoned = FileLock(descriptor, True).make_exclusive() and is_same_file(descriptor, path)
         if is_abandoned:
-            path.unlink(missing_ok=True)  # while holding the lock: it cannot become another process's in between
+            path.unlink(missing_ok=True)  # while holding the lock, so that no other process can lock it in between
         return is_abandoned
     finally:
         os.close(descriptor)
@@ -305,7 +307,7 @@ def _wait_for_lock(descriptor: int, kind: int) -> None:
 
 
 def is_same_file(descriptor: int, path: Path) -> bool:
-    """Return whether the open file is still the one at `path`."""
+    """Return whether the open file is still the file at `path`."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:

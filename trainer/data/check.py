@@ -1,8 +1,8 @@
 """Checks data for broken shards, duplicate documents, and held-out text that is also trained on.
 
-Documents are compared by a hash of all their tokens.  Held-out text is searched for by 32-grams of tokens: every one
-in the held-out data, and one in every 16 positions of the training data, so that no shared run of 47 tokens or more can
-be missed.  All hash matches are verified token by token.
+Documents are compared by a hash of all their tokens.  Held-out text is found by 32-grams of tokens: all of them in the
+held-out data, and one at every 16th position of the training data, so that no shared run of 47 tokens or more can be
+missed.  All hash matches are verified token by token.
 """
 
 from __future__ import annotations
@@ -22,71 +22,71 @@ from trainer.data.shards import Shard, ShardError
 from trainer.data.source import IGNORE, Source, as_mapping
 from trainer.data.tokenizer import tokenizer_of
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 Hashes = NDArray[np.uint64]
 
 _GRAM, _STRIDE = 32, 16
 _CHUNK = 1 << 16
-"""Tokens hashed at a time, few enough to stay in the CPU's caches."""
+"""Number of tokens that are hashed at once, few enough to stay in the CPU's caches."""
 _MAX_LISTED = 10
-"""How many findings of each kind are listed; all are counted."""
+"""Number of findings of each kind that are listed; all are counted."""
 
 
-def check_data(data: DataSection, vocab_size: int | None, tell: Tell) -> int:
-    """Report each problem in the data on one line through `tell`, and return the number of problems.
+def check_data(data: DataSection, vocab_size: int | None, report: Report) -> int:
+    """Report each problem in the data on one line through `report`, and return the number of problems.
 
     Raises UserError if the settings do not name any data.
     """
     opened = _open_named_shards(data)
-    shards = {name: found for name, found in opened.items() if isinstance(found, Shard)}
-    broken = [str(found) for found in opened.values() if isinstance(found, ShardError)]
+    shards = {name: shard_or_error for name, shard_or_error in opened.items() if isinstance(shard_or_error, Shard)}
+    broken = [str(shard_or_error) for shard_or_error in opened.values() if isinstance(shard_or_error, ShardError)]
     broken += filter(None, map(_find_damage, shards.values()))
     train, held_out = None, None
     if not broken:
         train, held_out = open_source(data, vocab_size, "train"), open_source(data, vocab_size, "eval")
-        of_both = [shard for source in (train, held_out) if source is not None for shard in source.shards]
-        others = {shard.name: shard for shard in of_both if shard.name not in shards}
-        broken += filter(None, map(_find_damage, others.values()))
-        shards = {shard.name: shard for shard in of_both}
+        all_shards = [shard for source in (train, held_out) if source is not None for shard in source.shards]
+        unlisted = {shard.name: shard for shard in all_shards if shard.name not in shards}
+        broken += filter(None, map(_find_damage, unlisted.values()))
+        shards = {shard.name: shard for shard in all_shards}
     for text in broken:
-        tell(f"broken: {text}")
+        report(f"broken: {text}")
     if broken or train is None:
         return len(broken)
     num_tokens = sum(shard.info.num_tokens for shard in shards.values())
-    tell(f"{_plural(len(shards), 'shard')}, {num_tokens:,} tokens: none broken")
-    num_duplicates = _report_duplicates(list(shards.values()), tell)
+    report(f"{_plural(len(shards), 'shard')}, {num_tokens:,} tokens: none broken")
+    num_duplicates = _report_duplicates(list(shards.values()), report)
     if held_out is None:
-        tell("nothing is held out")
+        report("nothing is held out")
         return num_duplicates
-    return num_duplicates + _report_leaks(train, held_out, data, tell)
+    return num_duplicates + _report_leaks(train, held_out, data, report)
 
 
-def _plural(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 # -- shards -----------------------------------------------------------------------------------------------------------
 
 
 def _open_named_shards(data: DataSection) -> dict[str, Shard | ShardError]:
-    """Return the shards that the paths, globs and folders name, by file name; the error for those that do not open."""
+    """Return the shards that the paths, globs and folders name, by file name; an error for each that does not open."""
     settings = [setting for setting in (data.path, data.eval_path) if setting is not None]
     paths = [
         path.removeprefix("file://")
-        for each in settings
-        for path in (each.values() if isinstance(each, Mapping) else [each])
+        for setting in settings
+        for path in (setting.values() if isinstance(setting, Mapping) else [setting])
     ]
-    found: dict[str, Shard | ShardError] = {}
+    opened: dict[str, Shard | ShardError] = {}
     names = {name for path in paths for name in glob.glob(os.path.expanduser(path), recursive=True)}
     folders = [name for name in names if os.path.isdir(name)]
     names.update(name for folder in folders for name in glob.glob(os.path.join(glob.escape(folder), "*.bin")))
     for name in sorted(names):
         if name.endswith(".bin") and Path(name).with_suffix(".json").exists():
             try:
-                found[name] = Shard(Path(name))
+                opened[name] = Shard(Path(name))
             except ShardError as error:
-                found[name] = error
-    return found
+                opened[name] = error
+    return opened
 
 
 def _find_damage(shard: Shard) -> str | None:
@@ -97,15 +97,15 @@ def _find_damage(shard: Shard) -> str | None:
         for start in range(0, shard.info.num_tokens, _CHUNK):
             tokens = shard.read(start, min(_CHUNK, shard.info.num_tokens - start))
             if tokens.max(initial=0) >= shard.info.vocab_size:
-                place = int(np.argmax(tokens >= shard.info.vocab_size))
-                return f"{shard.name}: token {start + place} is {tokens[place]}, beyond the vocabulary"
+                position = int(np.argmax(tokens >= shard.info.vocab_size))
+                return f"{shard.name}: token {start + position} is {tokens[position]}, beyond the vocabulary"
     except ShardError as error:
         return str(error)
     return None
 
 
 # -- hashes -----------------------------------------------------------------------------------------------------------
-# A polynomial hash: that of tokens t_0 t_1 ... is the sum of mixed(t_i) * base**i, modulo 2**64.
+# A polynomial hash: the hash of tokens t_0 t_1 ... is the sum of random_table[t_i] * base**i, modulo 2**64.
 
 _BASE = 0x9E3779B97F4A7C15
 _INVERSE = pow(_BASE, -1, 2**64)
@@ -137,40 +137,45 @@ class _Hasher:
     def grams(self, tokens: NDArray[Any]) -> Hashes:
         """Return the hashes of all 32-grams."""
         sums = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(self._terms(tokens))])
-        found = sums[_GRAM:] - sums[:-_GRAM]
-        return found * self._inverses[: len(found)]
+        hashes = sums[_GRAM:] - sums[:-_GRAM]
+        return hashes * self._inverses[: len(hashes)]
 
     def strided_grams(self, tokens: NDArray[Any]) -> Hashes:
         """Return the hashes of the 32-grams that start at every 16th token."""
-        whole = len(tokens) // _STRIDE
-        parts = np.add.reduceat(self._terms(tokens)[: whole * _STRIDE], np.arange(0, whole * _STRIDE, _STRIDE))
-        return (parts[:-1] + parts[1:]) * self._inverses[: (whole - 1) * _STRIDE : _STRIDE]
+        num_strides = len(tokens) // _STRIDE
+        stride_sums = np.add.reduceat(
+            self._terms(tokens)[: num_strides * _STRIDE], np.arange(0, num_strides * _STRIDE, _STRIDE)
+        )
+        return (stride_sums[:-1] + stride_sums[1:]) * self._inverses[: (num_strides - 1) * _STRIDE : _STRIDE]
 
     def documents(self, shard: Shard, starts: NDArray[np.int64]) -> Hashes:
-        """Return the hash of each document, given the documents' start offsets; the last one ends with the shard."""
-        found = np.zeros(len(starts), dtype=np.uint64)
+        """Return the hash of each document.
+
+        starts: the offset at which each document starts; the last document ends with the shard.
+        """
+        hashes = np.zeros(len(starts), dtype=np.uint64)
         for first in range(0, shard.info.num_tokens, _CHUNK):
             terms = self._terms(shard.read(first, min(_CHUNK, shard.info.num_tokens - first)))
             begin = int(np.searchsorted(starts, first, side="right")) - 1
             end = int(np.searchsorted(starts, first + len(terms)))
             sums = np.add.reduceat(terms, np.maximum(starts[begin:end] - first, 0))
-            found[begin:end] += sums * np.uint64(pow(_BASE, first, 2**64))
-        return found * _powers_at(_INVERSE, starts)
+            hashes[begin:end] += sums * np.uint64(pow(_BASE, first, 2**64))
+        return hashes * _powers_at(_INVERSE, starts)
 
 
 def _powers_at(base: int, exponents: NDArray[np.int64]) -> Hashes:
     """Return base**exponents, modulo 2**64."""
-    found = np.ones(len(exponents), dtype=np.uint64)
+    powers = np.ones(len(exponents), dtype=np.uint64)
     for bit in range(int(exponents.max(initial=0)).bit_length()):
-        found[(exponents >> bit) & 1 == 1] *= np.uint64(pow(base, 1 << bit, 2**64))
-    return found
+        powers[(exponents >> bit) & 1 == 1] *= np.uint64(pow(base, 1 << bit, 2**64))
+    return powers
 
 
 # -- duplicate documents ----------------------------------------------------------------------------------------------
 
 
-def _report_duplicates(shards: list[Shard], tell: Tell) -> int:
-    """Report identical documents across all shards, and return how many documents repeat an earlier one."""
+def _report_duplicates(shards: list[Shard], report: Report) -> int:
+    """Report identical documents, in any shards, and return the number of documents that repeat an earlier one."""
     starts, hashes = [], []
     for shard in shards:
         offsets = np.unique(shard.read_offsets())  # ignores empty documents
@@ -181,7 +186,7 @@ def _report_duplicates(shards: list[Shard], tell: Tell) -> int:
     numbers = np.cumsum([0, *map(len, hashes)])
     all_hashes = np.concatenate(hashes)
     order = np.argsort(all_hashes, kind="stable")
-    again = np.flatnonzero(all_hashes[order][1:] == all_hashes[order][:-1])
+    repeated = np.flatnonzero(all_hashes[order][1:] == all_hashes[order][:-1])
 
     def read(document: int) -> tuple[str, bytes]:
         shard = int(np.searchsorted(numbers, document, side="right")) - 1
@@ -189,13 +194,13 @@ def _report_duplicates(shards: list[Shard], tell: Tell) -> int:
         start, end = starts[shard][number : number + 2].tolist()
         return f"document {number} of {shards[shard].name}", shards[shard].read(start, end - start).tobytes()
 
-    pairs = ((read(int(order[place])), read(int(order[place + 1]))) for place in again)
-    same = [(first, second) for (first, text), (second, other) in pairs if text == other]
-    for first, second in same[:_MAX_LISTED]:
-        tell(f"twice: {second} is {first}")
-    more = f", of which {_MAX_LISTED} are listed" if len(same) > _MAX_LISTED else ""
-    tell(f"{_plural(len(all_hashes), 'document')}: {len(same):,} duplicates{more}")
-    return len(same)
+    pairs = ((read(int(order[position])), read(int(order[position + 1]))) for position in repeated)
+    duplicates = [(first, second) for (first, first_text), (second, second_text) in pairs if first_text == second_text]
+    for first, second in duplicates[:_MAX_LISTED]:
+        report(f"duplicate: {second} is identical to {first}")
+    more = f"; {_MAX_LISTED} are listed" if len(duplicates) > _MAX_LISTED else ""
+    report(f"{_plural(len(all_hashes), 'document')}: {len(duplicates):,} duplicates{more}")
+    return len(duplicates)
 
 
 # -- held-out text that is trained on ---------------------------------------------------------------------------------
@@ -209,76 +214,78 @@ class _HeldOutIndex:
         tokens, ignored = zip(*_samples(source), strict=True)
         self.tokens = np.concatenate(tokens)
         grams = _Hasher(source.vocab_size).grams(self.tokens)
-        # Ignore padding and repetitions of a single token, which are the same everywhere.
+        # Padding and repetitions of a single token are not indexed: they are the same everywhere.
         is_indexed = _windows(np.concatenate(ignored), len(grams)) == 0
         is_indexed &= _windows(np.diff(self.tokens, append=-1) != 0, len(grams), _GRAM - 1) > 0
-        places = np.flatnonzero(is_indexed)
-        order = np.argsort(grams[places], kind="stable")
-        self._grams, self._places = grams[places][order], places[order]
+        positions = np.flatnonzero(is_indexed)
+        order = np.argsort(grams[positions], kind="stable")
+        self._grams, self._positions = grams[positions][order], positions[order]
         self._may_contain = np.zeros(1 << 24, dtype=bool)
         self._may_contain[self._grams >> np.uint64(40)] = True
 
-    def find(self, grams: Hashes, tokens: NDArray[Any], known: Container[int]) -> Iterator[tuple[int, int]]:
-        """Yield (training, held-out) token positions of matching 32-grams.
+    def find(self, grams: Hashes, tokens: NDArray[Any], skipped_samples: Container[int]) -> Iterator[tuple[int, int]]:
+        """Yield the (training, held-out) token positions of matching 32-grams.
 
-        grams: the hashes of the training tokens' 32-grams at every 16th token.
-        known: held-out samples to skip; the caller may add to them between items.
+        grams: the hashes of the 32-grams that start at every 16th training token.
+        skipped_samples: held-out samples to skip; the caller may add to them between items.
         """
-        numbers = np.flatnonzero(self._may_contain[grams >> np.uint64(40)])
-        firsts, ends = (np.searchsorted(self._grams, grams[numbers], side=side) for side in ("left", "right"))
+        candidates = np.flatnonzero(self._may_contain[grams >> np.uint64(40)])
+        firsts, ends = (np.searchsorted(self._grams, grams[candidates], side=side) for side in ("left", "right"))
         is_match = firsts < ends
-        for number, first, end in zip(*(each[is_match].tolist() for each in (numbers, firsts, ends)), strict=True):
-            start = number * _STRIDE
-            for place in self._places[first:end].tolist():
-                if place // self.seq_len in known:
+        for candidate, first, end in zip(
+            *(values[is_match].tolist() for values in (candidates, firsts, ends)), strict=True
+        ):
+            start = candidate * _STRIDE
+            for position in self._positions[first:end].tolist():
+                if position // self.seq_len in skipped_samples:
                     continue
-                if np.array_equal(self.tokens[place : place + _GRAM], tokens[start : start + _GRAM]):
-                    yield start, place
+                if np.array_equal(self.tokens[position : position + _GRAM], tokens[start : start + _GRAM]):
+                    yield start, position
 
     def drop_samples(self, samples: Iterable[int]) -> None:
-        """Drop the 32-grams of some samples from the index: boilerplate would otherwise match millions of times."""
+        """Remove the 32-grams of samples from the index: boilerplate would otherwise match millions of times."""
         is_dropped = np.zeros(len(self.tokens) // self.seq_len + 1, dtype=bool)
         is_dropped[list(samples)] = True
-        is_kept = ~is_dropped[self._places // self.seq_len]
-        self._grams, self._places = self._grams[is_kept], self._places[is_kept]
+        is_remaining = ~is_dropped[self._positions // self.seq_len]
+        self._grams, self._positions = self._grams[is_remaining], self._positions[is_remaining]
 
 
 def _windows(flags: NDArray[np.bool_], count: int, width: int = _GRAM) -> NDArray[np.int64]:
-    """Return the number of flags set in each window of `width` tokens, for the first `count` windows."""
+    """Return the number of flags that are set in each of the first `count` windows of `width` tokens."""
     sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(flags)])
     return sums[width : width + count] - sums[:count]
 
 
 def _samples(source: Source) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
-    """Yield the tokens of all samples in order, each with a mask of the ignored ones, in chunks."""
+    """Yield the tokens of all samples in order, in chunks, each with a mask of the tokens with ignored targets."""
     step = max(1, _CHUNK // source.seq_len)
     for first in range(0, len(source), step):
-        found = as_mapping(source.batch(np.arange(first, min(len(source), first + step))))
-        yield found["tokens"].ravel(), found["targets"].ravel() == IGNORE
+        entries = as_mapping(source.batch(np.arange(first, min(len(source), first + step))))
+        yield entries["tokens"].ravel(), entries["targets"].ravel() == IGNORE
 
 
-def _report_leaks(train: Source, held_out: Source, data: DataSection, tell: Tell) -> int:
+def _report_leaks(train: Source, held_out: Source, data: DataSection, report: Report) -> int:
     """Report held-out samples that share text with the training data, and return their number."""
-    held, found = _HeldOutIndex(held_out), dict[int, tuple[int, int]]()
+    index, leaks = _HeldOutIndex(held_out), dict[int, tuple[int, int]]()
     hasher, seq_len = _Hasher(train.vocab_size), train.seq_len
     overlap, step = -(-(_GRAM + _STRIDE) // seq_len), max(1, _CHUNK // seq_len)
     for first in range(0, len(train), step):
         tokens = train.read_tokens(first, min(len(train), first + step + overlap))
         if len(tokens) >= 2 * _STRIDE:
-            num_known = len(found)
-            for start, place in held.find(hasher.strided_grams(tokens), tokens, found):
-                found[place // held.seq_len] = (first + start // seq_len, place)
-            if len(found) > num_known:
-                held.drop_samples(found)
-    tokenizer = tokenizer_of(data) if found else None
-    for sample, (trained, place) in sorted(found.items())[:_MAX_LISTED]:
-        piece = held.tokens[place : place + _GRAM]
+            num_before = len(leaks)
+            for start, position in index.find(hasher.strided_grams(tokens), tokens, leaks):
+                leaks[position // index.seq_len] = (first + start // seq_len, position)
+            if len(leaks) > num_before:
+                index.drop_samples(leaks)
+    tokenizer = tokenizer_of(data) if leaks else None
+    for sample, (train_sample, position) in sorted(leaks.items())[:_MAX_LISTED]:
+        gram = index.tokens[position : position + _GRAM]
         text = (
-            repr(tokenizer.decode(piece))
+            repr(tokenizer.decode(gram))
             if tokenizer is not None and tokenizer.name == train.tokenizer
-            else " ".join(map(str, piece.tolist()))
+            else " ".join(map(str, gram.tolist()))
         )
-        tell(f"leak: held-out sample {sample} shares text with training sample {trained}: {text}")
-    more = f", of which {_MAX_LISTED} are listed" if len(found) > _MAX_LISTED else ""
-    tell(f"{_plural(len(held_out), 'held-out sample')}: {len(found):,} share text with the training data{more}")
-    return len(found)
+        report(f"leak: held-out sample {sample} shares text with training sample {train_sample}: {text}")
+    more = f"; {_MAX_LISTED} are listed" if len(leaks) > _MAX_LISTED else ""
+    report(f"{_plural(len(held_out), 'held-out sample')}: {len(leaks):,} share text with the training data{more}")
+    return len(leaks)

@@ -1,12 +1,12 @@
 """Loaders: a rank's micro-batches, in an order that does not depend on the number of ranks or workers.
 
 Training counts positions in an endless sequence of samples (see `mixture`).  With a global batch size of G, step u
-(counted from 0) reads positions u * G up to (u + 1) * G.  Each data-parallel rank takes a contiguous slice of them and
-splits it into micro-batches.  So a resume needs just one integer, the number of samples consumed by finished steps,
-which is valid on any mesh.  A fingerprint of the data is stored with it, since the same position in different data
-means a different sample.
+(counted from 0) reads positions u * G to (u + 1) * G.  Each data-parallel rank takes a contiguous slice of them and
+splits it into micro-batches.  So a resume needs only one integer, the number of samples that finished steps have
+consumed, and it is valid on any mesh.  A fingerprint of the data is stored with it, since the same position in
+different data is a different sample.
 
-Ranks are plain integers here; no collectives are issued.
+Ranks are plain integers in this module, which issues no collectives.
 """
 
 from __future__ import annotations
@@ -46,23 +46,27 @@ from trainer.data.shards import ShardError
 from trainer.data.source import Fingerprint, Source, as_mapping
 from trainer.distributed.stop_request import STOP_SIGNALS
 from trainer.errors import EXIT_FAILED, TrainingFailed, UserError, setting_error
+from trainer.renamed import Renamed
 from trainer.sequence import find_borders
 
 Batch: TypeAlias = "dict[str, Tensor]"
 """`tokens` and `targets`, both int64 of shape (micro_batch_size, seq_len), and any further entries of the source.
 
-If there are `documents` (the number of each token's document in its row) and `positions`, both of the same shape, there
-are `borders` as well: see `trainer.sequence`.  With context parallelism, every entry except `documents` and `borders`
-holds only this rank's slice: (B, seq_len / mesh.context)."""
+A batch with `documents` (the number of each token's document in its row) and `positions`, both of the same shape, also
+has `borders`: see `trainer.sequence`.  With context parallelism, all entries except `documents` and `borders` hold only
+this rank's slice: (B, seq_len / mesh.context)."""
 
 
 class TrainLoader:
     """An endless iterator over this rank's micro-batches.
 
-    Its state advances when the last micro-batch of a step has been handed out, however far workers have prefetched: a
-    state saved between two steps is exact.  It can be loaded on a different number of ranks or workers, and with a
-    different micro-batch or global batch size.  The global random number generators are not used.
+    Its state advances when the last micro-batch of a step is handed out, however far workers have prefetched: a state
+    that is saved between two steps is exact.  It can be loaded on a different number of ranks or workers, and with a
+    different micro-batch size or global batch size.  The global random number generators are not used.
     """
+
+    of, beginning, take_back = Renamed("from_config"), Renamed("first_tokens"), Renamed("rewind_step")
+    micro_batches_per_update, portions = Renamed("micro_batches_per_step"), Renamed("usage_by_phase")
 
     @classmethod
     def from_config(
@@ -70,7 +74,7 @@ class TrainLoader:
     ) -> TrainLoader:
         """Return the loader that a configuration describes, for one rank and its device.
 
-        Raises UserError if the data do not match `train.objective`.
+        Raises UserError if the data do not match `train.objective` or the tokenizer of the initial weights.
         """
         _check_rows_per_sample(source, config)
         check_tokenizer(source, config)
@@ -109,8 +113,7 @@ class TrainLoader:
         self._dp_rank, self._samples_per_rank = dp_rank, global_batch_size // num_dp_ranks
         self._num_workers, self._pin_memory = num_workers, pin_memory
         self.slices = slices
-        """The slices of each sample that this rank takes; all ranks of a context-parallel group read the same samples.
-        """
+        """This rank's slices of each sample.  All ranks of a context-parallel group read the same samples."""
         self._samples = self._step_start = 0
         self.should_abandon: Callable[[], bool] = lambda: False
         """Polled while waiting for a micro-batch; `WaitAbandoned` is raised as soon as it returns True."""
@@ -128,28 +131,29 @@ class TrainLoader:
 
     @property
     def samples(self) -> int:
-        """Number of samples consumed by finished steps, over all ranks."""
+        """Number of samples that finished steps have consumed, over all ranks."""
         return self._samples
 
     @property
     def order(self) -> tuple[int, int, int, str]:
-        """The values that determine the order from here on: position, number of samples, seed, and a digest of the
-        data.  They must be the same on all ranks.
+        """The values that determine the order from here on: position, number of samples, seed, digest of the data.
+
+        Must be the same on all ranks.
         """
         return self._samples, len(self.source), self._seed, _fingerprint_of(self.source).content
 
     @property
     def epochs(self) -> dict[str, float]:
-        """How many times the finished steps have read each source: `epoch_<source>`, or `epoch` for a single source."""
+        """Passes over each source in finished steps, by `epoch_<source>`, or by `epoch` for a single source."""
         return {f"epoch_{name}" if name else "epoch": n for name, n in epochs(self._order, self._samples).items()}
 
     def usage_by_phase(self, steps: int) -> list[SourceUsage]:
         """Return how much of each source a run of `steps` steps reads, by phase."""
         return usage_by_phase(self._order, self._global_batch_size, steps, self.source.seq_len)
 
-    def next_samples(self, of_all_ranks: bool = False) -> NDArray[np.int64]:
-        """Return the sample indices of the next step: those of this rank, or of all ranks in rank order."""
-        if of_all_ranks:
+    def next_samples(self, all_ranks: bool = False) -> NDArray[np.int64]:
+        """Return the sample indices of the next step: of this rank, or of all ranks in rank order."""
+        if all_ranks:
             positions = self._samples + np.arange(self._global_batch_size)
             return self._order.at(positions)
         return np.concatenate(list(islice(self._sample_indices(), self.micro_batches_per_step)))
@@ -157,11 +161,11 @@ class TrainLoader:
     def first_tokens(self, num_tokens: int, slices: Slices | None = None) -> Batch:
         """Return the first `num_tokens` tokens of this rank's next sample as a batch of one, or `slices` of them."""
         complete = as_mapping(self.source.batch(self.next_samples()[:1]))
-        is_of_tokens = {
+        has_token_axis = {
             name: entry.ndim > 1 and entry.shape[1] == self.source.seq_len for name, entry in complete.items()
         }
-        first = {name: entry[:, :num_tokens] if is_of_tokens[name] else entry for name, entry in complete.items()}
-        return _raise_if_failed(_tensors(first if slices is None else slice_batch(first, slices), pins=False))
+        shortened = {name: entry[:, :num_tokens] if has_token_axis[name] else entry for name, entry in complete.items()}
+        return _raise_if_failed(_tensors(shortened if slices is None else slice_batch(shortened, slices), pins=False))
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -179,19 +183,19 @@ class TrainLoader:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, with what identifies the data and their order so far; the same on every rank."""
+        """Return the position, and values that identify the data and their order so far; equal on all ranks."""
         return {"samples": self._samples, "data": self.fingerprint.to_state(), **self._order.past(self._samples)}
 
     def changes_outside(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
-        """Compare the data and their order so far with those of a stored state.
+        """Compare the data, and their order so far, with a stored state.
 
         Returns two lists with a line per change: changes that forbid resuming, and changes to report only.
         """
         if "data" not in plain:
             return [], ["does not record its training data, so changes to it cannot be detected"]
         refused, reported = self.fingerprint.changes(plain["data"], allowed)
-        others = self._order.changes(plain, plain["samples"], self._global_batch_size, allowed)
-        return [*refused, *others[0]], [*reported, *others[1]]
+        order_changes = self._order.changes(plain, plain["samples"], self._global_batch_size, allowed)
+        return [*refused, *order_changes[0]], [*reported, *order_changes[1]]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the position in `state`."""
@@ -199,14 +203,14 @@ class TrainLoader:
         self._samples = self._step_start = int(state["samples"])
 
     def rewind_step(self) -> None:
-        """Return to the start of the step whose micro-batches were handed out last, all or some: it is not counted."""
+        """Go back to the start of the last step, even if not all of its micro-batches were handed out."""
         self.close()
         self._samples = self._step_start
 
     def close(self) -> None:
-        """Stop the thread or the workers, if any; workers that do not respond within seconds are killed.
+        """Stop the thread or the workers, if any; workers that do not end within seconds are killed.
 
-        The loader stays usable: the next micro-batch is the first one of the unfinished step.
+        The loader can still be used: the next micro-batch is the first one of the unfinished step.
         """
         if self._batches is not None:
             self._batches.close()
@@ -214,7 +218,7 @@ class TrainLoader:
         self._num_yielded = 0
 
     def _open(self) -> Iterator[Batch | TrainingFailed]:
-        """Return an iterator over the micro-batches from here on: prefetched by a thread, by workers, or not at all."""
+        """Return an iterator over the next micro-batches: prefetched by workers or by a thread, or not prefetched."""
         reader = _BatchReader(self.source, self.slices)
         num_bytes = 16 * self._micro_batch_size * self.source.seq_len
         if self._num_workers and not self.source.waits_for_storage:
@@ -239,10 +243,10 @@ class TrainLoader:
 
 
 _MAX_PREFETCHED, _MAX_PREFETCHED_BYTES = 16, 4 << 20
-"""Limits on the prefetched micro-batches: their number and total bytes.  A micro-batch that has left the CPU caches
+"""Limits on the number and the total bytes of prefetched micro-batches.  A micro-batch that leaves the CPU's caches
 before it is used costs twice as much."""
 _MAX_IN_MESSAGE, _MAX_MESSAGE_BYTES = 32, 8 << 20
-"""The same limits for the micro-batches that a worker sends in one message."""
+"""The same limits for the micro-batches that a worker sends in a message."""
 
 
 def _micro_batch_indices(
@@ -250,7 +254,7 @@ def _micro_batch_indices(
 ) -> Iterator[NDArray[np.int64]]:
     """Yield the sample indices of a rank's micro-batches from position `start` on.
 
-    The rank takes samples `offset` to `offset + num_samples` of each global batch.  Many steps are computed at a time,
+    The rank takes samples `offset` to `offset + num_samples` of each global batch.  Many steps are computed at once,
     which is cheaper.
     """
     num_steps = max(1, 4096 // num_samples)
@@ -263,9 +267,9 @@ def _micro_batch_indices(
 def _batches_in_process(
     batches: _BatchReader, indices: Iterator[NDArray[np.int64]], device: int | None
 ) -> Generator[Batch | TrainingFailed]:
-    """Yield the micro-batches, in pinned memory if `device` is given."""
+    """Yield the micro-batches with the given sample indices, in pinned memory if `device` is given."""
     if device is not None:
-        torch.cuda.set_device(device)  # per thread; otherwise this one would pin memory for device 0
+        torch.cuda.set_device(device)  # is per thread: otherwise this thread would pin memory for device 0
     for batch_indices in indices:
         yield _tensors(batches.read(batch_indices), device is not None)
 
@@ -294,10 +298,10 @@ def _check_rows_per_sample(source: Source, config: RunConfig) -> None:
 
 
 class EvalLoader:
-    """This rank's share of the first `num_batches` global batches (0: all samples), in order; can be iterated again.
+    """This rank's share of the first `num_batches` global batches (0: of all samples), in order; can be iterated again.
 
-    Every rank gets the same number of micro-batches, so that collectives match; the end is padded with samples whose
-    targets are all ignored.
+    Every rank has the same number of micro-batches, so that collectives match: the end is padded with samples that have
+    only ignored targets.
     """
 
     @classmethod
@@ -329,8 +333,8 @@ class EvalLoader:
         assert 0 <= dp_rank < num_dp_ranks, (dp_rank, num_dp_ranks)
         self.source, self._batches = source, _BatchReader(source, slices)
         self.should_abandon: Callable[[], bool] = lambda: False
-        """Polled while waiting for remote data.  As soon as it returns True, one micro-batch of ignored samples is
-        yielded, and the next one raises TrainingFailed: the evaluation is to be abandoned."""
+        """Polled while waiting for remote data.  When it returns True, the evaluation is abandoned: one micro-batch
+        without targets is yielded, and the next one raises TrainingFailed."""
         self.num_samples = min(len(source), num_batches * global_batch_size or len(source))
         self._shape = (-1, num_dp_ranks, micro_batch_size)
         self._dp_rank = dp_rank
@@ -347,14 +351,14 @@ class EvalLoader:
         try:
             yield from map(_raise_if_failed, prefetcher)
         except WaitAbandoned:
-            nothing = np.full(self._shape[-1], -1)
-            yield _raise_if_failed(_tensors(self._batches.read(nothing), pins=False))
+            padding = np.full(self._shape[-1], -1)
+            yield _raise_if_failed(_tensors(self._batches.read(padding), pins=False))
             raise TrainingFailed("held-out data did not arrive, and the run was asked to stop") from None
         finally:
             prefetcher.close()
 
     def _sample_indices(self) -> NDArray[np.int64]:
-        """Return this rank's sample indices, a row for each micro-batch; ranks take micro-batches round-robin."""
+        """Return this rank's sample indices, one row per micro-batch; ranks take micro-batches round-robin."""
         _, num_ranks, micro_batch_size = self._shape
         missing = -self.num_samples % (num_ranks * micro_batch_size)
         indices = np.pad(evenly_spaced_indices(self.source, self.num_samples), (0, missing), constant_values=-1)
@@ -365,10 +369,9 @@ Arrays: TypeAlias = "dict[str, NDArray[Any]]"
 
 
 class _BatchReader:
-    """Makes complete micro-batches from sample indices.
+    """Makes micro-batches from sample indices.
 
-    Returns an error instead of raising it, since an exception raised in a worker would arrive with its traceback as
-    its message.
+    Errors are returned, not raised: an exception raised in a worker would arrive with its traceback in its message.
     """
 
     def __init__(self, source: Source, slices: Slices | None) -> None:
@@ -390,15 +393,15 @@ class _BatchReader:
 
 
 def slice_batch(batch: Arrays, slices: Slices) -> Arrays:
-    """Slice all entries that have a value per token, except `documents`, which stays complete.
+    """Return this rank's slices of all entries with a value per token, except `documents`, which stay complete.
 
-    Targets are shifted already: the last target of a slice is the first token of the next slice.
+    Targets are already shifted: the last target of a slice is the first token of the next slice.
     """
-    found = dict(batch)
+    sliced = dict(batch)
     for name, entry in batch.items():
         if entry.ndim > 1 and entry.shape[1] == slices.seq_len and name != "documents":
-            found[name] = np.concatenate([entry[:, start:stop] for start, stop in slices.pieces], axis=1)
-    return found
+            sliced[name] = np.concatenate([entry[:, start:stop] for start, stop in slices.pieces], axis=1)
+    return sliced
 
 
 def _tensors(batch: Arrays | TrainingFailed, pins: bool) -> Batch | TrainingFailed:
@@ -417,22 +420,22 @@ def _raise_if_failed(batch: Batch | TrainingFailed) -> Batch:
 
 
 # -- a thread that prefetches -----------------------------------------------------------------------------------------
-# If an item never arrives, for example after a lost connection, the caller decides when to stop waiting.
+# If an item never arrives, for example after a connection is lost, the caller decides when to stop waiting.
 #
 # Waking a thread costs more than making a micro-batch.  So the thread works in bursts: it fills its buffer, then sleeps
 # until the buffer is half empty.  A caller that finds the buffer empty polls every millisecond.  A caller that does no
-# work between items leaves no time for prefetching; the two threads would only contend for the GIL.  Such a caller
-# makes its items itself while the thread sleeps, unless making an item could block, since it could not give up then.
+# work between items leaves no time for prefetching, and the two threads would only compete for the GIL.  Such a caller
+# makes its items itself while the thread sleeps, unless that could block, since it could not abandon the wait.
 
 Item = TypeVar("Item")
 
 _POLL_S = 0.001
 
 _IDLE_CALLER_S = 1e-4
-"""A caller that returns within this time, which is less than it takes to wake a thread, did no other work."""
+"""A caller that comes back within this time, which is too short to wake a thread, has done no other work."""
 
 _JOIN_TIMEOUT_S = 2.0
-"""Seconds to wait for the thread when closing.  A thread still waiting for a connection is abandoned."""
+"""Seconds to wait for the thread when closing.  A thread that still waits for a connection is abandoned."""
 
 
 class WaitAbandoned(Exception):
@@ -440,13 +443,13 @@ class WaitAbandoned(Exception):
 
 
 class Prefetcher(Generic[Item]):
-    """Iterator whose items a background thread prefetches, up to `capacity` at a time.
+    """Iterator that prefetches up to `capacity` items in a background thread.
 
-    Exceptions, including StopIteration, are re-raised in order.  The thread ends when `close` is called or this object
-    is deleted.
+    Exceptions, including StopIteration, are raised in order.  The thread ends when `close` is called or this object is
+    deleted.
 
     should_abandon: polled while waiting for an item; WaitAbandoned is raised as soon as it returns True.
-    is_nonblocking: whether the iterator never blocks for long, so that the caller may make items itself.
+    is_nonblocking: whether `items` never blocks for long, so that the caller may make items itself.
     """
 
     def __init__(
@@ -478,15 +481,16 @@ class Prefetcher(Generic[Item]):
 class _Buffer(Generic[Item]):
     """Buffer of prefetched items.
 
-    The thread refers only to this object, not to the one whose deletion ends it.  The iterator belongs to the thread,
-    except while the thread sleeps: then it belongs to the caller, and only the caller can wake the thread.
+    The thread refers only to this object, not to the Prefetcher, since deleting the Prefetcher ends the thread.  The
+    iterator belongs to the thread, except while the thread sleeps: then it belongs to the caller, and only the caller
+    can wake the thread.
     """
 
     def __init__(self, source: Iterator[Item], capacity: int, is_nonblocking: bool) -> None:
         self._source, self._capacity, self._items = source, capacity, deque[Item]()
         self._is_nonblocking = is_nonblocking
         self._error: BaseException | None = None
-        self._is_closed = self._is_resting = self._is_caller_faster = False
+        self._is_closed = self._is_asleep = self._is_caller_faster = False
         self._taken_at = -math.inf
         self._has_space = threading.Event()
 
@@ -496,7 +500,7 @@ class _Buffer(Generic[Item]):
                 self._items.append(item)
                 if self._is_caller_faster or len(self._items) >= self._capacity:
                     self._has_space.clear()
-                    self._is_resting = True
+                    self._is_asleep = True
                     if not self._is_closed:
                         self._has_space.wait()
                 if self._is_closed:
@@ -514,13 +518,13 @@ class _Buffer(Generic[Item]):
 
     def _wait_for_item(self, is_caller_idle: bool, should_abandon: Callable[[], bool]) -> Item:
         while True:
-            failure = self._error  # read first: all items are in the buffer before the error is set
+            failure = self._error  # read before the buffer: when the error is set, all items are in the buffer
             if self._items:
                 break
             if failure is not None:
                 raise failure
             self._is_caller_faster |= is_caller_idle
-            if self._is_resting and self._is_caller_faster:
+            if self._is_asleep and self._is_caller_faster:
                 try:
                     return next(self._source)
                 except BaseException as error:
@@ -536,8 +540,8 @@ class _Buffer(Generic[Item]):
         return item
 
     def _wake(self) -> None:
-        if self._is_resting:
-            self._is_resting = False
+        if self._is_asleep:
+            self._is_asleep = False
             self._has_space.set()
 
     def close(self) -> None:
@@ -569,9 +573,9 @@ class _Workers:
                 collate_fn=_identity,
                 num_workers=num_workers,
                 worker_init_fn=_prepare_worker,
-                # The loader draws a seed for its workers, by default from the global generator.
+                # The StatefulDataLoader draws a seed for its workers, by default from the global generator.
                 generator=torch.Generator(),
-                # Never snapshot: the loader's own state would only load on the same number of workers.
+                # No snapshots: its state could only be loaded with the same number of workers.
                 snapshot_every_n_steps=2**62,
             )
             self._messages: Any = iter(loader)
@@ -587,32 +591,32 @@ class _Workers:
         return _tensors(self._ready.popleft(), self._pins)
 
     def close(self) -> None:
-        """Stop the workers; those that do not respond within seconds are killed."""
+        """Stop the workers; workers that do not end within seconds are killed."""
         workers = self._messages._workers
-        self._messages = None  # drops the last reference, so the iterator's own clean-up runs here
+        self._messages = None  # drops the last reference, so that the iterator stops its workers here
         for worker in workers:
             if worker.is_alive():
-                worker.kill()  # workers ignore SIGTERM, which is all that the clean-up sends
+                worker.kill()  # the iterator only sends SIGTERM, which workers ignore
 
 
 Message: TypeAlias = "dict[str, Tensor] | list[Arrays | TrainingFailed]"
 
 
 class _Messages(Dataset["Message"]):
-    """Dataset for `StatefulDataLoader` whose items are messages of several micro-batches.
+    """Dataset for `StatefulDataLoader`; its items are messages of several micro-batches.
 
-    Each entry of a message is a single tensor for all its micro-batches: torch passes every tensor between processes
-    through a separate shared-memory file, which costs more than making a micro-batch.
+    Each entry of a message is a single tensor for all micro-batches: torch passes every tensor between processes in a
+    separate shared-memory file, which costs more than making a micro-batch.
     """
 
     def __init__(self, batches: _BatchReader) -> None:
         self._batches = batches
 
     def __getitems__(self, message: list[NDArray[np.int64]]) -> Message:
-        found = [self._batches.read(indices) for indices in message]
-        complete = [batch for batch in found if not isinstance(batch, TrainingFailed)]
-        if len(complete) < len(found):
-            return found
+        batches = [self._batches.read(indices) for indices in message]
+        complete = [batch for batch in batches if not isinstance(batch, TrainingFailed)]
+        if len(complete) < len(batches):
+            return batches
         return {name: torch.from_numpy(np.stack([batch[name] for batch in complete])) for name in complete[0]}
 
 
@@ -626,7 +630,10 @@ def _unpack(message: Message) -> Iterable[Arrays | TrainingFailed]:
 def _group_into_messages(
     indices: Iterator[NDArray[np.int64]], max_per_message: int
 ) -> Iterator[list[NDArray[np.int64]]]:
-    """Yield the indices of each message: one micro-batch first, so that training starts soon, then twice as many."""
+    """Yield the indices of each message.
+
+    The first has one micro-batch, so that training starts early, and each following one twice as many as the last.
+    """
     length = 1
     while message := list(islice(indices, length)):
         yield message
@@ -638,10 +645,11 @@ def _identity(message: Message) -> Message:
 
 
 def _prepare_worker(worker_id: int) -> None:
-    """Let a worker ignore stop signals to the process group, but end when its rank does.
+    """Make a worker ignore stop signals to the process group, but end when its rank ends.
 
-    The rank must still finish the step and save.  If it is killed, torch's own check misses that where the start method
-    is forkserver, the default from Python 3.14 on: it watches the worker's parent, which is then the fork server.
+    After a stop signal, the rank still has to finish the step and save.  If the rank is killed, torch's check does not
+    notice it with the start method forkserver, the default from Python 3.14 on: it watches the worker's parent, which
+    is then the fork server.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -656,7 +664,7 @@ def _exit_with_rank() -> None:
 
 
 def _close_if_alive(reference: weakref.ref[TrainLoader]) -> None:
-    """Stop the workers before multiprocessing joins them: they ignore the SIGTERM that it would send."""
+    """Stop the workers at exit, before multiprocessing joins them: they ignore the SIGTERM that it would send."""
     loader = reference()
     if loader is not None:
         loader.close()

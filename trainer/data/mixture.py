@@ -1,16 +1,16 @@
-"""Which samples a run reads, and in which order: of one source, or of a mixture whose weights change by phase.
+"""The samples that a run reads, and their order: of one source, or of a mixture with weights that change by phase.
 
-A position counts the samples of an endless run.  The sample at a position depends on the position, the number of
-samples and the seed alone, not on ranks, workers, batch size or state.  Nothing is stored: the order is a closed form
-of the position, the seed and the phases so far, and later phases never change earlier positions.  The order must never
-change between versions: runs resume from a position, so a different order would silently repeat some samples and skip
-others.
+A position counts the samples of an endless run.  The sample at a position depends only on the position, the number of
+samples and the seed, not on ranks, workers, batch size or state.  Nothing is stored: the order is a closed form of the
+position, the seed and the phases so far, and later phases never change earlier positions.  The order must never change
+between versions: runs resume from a position, so a different order would silently repeat some samples and skip others.
 
-A single source is read in a random permutation for each epoch.  In a mixture, positions are grouped into blocks of 1024
-from the start of each phase, and each complete block holds exactly as many samples of each source as its weight
-prescribes.  A phase has one pattern of sources, and each block starts at a different place in it.  The pattern gives
-the source of a position and how many samples of that source precede it; the k-th sample of a source is at position k of
-that source's permutation.  So a source is read completely before any of its samples repeats, whatever the phases are.
+A single source is read in a different random permutation in each epoch.  In a mixture, positions are grouped into
+blocks of 1024 from the start of each phase, and each complete block has exactly the number of samples of each source
+that its weight prescribes.  A phase has one pattern of sources, and each block starts at a different offset in it.  The
+pattern gives the source at a position and the number of samples of that source before it; the k-th sample of a source
+is at position k of the source's permutation.  So all samples of a source are read before any of them is repeated, with
+any phases.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 def find_order(source: Source, config: RunConfig) -> SampleOrder:
     """Return the order in which a run reads its training data.
 
-    Raises UserError if the run would repeat a source more often than `data.max_epochs`.
+    Raises UserError if the run would read a source more than `data.max_epochs` times.
     """
     order: SampleOrder = Permutation(len(source), config.data.seed)
     if isinstance(source, MixedSource):
-        sizes = {name: len(each) for name, each in source.sources.items()}
+        sizes = {name: len(component) for name, component in source.sources.items()}
         order = Mixture(sizes, find_phases(config), config.data.seed)
     batch, steps = config.train.global_batch_size, config.train.steps
     check_epochs(config.data, usage_by_phase(order, batch, steps, source.seq_len))
@@ -50,10 +50,10 @@ def find_order(source: Source, config: RunConfig) -> SampleOrder:
 
 
 class SampleOrder(ABC):
-    """Maps each position of an endless run to a sample.  A pure function of the position.
+    """Maps each position of an endless run to a sample.
 
-    sizes: the number of samples of each source, by name; a single source has the name "".
-    starts: the positions at which the shares of the sources change; the first is 0.
+    sizes: the number of samples of each source by name; a single source has the name "".
+    starts: the positions at which the sources' shares change; the first is 0.
     """
 
     sizes: Mapping[str, int]
@@ -65,11 +65,11 @@ class SampleOrder(ABC):
 
     @abstractmethod
     def counts(self, samples: int) -> dict[str, int]:
-        """Return how many of the run's first `samples` samples come from each source."""
+        """Return the number of samples of each source among the run's first `samples` samples."""
 
     @abstractmethod
     def past(self, samples: int) -> dict[str, Any]:
-        """Return what a checkpoint stores about the order of the first `samples` samples; 1 kB at most."""
+        """Return the values that a checkpoint stores about the order of the first `samples` samples: at most 1 kB."""
 
     @abstractmethod
     def changes(
@@ -85,7 +85,7 @@ class SampleOrder(ABC):
 
 
 class Permutation(SampleOrder):
-    """Order of a single source: all samples once per epoch, shuffled by the seed."""
+    """The order of a single source: all samples once per epoch, shuffled with the seed."""
 
     def __init__(self, num_samples: int, seed: int) -> None:
         self.sizes, self.starts = {"": num_samples}, [0]
@@ -111,7 +111,7 @@ class Permutation(SampleOrder):
 
 
 _KEYS_ALLOWING_OTHER_SHARES = frozenset({"data", "data.weights", "data.phases"})
-"""Keys in `checkpoint.allow_changes` that permit different weights for samples already consumed."""
+"""Keys in `checkpoint.allow_changes` that permit different weights for samples that were already read."""
 
 
 def shares_per_block(weights: Mapping[str, float]) -> dict[str, int]:
@@ -139,39 +139,42 @@ def _shares_by_size(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 class _PhasePattern:
-    """A phase: starting at position `start`, every block has `shares[j]` samples of source j."""
+    """A phase: from position `start` on, every block has `shares[j]` samples of source j."""
 
     def __init__(self, start: int, shares: NDArray[np.int64], seed: int) -> None:
         self.start, self.shares, self._seed = start, shares, seed + 1
         slots = sample_at(start * BLOCK + np.arange(BLOCK), BLOCK, seed)
-        # Repeated twice, so that a block can start anywhere in the pattern and still cover all of it.
+        # Tiled twice, so that a block can start at any offset and still cover the complete pattern.
         self._pattern = np.tile(np.searchsorted(np.cumsum(shares), slots, side="right"), 2)
-        is_of = self._pattern[:, None] == np.arange(len(shares))
-        self._before = np.concatenate([np.zeros((1, len(shares)), np.int64), np.cumsum(is_of, axis=0)])
+        is_of_source = self._pattern[:, None] == np.arange(len(shares))
+        self._counts_before = np.concatenate([np.zeros((1, len(shares)), np.int64), np.cumsum(is_of_source, axis=0)])
 
     def locate(self, offsets: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the source at each offset into the phase, and how many samples of that source precede it."""
-        blocks, places = np.divmod(offsets, BLOCK)
+        """Return the source at each offset in the phase, and the number of samples of that source before it."""
+        blocks, offsets_in_block = np.divmod(offsets, BLOCK)
         pattern_starts = self._pattern_offsets(blocks)
-        sources = self._pattern[pattern_starts + places]
-        before = self._before[pattern_starts + places, sources] - self._before[pattern_starts, sources]
-        return sources, blocks * self.shares[sources] + before
+        sources = self._pattern[pattern_starts + offsets_in_block]
+        num_before = (
+            self._counts_before[pattern_starts + offsets_in_block, sources]
+            - self._counts_before[pattern_starts, sources]
+        )
+        return sources, blocks * self.shares[sources] + num_before
 
     def count(self, length: int) -> NDArray[np.int64]:
-        """Return how many of the first `length` positions belong to each source."""
-        block, rest = divmod(length, BLOCK)
+        """Return the number of positions of each source among the first `length` positions."""
+        block, offset = divmod(length, BLOCK)
         (pattern_start,) = self._pattern_offsets(np.array([block]))
-        return block * self.shares + self._before[pattern_start + rest] - self._before[pattern_start]
+        return block * self.shares + self._counts_before[pattern_start + offset] - self._counts_before[pattern_start]
 
     def _pattern_offsets(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where in the pattern each block starts, drawn pseudorandomly for each block."""
+        """Return the offset in the pattern at which each block starts, pseudorandom for each block."""
         return sample_at((self.start + blocks) * BLOCK, BLOCK, self._seed)
 
 
 class Mixture(SampleOrder):
-    """Sample order of a mixture.  Sample indices are those of `MixedSource`: the sources concatenated in name order.
+    """The order of a mixture.  Sample indices are those of `MixedSource`: its sources are concatenated in name order.
 
-    Raises UserError if the weights default to the sizes and a source is too small to get a share.
+    Raises UserError if the weights default to the sizes and a source is too small to have a share.
     """
 
     def __init__(self, sizes: Mapping[str, int], phases: Sequence[Phase], seed: int) -> None:
@@ -181,7 +184,7 @@ class Mixture(SampleOrder):
         """The seed of each source's permutation, independent of the other sources."""
         self._index_starts = np.cumsum([0, *self.sizes.values()])
         self.phases = [(phase.start, self._shares(phase.weights)) for phase in phases]
-        # Merge each phase into the one before it if both have the same shares.
+        # Consecutive phases with the same shares are merged.
         self.phases = [
             phase for number, phase in enumerate(self.phases) if not number or phase[1] != self.phases[number - 1][1]
         ]
@@ -202,23 +205,23 @@ class Mixture(SampleOrder):
         sources, numbers = np.empty_like(flat), np.empty_like(flat)
         phases = np.searchsorted(self.starts, flat, side="right") - 1
         for phase in np.unique(phases):
-            chosen, pattern = phases == phase, self._patterns[phase]
-            sources[chosen], within = pattern.locate(flat[chosen] - pattern.start)
-            numbers[chosen] = within + self._totals[phase][sources[chosen]]
+            mask, pattern = phases == phase, self._patterns[phase]
+            sources[mask], numbers_in_phase = pattern.locate(flat[mask] - pattern.start)
+            numbers[mask] = numbers_in_phase + self._totals[phase][sources[mask]]
         indices = np.empty_like(flat)
         for source, (size, seed) in enumerate(zip(self.sizes.values(), self._seeds, strict=True)):
-            chosen = sources == source
-            indices[chosen] = self._index_starts[source] + sample_at(numbers[chosen], size, seed)
+            mask = sources == source
+            indices[mask] = self._index_starts[source] + sample_at(numbers[mask], size, seed)
         return indices.reshape(np.shape(positions))
 
     def counts(self, samples: int) -> dict[str, int]:
-        """Return how many of the run's first `samples` samples come from each source."""
+        """Return the number of samples of each source among the run's first `samples` samples."""
         phase = int(np.searchsorted(self.starts, samples, side="right")) - 1
         counted = self._totals[phase] + self._patterns[phase].count(samples - self._patterns[phase].start)
         return dict(zip(self.sizes, counted.tolist(), strict=True))
 
     def past(self, samples: int) -> dict[str, Any]:
-        """Return the starts and shares of the phases that the first `samples` samples belong to."""
+        """Return the starts and the shares of the phases of the first `samples` samples."""
         phases = self.phases[: int(np.searchsorted(self.starts, samples))]
         return {"phases": [[start, {n: share for n, share in shares.items() if share}] for start, shares in phases]}
 
@@ -226,18 +229,18 @@ class Mixture(SampleOrder):
         self, stored: Mapping[str, Any], samples: int, batch: int, allowed: Collection[str]
     ) -> tuple[list[str], list[str]]:
         """Compare the phases so far with the stored ones; see `SampleOrder.changes`."""
-        before, now = stored.get("phases"), self.past(samples)["phases"]
-        if not before or before == now:
-            return [], []  # a run without a mixture also had other data, and the fingerprint reports that
-        number = next(n for n in range(len(before) + 1) if before[n : n + 1] != now[n : n + 1])
-        line = (
-            f"data.phases: phase {number + 1} {_describe_phase(before[number:], batch)} in the checkpoint, "
-            f"{_describe_phase(now[number:], batch)} now; the run is past step {samples // batch}, and samples already "
-            f"used cannot change{_phase_hint(before[number:], self.phases[number:], batch)}"
+        stored_phases, phases = stored.get("phases"), self.past(samples)["phases"]
+        if not stored_phases or stored_phases == phases:
+            return [], []  # a run without a mixture had other data, which the fingerprint reports
+        changed = next(n for n in range(len(stored_phases) + 1) if stored_phases[n : n + 1] != phases[n : n + 1])
+        message = (
+            f"data.phases: phase {changed + 1} {_describe_phase(stored_phases[changed:], batch)} in the checkpoint, "
+            f"{_describe_phase(phases[changed:], batch)} now; the run is past step {samples // batch}, and samples "
+            f"already used cannot change{_phase_hint(stored_phases[changed:], self.phases[changed:], batch)}"
         )
         if not _KEYS_ALLOWING_OTHER_SHARES.isdisjoint(allowed):
-            return [], [f"{line}, but it was allowed"]
-        return [f"{line} (allow it: checkpoint.allow_changes=[data.phases])"], []
+            return [], [f"{message}, but it was allowed"]
+        return [f"{message} (allow it: checkpoint.allow_changes=[data.phases])"], []
 
 
 def _describe_phase(phases: Sequence[Any], batch: int) -> str:
@@ -248,22 +251,22 @@ def _describe_phase(phases: Sequence[Any], batch: int) -> str:
     return f"begins with step {start // batch + 1} ({parts} of {BLOCK})"
 
 
-def _phase_hint(before: Sequence[Any], now: Sequence[Any], batch: int) -> str:
-    """Return how to keep a phase at its old start, if only its start has moved.
+def _phase_hint(stored_phases: Sequence[Any], phases: Sequence[Any], batch: int) -> str:
+    """Return advice on keeping the old start of a phase, if only its start has changed, otherwise "".
 
-    A phase whose `from` is a share of the run moves when `train.steps` changes.
+    If `from` is a share of the run, the start changes with `train.steps`.
     """
-    if not before or not now or before[0][0] == now[0][0] or before[0][0] % batch:
+    if not stored_phases or not phases or stored_phases[0][0] == phases[0][0] or stored_phases[0][0] % batch:
         return ""
-    if before[0][1] != {name: share for name, share in now[0][1].items() if share}:
+    if stored_phases[0][1] != {name: share for name, share in phases[0][1].items() if share}:
         return ""
-    return f"; `from: {before[0][0] // batch + 1}` names the step it began with, whatever train.steps is"
+    return f"; `from: {stored_phases[0][0] // batch + 1}` keeps its first step, whatever train.steps is"
 
 
 # -- the permutation of an epoch --------------------------------------------------------------------------------------
 
 _NUM_ROUNDS = 8
-"""Luby and Rackoff prove four rounds pseudorandom for wide halves; the halves are narrow here, so there are more."""
+"""Luby and Rackoff prove four rounds pseudorandom for wide halves; since these halves are narrow, there are more."""
 
 _MIN_BITS = 6
 """With one-bit halves, 20,000 permutations of 5 samples were measurably uneven (chi-square 142 for 16 degrees of
@@ -295,7 +298,7 @@ def sample_at(positions: NDArray[np.int64], num_samples: int, seed: int) -> NDAr
 
 
 def _permute(values: NDArray[np.uint64], keys: NDArray[np.uint64], num_bits: int) -> NDArray[np.uint64]:
-    """Permute the numbers of `num_bits` bits: each round XORs a keyed hash of one half into the other half."""
+    """Permute the numbers with `num_bits` bits: each round XORs a keyed hash of one half into the other half."""
     low_bits = np.uint64(num_bits // 2)
     low_mask = np.uint64((1 << (num_bits // 2)) - 1)
     high_mask = np.uint64((1 << (num_bits - num_bits // 2)) - 1)
@@ -322,7 +325,7 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values
 
 
-# -- the sources of a mixture as one ----------------------------------------------------------------------------------
+# -- the source of a mixture ------------------------------------------------------------------------------------------
 
 
 SOURCE = "source"
@@ -346,60 +349,60 @@ class MixedSource(Source):
         return int(self._starts[-1])
 
     def batch(self, indices: NDArray[np.int64]) -> Samples:
-        """Return the samples at `indices`, with the index of each one's source as `source`; see `Source.batch`.
+        """Return the samples at `indices`, with the index of each sample's source as `source`; see `Source.batch`.
 
-        An entry that only some of the sources provide is zero for samples of the others.
+        An entry that only some sources provide is zero for samples of the other sources.
         """
         indices = np.asarray(indices, dtype=np.int64)
-        numbers = np.maximum(0, np.searchsorted(self._starts, indices, side="right") - 1)
-        found: dict[str, NDArray[Any]] = {SOURCE: numbers}
+        source_numbers = np.maximum(0, np.searchsorted(self._starts, indices, side="right") - 1)
+        entries: dict[str, NDArray[Any]] = {SOURCE: source_numbers}
         for number, source in enumerate(self.sources.values()):
-            rows = numbers == number
+            rows = source_numbers == number
             if rows.any():
                 local = np.where(indices[rows] < 0, -1, indices[rows] - self._starts[number])
                 for name, entry in as_mapping(source.batch(local)).items():
-                    combined = found.setdefault(name, np.zeros((len(indices), *entry.shape[1:]), entry.dtype))
+                    combined = entries.setdefault(name, np.zeros((len(indices), *entry.shape[1:]), entry.dtype))
                     combined[rows] = entry
-        return found
+        return entries
 
     def follow(
         self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], rank_slice: slice
     ) -> Iterator[NDArray[np.int64]]:
         """Let each source prefetch; see `Source.follow`."""
-        for number, (source, of_source) in enumerate(
+        for number, (source, source_steps) in enumerate(
             zip(self.sources.values(), tee(steps, len(self.sources)), strict=True)
         ):
-            indices = source.follow(indices, map(partial(self._within, number), of_source), rank_slice)
+            indices = source.follow(indices, map(partial(self._within, number), source_steps), rank_slice)
         return indices
 
     def _within(self, number: int, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return indices local to one source, with -1 for samples of other sources."""
+        """Return indices relative to source `number`, with -1 for samples of other sources."""
         start, stop = self._starts[number : number + 2]
         return np.where((indices >= start) & (indices < stop), indices - start, -1)
 
     @property
     def facts(self) -> Mapping[str, float]:
-        """The facts of all sources, with the source's name appended to each key."""
+        """The facts of all sources, with the names of the sources appended to the keys."""
         return {
             f"{fact}_{name}": value for name, source in self.sources.items() for fact, value in source.facts.items()
         }
 
     @property
-    def sentence(self) -> str:
-        """The sentences of the sources, one per line."""
-        return "\n".join(f"{name}: {source.sentence}" for name, source in self.sources.items() if source.sentence)
+    def summary(self) -> str:
+        """The summaries of the sources, each on a line with its name."""
+        return "\n".join(f"{name}: {source.summary}" for name, source in self.sources.items() if source.summary)
 
     @property
     def attended(self) -> float | None:  # type: ignore[override]
-        """The mean over the sources, weighted by their sizes; None if any of them has None."""
-        of_each = [source.attended for source in self.sources.values()]
+        """The mean over the sources, weighted by size; None if it is None for any source."""
+        lengths = [source.attended for source in self.sources.values()]
         sizes = [len(source) for source in self.sources.values()]
-        known = [length * size for length, size in zip(of_each, sizes, strict=True) if length is not None]
-        return sum(known) / sum(sizes) if len(known) == len(sizes) else None
+        weighted = [length * size for length, size in zip(lengths, sizes, strict=True) if length is not None]
+        return sum(weighted) / sum(sizes) if len(weighted) == len(sizes) else None
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """The fingerprints of the sources, with a digest over all of them."""
+        """The fingerprints of the sources, with a digest of all of them."""
         fingerprints = {name: source.fingerprint for name, source in self.sources.items()}
         content = hashlib.blake2b(repr(fingerprints).encode(), digest_size=8).hexdigest()
         return Fingerprint(len(self), content=content, sources=fingerprints)
@@ -408,20 +411,20 @@ class MixedSource(Source):
 def evenly_spaced_indices(source: Source, num_samples: int) -> NDArray[np.int64]:
     """Return the indices of an evaluation's samples, shape (num_samples,).
 
-    These are the first samples, taken from several sources in proportion to their sizes.  Depends on the sizes alone.
+    These are the first samples; of several sources, in proportion to their sizes.  Depends only on the sizes.
     """
     if not isinstance(source, MixedSource):
         return np.arange(num_samples)
-    fractions = [(np.arange(len(each)) + 0.5) / len(each) for each in source.sources.values()]
+    fractions = [(np.arange(len(component)) + 0.5) / len(component) for component in source.sources.values()]
     return np.argsort(np.concatenate(fractions), kind="stable")[:num_samples]
 
 
-# -- how much is read, and how often ----------------------------------------------------------------------------------
+# -- usage of the sources ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SourceUsage:
-    """How much of one source the steps of one phase read.
+    """The samples of one source that the steps of one phase read.
 
     source: the source's name, or "" if there is only one source.
     share: the source's share of the phase's samples.
@@ -438,35 +441,35 @@ class SourceUsage:
 
 
 def usage_by_phase(order: SampleOrder, batch: int, steps: int, seq_len: int) -> list[SourceUsage]:
-    """Return the usage of each source in `steps` steps of `batch` samples, for each phase that begins in them."""
+    """Return the usage of each source in each phase that begins within `steps` steps of `batch` samples."""
     usages, starts = [], [start for start in order.starts if start < batch * steps]
-    before = order.counts(0)
+    counts_before = order.counts(0)
     for start, end in pairwise([*starts, batch * steps]):
-        after, first, last = order.counts(end), start // batch + 1, -(-end // batch)
-        for name, count in after.items():
-            samples, epochs = count - before[name], count / order.sizes[name]
+        counts_after, first, last = order.counts(end), start // batch + 1, -(-end // batch)
+        for name, count in counts_after.items():
+            samples, epochs = count - counts_before[name], count / order.sizes[name]
             tokens, share = samples * seq_len, samples / (end - start)
             usages.append(SourceUsage(first, last, name, samples, tokens, share, epochs))
-        before = after
+        counts_before = counts_after
     return usages
 
 
 def check_epochs(data: DataSection, usages: Sequence[SourceUsage]) -> None:
     """Raise UserError if a source would be read more than `data.max_epochs` times."""
-    most = max(usages, key=lambda usage: usage.epochs, default=None)
-    if most is not None and data.max_epochs is not None and most.epochs > data.max_epochs:
-        name = f"source {most.source}" if most.source else "the data"
-        rule = f"{name} would be read {most.epochs:.4g} times in {most.last_step} steps"
-        raise setting_error("data.max_epochs", data.max_epochs, rule, float(f"{most.epochs * 1.0005:.4g}"))
+    most_repeated = max(usages, key=lambda usage: usage.epochs, default=None)
+    if most_repeated is not None and data.max_epochs is not None and most_repeated.epochs > data.max_epochs:
+        name = f"source {most_repeated.source}" if most_repeated.source else "the data"
+        rule = f"{name} would be read {most_repeated.epochs:.4g} times in {most_repeated.last_step} steps"
+        raise setting_error("data.max_epochs", data.max_epochs, rule, float(f"{most_repeated.epochs * 1.0005:.4g}"))
 
 
 def describe_usage(usages: Sequence[SourceUsage]) -> list[str]:
-    """Return the lines printed at the start of a run: one per phase, then one about repeated sources, if any."""
+    """Return the lines for the start of a run: one per phase, then one about sources that are repeated, if any."""
     lines = []
     for first in dict.fromkeys(usage.first_step for usage in usages):
         phase = [usage for usage in usages if usage.first_step == first]
-        last = phase[0].last_step
-        steps = f"steps {first} to {last}" if last > first else f"step {first}"
+        last_step = phase[0].last_step
+        steps = f"steps {first} to {last_step}" if last_step > first else f"step {first}"
         parts = [
             f"{f'{usage.source} {100 * usage.share:.1f} %, ' if usage.source else ''}"
             f"{usage.samples:,} samples (to epoch {usage.epochs:.2f})"
@@ -474,13 +477,13 @@ def describe_usage(usages: Sequence[SourceUsage]) -> list[str]:
             if usage.samples
         ]
         lines.append(f"{steps}: {', '.join(parts)}")
-    again = {usage.source: usage.epochs for usage in usages if usage.epochs > 1}
-    if again:
-        names = ", ".join(f"{name or 'all'} is read {epochs:.2f} times" for name, epochs in again.items())
+    repeated = {usage.source: usage.epochs for usage in usages if usage.epochs > 1}
+    if repeated:
+        names = ", ".join(f"{name or 'all'} is read {epochs:.2f} times" for name, epochs in repeated.items())
         lines.append(f"repeats its data: {names}")
     return lines
 
 
 def epochs(order: SampleOrder, samples: int) -> dict[str, float]:
-    """Return how many times the run's first `samples` samples have read each source."""
+    """Return the number of times that the run's first `samples` samples have read each source."""
     return {name: count / order.sizes[name] for name, count in order.counts(samples).items()}

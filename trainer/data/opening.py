@@ -1,11 +1,10 @@
-"""From the data settings to a source: find the files, decide what they are, build or reuse the cache, open, check.
+"""Opens the source that the data settings describe: finds the files, tokenizes text unless it is cached, and checks.
 
-`open_source` begins with the kind of data: chats, synthetic patterns, standard library text, a mixture, or the path of
-token shards or text.  `find_shards` resolves such a path: token shards, a manifest, text, JSONL, parquet, folders and
-globs of them, and URLs.  Text is tokenized on first use into `data.cache_dir`, where later processes and runs find the
-shards.
+`open_source` handles each kind of data: chats, synthetic patterns, standard library text, mixtures, and paths of token
+shards or text.  `find_shards` resolves a path: to token shards, a manifest, text, JSONL, parquet, folders and globs of
+them, or URLs.  Text is tokenized into `data.cache_dir` on first use; later processes and runs find the shards there.
 
-Does not import torch: the data settings are checked by opening the source before any process is spawned.
+This module does not import torch: the source is opened to check the data settings before any process is spawned.
 """
 
 from __future__ import annotations
@@ -19,13 +18,12 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
-from trainer.config.initial_weights import allows_another, find_weights_tokenizer, resumes
-from trainer.config.resolve import Given, run_passes
+from trainer.config.initial_weights import allows_other_tokenizer, find_weights_tokenizer, resumes
+from trainer.config.resolve import Resolution, run_passes
 from trainer.data.cache import find_cache_folders, get_or_build, in_writable_folder, storage_error
 from trainer.data.ingest.inputs import (
     SUPPORTED_SUFFIXES,
@@ -36,12 +34,12 @@ from trainer.data.ingest.inputs import (
     describe,
     find_inputs,
     is_foreign_token_file,
+    json_advice,
     parse_limit,
 )
-from trainer.data.json_files import json_advice
 from trainer.data.mixture import MixedSource
-from trainer.data.packing import open_shards
-from trainer.data.shards import MANIFEST, Manifest, Shard, ShardError, verify_at_start
+from trainer.data.packing import MaskedSource, PackedSource
+from trainer.data.shards import MANIFEST, Manifest, Shard, ShardError, ShardSet, verify_at_start
 from trainer.data.source import Source, SourceSubset, SyntheticSource, TokenSource, sample_content
 from trainer.data.stdlib import Split, StdlibCorpus
 from trainer.data.tokenizer import find_tokenizer, tokenizer_of
@@ -62,13 +60,13 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
 
 
 def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Source | None:
-    """Return the source that the settings name, or None if `split` is `eval` and nothing is held out.
+    """Return the source that the settings describe, or None if `split` is `eval` and nothing is held out.
 
-    Token shards without `data.eval_path` hold out their last windows, a share of `data.holdout`.
+    Without `data.eval_path`, the last windows of token shards are held out: a share of `data.holdout`.
 
-    vocab_size: that of the model, or None to skip the comparison.
+    vocab_size: the model's vocabulary size, or None to skip the comparison.
 
-    Raises UserError if the data cannot be read, are too small for one sample, or have ids beyond the model's
+    Raises UserError if the data cannot be read, are too small for one sample, or have ids outside the model's
     vocabulary.
     """
     parse_limit(data.bad, "data.bad")
@@ -78,7 +76,7 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
         if data.bad != "error":
             rule = "only applies to text; correct an unreadable chat, or remove it from the file"
             raise setting_error("data.bad", data.bad, rule, "error")
-        from trainer.data.chat.source import open_chats  # imports jinja2, so only when needed
+        from trainer.data.chat.source import open_chats  # imports jinja2: only when needed
 
         if isinstance(data.path, str) and isinstance(data.eval_path, str):
             train, held_out = _files_of(data, data.path, "data.path"), _files_of(data, data.eval_path, "data.eval_path")
@@ -88,7 +86,7 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
         return SyntheticSource(data.seq_len, vocab_size or 256, data.seed, split)
     if data.source == "stdlib":
         shard = StdlibCorpus().shard(split, tokenizer_of(data), data.cache_dir)
-        stdlib = open_shards([shard], data)
+        stdlib = _open_shards([shard], data)
         _check_size(stdlib, data, vocab_size, split, "data.source", "stdlib")
         return stdlib
     path, eval_path = data.path or "", data.eval_path
@@ -103,31 +101,31 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
 def _open_path(setting: str, data: DataSection, vocab_size: int | None, split: Split, key: str) -> Source | None:
     """Return the source over the data at a path, or None if `split` is `eval` and nothing is held out.
 
-    For text, `data.holdout` is the share of documents to hold out, chosen by a hash of their text.  For shards, and for
-    text if that would leave either split empty, it is the share of samples to hold out, taken from the end.
+    For text, `data.holdout` is a share of the documents, chosen by a hash of their text.  For shards, and for text if
+    either split would otherwise be empty, it is a share of the samples, taken from the end.
 
-    key: the setting that contains the path, `data.path` or `data.eval_path`; the latter is not divided.
+    key: the setting that contains the path: `data.path`, or `data.eval_path`, which is not divided.
     """
     holdout = _holdout_share(data, key)
-    found = find_shards(setting, data, key)
-    is_divided = bool(holdout and found.train and found.held_out)
-    shards, content = found.train, found.train_content
+    resolved = find_shards(setting, data, key)
+    is_divided = bool(holdout and resolved.train and resolved.held_out)
+    shards, content = resolved.train, resolved.train_content
     if (is_divided and split == "eval") or not shards:
-        shards, content = found.held_out, found.held_out_content
+        shards, content = resolved.held_out, resolved.held_out_content
     try:
         _check_same_tokenizer(shards)
         verify_at_start(shards)
-        source = open_shards(shards, data, content)
+        source = _open_shards(shards, data, content)
     except ShardError as error:
         raise _unusable_shards_error(key, setting, error) from error
-    source.left_out = _left_out_summary(shards)
+    source.warnings = _warn_about_skipped(shards)
     if data.bos is not None and source.tokenizer != tokenizer_of(data).name:
         rule = f"{setting} is already tokenized, with a different setting, by data.tokenizer={data.tokenizer}"
         raise setting_error("data.bos", data.bos, rule, fix="prepare the text again, or leave data.bos out")
     _check_size(source, data, vocab_size, split, key, setting)
     if is_divided or key == "data.eval_path":
         return source
-    # Hold out the last windows: at least one, if there are two or more.
+    # Hold out the last windows: at least one if there are two or more.
     num_held_out = min(len(source) - 1, math.ceil(holdout * len(source)))
     if not num_held_out:
         return source if split == "train" else None
@@ -135,15 +133,30 @@ def _open_path(setting: str, data: DataSection, vocab_size: int | None, split: S
     return SourceSubset(source, 0, first) if split == "train" else SourceSubset(source, first, len(source))
 
 
-_USUAL_EMPTY_SHARE = 0.01
-"""Share of empty documents above which there is a warning."""
+def _open_shards(shards: Sequence[Shard], data: DataSection, content: str = "") -> TokenSource:
+    """Return the source over `shards` that `data.documents` and `data.fit` select.
 
-
-def _left_out_summary(shards: Sequence[Shard]) -> str:
-    """Return warnings about documents that were left out when text was tokenized, or "".
-
-    A few empty documents are normal and give no warning.
+    content: the shards' `sample_content`, or "" if it is not known yet.  Raises ShardError, UserError.
     """
+    source: TokenSource
+    if data.arrangement == "apart":
+        source = PackedSource(shards, data, content, packs=False)
+    elif data.fit == "best":
+        source = PackedSource(shards, data, content, packs=True)
+    elif data.arrangement == "masked":
+        source = MaskedSource(shards, data.seq_len)
+    else:
+        source = TokenSource(shards, data.seq_len)
+    source.known_content = content
+    return source
+
+
+_MAX_EMPTY_SHARE = 0.01
+"""The share of empty documents above which there is a warning: a few are normal."""
+
+
+def _warn_about_skipped(shards: Sequence[Shard]) -> str:
+    """Return warnings about bad and empty documents that were skipped when text was tokenized, or ""."""
     folders = {Path(shard.path).parent for shard in shards if not shard.is_remote}
     counts = DocumentCounts()
     for folder in folders:
@@ -151,13 +164,13 @@ def _left_out_summary(shards: Sequence[Shard]) -> str:
             counts.add(DocumentCounts.of(Manifest.read(folder / MANIFEST)))
     total = counts.documents + counts.bad
     lines = [f"warning: {describe(counts)}"] if counts.bad else []
-    if counts.empty > _USUAL_EMPTY_SHARE * total:
-        lines.append(f"warning: {counts.empty:,} of {total:,} documents are empty, and left out")
+    if counts.empty > _MAX_EMPTY_SHARE * total:
+        lines.append(f"warning: {counts.empty:,} of {total:,} documents are empty, and were skipped")
     return "\n".join(lines)
 
 
 def _holdout_share(data: DataSection, key: str) -> float:
-    """Return the share of the data to hold out: 0 for data.eval_path, and for data.path if data.eval_path is set."""
+    """Return the share of the data to hold out: none of `data.eval_path`, nor of `data.path` if both are set."""
     return (data.holdout or 0.0) if key == "data.path" and data.eval_path is None else 0.0
 
 
@@ -167,33 +180,33 @@ def _holdout_share(data: DataSection, key: str) -> float:
 def _open_mixture(
     data: DataSection, paths: Mapping[str, str], vocab_size: int | None, split: Split
 ) -> MixedSource | None:
-    """Return the mixture of the sources in data.path; for `eval`, only those with held-out data, or None."""
+    """Return the mixture of the sources in `data.path`; for `eval`, of those with held-out data, or None."""
     held_out = data.eval_path if isinstance(data.eval_path, Mapping) else {}
     if split == "train":
         _check_sources_disjoint(data, paths, held_out)
-    found: dict[str, Source] = {}
+    sources: dict[str, Source] = {}
     for name, path in paths.items():
         if split == "eval" and held_out and name not in held_out:
             continue
-        alone = dataclasses.replace(data, path=path, eval_path=held_out.get(name), weights=None, phases=())
+        single = dataclasses.replace(data, path=path, eval_path=held_out.get(name), weights=None, phases=())
         with _prefix_errors(name):
-            source = open_source(alone, vocab_size, split)
+            source = open_source(single, vocab_size, split)
         if source is not None:
-            found[name] = source
-    if any(source.rows_per_sample > 1 for source in found.values()):
+            sources[name] = source
+    if any(source.rows_per_sample > 1 for source in sources.values()):
         raise setting_error("data.path", data.path, "preference pairs must be a single source")
-    kinds = {name: (source.tokenizer, source.vocab_size) for name, source in found.items()}
-    for name, kind in kinds.items():
-        other = next(iter(kinds))
-        if kind != kinds[other]:
-            shown = ", ".join(f"{n} by {kinds[n][0]} ({kinds[n][1]} ids)" for n in (other, name))
-            raise setting_error("data.path", data.path, f"sources must use the same tokenizer: {shown}")
-    return MixedSource(found) if found else None
+    tokenizers = {name: (source.tokenizer, source.vocab_size) for name, source in sources.items()}
+    first = next(iter(tokenizers), "")
+    for name, tokenizer in tokenizers.items():
+        if tokenizer != tokenizers[first]:
+            differing = ", ".join(f"{n} by {tokenizers[n][0]} ({tokenizers[n][1]} ids)" for n in (first, name))
+            raise setting_error("data.path", data.path, f"sources must use the same tokenizer: {differing}")
+    return MixedSource(sources) if sources else None
 
 
 @contextmanager
 def _prefix_errors(source: str) -> Iterator[None]:
-    """Prefix the messages of UserErrors with the name of the source."""
+    """Put the name of the source before the messages of UserErrors."""
     try:
         yield
     except UserError as error:
@@ -203,22 +216,8 @@ def _prefix_errors(source: str) -> Iterator[None]:
 # -- from a path to shards --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ShardSet:
-    """The shards that a path resolves to: those to train on and those held out; and the files that the path names.
-
-    The contents are digests from `sample_content`, or "" if unknown.
-    """
-
-    files: list[str]
-    train: list[Shard]
-    train_content: str = ""
-    held_out: list[Shard] = field(default_factory=list)
-    held_out_content: str = ""
-
-
 def find_shards(setting: str | None, data: DataSection, key: str) -> ShardSet:
-    """Return the shards that a path resolves to; text is tokenized first, unless the cache has its shards.
+    """Return the shards that a path resolves to.  Text is tokenized first, unless its shards are in the cache.
 
     Raises UserError.
     """
@@ -245,7 +244,7 @@ def find_shards(setting: str | None, data: DataSection, key: str) -> ShardSet:
 
 
 def _find_remote_shards(setting: str, data: DataSection, key: str) -> ShardSet:
-    """Return the shards at a URL, or those made from the text at a URL."""
+    """Return the shards at a URL, or the shards built from the text at a URL."""
     from trainer.data.remote.shards import NoShards, open_remote
     from trainer.data.remote.text import find_text, is_text
     from trainer.data.remote.transport import Unreachable
@@ -254,9 +253,7 @@ def _find_remote_shards(setting: str, data: DataSection, key: str) -> ShardSet:
         if not is_text(setting):
             try:
                 with contextlib.suppress(NoShards):
-                    found = open_remote(setting, key, data.cache_dir, data.cache_gib)
-                    names = [shard.name for shard in found.train]
-                    return ShardSet(names, found.train, found.train_content, found.held_out, found.held_out_content)
+                    return open_remote(setting, key, data.cache_dir, data.cache_gib)
             except Unreachable as error:
                 if not error.is_unavailable:
                     raise
@@ -275,26 +272,27 @@ def _find_remote_shards(setting: str, data: DataSection, key: str) -> ShardSet:
 
 
 def _find_shard_files(setting: str, key: str) -> tuple[Path | None, list[str]]:
-    """Return the manifest that a path names, or the shards, or neither.
+    """Return the manifest that a path names, or the paths of shards, or neither.
 
-    Raises UserError for near misses, such as the metadata of a shard.
+    Raises UserError for likely mistakes, such as the path of a shard's metadata.
     """
     pattern = os.path.expanduser(setting.removeprefix("file://"))
     is_folder = os.path.isdir(pattern)
     manifest = os.path.join(pattern, MANIFEST) if is_folder else pattern
     shard = f"{pattern.removesuffix('.json')}.bin"
     if not is_folder and pattern.endswith(".json") and os.path.isfile(shard):
-        raise setting_error(key, setting, "belongs to a token shard, whose name ends in .bin", meant=shard)
+        raise setting_error(key, setting, "is the metadata of a token shard; give its .bin file", meant=shard)
     if not is_folder and (advice := json_advice(pattern)) is not None:
-        raise setting_error(key, setting, advice[0], fix=advice[1])
+        rule, fix = advice
+        raise setting_error(key, setting, rule, fix=fix)
     if manifest.endswith(".json") and os.path.isfile(manifest):
         return Path(manifest), []
-    found = _find_bins(pattern)
-    return None, [] if _are_foreign(found) else found
+    bins = _find_bins(pattern)
+    return None, [] if _are_foreign(bins) else bins
 
 
 def _find_text_files(setting: str, key: str) -> list[InputFile]:
-    """Return the text files, and the token files in another tool's format, that a path names.
+    """Return the text files that a path names, and the token files in other trainers' formats.
 
     Raises UserError if there are none.
     """
@@ -312,7 +310,7 @@ def _find_bins(pattern: str) -> list[str]:
 
 
 def _are_foreign(paths: Sequence[str]) -> bool:
-    """Return whether there are .bin files, and all of them are token files in another tool's format."""
+    """Return whether there are .bin files, all in other trainers' formats."""
     return bool(paths) and all(map(is_foreign_token_file, paths))
 
 
@@ -323,7 +321,7 @@ def _check_complete(setting: str) -> None:
     for index in sorted(glob.glob(f"{stem}.idx", recursive=True)) if "*" in stem or "?" in stem or "[" in stem else ():
         name = index.removesuffix(".idx")
         if os.path.exists(f"{name}.json") and not os.path.exists(f"{name}.bin"):
-            raise ShardError(f"{name}.bin is missing, but the shard's {name}.idx and {name}.json are there")
+            raise ShardError(f"{name}.bin is missing, but the shard's {name}.idx and {name}.json exist")
 
 
 def _unusable_shards_error(key: str, setting: str, error: ShardError) -> UserError:
@@ -336,25 +334,25 @@ def _unusable_shards_error(key: str, setting: str, error: ShardError) -> UserErr
 
 
 # -- many shards without a manifest -----------------------------------------------------------------------------------
-# If a thousand ranks each opened the metadata of thousands of shards, they would overload the file server.  So the
-# metadata are collected once in a catalogue, a manifest in the cache, and each rank opens that one file.
+# If a thousand ranks each opened the metadata of thousands of shards, they would overload the file server.  So one rank
+# collects the metadata in a catalogue, a manifest in the cache, and each rank opens only that file.
 
 MIN_SHARDS = 64
-"""The smallest number of shards for which a catalogue is written."""
+"""Number of shards from which on a catalogue is written."""
 
 
 def _open_shard_files(paths: Sequence[str], cache_dir: str | None) -> tuple[list[Shard], str]:
-    """Return the shards at `paths` and their `sample_content`, or "" if it is not known.  Raises ShardError."""
+    """Return the shards at `paths`, and their `sample_content` or "" if it is not known.  Raises ShardError."""
     if len(paths) < MIN_SHARDS:
         return [Shard(path) for path in paths], ""
     digest = hashlib.blake2b(b"2" + os.fsencode(os.getcwd()), digest_size=12)
     for path in paths:
         metadata = f"{path.removesuffix('.bin')}.json"
         try:
-            found = os.stat(metadata)
+            stat = os.stat(metadata)
         except OSError as error:
             raise ShardError(f"the metadata {metadata} cannot be read ({error.strerror})") from error
-        digest.update(f"{path}:{found.st_ino}:{found.st_mtime_ns}:{found.st_size};".encode())
+        digest.update(f"{path}:{stat.st_ino}:{stat.st_mtime_ns}:{stat.st_size};".encode())
 
     def build(catalogue: Path) -> None:
         shards = [Shard(path) for path in paths]
@@ -380,7 +378,7 @@ def _open_shard_files(paths: Sequence[str], cache_dir: str | None) -> tuple[list
         manifest = get_or_build(cache_dir, name, "the list of shards", build, Manifest.read, is_file=True)
     except UserError:  # no cache folder is writable: the next run reads the metadata again
         return [Shard(path) for path in paths], ""
-    return manifest.shards(Path("/")), manifest.train_content  # the paths in it are absolute
+    return manifest.shards(Path("/")), manifest.train_content  # its paths are absolute
 
 
 # -- text, tokenized on first use -------------------------------------------------------------------------------------
@@ -392,7 +390,7 @@ _LAYOUT_VERSION = 1
 def _tokenize_text(
     inputs: Sequence[InputFile], data: DataSection, key: str, fetch: Callable[[], None] = lambda: None
 ) -> ShardSet:
-    """Return the shards of text files from the cache, building them first if they are missing or corrupt.
+    """Return the shards of text files from the cache, after building them if they are missing or corrupt.
 
     Existing shards are verified (see `verify_at_start`).
 
@@ -401,26 +399,19 @@ def _tokenize_text(
 
     Raises UserError.
     """
-    from trainer.data.ingest.build import BuildFolder, build, default_num_procs  # the text readers, so only when needed
+    from trainer.data.ingest.build import BuildFolder, build, default_num_procs  # imports the readers: only when needed
 
     job = _build_job(inputs, data, key)
 
     def load(path: Path) -> ShardSet:
-        """Return the shards in a folder.  Raises ShardError if they are damaged."""
+        """Return the shards in a folder.  Raises ShardError if any is corrupt."""
         manifest = Manifest.read(path / MANIFEST)
-        train, held_out = manifest.shards(path), manifest.shards(path, held_out=True)
+        train, held_out = manifest.shards(path), manifest.shards(path, is_held_out=True)
         verify_at_start([*train, *held_out])
         for shard in (*train, *held_out):
-            shard.is_rebuilt = True  # from here on, corruption is only detected when the shard is read
-        files = [each.path for each in inputs]
+            shard.is_rebuilt = True  # from now on, corruption is only detected when the shard is read
+        files = [file.path for file in inputs]
         return ShardSet(files, train, manifest.train_content, held_out, manifest.held_out_content)
-
-    def find_damage(path: Path) -> ShardError | None:
-        try:
-            load(path)
-        except ShardError as error:
-            return error
-        return None
 
     def load_or_build(folder: Path) -> ShardSet:
         path = folder / _cache_name(job)
@@ -434,17 +425,17 @@ def _tokenize_text(
         try:
             return load(path)
         except ShardError:
-            with BuildFolder(path) as building:
-                building.invalidate(lambda: find_damage(path))
+            with BuildFolder(path) as build_folder:
+                build_folder.invalidate(lambda: load(path))
         build_missing()
         return load(path)
 
-    num_bytes = sum(each.size for each in job.inputs)
+    num_bytes = sum(file.size for file in job.inputs)
     return in_writable_folder(data.cache_dir, "tokenized text", load_or_build, num_bytes)
 
 
 def _build_job(inputs: Sequence[InputFile], data: DataSection, key: str) -> BuildJob:
-    """Return what to build from text files.  Raises UserError if the settings are invalid."""
+    """Return the job that builds shards from text files.  Raises UserError if the settings are invalid."""
     from trainer.data.ingest.build import BuildJob
     from trainer.data.ingest.readers import check_tokens
 
@@ -452,37 +443,37 @@ def _build_job(inputs: Sequence[InputFile], data: DataSection, key: str) -> Buil
     parse_limit(data.bad, keys.bad)
     tokenizer = tokenizer_of(data)
     check_tokens(inputs, tokenizer, data.bos, keys)
-    holdout = 0.0 if all(each.kind == "tokens" for each in inputs) else _holdout_share(data, key)
+    holdout = 0.0 if all(file.kind == "tokens" for file in inputs) else _holdout_share(data, key)
     return BuildJob(tuple(inputs), tokenizer, data.text_key, data.bad, holdout, keys=keys)
 
 
 def _cache_name(job: BuildJob) -> str:
-    """Return the name of a job's folder: a hash of everything that its shards depend on, without reading the text."""
+    """Return the name of a job's folder: a hash of everything its shards depend on, without reading the text."""
     files = [
-        (os.path.realpath(each.path), each.kind, each.compression, each.size, each.mtime_ns) for each in job.inputs
+        (os.path.realpath(file.path), file.kind, file.compression, file.size, file.mtime_ns) for file in job.inputs
     ]
     content = json.dumps([_LAYOUT_VERSION, job.tokenizer.name, job.text_key, job.holdout, files])
     return f"tokens-{hashlib.sha256(content.encode()).hexdigest()[:20]}"
 
 
 def is_untokenized(data: DataSection) -> bool:
-    """Return whether the settings name text whose tokens are not cached yet, so that opening it takes long.
+    """Return whether the settings name text that is not tokenized yet, so that opening it takes long.
 
     Raises UserError if the text does not exist.
     """
     if data.source != "tokens":
         return False
-    found = [
-        _needs_tokenizing(path, data, key)  # of all of them, which checks that they exist
+    needs_tokenizing = [  # a list, since each call also checks that its path exists
+        _needs_tokenizing(path, data, key)
         for key, setting in (("data.path", data.path), ("data.eval_path", data.eval_path))
         for path in (setting.values() if isinstance(setting, Mapping) else [setting])
         if path
     ]
-    return any(found)
+    return any(needs_tokenizing)
 
 
 def _needs_tokenizing(setting: str, data: DataSection, key: str) -> bool:
-    """Return whether a path names text that has not been tokenized.  Raises UserError if it does not exist."""
+    """Return whether a path names text that is not tokenized yet.  Raises UserError if it does not exist."""
     if find_folder(setting) is None:
         from trainer.data.remote.text import find_text, is_text
 
@@ -506,7 +497,7 @@ def _needs_tokenizing(setting: str, data: DataSection, key: str) -> bool:
 def _check_size(
     source: TokenSource, data: DataSection, vocab_size: int | None, split: Split, key: str, setting: str
 ) -> None:
-    """Raise UserError if a source is too small for one sample, or has ids beyond the model's vocabulary."""
+    """Raise UserError if a source is too small for one sample, or has ids outside the model's vocabulary."""
     if source.num_targets < 1:
         raise setting_error(key, setting, "has no targets: a sample needs two tokens of one document")
     if split == "train" and data.fills_rows and source.num_targets < data.seq_len:
@@ -518,18 +509,18 @@ def _check_size(
 
 
 def _check_same_tokenizer(shards: Sequence[Shard]) -> None:
-    """Raise ShardError unless all shards were made by the same tokenizer."""
-    for other in shards:
-        if other.info.kind != shards[0].info.kind:
+    """Raise ShardError unless all shards were tokenized by the same tokenizer."""
+    for shard in shards:
+        if shard.info.kind != shards[0].info.kind:
             raise ShardError(
                 f"shards used together must be made in the same way: {shards[0].name} by tokenizer "
                 f"{shards[0].info.tokenizer} ({shards[0].info.vocab_size} ids, {shards[0].info.dtype}), "
-                f"{other.name} by {other.info.tokenizer} ({other.info.vocab_size} ids, {other.info.dtype})"
+                f"{shard.name} by {shard.info.tokenizer} ({shard.info.vocab_size} ids, {shard.info.dtype})"
             )
 
 
 def _check_disjoint(path: str, eval_path: str, data: DataSection) -> None:
-    """Raise UserError if data.eval_path shares files with data.path or was made by a different tokenizer."""
+    """Raise UserError if `data.eval_path` shares files with `data.path`, or was tokenized by a different tokenizer."""
     train, held_out = find_shards(path, data, "data.path"), find_shards(eval_path, data, "data.eval_path")
     _check_files_disjoint(path, eval_path, train.files, held_out.files)
     try:
@@ -539,12 +530,12 @@ def _check_disjoint(path: str, eval_path: str, data: DataSection) -> None:
 
 
 def _check_files_disjoint(path: str, eval_path: str, train: Sequence[str], held_out: Sequence[str]) -> None:
-    """Raise UserError if a file is both trained on and held out, even under different path names."""
+    """Raise UserError if a file is both trained on and held out, even if the paths to it differ."""
     shared = sorted({*map(_canonical, train)} & {*map(_canonical, held_out)})
-    if shared and path != eval_path:  # an identical setting is intended; a glob that matches too much is not
-        rest = [file for file in train if _canonical(file) not in shared]
-        legal = re.sub(r"\d{5}\.bin$", "?????.bin", str(rest[0])) if rest else None
-        raise setting_error("data.path", path, f"takes in {shared[0]}, which data.eval_path holds out", legal)
+    if shared and path != eval_path:  # two equal settings are deliberate; a glob that matches too much is not
+        unshared = [file for file in train if _canonical(file) not in shared]
+        legal = re.sub(r"\d{5}\.bin$", "?????.bin", str(unshared[0])) if unshared else None
+        raise setting_error("data.path", path, f"includes {shared[0]}, which data.eval_path holds out", legal)
 
 
 def _check_sources_disjoint(data: DataSection, paths: Mapping[str, str], held_out: Mapping[str, str]) -> None:
@@ -554,18 +545,18 @@ def _check_sources_disjoint(data: DataSection, paths: Mapping[str, str], held_ou
         with _prefix_errors(name):
             for file in _files_of(data, path, "data.eval_path"):
                 holders.setdefault(file, set()).add(name)
-    stated = [data.weights, *(phase.get("weights") for phase in data.phases)]
+    all_weights = [data.weights, *(phase.get("weights") for phase in data.phases)]
     for name, path in paths.items() if holders else ():
-        is_used = any(weights is None or weights.get(name) for weights in stated)
+        is_used = any(weights is None or weights.get(name) for weights in all_weights)
         with _prefix_errors(name):
             for file in _files_of(data, path, "data.path") if is_used else ():
-                if others := sorted(holders.get(file, set()) - {name}):
-                    rule = f"takes in {file}, which data.eval_path holds out for source {others[0]}"
+                if other_holders := sorted(holders.get(file, set()) - {name}):
+                    rule = f"includes {file}, which data.eval_path holds out for source {other_holders[0]}"
                     raise setting_error("data.path", path, rule, fix="remove the file from one of the two")
 
 
 def _files_of(data: DataSection, setting: str, key: str) -> list[str]:
-    """Return the files that a path names, without opening them: chats, text, or shards, also those in a manifest.
+    """Return the files that a path names, without opening them: chats, text, or shards, listed in a manifest or not.
 
     A URL is returned unchanged.  Raises UserError if there are no files.
     """
@@ -581,7 +572,7 @@ def _files_of(data: DataSection, setting: str, key: str) -> list[str]:
             files = [str(manifest.parent / row[0]) for row in Manifest.read(manifest).train]
         except ShardError as error:
             raise _unusable_shards_error(key, setting, error) from error
-    return [os.path.realpath(file) for file in files or (each.path for each in _find_text_files(setting, key))]
+    return [os.path.realpath(path) for path in files or (file.path for file in _find_text_files(setting, key))]
 
 
 def _canonical(file: str) -> str:
@@ -597,47 +588,49 @@ def refuse_pairs(source: Source) -> None:
 
 
 def check_tokenizer(source: Source, config: RunConfig) -> None:
-    """Raise UserError if token shards were made with a different tokenizer than the initial weights were trained with.
+    """Raise UserError if token shards were made with a different tokenizer from that of the initial weights.
 
-    Text needs no check: it is tokenized with `data.tokenizer`, which was checked when the configuration was loaded.
+    Text needs no check: `data.tokenizer`, which tokenizes it, was checked when the configuration was loaded.
     """
-    if config.data.source != "tokens" or source.tokenizer is None or allows_another(config) or resumes(config):
+    if config.data.source != "tokens" or source.tokenizer is None or allows_other_tokenizer(config) or resumes(config):
         return
-    own = find_weights_tokenizer(config)
-    if own is None or source.tokenizer == find_tokenizer(config.data.tokenizer, bos=config.data.bos).name:
+    weights_tokenizer = find_weights_tokenizer(config)
+    if weights_tokenizer is None or source.tokenizer == find_tokenizer(config.data.tokenizer, bos=config.data.bos).name:
         return
     for bos in (None, True, False):
-        with suppress(UserError):  # raised if the tokenizer has no BOS token
-            if source.tokenizer == find_tokenizer(own, bos=bos).name:
+        with contextlib.suppress(UserError):  # raised if the tokenizer has no BOS token
+            if source.tokenizer == find_tokenizer(weights_tokenizer, bos=bos).name:
                 return
-    what = f"the shards were made with another tokenizer ({source.tokenizer}) than the weights were trained with, {own}"
+    rule = (
+        f"the shards were made with tokenizer {source.tokenizer}, but the weights were trained with {weights_tokenizer}"
+    )
     fix = "prepare the text again, with --tokenizer and that file; to use these on purpose: "
-    raise setting_error("data.path", config.data.path, what, fix=f"{fix}checkpoint.allow_changes=[data.tokenizer]")
+    raise setting_error("data.path", config.data.path, rule, fix=f"{fix}checkpoint.allow_changes=[data.tokenizer]")
 
 
 # -- settings that depend on the data ---------------------------------------------------------------------------------
 
 _ROW_MULTIPLE = 64
-"""Trimmed rows have a multiple of this many tokens, which kernels handle efficiently."""
+"""The length of trimmed rows is a multiple of this, which kernels handle efficiently."""
 
 
-def resolve_from_data(config: RunConfig, given: Given | None = None) -> RunConfig:
+def resolve_from_data(config: RunConfig, resolution: Resolution | None = None) -> RunConfig:
     """Return the configuration with `data.trim_rows` applied to `data.seq_len` and `train.epochs` turned into steps.
 
     Opens the data only if one of these settings needs it.  Raises UserError as `open_source` does.
     """
-    return run_passes("data", config, given or Given())
+    return run_passes("data", config, resolution or Resolution())
 
 
-def trim_rows(config: RunConfig, given: Given) -> RunConfig:
+def trim_rows(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Shrink `data.seq_len` to the longest conversation in the training and evaluation data.
 
-    Before `epochs_to_steps`, which counts the rows.
+    Runs before `epochs_to_steps`, which counts the rows.
     """
     data = config.data
     if not data.trim_rows:
         return config
-    from trainer.data.chat.source import ChatSource, PairSource  # imports jinja2, so only when needed
+    from trainer.data.chat.source import ChatSource, PairSource  # imports jinja2: only when needed
 
     splits: tuple[Split, ...] = ("train", "eval") if config.eval.every else ("train",)
     opened = (open_source(data, config.vocab_size, split) for split in splits)
@@ -646,7 +639,7 @@ def trim_rows(config: RunConfig, given: Given) -> RunConfig:
     return dataclasses.replace(config, data=dataclasses.replace(data, seq_len=seq_len))
 
 
-def epochs_to_steps(config: RunConfig, given: Given) -> RunConfig:
+def epochs_to_steps(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Replace `train.epochs` by the equivalent `train.steps`, at least `train.small_model_steps`."""
     train = config.train
     if train.epochs is None:

@@ -1,11 +1,11 @@
-"""Sources over token shards that respect document boundaries: masked, one document per row, or packed rows.
+"""Sources over token shards that respect document boundaries: masked windows, one document per row, or packed rows.
 
 Document boundaries come from the shards' index, never from the tokens: text may contain the end-of-document token.
 
-A row layout says which pieces of the token stream are in each row.  A document that fits in a row is one piece; a
-longer one is split into several.  The layout depends only on the documents and the row length.  For few documents it is
-held in memory; for many it is a file in the cache that all ranks of a node memory-map, so that even a billion documents
-take no private memory.
+A row layout lists the pieces of the token stream in each row.  A document that fits in a row is one piece; a longer one
+is split into several.  The layout depends only on the documents and the row length.  For few documents, it is held in
+memory; for many, it is a file in the cache that all ranks of a node memory-map, so that even a billion documents need
+no private memory.
 """
 
 from __future__ import annotations
@@ -35,28 +35,10 @@ _NUM_SAMPLED_WINDOWS = 64
 """Number of windows from which the mean attention length is estimated."""
 
 
-def open_shards(shards: Sequence[Shard], data: DataSection, content: str = "") -> TokenSource:
-    """Return the source over `shards` that `data.documents` and `data.fit` select.
-
-    content: the shards' `sample_content`, or "" if it is not known yet.  Raises ShardError, UserError.
-    """
-    source: TokenSource
-    if data.arrangement == "apart":
-        source = PackedSource(shards, data, content, packs=False)
-    elif data.fit == "best":
-        source = PackedSource(shards, data, content, packs=True)
-    elif data.arrangement == "masked":
-        source = MaskedSource(shards, data.seq_len)
-    else:
-        source = TokenSource(shards, data.seq_len)
-    source.known_content = content
-    return source
-
-
 def _document_entries(is_start: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
     """Return the batch entries `documents` and `positions`, both (B, T).
 
-    is_start: True wherever a document starts that is not the first of its row, (B, T).
+    is_start: True at the start of each document except the first of a row, (B, T).
     """
     index = np.arange(is_start.shape[1])
     starts = np.maximum.accumulate(np.where(is_start, index, 0), axis=1)
@@ -64,7 +46,7 @@ def _document_entries(is_start: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
 
 
 class MaskedSource(TokenSource):
-    """Windows as in `TokenSource`, with each token's document number in its row and position in that document.
+    """Windows as in `TokenSource`, with each token's position in its document, and the document's number in the row.
 
     A document that is split between two windows counts as two.  The last token of a document has no target.
     """
@@ -93,22 +75,24 @@ class MaskedSource(TokenSource):
     def attended(self) -> float:  # type: ignore[override]
         """The mean attention length, estimated from evenly spaced windows."""
         sampled = np.unique(np.linspace(0, len(self) - 1, _NUM_SAMPLED_WINDOWS).astype(np.int64))
-        found: Any = self.batch(sampled)
+        entries: Any = self.batch(sampled)
         # A document of n tokens adds 0 + 1 + ... + n - 1.
-        return float(2.0 * found["positions"].mean(dtype=np.float64) + 1.0)
+        return float(2.0 * entries["positions"].mean(dtype=np.float64) + 1.0)
 
 
 class PackedSource(TokenSource):
-    """Rows of complete documents: one per row, or with `packs` as many as fit.  Documents longer than a row are split.
+    """Rows of complete documents; documents longer than a row are split.
 
     The first token of a document is never a target, and its last token has no target.
+
+    packs: whether a row has as many documents as fit, instead of one.
     """
 
     def __init__(self, shards: Sequence[Shard], data: DataSection, content: str, packs: bool) -> None:
-        self._masked = data.arrangement == "masked"
+        self._is_masked = data.arrangement == "masked"
         self._rows = load_row_layout(shards, data.seq_len, packs, content or sample_content(shards), data.cache_dir)
         super().__init__(shards, data.seq_len)
-        if self._masked and len(self):
+        if self._is_masked and len(self):
             self.attended = self._rows.totals.squares / (len(self) * self.seq_len)
 
     def __len__(self) -> int:
@@ -120,24 +104,24 @@ class PackedSource(TokenSource):
     def _pieces_of(self, index: int) -> list[tuple[int, int]]:
         if index < 0:
             return []
-        start = int(self._rows.ends[index - 1]) if index else 0
-        found: list[tuple[int, int]] = self._rows.pieces[start : int(self._rows.ends[index])].tolist()
-        return found
+        first = int(self._rows.ends[index - 1]) if index else 0
+        pieces: list[tuple[int, int]] = self._rows.pieces[first : int(self._rows.ends[index])].tolist()
+        return pieces
 
     def _starts_of(self, indices: Sequence[int]) -> None:
-        """Return None: a row is assembled from pieces."""
+        """Return None, since rows are assembled from pieces."""
 
     def read_tokens(self, first: int, last: int) -> NDArray[np.integer[Any]]:
         """Return the concatenated tokens of consecutive samples; see `Source.read_tokens`."""
         return Source.read_tokens(self, first, last)
 
     def batch(self, indices: NDArray[np.int64]) -> Samples:
-        """Return the samples at `indices`, with `documents` and `positions` (int32) if documents are masked.
+        """Return the samples at `indices`; if documents are masked, with `documents` and `positions` (int32).
 
         See `Source.batch`.
         """
         tokens, targets = self._windows(indices)
-        if not self._masked:
+        if not self._is_masked:
             return tokens, targets
         is_start = np.zeros(tokens.shape, bool)
         for row, index in enumerate(np.asarray(indices).tolist()):
@@ -153,15 +137,15 @@ _FILES = {"pieces": PIECE, "ends": np.dtype("<i8")}
 """The files of a stored layout, with their dtypes."""
 
 MAX_DOCUMENTS_IN_MEMORY = 2**20
-"""The layout of up to this many documents is held in memory, at about 24 bytes per document."""
+"""Number of documents up to which the layout is held in memory, with about 24 bytes per document."""
 
 _BLOCK = 2**16
-"""Documents are packed in blocks of this many; rows never mix documents of different blocks."""
+"""Number of documents in a block; blocks are packed separately, so that a row never mixes their documents."""
 
 
 @dataclass(frozen=True)
 class PieceTotals:
-    """Sums over all pieces: the number of targets, and the squares of the numbers of targets."""
+    """Sums over all pieces: of the numbers of targets, and of their squares."""
 
     targets: int = 0
     squares: int = 0
@@ -186,11 +170,10 @@ def load_row_layout(
 ) -> RowLayout:
     """Return the layout of rows of at most `seq_len` targets.
 
-    With `packs` each row holds as many pieces as fit; otherwise it holds one, in the order of the documents.
+    packs: whether each row has as many pieces as fit, instead of one, in document order.
+    content: a digest of the shards' content, which identifies a large layout in the cache.
 
-    content: a digest of the shards' content, which identifies a large layout in the cache; see `get_or_build`.
-
-    Raises ShardError, or UserError if the cache is not writable.
+    Raises ShardError, or UserError if the cache is not writable; see `get_or_build`.
     """
     if sum(shard.info.num_documents for shard in shards) <= MAX_DOCUMENTS_IN_MEMORY:
         blocks = list(_blocks(shards, seq_len, packs))
@@ -201,7 +184,7 @@ def load_row_layout(
     def build(folder: Path) -> None:
         _write(folder, _blocks(shards, seq_len, packs))
 
-    return get_or_build(cache_dir, name, "the packing of the documents", build, _memory_mapped)
+    return get_or_build(cache_dir, name, "the packing of the documents", build, _memory_map)
 
 
 _Block = tuple[NDArray[Any], NDArray[np.int64]]
@@ -220,13 +203,13 @@ def _blocks(shards: Sequence[Shard], seq_len: int, packs: bool) -> Iterator[_Blo
 
 
 def _documents(shards: Sequence[Shard]) -> Iterator[NDArray[np.int64]]:
-    """Yield arrays (n, 2) with the first token and the number of targets of up to a block of documents at a time."""
-    before = 0
+    """Yield arrays (n, 2) with the first token and the number of targets of up to a block of documents."""
+    num_tokens_before = 0
     for shard in shards:
         for first in range(0, shard.info.num_documents, _BLOCK):
             offsets = shard.read_offsets(first, min(_BLOCK, shard.info.num_documents - first) + 1)
-            yield np.stack([offsets[:-1] + before, np.diff(offsets) - 1], axis=1)
-        before += shard.info.num_tokens
+            yield np.stack([offsets[:-1] + num_tokens_before, np.diff(offsets) - 1], axis=1)
+        num_tokens_before += shard.info.num_tokens
 
 
 def _make_rows(documents: NDArray[np.int64], seq_len: int, packs: bool) -> _Block:
@@ -240,7 +223,7 @@ def _make_rows(documents: NDArray[np.int64], seq_len: int, packs: bool) -> _Bloc
         return pieces, np.ones(len(pieces), np.int64)
     order, row_starts = best_fit(pieces["count"].astype(np.int64), seq_len)
     sizes = np.diff(row_starts)
-    # Packing puts the longest documents first.  Shuffle the rows, so that the last ones, which may be held out, are
+    # Packing puts the longest documents first.  Rows are shuffled so that the last ones, which may be held out, are
     # representative.
     shuffled = sample_at(np.arange(len(sizes)), max(1, len(sizes)), 0)
     row_starts, sizes = row_starts[shuffled], sizes[shuffled]
@@ -254,7 +237,7 @@ def _totals_of(pieces: NDArray[Any]) -> PieceTotals:
 
 
 def _write(folder: Path, blocks: Iterator[_Block]) -> None:
-    """Write the files of a layout."""
+    """Write a layout to files in `folder`."""
     targets = squares = end = pieces_crc = ends_crc = 0
     with open(folder / "pieces", "wb") as pieces_file, open(folder / "ends", "wb") as ends_file:
         for pieces, sizes in blocks:
@@ -269,8 +252,8 @@ def _write(folder: Path, blocks: Iterator[_Block]) -> None:
     (folder / "totals.json").write_text(json.dumps(with_checksum(facts)))
 
 
-def _memory_mapped(folder: Path) -> RowLayout:
-    """Memory-map the layout that `_write` has written.  Raises ValueError if it is corrupt."""
+def _memory_map(folder: Path) -> RowLayout:
+    """Return the layout that `_write` has written, memory-mapped.  Raises ValueError if it is corrupt."""
     facts = checked(json.loads((folder / "totals.json").read_bytes()))
     totals = PieceTotals(**facts["totals"])
     pieces, ends = (_read_array(folder / name, dtype, facts[name]) for name, dtype in _FILES.items())
@@ -278,17 +261,17 @@ def _memory_mapped(folder: Path) -> RowLayout:
 
 
 def _read_array(path: Path, dtype: np.dtype[Any], checksum: int) -> NDArray[Any]:
-    """Memory-map a file.  Raises ValueError if its checksum is not `checksum`."""
-    found: NDArray[Any] = np.empty(0, dtype)
+    """Return the content of a file, memory-mapped.  Raises ValueError if its checksum is not `checksum`."""
+    values: NDArray[Any] = np.empty(0, dtype)
     if path.stat().st_size:  # an empty file cannot be memory-mapped
-        found = np.memmap(path, dtype, "r")
-    if (crc32(found.view(np.uint8).data) if len(found) else 0) != checksum:
+        values = np.memmap(path, dtype, "r")
+    if (crc32(values.view(np.uint8).data) if len(values) else 0) != checksum:
         raise ValueError(f"the checksum of {path.name} is wrong")
-    return found
+    return values
 
 
 class DocumentIndex:
-    """Index of where documents start in the concatenated tokens of several shards."""
+    """The positions at which documents start in the concatenated tokens of several shards."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = shards
@@ -300,37 +283,41 @@ class DocumentIndex:
         """Return the positions in [first, last) at which a document starts."""
         if self._starts is not None:
             return self._starts[slice(*np.searchsorted(self._starts, (first, last)).tolist())]
-        found, number = [np.empty(0, np.int64)], bisect.bisect_right(self._ends, first)
-        while number < len(self._ends) and (start := self._ends[number] - self._shards[number].info.num_tokens) < last:
-            found.append(start + self._shards[number].documents_between(max(0, first - start), last - start))
-            number += 1
-        return np.concatenate(found)
+        starts, shard_number = [np.empty(0, np.int64)], bisect.bisect_right(self._ends, first)
+        while (
+            shard_number < len(self._ends)
+            and (start := self._ends[shard_number] - self._shards[shard_number].info.num_tokens) < last
+        ):
+            starts.append(start + self._shards[shard_number].documents_between(max(0, first - start), last - start))
+            shard_number += 1
+        return np.concatenate(starts)
 
 
-def best_fit(lengths: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the documents grouped by row, and the offsets where each row starts in that list, plus its end.
+def best_fit(lengths: NDArray[np.int64], row_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the documents grouped by row, and the offset at which each row starts in that list, plus its end.
 
-    The longest documents are placed first, each into the fullest row that still has room for it (best fit decreasing:
-    Johnson 1973, "Near-optimal bin packing algorithms").  Deterministic.  No document may be empty or longer than
-    `room`, the length of a row.
+    The longest documents are placed first, each into the fullest row that still has space for it (best fit decreasing:
+    Johnson 1973, "Near-optimal bin packing algorithms").  Deterministic.
+
+    lengths: the length of each document, from 1 to `row_length`.
     """
-    rows_with: list[list[int]] = [[] for _ in range(room + 1)]  # by the room left in them
-    left = 0  # bit n is set if a row has room for exactly n
-    row_of = np.empty(len(lengths), np.int64)
+    rows_by_space: list[list[int]] = [[] for _ in range(row_length + 1)]  # the rows with each amount of free space
+    spaces = 0  # bit n is set if a row has exactly n free
+    row_of_document = np.empty(len(lengths), np.int64)
     num_rows = 0
     longest_first = np.argsort(-lengths, kind="stable")
     for document, length in zip(longest_first.tolist(), lengths[longest_first].tolist(), strict=True):
-        able = left >> length
-        if able:
-            space = length + (able & -able).bit_length() - 1
-            row = rows_with[space].pop()
-            if not rows_with[space]:
-                left ^= 1 << space
+        fitting = spaces >> length
+        if fitting:
+            space = length + (fitting & -fitting).bit_length() - 1
+            row = rows_by_space[space].pop()
+            if not rows_by_space[space]:
+                spaces ^= 1 << space
         else:
-            space, row, num_rows = room, num_rows, num_rows + 1
-        row_of[document] = row
+            space, row, num_rows = row_length, num_rows, num_rows + 1
+        row_of_document[document] = row
         if space > length:
-            rows_with[space - length].append(row)
-            left |= 1 << (space - length)
-    order = np.argsort(row_of, kind="stable")
-    return order, np.searchsorted(row_of[order], np.arange(num_rows + 1))
+            rows_by_space[space - length].append(row)
+            spaces |= 1 << (space - length)
+    order = np.argsort(row_of_document, kind="stable")
+    return order, np.searchsorted(row_of_document[order], np.arange(num_rows + 1))

@@ -1,4 +1,4 @@
-"""Encodes prompts: text to continue, or a user message in a chat template."""
+"""Encodes prompts: text to continue, or a user's message in a chat template."""
 
 from __future__ import annotations
 
@@ -9,31 +9,33 @@ from trainer.errors import setting_error
 
 
 def prompt_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a text at the start of a document.  If there are none, return the end-of-document token."""
+    """Return the tokens of a document that begins with `text`; if there are none, the end-of-document token."""
     return [*tokenizer.start_ids, *tokenizer.encode(text).tolist()] or [tokenizer.end_id]
 
 
 def chat_end_ids(tokenizer: str, template: str = "model") -> set[int]:
-    """Return the tokens at which generation by a chat model stops.
+    """Return the tokens at which generation with a chat model stops.
 
-    These are the tokenizer's end-of-document token, which ends completions, and the token with which the template ends
-    the assistant's turns, if that is a special token.
+    These are the tokenizer's end-of-document token, which ends completions, and the token that ends the assistant's
+    turns in the template, if it is a special token.
 
-    tokenizer, template: the values of `data.tokenizer` and `data.chat_template`.  Raises UserError if one cannot be
-        read.
+    tokenizer, template: the values of `data.tokenizer` and `data.chat_template`.
+
+    Raises UserError if the tokenizer or the template cannot be read.
     """
     from trainer.data.chat.formats import BadChat, Conversation
     from trainer.data.chat.masking import ChatTokenizer, Encoder
     from trainer.data.chat.template import find_template
 
     chat_template, chat_tokenizer = find_template(template, tokenizer), ChatTokenizer(tokenizer)
-    ends, system = {chat_tokenizer.plain.end_id}, {"role": "system", "content": "Hi"}
+    end_ids, system = {chat_tokenizer.plain.end_id}, {"role": "system", "content": "Hi"}
     exchange = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi"}]
     for messages in (exchange, [system, *exchange]) if chat_template is not None else ():
-        with suppress(BadChat):  # a template may require a system message, or refuse one
+        with suppress(BadChat):  # a template may require a system message, or reject one
             encoded = Encoder(chat_tokenizer, chat_template, "last").encode(Conversation(messages))
-            ends |= {int(last) for last in encoded.ids[encoded.trained][-1:] if chat_tokenizer.is_added(int(last))}
-    return ends
+            last_targets = encoded.ids[encoded.trained][-1:].tolist()
+            end_ids |= {last for last in last_targets if chat_tokenizer.is_added(last)}
+    return end_ids
 
 
 def chat_prompt_tokens(text: str, tokenizer: str, key: str, template: str = "model") -> list[int]:
@@ -47,7 +49,7 @@ def chat_prompt_tokens(text: str, tokenizer: str, key: str, template: str = "mod
     try:
         from trainer.data.chat.template import find_template
     except ImportError as error:
-        raise setting_error(key, text, f"needs the library {error.name}: pip install {error.name}") from error
+        raise setting_error(key, text, f"needs the {error.name} library: pip install {error.name}") from error
     from trainer.data.chat.formats import BadChat
     from trainer.data.chat.masking import ChatTokenizer
 
@@ -60,4 +62,4 @@ def chat_prompt_tokens(text: str, tokenizer: str, key: str, template: str = "mod
     except BadChat as error:
         raise setting_error(key, text, str(error), fix=error.fix) from error
     ids, _ = chat_tokenizer.encode(rendered)
-    return [int(number) for number in ids]
+    return [int(token) for token in ids]

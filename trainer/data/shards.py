@@ -2,17 +2,18 @@
 
 A token shard consists of three or four files:
 
-    NAME.bin    tokens, little-endian, uint8, uint16 or uint32 depending on the vocabulary size
-    NAME.idx    document start offsets and the end of the last document: uint64, num_documents + 1 entries
+    NAME.bin    the tokens: little-endian uint8, uint16 or uint32, depending on the vocabulary size
+    NAME.idx    the index: the start of each document and the end of the last one, num_documents + 1 uint64
     NAME.crc    for large shards: CRC-32 of all tokens, of the index, and of each 4096 bytes of tokens, as uint32
-    NAME.json   metadata (`ShardInfo`): the contents, sizes and checksums of the other files
+    NAME.json   the metadata (`ShardInfo`): contents, sizes and checksums of the other files
 
-A manifest lists the shards of a dataset with their metadata, so that opening thousands of shards reads a single file.
+A manifest lists the shards of a dataset with their metadata, so that thousands of shards can be opened by reading a
+single file.
 
 Files are read through a small cache of descriptors, without memory mapping.  If a memory-mapped file is truncated or
-its storage fails, the process dies of SIGBUS.  A mapping also holds its descriptor open, and touching one page reads
-ahead its neighbours, a hundred times what a sample needs.  `preadv` has none of these problems, nor a file position
-that processes or threads would share.
+its storage fails, SIGBUS kills the process.  A mapping also keeps its descriptor open, and touching a page reads
+neighbouring pages ahead, a hundred times what a sample needs.  `preadv` has none of these problems, and no file
+position that processes or threads would share.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ from trainer.files import CHECKSUM, checked, crc32, replacing, with_checksum
 from trainer.stopping import add_partial, drop_partial
 
 SUFFIXES = (".bin", ".idx", ".crc", ".json")
-"""The files of a shard, metadata last.  Only large shards have a .crc: see `_PAGE_BYTES`."""
+"""The files of a shard, metadata last.  Only large shards have a .crc: see `_MAX_BYTES_WITHOUT_CRC`."""
 
 MAX_BYTES_VERIFIED_AT_START = 1 << 30
-"""Total bytes of shards up to which all checksums are verified when the data are opened, which takes half a second.  In
+"""Total bytes of shards up to which all checksums are verified when the data are opened, within half a second.  In
 larger data, each page is verified when it is read."""
 
 _PAGE_BYTES = 4096
-"""Bytes covered by each checksum in NAME.crc.  The kernel reads complete pages of this size anyway, so verifying them
-before a sample is used costs no additional reads."""
+"""Bytes covered by each checksum in NAME.crc.  The kernel reads complete pages of this size anyway, so that verifying
+them costs no additional reads."""
 
 _MAX_BYTES_WITHOUT_CRC = 1 << 22
-"""Bytes of tokens up to which a shard has no .crc: the complete shard is verified before its first use."""
+"""Bytes of tokens up to which a shard has no .crc: all of it is verified before it is first used."""
 
 FileVersion: TypeAlias = "tuple[str, int, int]"
 """A version of a file: path, inode and change time (ctime, ns)."""
@@ -62,14 +63,14 @@ _VERIFIED: set[FileVersion] = set()
 
 
 class ShardError(Exception):
-    """A token shard is missing, corrupt or incompatible; the message says which shard and why."""
+    """A token shard is missing, corrupt or incompatible; the message names the shard and the reason."""
 
 
 @dataclass(frozen=True)
 class ShardInfo:
     """The metadata of a token shard, NAME.json.
 
-    num_bytes: the size of the raw text.  end_id: the token that ends each document.
+    end_id: the token that ends each document.  num_bytes: the size of the raw text.
     """
 
     dtype: str
@@ -93,17 +94,16 @@ _FIELD_TYPES = [(declared.name, declared.type) for declared in dataclasses.field
 
 
 class Shard:
-    """A token shard whose file sizes have been checked against its metadata.
+    """A token shard.  Raises ShardError if the sizes of its files do not match its metadata.
 
-    Files are opened lazily by the process that reads them, so a Shard can be pickled and sent to another process.
-    Raises ShardError.
+    Files are opened lazily by the process that reads them, so that a Shard can be sent to another process.
     """
 
     is_remote = False
     """Whether the shard must be downloaded before it can be read."""
     is_rebuilt = False
-    """Whether the next start rebuilds the shard if its file is missing, as in a cache.  If so, a corrupt file is moved
-    out of the way."""
+    """Whether the next start rebuilds the shard if its file is missing, as in a cache.  If so, a corrupt file is
+    renamed."""
 
     def __init__(self, path: str | Path) -> None:
         self.name = os.fspath(path)
@@ -137,25 +137,27 @@ class Shard:
 
     def read(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
         """Return `count` tokens from `start` on.  Raises ShardError."""
-        found = np.empty(count, self.dtype)
-        self.read_into(found, start)
-        return found
+        tokens = np.empty(count, self.dtype)
+        self.read_into(tokens, start)
+        return tokens
 
-    def read_into(self, found: NDArray[np.unsignedinteger[Any]], start: int) -> None:
-        """Fill a contiguous array of the shard's dtype with tokens from `start` on.  Raises ShardError."""
-        offset = start * found.itemsize
+    def read_into(self, tokens: NDArray[np.unsignedinteger[Any]], start: int) -> None:
+        """Fill `tokens`, a contiguous array of the shard's dtype, with tokens from `start` on.  Raises ShardError."""
+        offset = start * tokens.itemsize
         try:
-            count = self._fill(found, offset, is_index=False)
+            num_read = self._fill(tokens, offset, is_index=False)
         except OSError as error:
             raise ShardError(f"{self.name} cannot be read ({describe_os_error(error)})") from error
-        if count < found.nbytes:
-            size, expected = offset + count, self.info.num_tokens * found.itemsize
+        if num_read < tokens.nbytes:
+            num_bytes, expected = offset + num_read, self.info.num_tokens * tokens.itemsize
             with contextlib.suppress(OSError):
-                size = self.path.stat().st_size
-            raise ShardError(f"{self.name} is truncated: it has {size} bytes, but its metadata says {expected}")
+                num_bytes = self.path.stat().st_size
+            raise ShardError(f"{self.name} is truncated: it has {num_bytes} bytes, but its metadata says {expected}")
 
     def read_offsets(self, first: int = 0, count: int | None = None) -> NDArray[np.int64]:
-        """Return `count` document offsets from document `first` on; the last offset of a shard is its end.
+        """Return `count` document offsets from document `first` on; the last offset is the end of the shard.
+
+        count: None for all remaining offsets.
 
         Raises ShardError if the offsets do not cover the tokens.
         """
@@ -173,9 +175,11 @@ class Shard:
     def documents_between(self, first: int, last: int) -> NDArray[np.int64]:
         """Return the positions in [first, last) at which a document starts."""
         documents = range(self.info.num_documents)
-        place = functools.partial(bisect.bisect_left, documents, key=lambda number: self._read_offsets(number, 1)[0])
-        start = place(first)
-        stop = place(last, lo=start)
+        find_document = functools.partial(
+            bisect.bisect_left, documents, key=lambda number: self._read_offsets(number, 1)[0]
+        )
+        start = find_document(first)
+        stop = find_document(last, lo=start)
         return self.read_offsets(start, stop - start) if start < stop else np.empty(0, np.int64)
 
     @property
@@ -187,17 +191,17 @@ class Shard:
         return check_file_size(self._index_name, (self.info.num_documents + 1) * 8)
 
     def _read_offsets(self, first: int, count: int) -> NDArray[np.int64]:
-        found = np.empty(count, "<u8")
+        offsets = np.empty(count, "<u8")
         try:
-            num_bytes = self._fill(found, first * 8, is_index=True)
+            num_bytes = self._fill(offsets, first * 8, is_index=True)
         except OSError as error:
             raise ShardError(f"{self._index_name} cannot be read ({describe_os_error(error)})") from error
-        if num_bytes < found.nbytes:
+        if num_bytes < offsets.nbytes:
             raise ShardError(f"{self._index_name} is truncated")
-        return found.astype(np.int64)
+        return offsets.astype(np.int64)
 
     def _fill(self, buffer: NDArray[Any], offset: int, is_index: bool) -> int:
-        """Fill `buffer` with bytes of the tokens or the index, and return the number of bytes read.
+        """Fill `buffer` with bytes of the tokens or of the index, and return the number of bytes read.
 
         Raises OSError, or ShardError if a checksum does not match.
         """
@@ -211,7 +215,7 @@ class Shard:
     def verify(self) -> None:
         """Verify the checksums of all bytes.  Raises ShardError.
 
-        Each process does this once per shard.  Shards without checksums, from early versions or other tools, pass.
+        Each process does this once per shard.  Shards without checksums, from early versions or other tools, are valid.
         """
         self._verify(self._file, is_index=False)
         self._verify(self._index, is_index=True)
@@ -227,19 +231,19 @@ class Shard:
                     crc, offset = crc32(block[:count].data, crc), offset + count
             except OSError as error:
                 raise ShardError(f"{file[0]} cannot be read ({describe_os_error(error)})") from error
-            found = f"{crc:08x}"
-            if found != recorded:
-                why = f"is damaged: its checksum is {found}, but {recorded} was written"
+            checksum = f"{crc:08x}"
+            if checksum != recorded:
+                complaint = f"is damaged: its checksum is {checksum}, but {recorded} was written"
                 if not self.is_rebuilt:
-                    raise ShardError(f"{file[0]} {why}")
+                    raise ShardError(f"{file[0]} {complaint}")
                 with contextlib.suppress(OSError):
                     os.replace(file[0], f"{file[0]}.damaged")
-                raise ShardError(f"{file[0]}, in the cache, {why}; the next start builds it again")
+                raise ShardError(f"{file[0]}, in the cache, {complaint}; the next start builds it again")
         _VERIFIED.add(file)
 
     @functools.cached_property
     def _recorded_checksum(self) -> str:
-        """The checksum recorded when the shard was written, or "" if there is none."""
+        """The checksum that was recorded when the shard was written, or "" if there is none."""
         metadata = f"{self.name.removesuffix('.bin')}.json"
         if self.info.checksum or not os.path.lexists(metadata):
             return self.info.checksum
@@ -247,7 +251,7 @@ class Shard:
 
     @functools.cached_property
     def _page_sums(self) -> FileVersion | None:
-        """The file of page checksums, or None if it is missing or does not belong to these tokens."""
+        """The file of page checksums, or None if it is missing or belongs to different tokens."""
         size = self.info.num_tokens * self.dtype.itemsize
         path = f"{self.name.removesuffix('.bin')}.crc"
         if size <= _MAX_BYTES_WITHOUT_CRC or not self._recorded_checksum or not os.path.isfile(path):
@@ -261,23 +265,23 @@ class Shard:
         return file if header.tobytes() == bytes.fromhex(self._recorded_checksum) else None
 
     def _fill_checked(self, buffer: NDArray[Any], offset: int, page_sums: FileVersion) -> int:
-        """Fill `buffer` with tokens like `_fill`, after verifying the pages that contain them."""
+        """Fill `buffer` with tokens like `_fill`, after verifying the pages with these tokens."""
         size, stop = self.info.num_tokens * self.dtype.itemsize, offset + buffer.nbytes
         first, last = offset // _PAGE_BYTES, -(-min(stop, size) // _PAGE_BYTES)
         pages = np.empty(min(last * _PAGE_BYTES, size) - first * _PAGE_BYTES, np.uint8)
         sums = np.empty(last - first, "<u4")
         SHARD_FILES.read_into(sums, page_sums, 8 + 4 * first)
         if SHARD_FILES.read_into(pages, self._file, first * _PAGE_BYTES) == len(pages):
-            place, content = 0, pages.data
-            for own in sums.tolist():
-                if crc32(content[place : place + _PAGE_BYTES]) != own:
+            position, page_bytes = 0, pages.data
+            for page_sum in sums.tolist():
+                if crc32(page_bytes[position : position + _PAGE_BYTES]) != page_sum:
                     break
-                place += _PAGE_BYTES
+                position += _PAGE_BYTES
             else:
-                found = pages[offset - first * _PAGE_BYTES : stop - first * _PAGE_BYTES]
-                buffer.view(np.uint8)[: len(found)] = found
-                return len(found)
-            self._verify(self._file, is_index=False)  # if this passes, the .crc is corrupt and not the tokens
+                content = pages[offset - first * _PAGE_BYTES : stop - first * _PAGE_BYTES]
+                buffer.view(np.uint8)[: len(content)] = content
+                return len(content)
+            self._verify(self._file, is_index=False)  # if this passes, not the tokens are corrupt but the .crc
         return SHARD_FILES.read_into(buffer, self._file, offset)
 
     def peek(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
@@ -310,7 +314,7 @@ class ShardWriter:
         self._has_begun = False
 
     def write(self, ids: NDArray[np.integer[Any]], num_bytes: int) -> None:
-        """Append tokens to the current document; `num_bytes` is the size of their text."""
+        """Append tokens to the current document; `num_bytes` is the size of their text in bytes."""
         if not self._has_begun:
             self._has_begun = True
             self._append(np.array(self._tokenizer.start_ids, dtype=self._dtype))
@@ -322,28 +326,28 @@ class ShardWriter:
         self.num_tokens += len(ids)
 
     def write_documents(self, ids: NDArray[np.integer[Any]], counts: NDArray[np.int64], num_bytes: int) -> None:
-        """Append complete documents, and add special tokens around each.
+        """Append complete documents, adding special tokens around each.
 
-        ids: the concatenated ids of all documents.
-        counts: the number of ids in each document.
-        num_bytes: the size of the text of all documents.
+        ids: the concatenated ids of the documents.
+        counts: the number of ids of each document.
+        num_bytes: the size of the documents' text in bytes.
         """
         start, end = self._tokenizer.start_ids, self._tokenizer.end_ids
         ends = np.cumsum(counts + (len(start) + len(end)))
-        found = np.empty(len(ids) + len(counts) * (len(start) + len(end)), self._dtype.newbyteorder("<"))
-        is_text = np.ones(len(found), dtype=bool)
+        tokens = np.empty(len(ids) + len(counts) * (len(start) + len(end)), self._dtype.newbyteorder("<"))
+        is_text = np.ones(len(tokens), dtype=bool)
         starts = np.concatenate([[0], ends[:-1]])
-        for around, places in ((start, starts), (end, ends - len(end))):
-            for number, special in enumerate(around):
-                found[places + number], is_text[places + number] = special, False
-        found[is_text] = ids
-        self._write_bytes(".bin", found.data)
+        for special_ids, positions in ((start, starts), (end, ends - len(end))):
+            for number, special in enumerate(special_ids):
+                tokens[positions + number], is_text[positions + number] = special, False
+        tokens[is_text] = ids
+        self._write_bytes(".bin", tokens.data)
         self._write_bytes(".idx", (self.num_tokens + ends).astype("<u8").data)
-        self.num_tokens, self.num_documents = self.num_tokens + len(found), self.num_documents + len(counts)
+        self.num_tokens, self.num_documents = self.num_tokens + len(tokens), self.num_documents + len(counts)
         self.num_bytes += num_bytes
 
     def write_tokens(self, ids: NDArray[np.integer[Any]], ends: NDArray[np.int64]) -> None:
-        """Append tokens unchanged; `ends` are the ends of the documents among them."""
+        """Append tokens unchanged; `ends` are the offsets in `ids` at which documents end."""
         self._write_bytes(".idx", (self.num_tokens + ends).astype("<u8").data)
         self._append(ids)
         self.num_documents += len(ends)
@@ -360,7 +364,7 @@ class ShardWriter:
         self._checksums[suffix] = crc32(content, self._checksums[suffix])
 
     def close(self) -> None:
-        """Flush all files to disk, still under temporary names."""
+        """Flush all files to disk, under their temporary names."""
         info = ShardInfo(
             dtype=self._dtype.name,
             vocab_size=self._tokenizer.vocab_size,
@@ -386,7 +390,7 @@ class ShardWriter:
             file.close()
 
     def publish(self) -> None:
-        """Rename the files to their final names, metadata last: a shard without metadata is refused."""
+        """Rename the files to their final names, metadata last: a shard without metadata is rejected."""
         for suffix in SUFFIXES:
             if suffix in self._files:
                 os.replace(self._temporary(suffix), self.path.with_suffix(suffix))
@@ -395,7 +399,7 @@ class ShardWriter:
             drop_partial(self._temporary(suffix))
 
     def discard(self) -> None:
-        """Remove the files that have not been published."""
+        """Remove the files that were not published."""
         for suffix in SUFFIXES:
             if suffix in self._files:
                 with contextlib.suppress(OSError):  # on a full disk, buffered data cannot be flushed
@@ -414,7 +418,7 @@ def read_info(path: str) -> ShardInfo:
             content = file.read()
     except OSError as error:
         raise ShardError(
-            f"the metadata {path} cannot be read ({error.strerror}); a shard needs its metadata, not only ids"
+            f"the metadata {path} cannot be read ({error.strerror}); a shard needs its metadata, not only its ids"
         ) from error
     return parse_info(content, path)
 
@@ -445,11 +449,11 @@ def parse_info(content: bytes, path: str) -> ShardInfo:
 def check_file_size(path: str, num_bytes: int) -> FileVersion:
     """Return the current version of a file.  Raises ShardError unless it is readable and has `num_bytes` bytes."""
     try:
-        with open(path, "rb", buffering=0) as file:  # `stat` alone would not show that it is readable
-            found = os.fstat(file.fileno())
+        with open(path, "rb", buffering=0) as file:  # `stat` alone would not show whether it is readable
+            stat = os.fstat(file.fileno())
     except OSError as error:
         raise ShardError(f"{path} cannot be read ({error.strerror})") from error
-    return _check_stat(path, found, num_bytes)
+    return _check_stat(path, stat, num_bytes)
 
 
 def _stat(path: str, num_bytes: int) -> FileVersion:
@@ -459,10 +463,10 @@ def _stat(path: str, num_bytes: int) -> FileVersion:
         raise ShardError(f"{path} cannot be read ({error.strerror})") from error
 
 
-def _check_stat(path: str, found: os.stat_result, num_bytes: int) -> FileVersion:
-    if found.st_size != num_bytes:
-        raise ShardError(f"{path} has {found.st_size} bytes, but its metadata says {num_bytes}")
-    return path, found.st_ino, found.st_ctime_ns  # unlike mtime, ctime cannot be set
+def _check_stat(path: str, stat: os.stat_result, num_bytes: int) -> FileVersion:
+    if stat.st_size != num_bytes:
+        raise ShardError(f"{path} has {stat.st_size} bytes, but its metadata says {num_bytes}")
+    return path, stat.st_ino, stat.st_ctime_ns  # unlike mtime, ctime cannot be set
 
 
 def verify_at_start(shards: Sequence[Shard]) -> None:
@@ -476,11 +480,11 @@ def verify_at_start(shards: Sequence[Shard]) -> None:
 
 
 def describe_os_error(error: OSError) -> str:
-    """Describe an OSError, with the limit that was reached or advice about a full disk if that is the cause."""
-    limit = f"; `ulimit -n` is {file_limit()}" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+    """Describe an OSError; if a limit on open files or a full disk is the cause, with the limit or with advice."""
+    details = f"; `ulimit -n` is {file_limit()}" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        limit = " to keep it; free some space, or give another disk as data.cache_dir, or a limit as data.cache_gib"
-    return f"{error.strerror}{limit}"
+        details = " for the cache; free some space, set data.cache_dir to another disk, or set data.cache_gib"
+    return f"{error.strerror}{details}"
 
 
 @functools.cache
@@ -489,8 +493,22 @@ def _little_endian(dtype: str) -> np.dtype[Any]:
 
 
 def find_dtype(vocab_size: int) -> str:
-    """Return the name of the smallest dtype that can represent every id."""
+    """Return the name of the smallest dtype that can represent all ids of a vocabulary."""
     return "uint8" if vocab_size <= 2**8 else "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+@dataclass(frozen=True)
+class ShardSet:
+    """The files that a path or URL names, and its shards: shards to train on, and held-out shards.
+
+    train_content, held_out_content: digests from `sample_content`, or "" if unknown.
+    """
+
+    files: list[str]
+    train: list[Shard]
+    train_content: str = ""
+    held_out: list[Shard] = dataclasses.field(default_factory=list)
+    held_out_content: str = ""
 
 
 # -- manifests --------------------------------------------------------------------------------------------------------
@@ -499,8 +517,8 @@ MANIFEST = "manifest.json"
 """The file name of a manifest in a folder."""
 
 ShardRow: TypeAlias = "tuple[str, int, int, int]"
-"""A shard: its path, absolute or relative to the manifest's folder, and its numbers of tokens, documents and raw text
-bytes."""
+"""A shard: its path, absolute or relative to the manifest's folder, and its numbers of tokens, of documents, and of
+bytes of raw text."""
 
 _MANIFEST_FORMAT = 1
 
@@ -509,10 +527,10 @@ _MANIFEST_FORMAT = 1
 class Manifest:
     """Lists the training and held-out shards of a dataset, all made by the same tokenizer.
 
-    train_content, held_out_content: the digests from `sample_content`; empty if there are no such shards.
+    train_content, held_out_content: the digests from `sample_content`; "" if there are no such shards.
     notes: statistics collected while building the shards, for the messages of later runs.
-    checksums: the checksums in the metadata of all shards, first of `train`, then of `held_out`.  Empty in manifests
-        written by earlier versions.
+    checksums: the checksums in the metadata of all shards, first those of `train`, then those of `held_out`.  Empty in
+        manifests from earlier versions.
     """
 
     dtype: str
@@ -540,11 +558,11 @@ class Manifest:
     def parse(cls, content: bytes, path: str) -> Manifest:
         """Parse the content of a manifest; `path` names it in messages.  Raises ShardError."""
         try:
-            found = cls(**checked(json.loads(content)))
-            if found.format != _MANIFEST_FORMAT:
-                raise ShardError(f"{path} has format {found.format}, this version reads format {_MANIFEST_FORMAT}")
-            _check_types(found)
-            for row in (*found.train, *found.held_out):
+            manifest = cls(**checked(json.loads(content)))
+            if manifest.format != _MANIFEST_FORMAT:
+                raise ShardError(f"{path} has format {manifest.format}, this version reads format {_MANIFEST_FORMAT}")
+            _check_types(manifest)
+            for row in (*manifest.train, *manifest.held_out):
                 name, *counts = row
                 if not isinstance(name, str) or [type(count) for count in counts] != [int] * 3 or min(counts) < 0:
                     raise ValueError(f"a shard is {row!r}")
@@ -552,26 +570,31 @@ class Manifest:
             raise ShardError(
                 f"{path} is not a manifest of token shards; for documents use .jsonl, one per line"
             ) from error
-        return found
+        return manifest
 
     def write(self, path: Path) -> None:
         """Write the manifest to `path` atomically, replacing an earlier one, and flush it to disk."""
         with replacing(path) as partial:
             partial.write_text(json.dumps(with_checksum(vars(self)), separators=(",", ":")))
 
-    def shards(self, folder: Path, held_out: bool = False) -> list[Shard]:
-        """Return the shards; their files are checked with `stat`, not opened.  Raises ShardError."""
-        inside = f"{folder}/"
+    def shards(self, folder: Path, is_held_out: bool = False) -> list[Shard]:
+        """Return the shards to train on, or the held-out shards.
+
+        folder: the folder of the manifest.
+
+        Files are checked with `stat`, not opened.  Raises ShardError.
+        """
+        prefix = f"{folder}/"
         return [
-            Shard.from_manifest(name if name.startswith("/") else inside + name, info)
-            for name, info in self.infos(held_out)
+            Shard.from_manifest(name if name.startswith("/") else prefix + name, info)
+            for name, info in self.infos(is_held_out)
         ]
 
-    def infos(self, held_out: bool = False) -> list[tuple[str, ShardInfo]]:
-        """Return the shards' paths, as written in the manifest, and their metadata."""
+    def infos(self, is_held_out: bool = False) -> list[tuple[str, ShardInfo]]:
+        """Return the paths of the shards, as written in the manifest, with their metadata."""
         checksums = self.checksums or [""] * (len(self.train) + len(self.held_out))
-        rows, own = (
-            (self.held_out, checksums[len(self.train) :]) if held_out else (self.train, checksums[: len(self.train)])
+        rows, checksums_of_split = (
+            (self.held_out, checksums[len(self.train) :]) if is_held_out else (self.train, checksums[: len(self.train)])
         )
         return [
             (
@@ -587,7 +610,7 @@ class Manifest:
                     checksum=checksum,
                 ),
             )
-            for (name, num_tokens, num_documents, num_bytes), checksum in zip(rows, own, strict=True)
+            for (name, num_tokens, num_documents, num_bytes), checksum in zip(rows, checksums_of_split, strict=True)
         ]
 
 
@@ -595,37 +618,35 @@ def _check_types(manifest: Manifest) -> None:
     """Raise ValueError if a field has the wrong type or an invalid value."""
     texts = (manifest.dtype, manifest.tokenizer, manifest.train_content, manifest.held_out_content, *manifest.checksums)
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError("a field that must be text is not")
+        raise ValueError("a field that must be text is not text")
     if manifest.checksums and len(manifest.checksums) != len(manifest.train) + len(manifest.held_out):
-        raise ValueError("it has a checksum too few or too many")
+        raise ValueError("the number of checksums is wrong")
     for checksum in filter(None, manifest.checksums):
         if not re.fullmatch("[0-9a-f]{16}", checksum):
             raise ValueError(f"a checksum is {checksum!r}")
     if type(manifest.vocab_size) is not int or type(manifest.end_id) is not int or not isinstance(manifest.notes, dict):
-        raise ValueError("vocab_size, end_id or notes is something else")
+        raise ValueError("vocab_size, end_id or notes has the wrong type")
     if manifest.vocab_size < 1 or manifest.dtype != find_dtype(manifest.vocab_size):
         raise ValueError(f"dtype is {manifest.dtype}")
 
 
-def row_of(shard: Shard, folder: Path) -> ShardRow:
-    """Return the manifest row of a shard, for a manifest in `folder`."""
-    info = shard.info
-    return shard.path.relative_to(folder).as_posix(), info.num_tokens, info.num_documents, info.num_bytes
-
-
 def rows_of(shards: Sequence[Shard], folder: Path) -> list[ShardRow]:
-    """Return the manifest rows of shards, for a manifest in `folder`."""
-    return [row_of(shard, folder) for shard in shards]
+    """Return the rows of shards for a manifest in `folder`."""
+    names = [shard.path.relative_to(folder).as_posix() for shard in shards]
+    infos = [shard.info for shard in shards]
+    return [
+        (name, info.num_tokens, info.num_documents, info.num_bytes) for name, info in zip(names, infos, strict=True)
+    ]
 
 
 # -- open files -------------------------------------------------------------------------------------------------------
 
 MAX_OPEN_FILES = 128
-"""Maximum number of open descriptors, over all files."""
+"""Maximum number of descriptors that are kept open."""
 
 
 class _Descriptor:
-    """An open file.  It is closed with its last reference, so a reader may finish after the cache has evicted it."""
+    """An open file.  It is closed with its last reference, so that readers can finish after its eviction."""
 
     number = -1
 
@@ -640,9 +661,9 @@ class _Descriptor:
 
 
 class DescriptorCache:
-    """Cache of the most recently opened files.  Thread-safe; a forked process may keep using the cache it inherits.
+    """Cache of the most recently opened files.  Thread-safe; a forked process can use the cache that it inherits.
 
-    Looking up an open file takes no lock and records no use, since every sample goes through here.
+    Looking up an open file takes no lock and records no use, since this happens for every sample.
     """
 
     def __init__(self) -> None:
@@ -652,13 +673,13 @@ class DescriptorCache:
             os.register_at_fork(after_in_child=self._reset_lock)
 
     def read_into(self, buffer: NDArray[Any], file: FileVersion, offset: int) -> int:
-        """Fill the contiguous `buffer` with bytes from `offset` on, and return their number: fewer at end of file.
+        """Fill the contiguous `buffer` with bytes from `offset` on; return their number, smaller at end of file.
 
-        Each version of a file has its own descriptor, since the file may have been replaced.  Raises OSError.
+        Each version of a file has a separate descriptor, since the file may have been replaced.  Raises OSError.
         """
         descriptor = self._open.get(file) or self._get_or_open(file)
         count = os.preadv(descriptor.number, [buffer.data], offset)
-        while 0 < count < buffer.nbytes:  # interrupted by a signal, or end of file
+        while 0 < count < buffer.nbytes:  # a signal interrupted it, or the file ends
             more = os.preadv(descriptor.number, [buffer.data.cast("B")[count:]], offset + count)
             if not more:
                 break
@@ -680,8 +701,8 @@ class DescriptorCache:
             descriptor = self._open.get(file)  # another thread may just have opened it
             if descriptor is None:
                 max_open = max(1, min(MAX_OPEN_FILES, file_limit() // 4))
-                for other in list(self._open)[: max(0, len(self._open) + 1 - max_open)]:
-                    del self._open[other]
+                for old_file in list(self._open)[: max(0, len(self._open) + 1 - max_open)]:
+                    del self._open[old_file]
                 descriptor = self._open[file] = self._open_file(file[0])
             return descriptor
 
@@ -691,11 +712,11 @@ class DescriptorCache:
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._open:
                 raise
-        self._open.clear()  # the rest of the process has used up the limit: make do with one descriptor
+        self._open.clear()  # the rest of the process has used up the limit: use a single descriptor
         return _Descriptor(path)
 
     def _reset_lock(self) -> None:
-        self._lock = threading.Lock()  # a thread of the parent may have held it during the fork
+        self._lock = threading.Lock()  # a thread of the parent may have held the old lock during the fork
 
 
 SHARD_FILES = DescriptorCache()

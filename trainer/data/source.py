@@ -3,9 +3,9 @@
 A sample is `seq_len` tokens and, for each of them, the target: the next token.  Sources do not know about the sample
 order, ranks or batches.  This module does not import torch.
 
-A fingerprint is stored in checkpoints next to the data position.  A position counts the samples consumed so far.  It
-means nothing in other data, and even a different number of samples gives a different order.  File names, folders and
-modification times do not matter: moved data are still the same.
+A fingerprint is stored in checkpoints next to the data position, which counts the samples consumed so far.  The
+position means nothing for other data: even a different number of samples gives a different order.  File names, folders
+and modification times are not part of a fingerprint, so that data can be moved.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from trainer.data.shards import Shard, ShardError
 from trainer.data.stdlib import Split
+from trainer.renamed import Renamed
 
 IGNORE = -100
 """Target value that is excluded from the loss: the default `ignore_index` of `torch.nn.functional.cross_entropy`."""
@@ -49,13 +50,13 @@ class Source(ABC):
     vocab_size: exclusive upper bound of the token ids.
     tokenizer: the name of the tokenizer that produced the tokens; None for tokens without text.
     bytes_per_token: mean bytes of raw text per target over all samples; None without text.
-    attended: attention length: twice the mean number of tokens that a token attends to; None for complete rows, where
-        it is seq_len.
+    attended: attention length: twice the mean number of tokens that a token attends to; None if tokens attend to their
+        complete row, so that it is seq_len.
     checks_ids: whether `batch` itself checks that ids are within the vocabulary; otherwise the loader does.
     waits_for_storage: whether `batch` is I/O-bound and thread-safe.  A thread of the rank then prefetches batches,
         since worker processes would only add copies.
-    is_local: whether `batch` only reads local files and never waits for a connection.  The rank may then call it
-        directly when that is faster than a thread.
+    is_local: whether `batch` only reads local files and never waits for a connection.  If so, the rank may call it
+        directly when that is faster than using a thread.
     rows_per_sample: sequences per sample; 2 for preference pairs.
     shards: the token shards that the source reads, if any.
     """
@@ -71,6 +72,8 @@ class Source(ABC):
     rows_per_sample: int = 1
     shards: Sequence[Shard] = ()
 
+    is_here, stretch = Renamed("is_local"), Renamed("read_tokens")
+
     @abstractmethod
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -79,15 +82,15 @@ class Source(ABC):
     def batch(self, indices: NDArray[np.int64]) -> Samples:
         """Return tokens and targets of the samples at `indices`, each of shape (len(indices), seq_len).
 
-        Targets to exclude from the loss are IGNORE.  Index -1 gives a sample whose targets are all ignored.  A mapping
-        may contain entries besides `tokens` and `targets`: the model's `forward` receives those that it has parameters
-        for, and `Trainer.loss` receives all.
+        Targets to exclude from the loss are IGNORE.  Index -1 gives a sample with only ignored targets.  A mapping may
+        contain entries besides `tokens` and `targets`: the model's `forward` receives those that it has parameters for,
+        and `Trainer.loss` receives all.
         """
 
     def read_tokens(self, first: int, last: int) -> NDArray[np.integer[Any]]:
         """Return the concatenated tokens of samples `first` to `last` (exclusive)."""
-        found: NDArray[np.integer[Any]] = as_mapping(self.batch(np.arange(first, last)))["tokens"].ravel()
-        return found
+        tokens: NDArray[np.integer[Any]] = as_mapping(self.batch(np.arange(first, last)))["tokens"].ravel()
+        return tokens
 
     def follow(
         self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], rank_slice: slice
@@ -101,7 +104,7 @@ class Source(ABC):
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Identifies the samples.  It is stored with the data position, so that a run does not resume on other data.
+        """Identifies the samples.  It is stored with the data position, so that no run resumes on different data.
 
         By default it contains only the number of samples.  `content` may be any text that changes with the samples.
         """
@@ -113,8 +116,8 @@ class Source(ABC):
         return {}
 
     @property
-    def sentence(self) -> str:
-        """A human-readable description of how the samples were made, or ""."""
+    def summary(self) -> str:
+        """A description of how the samples were made for the user to read, or ""."""
         return ""
 
     def bits_per_byte(self, loss: float) -> float | None:
@@ -153,12 +156,12 @@ class SourceSubset(Source):
         return self.base.follow(indices, map(self._to_base_indices, steps), rank_slice)
 
     @property
-    def sentence(self) -> str:
-        """The underlying source's sentence, with the share of its samples in this subset."""
+    def summary(self) -> str:
+        """The underlying source's summary, with the share of its samples in this subset."""
         kind = "held out" if self._start else "trained on, the others held out"
         share = f"{len(self):,} of the {len(self.base):,} samples are {kind}"
-        first, newline, rest = self.base.sentence.partition("\n")
-        return f"{first}; {share}{newline}{rest}" if first else share
+        first_line, newline, other_lines = self.base.summary.partition("\n")
+        return f"{first_line}; {share}{newline}{other_lines}" if first_line else share
 
     @property
     def attended(self) -> float | None:  # type: ignore[override]
@@ -204,22 +207,21 @@ class SyntheticSource(Source):
 
 
 _NUM_SAMPLED, _SAMPLE_TOKENS = 64, 2048
-"""How many places a fingerprint covers, and how many tokens at each."""
+"""The number of windows that a fingerprint covers, and the number of tokens in each."""
 
 
 class TokenSource(Source):
     """Consecutive windows over the concatenated tokens of one or more shards.
 
     Sample i holds tokens i * seq_len to (i + 1) * seq_len of the stream, across document and shard boundaries, so that
-    every token but the first is a target exactly once.  The last sample is padded with end tokens whose targets are
-    ignored.
+    every token but the first is a target exactly once.  The last sample is padded with end tokens and ignored targets.
     """
 
     checks_ids = waits_for_storage = True
     known_content = ""
-    """The shards' `sample_content` if it is known already, otherwise ""."""
-    left_out = ""
-    """Warnings about documents that were left out, one line per reason, or ""."""
+    """The shards' `sample_content` if it is already known, otherwise ""."""
+    warnings = ""
+    """Warnings about documents that were skipped when the text was tokenized, one line per reason, or ""."""
 
     def __init__(self, shards: Sequence[Shard], seq_len: int) -> None:
         info = shards[0].info
@@ -234,12 +236,12 @@ class TokenSource(Source):
             self.bytes_per_token = num_bytes / self.num_targets
 
     @property
-    def sentence(self) -> str:
-        """The number of tokens, the share of targets, and warnings about documents that were left out."""
+    def summary(self) -> str:
+        """The number of tokens, the share of targets, and warnings about skipped documents."""
         num_tokens = self._shard_starts[-1]
         share = self.num_targets / max(1, num_tokens)
         counts = f"{num_tokens:,} tokens, {share:.1%} of them are targets"
-        return f"{counts}\n{self.left_out}" if self.left_out else counts
+        return f"{counts}\n{self.warnings}" if self.warnings else counts
 
     def _count_targets(self) -> int:
         return self._shard_starts[-1] - 1
@@ -254,9 +256,9 @@ class TokenSource(Source):
     def read_tokens(self, first: int, last: int) -> NDArray[np.integer[Any]]:
         """Return the concatenated tokens of consecutive samples, in the shards' dtype; see `Source.read_tokens`."""
         start, stop = first * self.seq_len, min(last * self.seq_len, self._shard_starts[-1])
-        found = np.empty(stop - start, self._dtype)
-        self._read(found, start)
-        return found
+        tokens = np.empty(stop - start, self._dtype)
+        self._read(tokens, start)
+        return tokens
 
     def follow(
         self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], rank_slice: slice
@@ -269,26 +271,26 @@ class TokenSource(Source):
         return ShardPrefetcher(self.shards, self._shards_of, steps, rank_slice).follow(indices)
 
     def _shards_of(self, indices: NDArray[np.int64]) -> list[int]:
-        """Return the numbers of the shards that contain the samples, in the order of the samples."""
-        places = [place for index in indices.tolist() for place in self._pieces_of(index)]
-        ends = [(self._locate(start)[0], self._locate(start + count)[0]) for start, count in places]
-        return list(dict.fromkeys(shard for first, last in ends for shard in range(first, last + 1)))
+        """Return the numbers of the shards that contain the samples, in sample order."""
+        pieces = [piece for index in indices.tolist() for piece in self._pieces_of(index)]
+        shard_ranges = [(self._locate(start)[0], self._locate(start + count)[0]) for start, count in pieces]
+        return list(dict.fromkeys(shard for first, last in shard_ranges for shard in range(first, last + 1)))
 
     def _windows(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        numbers: list[int] = np.asarray(indices, dtype=np.int64).tolist()
-        assert not numbers or -1 <= min(numbers) <= max(numbers) < len(self), (indices, len(self))
-        starts = self._starts_of(numbers)
+        sample_indices: list[int] = np.asarray(indices, dtype=np.int64).tolist()
+        assert not sample_indices or -1 <= min(sample_indices) <= max(sample_indices) < len(self), (indices, len(self))
+        starts = self._starts_of(sample_indices)
         if starts is not None:
-            rows = self._read_rows(numbers, starts, self.seq_len + 1)
+            rows = self._read_rows(sample_indices, starts, self.seq_len + 1)
             return rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
-        tokens, targets = (np.empty((len(numbers), self.seq_len), np.int64) for _ in range(2))
-        for row, index in enumerate(numbers):
-            end = 0
+        tokens, targets = (np.empty((len(sample_indices), self.seq_len), np.int64) for _ in range(2))
+        for row, index in enumerate(sample_indices):
+            filled = 0
             for start, count in self._pieces_of(index):
-                found = self._read_rows([index], [start], count + 1)[0]
-                tokens[row, end : end + count], targets[row, end : end + count] = found[:-1], found[1:]
-                end += count
-            tokens[row, end:], targets[row, end:] = self._padding, IGNORE
+                piece = self._read_rows([index], [start], count + 1)[0]
+                tokens[row, filled : filled + count], targets[row, filled : filled + count] = piece[:-1], piece[1:]
+                filled += count
+            tokens[row, filled:], targets[row, filled:] = self._padding, IGNORE
         return tokens, targets
 
     def _starts_of(self, indices: Sequence[int]) -> list[int] | None:
@@ -305,9 +307,9 @@ class TokenSource(Source):
     def _read_rows(self, indices: Sequence[int], starts: Sequence[int], count: int) -> NDArray[np.unsignedinteger[Any]]:
         """Return `count` tokens of the stream from each of `starts` on, shape (len(starts), count).
 
-        indices: the sample that each row belongs to, for errors.
+        indices: the sample that each row belongs to, for error messages.
 
-        Raises ShardError, also for ids beyond the vocabulary.
+        Raises ShardError if the tokens cannot be read or are outside the vocabulary.
         """
         rows = np.empty((len(starts), count), self._dtype)
         for index, row, start in zip(indices, rows, starts, strict=True):
@@ -316,59 +318,60 @@ class TokenSource(Source):
             except ShardError as error:
                 raise ShardError(f"sample {index} cannot be read: {error}") from error
         if self._can_hold_unknown_ids and rows.max(initial=0) >= self.vocab_size:
-            number = int(np.argmax((rows >= self.vocab_size).any(axis=1)))
-            raise ShardError(self._out_of_vocabulary_message(rows[number], indices[number], starts[number]))
+            bad_row = int(np.argmax((rows >= self.vocab_size).any(axis=1)))
+            raise ShardError(self._out_of_vocabulary_message(rows[bad_row], indices[bad_row], starts[bad_row]))
         return rows
 
-    def _out_of_vocabulary_message(self, found: NDArray[np.unsignedinteger[Any]], index: int, start: int) -> str:
-        """Return the message about the first id beyond the vocabulary."""
-        position = int(np.argmax(found >= self.vocab_size))
-        number, first = self._locate(start + position)
-        place = f"token {first} of {self.shards[number].name}"
+    def _out_of_vocabulary_message(self, row: NDArray[np.unsignedinteger[Any]], index: int, start: int) -> str:
+        """Return the message about the first id of a row that is outside the vocabulary."""
+        position = int(np.argmax(row >= self.vocab_size))
+        shard_number, position_in_shard = self._locate(start + position)
+        location = f"token {position_in_shard} of {self.shards[shard_number].name}"
         return (
-            f"sample {index} holds the id {found[position]}, {place}: "
+            f"sample {index} holds the id {row[position]}, {location}: "
             f"ids must be below {self.vocab_size}, the size of the vocabulary; the shard is damaged, so prepare it "
             "again"
         )
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """Covers the shards' metadata and the tokens at some places in each shard.  Raises ShardError."""
+        """Covers the shards' metadata and some windows of tokens in each shard.  Raises ShardError."""
         content = self.known_content or sample_content(self.shards)
         return Fingerprint(len(self), len(self.shards), self._shard_starts[-1], content)
 
     def _locate(self, start: int) -> tuple[int, int]:
         """Return (shard number, position in that shard) of a token of the stream."""
-        number = bisect.bisect_right(self._shard_starts, start) - 1
-        return number, start - self._shard_starts[number]
+        shard_number = bisect.bisect_right(self._shard_starts, start) - 1
+        return shard_number, start - self._shard_starts[shard_number]
 
-    def _read(self, found: NDArray[np.unsignedinteger[Any]], start: int) -> None:
+    def _read(self, tokens: NDArray[np.unsignedinteger[Any]], start: int) -> None:
         """Fill an array with tokens of the stream from `start` on, across shard boundaries."""
-        number, first = self._locate(start)
-        if start + len(found) <= self._shard_starts[number + 1]:
-            self.shards[number].read_into(found, first)
+        shard_number, position = self._locate(start)
+        if start + len(tokens) <= self._shard_starts[shard_number + 1]:
+            self.shards[shard_number].read_into(tokens, position)
             return
         filled = 0
-        while filled < len(found):
-            shard = self.shards[number]
-            count = min(len(found) - filled, shard.info.num_tokens - first)
-            shard.read_into(found[filled : filled + count], first)
-            filled, number, first = filled + count, number + 1, 0
+        while filled < len(tokens):
+            shard = self.shards[shard_number]
+            count = min(len(tokens) - filled, shard.info.num_tokens - position)
+            shard.read_into(tokens[filled : filled + count], position)
+            filled, shard_number, position = filled + count, shard_number + 1, 0
 
 
 def sample_content(shards: Sequence[Shard]) -> str:
-    """Return a digest of the shards' sizes and of the tokens at about 64 places, at least one in each shard.
+    """Return a digest of the shards' sizes and of about 64 windows of tokens, at least one in each shard.
 
-    An insertion or deletion anywhere shifts all later tokens, so one place in each shard is its end.
+    An insertion or deletion anywhere shifts all later tokens, so one window of each shard is at its end.
     """
     digest = hashlib.blake2b(digest_size=8)
-    num_places = max(1, _NUM_SAMPLED // len(shards))
+    windows_per_shard = max(1, _NUM_SAMPLED // len(shards))
     for shard in shards:
         info = shard.info
         digest.update(f"{info.num_tokens} {info.num_documents} {info.num_bytes};".encode())
         count = min(info.num_tokens, _SAMPLE_TOKENS)
-        last = info.num_tokens - count
-        for start in sorted({last - last * place // num_places for place in range(num_places)}):
+        last_start = info.num_tokens - count
+        starts = {last_start - last_start * window // windows_per_shard for window in range(windows_per_shard)}
+        for start in sorted(starts):
             digest.update(shard.peek(start, count).tobytes())
     return digest.hexdigest()
 
@@ -384,7 +387,7 @@ _KEYS_ALLOWING_OTHER_WINDOWS = frozenset(
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Identifies the samples of a source.  It is the same on all ranks and does not depend on the sample order.
+    """Identifies the samples of a source.  Equal on all ranks; independent of the sample order.
 
     content: a digest of all or part of the underlying data, or "" if unknown.
     sources: for a mixture, the fingerprint of each source by name.
@@ -404,13 +407,14 @@ class Fingerprint:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Fingerprint:
-        """Return the fingerprint that `to_state` converted."""
+        """Return the fingerprint with the values that `to_state` returned."""
         sources = {name: cls.from_state(source) for name, source in state.get("sources", {}).items()}
         return cls(state["num_samples"], state["num_shards"], state["num_tokens"], state["content"], sources)
 
     def changes(self, stored: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
-        """Compare with a stored fingerprint, as `to_state` returned it.
+        """Compare this fingerprint with a stored one.
 
+        stored: the values that `to_state` returned.
         allowed: configuration keys and sections that may change.
 
         Returns two lists with a line per change: changes that forbid resuming, and changes that `allowed` permits.
@@ -420,10 +424,10 @@ class Fingerprint:
             return self._changes(before, allowed, "data")
         refused, reported = [], []
         for name in sorted({*before.sources, *self.sources}):
-            source, other = self.sources.get(name, Fingerprint(0)), before.sources.get(name, Fingerprint(0))
-            found = source._changes(other, allowed, f"data, source {name}")
-            refused += found[0]
-            reported += found[1]
+            current, earlier = self.sources.get(name, Fingerprint(0)), before.sources.get(name, Fingerprint(0))
+            refused_for_source, reported_for_source = current._changes(earlier, allowed, f"data, source {name}")
+            refused += refused_for_source
+            reported += reported_for_source
         return refused, reported
 
     def _changes(self, before: Fingerprint, allowed: Collection[str], name: str) -> tuple[list[str], list[str]]:
@@ -433,11 +437,12 @@ class Fingerprint:
         if is_same_data and not _KEYS_ALLOWING_OTHER_WINDOWS.isdisjoint(allowed):
             return [], []  # the comparison of the configurations reports this change
         if is_same_data or not self.num_shards or not before.num_shards:
-            mine, theirs = f"{self.num_samples} samples", f"{before.num_samples} samples"
+            size_now, size_before = f"{self.num_samples} samples", f"{before.num_samples} samples"
         else:
-            mine, theirs = self._size(), before._size()
-        now = "the same number now, with different content" if mine == theirs else f"{mine} now"
-        line = f"{name}: {theirs} in the checkpoint, {now}; the saved position no longer refers to the same samples"
+            size_now, size_before = self._size(), before._size()
+        now = "the same number now, with different content" if size_now == size_before else f"{size_now} now"
+        change = f"{name}: {size_before} in the checkpoint, {now}"
+        line = f"{change}; the saved position no longer refers to the same samples"
         if not _KEYS_ALLOWING_OTHER_DATA.isdisjoint(allowed):
             return [], [f"{line}, as it was allowed"]
         return [f"{line} (allow it: checkpoint.allow_changes=[data])"], []

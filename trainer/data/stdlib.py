@@ -1,4 +1,4 @@
-"""The source code of Python's standard library as training data that needs no download."""
+"""The source code of Python's standard library, as training data that need no download."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _EXCLUDED_FOLDERS = frozenset(
 
 
 class SourceFile(NamedTuple):
-    """A source file, with the size and modification time that reveal a change."""
+    """A source file, with the size and modification time by which a change is noticed."""
 
     name: str
     """Path relative to the library's folder, with `/` as separator."""
@@ -39,7 +39,7 @@ class SourceFile(NamedTuple):
     mtime_ns: int
 
 
-@functools.cache  # a process that trains opens them several times
+@functools.cache  # a training process looks for them several times
 def find_source_files(folder: Path) -> tuple[SourceFile, ...]:
     """Return the source files below `folder`, sorted by name, without the excluded folders."""
     return tuple(sorted(_walk(str(folder), "")))
@@ -47,7 +47,7 @@ def find_source_files(folder: Path) -> tuple[SourceFile, ...]:
 
 def _walk(folder: str, prefix: str) -> Iterator[SourceFile]:
     entries: list[os.DirEntry[str]] = []
-    with contextlib.suppress(OSError):  # treat an unreadable folder as empty
+    with contextlib.suppress(OSError):  # an unreadable folder counts as empty
         entries = list(os.scandir(folder))
     for entry in entries:
         if entry.is_dir():
@@ -59,7 +59,7 @@ def _walk(folder: str, prefix: str) -> Iterator[SourceFile]:
 
 
 class StdlibCorpus:
-    """The source code of the running Python's standard library; the same for all ranks that run this Python.
+    """The source code of the running Python's standard library; equal for all ranks that run this Python.
 
     Tests and generated files (encoding tables and the texts of `help()`) are excluded.  About one file in twenty is
     held out, chosen by a hash of its name.
@@ -73,7 +73,7 @@ class StdlibCorpus:
             raise setting_error("data.source", "stdlib", rule, "synthetic")
 
     def documents(self, split: Split) -> list[bytes]:
-        """Return the contents of the files of one split, sorted by name."""
+        """Return the contents of a split's files, in the order of their names."""
         try:
             return [(self._folder / name).read_bytes() for name in self._find_names(split)]
         except OSError as error:
@@ -81,7 +81,7 @@ class StdlibCorpus:
             raise setting_error("data.source", "stdlib", rule, "synthetic") from error
 
     def shard(self, split: Split, tokenizer: Tokenizer, cache_dir: str | None) -> Shard:
-        """Return the tokenized split from the cache, one document per file; see `get_or_build`."""
+        """Return the tokenized split, one document per file, from the cache; see `get_or_build`."""
 
         def build(folder: Path) -> None:
             writer = ShardWriter(folder / "text.bin", tokenizer)
@@ -106,7 +106,7 @@ class StdlibCorpus:
         return [file.name for file in self._files if _is_held_out(file.name) == (split == "eval")]
 
     def _fingerprint(self, tokenizer: Tokenizer) -> str:
-        """Return a digest of everything that determines the tokens, without reading the files."""
+        """Return a digest of everything the tokens depend on, without reading the files."""
         content = json.dumps([ShardInfo.format, sys.version, str(self._folder), tokenizer.name, self._files])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -116,7 +116,7 @@ def _is_held_out(name: str) -> bool:
 
 
 def held_out_text(data: DataSection) -> bytes | None:
-    """Return the held-out raw text, to compare a model with other compressors; None unless data.source=stdlib."""
+    """Return the held-out text, to compare a model with other compressors, or None unless data.source=stdlib."""
     return b"".join(StdlibCorpus().documents("eval")) if data.source == "stdlib" else None
 
 

@@ -1,7 +1,7 @@
-"""Tokenizers: text to token ids and back, and the special tokens around a document, such as BOS and EOS.
+"""Tokenizers: convert text to token ids and back, and know the special tokens around a document, such as BOS and EOS.
 
 Every tokenizer has an end-of-document token.  The post-processor in tokenizer.json defines the tokens that the
-tokenizer adds itself.  Only the configuration files next to tokenizer.json say which token is EOS.
+tokenizer adds itself; only the configuration files next to tokenizer.json name the EOS token.
 
 This module does not import torch.
 """
@@ -31,18 +31,18 @@ END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_i
 """Common names of the end-of-document token, tried in this order if no configuration file names the token."""
 
 _BEGIN_OF_DOCUMENT = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")
-"""The same for the beginning-of-text token."""
+"""Common names of the beginning-of-text token."""
 
 _RULES_VERSION = "text is text"
-"""Change this when the same tokenizer file gives different tokens, so that cached tokens are not reused."""
+"""Change when the same tokenizer file gives different tokens, so that cached tokens are not used."""
 
 
 class Tokenizer(ABC):
     """Converts text to ids below `vocab_size`, and back.
 
-    name: identifies the tokenizer: equal for two tokenizers only if they give the same ids.  Stored with the tokens.
+    name: identifies the tokenizer: equal only for tokenizers that give the same ids.  It is stored with the tokens.
     end_id: the end-of-document token.
-    start_ids, end_ids: all special tokens before and after a document.  `encode` adds none of them.
+    start_ids, end_ids: all special tokens before and after a document; `encode` does not add them.
     """
 
     name: str
@@ -82,16 +82,16 @@ class ByteTokenizer(Tokenizer):
 class FileTokenizer(Tokenizer):
     """A Hugging Face `tokenizer.json`, read with the `tokenizers` library (the extra `hf`).
 
-    Text never becomes a special token, even if it spells one.  A document starts and ends with the tokens that the
-    tokenizer's post-processor adds, and ends with the end-of-document token.  That is the one named in the
-    configuration files next to the tokenizer (see `_configured_id`), otherwise the last one that the post-processor
-    adds, otherwise one of END_OF_DOCUMENT.
+    Text never becomes a special token, even if it spells one out.  A document starts and ends with the tokens that the
+    post-processor adds, and always ends with the end-of-document token: the token that the configuration files next to
+    the tokenizer name (see `_configured_id`), otherwise the last token that the post-processor adds, otherwise one of
+    END_OF_DOCUMENT.
 
-    bos: whether documents start with the beginning-of-text token; None to do what the post-processor does.
+    bos: whether documents start with the beginning-of-text token; None if the post-processor decides.
     key: the setting to name in errors.
 
-    Raises UserError if the library or the file is missing, the file is not a tokenizer, or it lacks an end-of-document
-    token or a required beginning-of-text token.
+    Raises UserError if the library or the file is missing, the file is not a tokenizer, or there is no end-of-document
+    token or no required beginning-of-text token.
     """
 
     def __init__(self, path: str, key: str = "data.tokenizer", bos: bool | None = None) -> None:
@@ -102,7 +102,7 @@ class FileTokenizer(Tokenizer):
         try:
             import tokenizers
         except ImportError as error:
-            rule = "a tokenizer file needs the library `tokenizers`: pip install 'meshtrainer[hf]'"
+            rule = "a tokenizer file needs the `tokenizers` library: pip install 'meshtrainer[hf]'"
             raise setting_error(key, path, rule, "bytes") from error
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
@@ -112,43 +112,43 @@ class FileTokenizer(Tokenizer):
             rule = f"is not a Hugging Face tokenizer.json ({error})"
             raise setting_error(key, path, rule, fix="download or save the file again") from error
         self._tokenizer.encode_special_tokens = True
-        self._tokenizer.no_truncation()  # the file may have been saved with a model's maximum length
+        self._tokenizer.no_truncation()  # the file may contain a model's maximum length
         self._tokenizer.no_padding()
         ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1  # not len(ids): there may be gaps
         self.start_ids, added_after = added_ids(self._tokenizer)
         if bos is not None:
-            begin = _configured_id(_BOS_KEYS, Path(path).expanduser(), ids, key)
-            if begin is None and self.start_ids:
-                begin = self.start_ids[0]
-            if begin is None:
-                begin = next((ids[name] for name in _BEGIN_OF_DOCUMENT if name in ids), None)
-            others = tuple(number for number in self.start_ids if number != begin)
-            if bos and begin is None:
-                named = ", ".join(_BEGIN_OF_DOCUMENT)
-                raise missing_bos_error(path, f"tokenizer_config.json does not name one, and it has none of {named}")
-            self.start_ids = (begin, *others) if bos and begin is not None else others
+            bos_id = _configured_id(_BOS_KEYS, Path(path).expanduser(), ids, key)
+            if bos_id is None and self.start_ids:
+                bos_id = self.start_ids[0]
+            if bos_id is None:
+                bos_id = next((ids[name] for name in _BEGIN_OF_DOCUMENT if name in ids), None)
+            other_start_ids = tuple(number for number in self.start_ids if number != bos_id)
+            if bos and bos_id is None:
+                names = ", ".join(_BEGIN_OF_DOCUMENT)
+                raise missing_bos_error(path, f"tokenizer_config.json does not name one, and it has none of {names}")
+            self.start_ids = (bos_id, *other_start_ids) if bos and bos_id is not None else other_start_ids
         self.end_id = self._find_end(Path(path).expanduser(), ids, added_after, key)
         self.end_ids = added_after if self.end_id in added_after else (*added_after, self.end_id)
-        made = repr((_RULES_VERSION, self.start_ids, self.end_ids, self.end_id)).encode()
-        self.name = f"{Path(path).stem}:{hashlib.sha256(content + made).hexdigest()[:16]}"
+        token_rules = repr((_RULES_VERSION, self.start_ids, self.end_ids, self.end_id)).encode()
+        self.name = f"{Path(path).stem}:{hashlib.sha256(content + token_rules).hexdigest()[:16]}"
 
     @property
     def library(self) -> tokenizers.Tokenizer:
-        """The underlying `tokenizers.Tokenizer`, set to encode special tokens as text; must not be modified."""
+        """The underlying `tokenizers.Tokenizer`, which encodes special tokens as text; do not modify it."""
         return self._tokenizer
 
     def _find_end(self, path: Path, ids: dict[str, int], added_after: tuple[int, ...], key: str) -> int:
-        end = _configured_id(_EOS_KEYS, path, ids, key)
-        if end is None and added_after:
-            end = added_after[-1]
-        if end is None:
-            end = next((ids[name] for name in END_OF_DOCUMENT if name in ids), None)
-        if end is None:
-            named = ", ".join(END_OF_DOCUMENT)
-            rule = f"has no end-of-document token: tokenizer_config.json does not name one, and it has none of {named}"
-            raise setting_error(key, path, f"{rule} in it", "bytes")
-        return end
+        end_id = _configured_id(_EOS_KEYS, path, ids, key)
+        if end_id is None and added_after:
+            end_id = added_after[-1]
+        if end_id is None:
+            end_id = next((ids[name] for name in END_OF_DOCUMENT if name in ids), None)
+        if end_id is None:
+            names = ", ".join(END_OF_DOCUMENT)
+            rule = f"has no end-of-document token: tokenizer_config.json does not name one, and it has none of {names}"
+            raise setting_error(key, path, rule, "bytes")
+        return end_id
 
     def encode(self, text: str | bytes) -> NDArray[np.integer[Any]]:
         """Return the ids of `text`, without special tokens; invalid UTF-8 becomes U+FFFD first."""
@@ -180,14 +180,14 @@ def find_tokenizer(setting: str, key: str = "data.tokenizer", bos: bool | None =
     """
     if setting == "bytes":
         if bos:
-            raise missing_bos_error("bytes", "it has the 256 bytes, and one that ends a document")
+            raise missing_bos_error("bytes", "its tokens are the 256 bytes, and one that ends a document")
         return ByteTokenizer()
     if not tokenizer_file(setting).is_file():
-        gone = "; no such file is there" if setting.endswith(".json") or "/" in setting else ""
-        rule = f"must be bytes, or the path of a Hugging Face tokenizer.json{gone}"
+        explanation = "; there is no such file" if setting.endswith(".json") or "/" in setting else ""
+        rule = f"must be bytes, or the path of a Hugging Face tokenizer.json{explanation}"
         fix = "download the tokenizer.json of that model, and give its path"
-        meant = nearest(setting, ["bytes"])
-        raise setting_error(key, setting, rule, meant=meant, fix="" if meant else fix)
+        suggestion = nearest(setting, ["bytes"])
+        raise setting_error(key, setting, rule, meant=suggestion, fix="" if suggestion else fix)
     return FileTokenizer(str(tokenizer_file(setting)), key, bos)
 
 
@@ -205,21 +205,21 @@ _EOS_KEYS = (
     ("generation_config.json", "eos_token_id"),
     ("config.json", "eos_token_id"),
 )
-"""The files that may name the EOS token, and the key in each; the tokenizer's own files come first."""
+"""The files that may name the EOS token, with the key in each; the tokenizer's files come before the model's."""
 
 _BOS_KEYS = tuple((name, field.replace("eos", "bos")) for name, field in _EOS_KEYS)
 
 
 def added_ids(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids that the post-processor adds before a text, and those that it adds after it."""
+    """Return the ids that the post-processor adds before a text, and the ids that it adds after it."""
     if tokenizer.num_special_tokens_to_add(is_pair=False) == 0:
         return (), ()
     for text in ("a", "0", *sorted(tokenizer.get_vocab(with_added_tokens=False))):
-        found = tokenizer.encode(text)
-        is_text = [not mask for mask in found.special_tokens_mask]
+        encoding = tokenizer.encode(text)
+        is_text = [not mask for mask in encoding.special_tokens_mask]
         if any(is_text):
             start, stop = is_text.index(True), len(is_text) - is_text[::-1].index(True)
-            return tuple(found.ids[:start]), tuple(found.ids[stop:])
+            return tuple(encoding.ids[:start]), tuple(encoding.ids[stop:])
     return (), ()  # no text encodes to any token
 
 
@@ -241,12 +241,12 @@ def _configured_id(files: Sequence[tuple[str, str]], path: Path, ids: Mapping[st
             value = value.get("content")
         if value is None:
             continue
-        end = ids.get(value) if isinstance(value, str) else value
-        if type(end) is not int or end not in ids.values():
-            shown = value if isinstance(value, str) else json.dumps(value)
-            rule = f"{path.with_name(name)} has {field}={shown}, which is not a token of this tokenizer"
-            raise setting_error(key, path, rule, fix="use a tokenizer.json together with its own files")
-        return end
+        token_id = ids.get(value) if isinstance(value, str) else value
+        if type(token_id) is not int or token_id not in ids.values():
+            shown_value = value if isinstance(value, str) else json.dumps(value)
+            rule = f"{path.with_name(name)} has {field}={shown_value}, which is not a token of this tokenizer"
+            raise setting_error(key, path, rule, fix="use the files that belong to this tokenizer.json")
+        return token_id
     return None
 
 

@@ -26,10 +26,10 @@ class Channel:
     """
 
     def __init__(self, rank: int, size: int, timeout: timedelta, uses_default_group: bool = False) -> None:
-        """With `uses_default_group` the messages use the default process group, which must be a gloo group.
+        """Use the default process group, which must be a gloo group, or else open a new group for several ranks.
 
-        Otherwise, if there is more than one rank, a new group is opened.  Every open group costs CPU time even while it
-        is idle, because gloo runs a thread for it that wakes up a hundred times a second.
+        Every open group costs CPU time, even if it is idle: gloo runs a thread for it that wakes up a hundred times a
+        second.
         """
         self.rank, self.size = rank, size
         opens_group = size > 1 and not uses_default_group
@@ -87,14 +87,14 @@ class Channel:
     def agree(self, error: BaseException | None) -> None:
         """Raise on every rank if any rank passes an error, so that no rank waits for one that has failed.
 
-        A rank with an error raises that error.  The others raise UserError, if the error is one, or PeerFailed.
+        A rank that passes an error raises it.  The others raise UserError if that is one, else PeerFailed.
         """
         errors = self.gather(None if error is None else (isinstance(error, UserError), str(error) or repr(error)))
         if error is not None:
             raise error
-        for rank, failed in enumerate(errors):
-            if failed is not None:
-                is_user_error, message = failed
+        for rank, failure in enumerate(errors):
+            if failure is not None:
+                is_user_error, message = failure
                 raise UserError(message) if is_user_error else PeerFailed(f"rank {rank} failed: {message}")
 
     def agreed(self, work: Callable[[], Result]) -> Result:
@@ -114,11 +114,11 @@ class Channel:
 
 
 class StoreTimeout(RuntimeError):
-    """Raised if the store does not respond, for example because its host has died or the network is cut."""
+    """Raised if the store does not respond, for example because its host or the network is down."""
 
 
 class TimedStore:
-    """A key-value store with timeouts: a dead process closes its connections, but a dead host does not.
+    """A key-value store with timeouts, because a dead host, unlike a dead process, does not close its connections.
 
     All methods raise RuntimeError if the store is gone, and StoreTimeout after `limit_s` seconds.
     """
@@ -136,13 +136,13 @@ class TimedStore:
         return self._with_timeout(lambda: self._store.get(key)).decode()
 
     def compare_set(self, key: str, expected: str, value: str) -> str:
-        """Set the key if its value is `expected`; return its value afterwards."""
+        """Set the key if its value is `expected`, and return its new value."""
         return self._with_timeout(lambda: self._store.compare_set(key, expected, value)).decode()
 
     def wait(self, key: str, timeout_s: float) -> None:
         self._with_timeout(lambda: self._store.wait([key], timedelta(seconds=timeout_s)), timeout_s)
 
-    def _with_timeout(self, work: Callable[[], Any], more_s: float = 0.0) -> Any:
+    def _with_timeout(self, work: Callable[[], Any], extra_s: float = 0.0) -> Any:
         results: list[Any] = []
         errors: list[RuntimeError] = []
 
@@ -154,7 +154,7 @@ class TimedStore:
 
         thread = threading.Thread(target=run, name="message", daemon=True)
         thread.start()
-        thread.join(self._limit_s + more_s)
+        thread.join(self._limit_s + extra_s)
         if thread.is_alive():
             raise StoreTimeout(f"no answer for {self._limit_s:g} s")
         if errors:
@@ -167,7 +167,7 @@ class TimedStore:
 
 
 _NUM_RESERVED = 2
-"""Values reserved in every message, so that a rank that passes fewer still sends a message of the same length."""
+"""Minimum number of amounts in a message: ranks that pass fewer still send messages of the same length."""
 
 
 class Vote:
@@ -195,9 +195,9 @@ class Vote:
 
 
 class StepSync:
-    """Sums a step's values over all ranks, and collects every vote in the same all-reduce.
+    """Sums a step's values and counts all votes, over all ranks, in one all-reduce.
 
-    Each component registers its own votes when it is created, in the same order on every rank.
+    Components register their votes when they are created, in the same order on every rank.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -206,20 +206,20 @@ class StepSync:
         self._is_reduced = False
 
     def register(self, answer: Callable[[], bool], on_yes: Callable[[], None] | None = None) -> Vote:
-        """Register a vote.  `answer()` is this rank's answer; `on_yes()` is called on every rank if any rank says yes.
+        """Register a vote.  `answer()` returns this rank's answer; `on_yes()` is called on all ranks if one says yes.
 
         All ranks must register the same votes in the same order.
         """
-        registered = Vote(answer, self._channel.size, on_yes)
-        self._votes.append(registered)
-        return registered
+        vote = Vote(answer, self._channel.size, on_yes)
+        self._votes.append(vote)
+        return vote
 
     def begin_step(self) -> None:
-        """Begin a step, which must do one all-reduce."""
+        """Begin a step, which must do at least one all-reduce."""
         self._is_reduced = False
 
     def all_reduce(self, *amounts: float) -> list[float]:
-        """Return the sum of each of `amounts` over all ranks, and update every vote.  One all-reduce.
+        """Return the sum of each amount over all ranks, and update all votes.  One all-reduce.
 
         All ranks must pass the same number of amounts, unless each passes at most two.
         """
@@ -231,6 +231,6 @@ class StepSync:
         return sums[: len(amounts)]
 
     def ensure_all_reduced(self) -> None:
-        """Do the all-reduce unless the step has done it, as a custom train_step may not.  At most one all-reduce."""
+        """Do the all-reduce of a step if a custom train_step has not done it.  At most one all-reduce."""
         if not self._is_reduced:
             self.all_reduce()

@@ -1,7 +1,6 @@
 """This process's rank and world size, read from the launcher's environment variables, and process-wide settings.
 
-Supports torchrun and Slurm.  Does not import torch, so that configuration errors are reported immediately, before any
-process is spawned.
+Supports torchrun and Slurm.  Does not import torch, so that configuration errors are reported within moments.
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ from dataclasses import dataclass
 from trainer.errors import EXIT_FAILED, UserError, setting_error
 
 SPAWNED_BY_US = "MESHTRAINER_NPROC"
-"""Set in the worker processes that `nproc=N` starts: their parent has already printed any messages."""
+"""Set in the workers that `nproc=N` starts, because their parent has printed all messages already."""
 
 STARTED = "MESHTRAINER_STARTED"
-"""Start time of the command (`clock.uptime`), inherited by the workers that it starts on this machine."""
-
+"""Start time of the command (`metrics.record.uptime`), for the workers that it starts on this machine."""
 
 LAUNCHER = "MESHTRAINER_LAUNCHER"
-"""Set in the same processes: the PID of the process that started them."""
+"""PID of the process that started the workers, in the same processes."""
 
 EXPANDABLE = "expandable_segments:True"
 """Our default for the CUDA allocator's configuration."""
@@ -42,16 +40,15 @@ _PR_SET_PDEATHSIG = 1
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
-_MOST_FILES, _USUAL_FILES = 65536, 1024
-"""Upper limit of the open files we ask for, since some programs close every possible descriptor; and the usual
-default."""
+_MAX_OPEN_FILES, _USUAL_OPEN_FILES = 65536, 1024
+"""The limit of open files to request, since some programs close every possible descriptor; and the usual default."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """This process's place among the processes of a run.
+    """The rank of this process, and what its launcher tells about the run.
 
-    `launcher` is `single`, `nproc`, `torchrun`, `srun`, or `joined` (a process group that was opened elsewhere).
+    launcher: `single`, `nproc`, `torchrun`, `srun`, or `joined` (the process group was opened elsewhere).
     """
 
     launcher: str = "single"
@@ -60,18 +57,18 @@ class Environment:
     local_rank: int = 0
     local_world_size: int = 1
     job: str = ""
-    """The launcher's identifier of the job, unchanged by restarts; empty if there is none."""
+    """The launcher's id of the job, which restarts do not change; empty if there is none."""
     num_restarts: int = 0
     """How often the launcher has restarted the job."""
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes, assuming that all nodes have as many ranks as this one."""
+        """Number of nodes, if all nodes have as many ranks as this one."""
         return -(-self.world_size // self.local_world_size)
 
     @property
-    def has_a_parent(self) -> bool:
-        """True if this process's parent is a launcher that outlives it.  The variables alone do not prove that."""
+    def has_launcher_parent(self) -> bool:
+        """True if the parent process is a launcher that outlives this process; RANK alone does not prove that."""
         return self.launcher in ("nproc", "srun") or (
             self.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" in os.environ
         )
@@ -86,7 +83,7 @@ def find_environment(env: MutableMapping[str, str] = os.environ) -> Environment:
 
     Under torchrun these are RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE
     (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables).  Under srun they are the variables of
-    the step, because those of the job are wrong for a step that uses only a part of the job.
+    the step, because a step may use only a part of its job.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
         world_size = _read(env, "WORLD_SIZE")
@@ -97,8 +94,8 @@ def find_environment(env: MutableMapping[str, str] = os.environ) -> Environment:
             world_size=world_size,
             local_rank=_read(env, "LOCAL_RANK", 0, below=("LOCAL_WORLD_SIZE", local_world_size)),
             local_world_size=local_world_size,
-            job=_job(env),
-            num_restarts=_restarts(env),
+            job=_job_id(env),
+            num_restarts=_num_restarts(env),
         )
     if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env and "SLURM_LOCALID" in env:
         return Environment(
@@ -107,19 +104,19 @@ def find_environment(env: MutableMapping[str, str] = os.environ) -> Environment:
             world_size=_read(env, "SLURM_STEP_NUM_TASKS"),
             local_rank=_read(env, "SLURM_LOCALID"),
             local_world_size=_tasks_on_this_node(env),
-            job=_job(env),
-            num_restarts=_restarts(env),
+            job=_job_id(env),
+            num_restarts=_num_restarts(env),
         )
-    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+    for name, missing in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if name in env:
-            rule = f"a launcher also sets {other}, which is not set"
+            rule = f"a launcher also sets {missing}, which is not set"
             raise setting_error(name, env[name], rule, fix=f"start with torchrun, srun or nproc=N, or unset {name}")
-    return Environment(job=_job(env), num_restarts=_restarts(env))
+    return Environment(job=_job_id(env), num_restarts=_num_restarts(env))
 
 
-def check_rendezvous(here: Environment, env: Mapping[str, str] = os.environ) -> None:
-    """Raise UserError if rank 0's address is not set, for example if torchrun's variables were set manually."""
-    if here.launcher != "torchrun" or here.world_size == 1:
+def check_rendezvous(environment: Environment, env: Mapping[str, str] = os.environ) -> None:
+    """Raise UserError if rank 0's address is not set, for example because the variables were set by hand."""
+    if environment.launcher != "torchrun" or environment.world_size == 1:
         return
     fix = "start with torchrun, which sets it, or set it to the host of rank 0 and a free port there"
     if not env.get("MASTER_ADDR"):
@@ -128,21 +125,21 @@ def check_rendezvous(here: Environment, env: Mapping[str, str] = os.environ) -> 
         raise setting_error("MASTER_PORT", env.get("MASTER_PORT"), "must be a port, from 1 to 65535", fix=fix)
 
 
-def _job(env: MutableMapping[str, str]) -> str:
+def _job_id(env: MutableMapping[str, str]) -> str:
     if env.get("SLURM_JOB_ID"):
         return f"slurm {env['SLURM_JOB_ID']}"
     elastic = env.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's default for jobs without an id
     return "" if elastic == "none" else f"torchrun {elastic}"
 
 
-def _restarts(env: MutableMapping[str, str]) -> int:
+def _num_restarts(env: MutableMapping[str, str]) -> int:
     return _read(env, "SLURM_RESTART_COUNT", 0) + _read(env, "TORCHELASTIC_RESTART_COUNT", 0)
 
 
 def follow_parent(follows: bool, env: MutableMapping[str, str] = os.environ) -> None:
-    """Turn on or off that the kernel kills this process when its parent dies.  Linux only.
+    """Let the kernel kill this process when its parent dies, or turn that off.  Linux only.
 
-    If the launcher is killed, ranks that wait for each other would otherwise hold their GPUs for minutes.
+    Otherwise, if the launcher is killed, ranks that wait for each other would hold their GPUs for minutes.
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None) if os.name == "posix" else None
     if prctl is not None:
@@ -151,30 +148,30 @@ def follow_parent(follows: bool, env: MutableMapping[str, str] = os.environ) -> 
         os._exit(EXIT_FAILED)  # the parent is already dead
 
 
-def note_start(began: float, env: MutableMapping[str, str] = os.environ) -> None:
-    """Record the start time of the command, for the first Trainer in this process or in a worker."""
+def record_start_time(start_time: float, env: MutableMapping[str, str] = os.environ) -> None:
+    """Record the start time of the command, for the first Trainer in this process or in each worker."""
     if SPAWNED_BY_US not in env:
-        env[STARTED] = repr(began)
+        env[STARTED] = repr(start_time)
 
 
-def take_start(env: MutableMapping[str, str] = os.environ) -> float | None:
-    """Return the start time of the command, to one Trainer per process only; None to later ones, or if unknown."""
+def take_start_time(env: MutableMapping[str, str] = os.environ) -> float | None:
+    """Return the start time of the command to the first Trainer of this process; None to later ones, or if unknown."""
     text = env.get(STARTED, "")
-    is_first = bool(text) and text not in _taken
-    _taken.add(text)
+    is_first = bool(text) and text not in _taken_start_times
+    _taken_start_times.add(text)
     return float(text) if is_first else None
 
 
-_taken: set[str] = set()
-"""Start times that a Trainer of this process has taken.  The environment is left alone: other threads may read it."""
+_taken_start_times: set[str] = set()
+"""Start times that a Trainer of this process has taken.  Removing the variable could crash threads that read it."""
 
 
 def limit_spinning(env: MutableMapping[str, str] = os.environ) -> None:
     """Make idle OpenMP threads sleep after a short spin, unless the user configured this.  Call before importing torch.
 
-    By default they spin for long, which is disastrous on busy cores: with another load on two cores llama_small trained
-    at some 600 tokens/s.  With this setting, next to two busy loops (a different load, so this is no ratio): 5,100 to
-    7,900.  On idle cores: 22,000, against 24,000 if threads always spin and 12,400 if they sleep at once.
+    By default they spin for a long time, which is disastrous on busy cores.  llama_small on two cores: about 600
+    tokens/s next to another load by default; 5,100 to 7,900 with this setting next to two busy loops (a different
+    load, so no ratio).  On idle cores: 22,000 with this setting, 24,000 with endless spinning, 12,400 with none.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(env):
         env["GOMP_SPINCOUNT"] = "10000"
@@ -193,13 +190,13 @@ def keep_freed_memory(env: MutableMapping[str, str] = os.environ) -> None:
     """Make malloc keep freed memory for the next step, unless the user configured this.  A no-op without glibc.
 
     Otherwise malloc returns memory to the kernel and requests it again in every step, and the kernel zeroes each page.
-    If the page cache takes those pages in between, as it does while a checkpoint is written, steps took 1.28 to 1.43
-    times as long; with this setting, 0.92 to 1.29 (206 M parameters, one thread).
+    While a checkpoint is written, the page cache takes those pages: steps took 1.28 to 1.43 times as long, and 0.92 to
+    1.29 with this setting (206 M parameters, one thread).
     """
     if {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & set(env):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt is not None:  # constants of malloc.h; glibc would arrive at the first value by itself
+    if mallopt is not None:  # the first value is the largest that glibc would choose itself
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)
         mallopt(_M_TRIM_THRESHOLD, -1)
 
@@ -207,24 +204,24 @@ def keep_freed_memory(env: MutableMapping[str, str] = os.environ) -> None:
 def file_limit() -> int:
     """Return this process's limit of open files (`ulimit -n`)."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MOST_FILES if soft == resource.RLIM_INFINITY else soft
+    return _MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 def raise_file_limit() -> str:
     """Raise the limit of open files for this process and its children, as far as permitted.
 
-    Returns advice if the limit is still low, otherwise an empty string.  Open files are needed for sockets to other
-    ranks, batches of loader workers, shards and checkpoints.
+    Sockets to other ranks, batches of loader workers, shards and checkpoints need open files.  Returns advice if the
+    limit is still low, otherwise an empty string.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
-    if file_limit() < wanted:
-        with contextlib.suppress(OSError, ValueError):  # macOS has a further limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    if file_limit() >= _USUAL_FILES:
+    target = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
+    if file_limit() < target:
+        with contextlib.suppress(OSError, ValueError):  # macOS has another limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+    if file_limit() >= _USUAL_OPEN_FILES:
         return ""
     return (
-        f"`ulimit -n` allows {file_limit()} open files, which is the maximum; {_USUAL_FILES} are usual: raise the "
+        f"`ulimit -n` allows {file_limit()} open files, which is the maximum; {_USUAL_OPEN_FILES} are usual: raise the "
         "limit, or training may fail with `Too many open files`"
     )
 
@@ -233,8 +230,8 @@ def raise_file_limit() -> str:
 def without_garbage_collection() -> Iterator[None]:
     """Disable the garbage collector inside the block.
 
-    Imported modules are never garbage, but the collector scans them 700 times while torch is imported: 0.8 of the 4.1 s
-    of CPU time from the command to the first step of llama_small.
+    Imported modules are never garbage, but the collector scans them 700 times during the import of torch: 0.8 of the
+    4.1 s of CPU time until the first step of llama_small.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -248,12 +245,12 @@ def without_garbage_collection() -> Iterator[None]:
 def export_slurm_rendezvous(env: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables that `init_process_group` reads, from those of a Slurm step.
 
-    The address is that of the first node.  The port is derived from job, step and restart, so that every task computes
-    the same port without communication, and two steps on one node use different ports.
+    The address is that of the first node.  The port is computed from job, step and restart: the same for all tasks of a
+    step without communication, and different for two steps on one node.
     """
-    here = find_environment(env)
-    env["RANK"], env["WORLD_SIZE"] = str(here.rank), str(here.world_size)
-    env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"] = str(here.local_rank), str(here.local_world_size)
+    environment = find_environment(env)
+    env["RANK"], env["WORLD_SIZE"] = str(environment.rank), str(environment.world_size)
+    env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"] = str(environment.local_rank), str(environment.local_world_size)
     if "MASTER_ADDR" not in env:
         env["MASTER_ADDR"] = first_address(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"])
     if "MASTER_PORT" not in env:
@@ -264,7 +261,7 @@ def export_slurm_rendezvous(env: MutableMapping[str, str] = os.environ) -> None:
 def _read(
     env: MutableMapping[str, str], name: str, default: int | None = None, below: tuple[str, int] | None = None
 ) -> int:
-    """Return the integer in a variable.  `below`: name and value of another variable that it must be less than."""
+    """Return the integer in a variable.  below: name and value of another variable, which must be greater."""
     text = env.get(name, "" if default is None else str(default))
     if not text.isdecimal():
         raise setting_error(name, text, "the launcher's variable must be a whole number", default)
@@ -278,10 +275,10 @@ def _tasks_on_this_node(env: MutableMapping[str, str]) -> int:
     counts = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or env["SLURM_STEP_NUM_TASKS"]
     per_node: list[int] = []
     for item in counts.split(","):  # "2(x3),1" means 2, 2, 2, 1
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
-        if found is None:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
+        if match is None:
             raise setting_error("SLURM_STEP_TASKS_PER_NODE", counts, "must have Slurm's form, such as 2(x3),1")
-        per_node += [int(found[1])] * int(found[2] or 1)
+        per_node += [int(match[1])] * int(match[2] or 1)
     node = _read(env, "SLURM_NODEID", 0)
     if node >= len(per_node):
         raise setting_error("SLURM_NODEID", node, f"SLURM_STEP_TASKS_PER_NODE={counts} lists {len(per_node)} nodes")
@@ -295,9 +292,9 @@ def first_address(node_list: str) -> str:
         try:
             return subprocess.run(["scontrol", *arguments], check=True, capture_output=True, text=True).stdout
         except (OSError, subprocess.CalledProcessError) as error:
-            why = (getattr(error, "stderr", "") or str(error)).strip()
+            reason = (getattr(error, "stderr", "") or str(error)).strip()
             raise UserError(
-                f"MASTER_ADDR is not set, and scontrol cannot name the first of {node_list} ({why}); "
+                f"MASTER_ADDR is not set, and scontrol cannot name the first of {node_list} ({reason}); "
                 "set MASTER_ADDR to the address of the step's first node"
             ) from error
 
@@ -305,52 +302,52 @@ def first_address(node_list: str) -> str:
     try:
         return socket.gethostbyname(name)
     except OSError:  # the name does not resolve here, but Slurm knows the address
-        found = re.search(r"NodeAddr=(\S+)", scontrol("show", "node", "-o", name))
-        if found is None:
+        match = re.search(r"NodeAddr=(\S+)", scontrol("show", "node", "-o", name))
+        if match is None:
             raise
-        return found.group(1)
+        return match.group(1)
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The network interface on which other nodes can reach this one
+# The network interface for connections from other nodes
 
 
-_VARIABLE = "GLOO_SOCKET_IFNAME"
-_ELSEWHERE = "192.0.2.1"
-"""An address that no host has (RFC 5737), so that the route to it is the default route."""
+_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+_UNUSED_ADDRESS = "192.0.2.1"
+"""An address that no host has (RFC 5737): the route to it is the default route."""
 _SIOCGIFADDR = 0x8915
 
 
 def choose_interface(env: Environment, variables: MutableMapping[str, str] = os.environ) -> str:
     """Make gloo listen on the interface that other nodes can reach, unless the user chose one.
 
-    gloo listens on the address that the host name resolves to, which is 127.0.1.1 on many systems, so that ranks on
-    other nodes cannot connect and time out.  The route to the rendezvous address shows the right interface.
+    gloo listens on the address of the host name, which is 127.0.1.1 on many systems.  Ranks on other nodes then cannot
+    connect and time out.  The right interface is that of the route to the rendezvous address.
 
     Returns the interface's name, or an empty string if gloo chooses.  Call before opening the process group.
     """
-    if variables.get(_VARIABLE) or env.local_world_size >= env.world_size:
-        return variables.get(_VARIABLE, "")
-    name = find_interface([variables.get("MASTER_ADDR", ""), _ELSEWHERE], _own_address, _addresses())
+    if variables.get(_INTERFACE_VARIABLE) or env.local_world_size >= env.world_size:
+        return variables.get(_INTERFACE_VARIABLE, "")
+    name = find_interface([variables.get("MASTER_ADDR", ""), _UNUSED_ADDRESS], _source_address, _addresses())
     if name:
-        variables[_VARIABLE] = name
+        variables[_INTERFACE_VARIABLE] = name
     return name
 
 
-def find_interface(hosts: Sequence[str], own_address: Callable[[str], str], interfaces: Mapping[str, str]) -> str:
-    """Return the interface of the route to the first of `hosts` that is not on this machine; empty if there is none.
+def find_interface(hosts: Sequence[str], source_address: Callable[[str], str], interfaces: Mapping[str, str]) -> str:
+    """Return the interface of the route to the first of `hosts` that is on another machine; empty if none is.
 
-    own_address: returns the source address of the route to a host, or an empty string if there is no route.
+    source_address: returns the source address of the route to a host, or an empty string if there is no route.
     interfaces: interface names by address.
     """
     for host in hosts:
-        address = own_address(host) if host else ""
+        address = source_address(host) if host else ""
         if address and not ipaddress.ip_address(address).is_loopback and address in interfaces:
             return interfaces[address]
     return ""
 
 
-def _own_address(host: str) -> str:
+def _source_address(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a UDP socket sends nothing
         try:
             probe.connect((host, 9))
@@ -361,12 +358,12 @@ def _own_address(host: str) -> str:
 
 def _addresses() -> dict[str, str]:
     """Return the names of this machine's interfaces by their IPv4 addresses.  Linux only; empty elsewhere."""
-    found = {}
+    interfaces = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:  # the interface has no address
                 continue
-            found[socket.inet_ntoa(answer[20:24])] = name
-    return found
+            interfaces[socket.inet_ntoa(answer[20:24])] = name
+    return interfaces

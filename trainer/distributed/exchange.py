@@ -1,7 +1,7 @@
 """Collectives inside a forward pass, as custom operators with gradients.
 
-Autograd, torch.compile, activation checkpointing and fake tensors each see a single operator whose shapes do not depend
-on the rank.  Each operator waits for its collective on the stream that it is called on.
+Autograd, torch.compile, activation checkpointing and fake tensors see each of them as one operator with shapes that do
+not depend on the rank.  Each operator waits for its collective on the stream on which it is called.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""All-gather into one tensor, by its newer name if this torch has it, since the older name is deprecated there."""
-_scatter_sum: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""All-gather into one tensor.  Newer versions of torch deprecate the old name."""
+_reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _groups: dict[str, dist.ProcessGroup] = {}
 
 
 def register_group(group: dist.ProcessGroup) -> str:
-    """Register a process group for the operators; return the name to pass to them."""
+    """Register a process group for these operators, and return the name to pass to them."""
     _groups[group.group_name] = group
     return group.group_name
 
@@ -38,15 +38,15 @@ def gather_parts(part: torch.Tensor, num_parts: int, group: str) -> torch.Tensor
 
 @torch.library.custom_op("meshtrainer::sum_parts", mutates_args=())
 def sum_parts(parts: torch.Tensor, group: str) -> torch.Tensor:
-    """Return the sum over a group of the parts for this rank, of shape parts.shape[1:].  One reduce-scatter."""
+    """Return the sum over all ranks of their parts for this rank, of shape parts.shape[1:].  One reduce-scatter."""
     part = parts.new_empty(parts.shape[1:])
-    _scatter_sum(part.view(-1), parts.contiguous().view(-1), group=_groups[group])
+    _reduce_scatter_single(part.view(-1), parts.contiguous().view(-1), group=_groups[group])
     return part
 
 
 @torch.library.custom_op("meshtrainer::exchange_parts", mutates_args=())
 def exchange_parts(parts: torch.Tensor, group: str) -> torch.Tensor:
-    """Send part n to the n-th rank of a group; return the received parts in rank order.  One all-to-all.
+    """Send part n to the n-th rank of a group, and return the received parts in rank order.  One all-to-all.
 
     Backward: one all-to-all.
     """

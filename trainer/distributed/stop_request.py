@@ -1,8 +1,8 @@
 """Requests to stop: a signal, a file `notice` in the run folder, or the time limit of the job.
 
 The signal handlers set a flag and print a line; the all-reduce of each step then tells all ranks.  Before the first
-step, when there is nothing to save, a signal ends the process within seconds instead (`trainer.stopping`).  Does not
-import torch, so that the handlers are installed before torch is imported.
+step, when there is nothing to save, a signal ends the process within seconds (`trainer.stopping`).  This module does
+not import torch, so that the handlers are installed before torch is imported.
 """
 
 from __future__ import annotations
@@ -20,32 +20,31 @@ from typing import Any
 
 from trainer.distributed.dead_ranks import is_lost_connection
 from trainer.errors import EXIT_FAILED, EXIT_STOPPED, PeerFailed
-from trainer.stopping import PromptStop, StopRequested, prompt_stop_signal, request_behind
+from trainer.stopping import PromptStop, StopRequested, prompt_stop_signal, underlying_request
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
-"""Sent by a launcher, Ctrl-C, Slurm, a closed terminal and Ctrl-\\ (which also prints the stacks of all threads)."""
+"""Sent by a launcher, Ctrl-C, Slurm, a closed terminal, and Ctrl-\\ (which also prints the stacks of all threads)."""
 
-_MAY_BE_IGNORED = (signal.SIGHUP, signal.SIGQUIT)
-"""Signals that stay ignored if the parent ignored them, as with `nohup` and a shell's background jobs."""
+_KEPT_IF_IGNORED = (signal.SIGHUP, signal.SIGQUIT)
+"""Signals that stay ignored if the parent has ignored them, as `nohup` and background jobs of a shell do."""
 
 NOTICE = "notice"
-"""Name of the file that asks a run to stop.  With cgroup tracking, a signal to a Slurm step reaches only the processes
-that srun started, such as torchrun's agents, and not their ranks.  A file reaches every rank."""
-
+"""Name of the file that asks a run to stop.  With cgroup tracking, a signal to a Slurm step only reaches processes
+started by srun, such as torchrun's agents, and not their ranks.  A file reaches every rank."""
 
 _STALE, _STALE_OF_JOB = "MESHTRAINER_STALE_NOTICE", "MESHTRAINER_JOB_STALE_NOTICE"
-"""Environment variables with a run folder and the identity of a notice that was meant for an earlier attempt."""
+"""Environment variables with a run folder and the identity of a notice for an earlier attempt."""
 
 
 class StopRequest:
     """Detects requests to stop this process, and their reasons.
 
-    Signals are caught only in the main thread; under Ray Train, Ray handles them.  A second SIGINT ends the process
+    Only the main thread can catch signals; under Ray Train, Ray handles them.  A second SIGINT ends the process
     immediately.
     """
 
     POLL_S = 1.0
-    """Interval between checks for the file.  On a network file system each check is a round trip."""
+    """Seconds between checks for the notice file.  On a network file system each check is a round trip."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -53,11 +52,11 @@ class StopRequest:
         self._previous: dict[signal.Signals, Any] = {}
         self._notice: Path | None = None
         self._deadline: float | None = None
-        self._found: str | None = None
+        self._reason: str | None = None
         self.exits_on_sigterm = False
-        """If True, a SIGTERM exits immediately: after another rank's failure, this one may hang in a collective."""
+        """True after another rank's failure: SIGTERM then exits at once, as this rank may hang in a collective."""
         self.on_first_signal: Callable[[], None] | None = None
-        """Called once, in the handler of the first signal, to acknowledge the request immediately."""
+        """Called once, in the handler of the first signal, to acknowledge the request."""
         self.is_acknowledged = False
         self.on_second_interrupt: Callable[[], None] | None = None
         """Called before a second Ctrl-C ends the process."""
@@ -71,39 +70,39 @@ class StopRequest:
             for number in caught_signals():
                 self._previous[number] = signal.signal(number, self._on_signal)
 
-    def stop_promptly(self) -> None:
-        """Let a signal end the process within seconds, with EXIT_STOPPED, until `stop_in_order` is called."""
+    def enable_prompt_stop(self) -> None:
+        """Let a signal end the process within seconds, with EXIT_STOPPED, until `disable_prompt_stop` is called."""
         if self._previous:
             self.prompt = PromptStop(self._previous, lambda name: EXIT_STOPPED)
             self.prompt.start()
 
-    def stop_in_order(self) -> None:
-        """Let signals only set the request from now on: there are steps to save, or the run is already ending."""
+    def disable_prompt_stop(self) -> None:
+        """Let signals only set the request from now on, because there are steps to save or the run is ending."""
         if self.prompt is not None:
             self.prompt.cancel()
 
     def uninstall(self) -> None:
-        self.stop_in_order()
+        self.disable_prompt_stop()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
 
     def watch(self, notice: Path | None, deadline: float | None) -> None:
-        """Also watch the notice file and the clock, on one rank for all.  `deadline`: seconds since the epoch."""
-        self._notice, self._deadline, self._found = notice, deadline, None
+        """Also watch the notice file and the clock, on one rank for all.  deadline: in seconds since the epoch."""
+        self._notice, self._deadline, self._reason = notice, deadline, None
 
     def reason(self, needs_s: float = 0.0) -> str | None:
-        """Return the reason to stop now, or None.  `needs_s`: seconds that stopping takes, before the deadline."""
+        """Return the reason to stop now, or None.  needs_s: how many seconds before the deadline to stop."""
         if self._signal is not None:
             return self._signal
         now = self._clock()
         if self._deadline is not None and now + needs_s >= self._deadline:
-            self._found = "deadline"  # final, even if later estimates of `needs_s` are shorter
+            self._reason = "deadline"  # final, even if `needs_s` is shorter next time
         if self._notice is not None and now - self._polled_at >= self.POLL_S:
             self._polled_at = now
             if self._notice.exists():
-                self._found = NOTICE
-        return self._found
+                self._reason = NOTICE
+        return self._reason
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.prompt is not None and self.prompt.on_signal(signal.Signals(number).name):
@@ -129,11 +128,11 @@ STOPPING = "Stopping: finishing this step and saving. Press Ctrl-C again to quit
 STOPPING_EARLY = "Stopping. Press Ctrl-C again to quit immediately."
 
 
-GIVING_UP = "Stopping: the evaluation is abandoned. Press Ctrl-C again to quit immediately."
+STOPPING_EVALUATION = "Stopping: the evaluation is abandoned. Press Ctrl-C again to quit immediately."
 
 
 def acknowledge_stop(text: str = "") -> None:
-    """Print that the run is stopping.  Safe in a signal handler, where the interrupted code may hold any lock."""
+    """Print that the run is stopping.  Safe in a signal handler: takes no lock that the interrupted code may hold."""
     _write(2, f"{text or (STOPPING_EARLY if prompt_stop_signal() else STOPPING)}\n", _CLEAR_LINE)
 
 
@@ -155,67 +154,67 @@ def caught_signals() -> list[signal.Signals]:
     return [
         number
         for number in STOP_SIGNALS
-        if number not in _MAY_BE_IGNORED or signal.getsignal(number) is not signal.SIG_IGN
+        if number not in _KEPT_IF_IGNORED or signal.getsignal(number) is not signal.SIG_IGN
     ]
 
 
 def note_stale_notice(run_dir: Path) -> None:
     """Record the notice that exists when the command starts, which was for an earlier attempt.  Workers inherit it.
 
-    In a batch job, a notice for this attempt may have come before this command could start.  There, the one recorded by
-    `with_stale_notice` counts.
+    In a batch job, a notice for this attempt may come before this command starts, so the stale notice is the one that
+    `with_stale_notice` has recorded.
     """
-    of_job = os.environ.get(_STALE_OF_JOB, "")
-    is_of_this_run = of_job.partition("\n")[0] == os.path.abspath(run_dir)
-    known = of_job.partition("\n")[2] if is_of_this_run else identity(run_dir / NOTICE)
-    os.environ[_STALE] = f"{run_dir}\n{known}"
-    _taken.discard(os.environ[_STALE])
+    job_record = os.environ.get(_STALE_OF_JOB, "")
+    is_this_run = job_record.partition("\n")[0] == os.path.abspath(run_dir)
+    notice_id = job_record.partition("\n")[2] if is_this_run else identity(run_dir / NOTICE)
+    os.environ[_STALE] = f"{run_dir}\n{notice_id}"
+    _taken_notices.discard(os.environ[_STALE])
 
 
 def with_stale_notice(env: Mapping[str, str], run_dir: Path) -> dict[str, str]:
-    """Return the environment for the ranks that a batch job is about to start: notices from now on are for them."""
+    """Return the environment for the ranks that a batch job starts next: later notices are for them."""
     return {**env, _STALE_OF_JOB: f"{os.path.abspath(run_dir)}\n{identity(run_dir / NOTICE)}"}
 
 
 def take_stale_notice(run_dir: Path) -> str:
-    """Return the identity of the notice that existed when the command started, or exists now if that is unknown."""
-    text = os.environ.get(_STALE, "")
-    noted_dir, _, noted = text.partition("\n")
-    is_known = noted_dir == str(run_dir) and text not in _taken
-    _taken.add(text)
-    return noted if is_known else identity(run_dir / NOTICE)
+    """Return the identity of the notice at the start of the command or, if that is unknown, of the present one."""
+    record = os.environ.get(_STALE, "")
+    recorded_dir, _, notice_id = record.partition("\n")
+    is_known = recorded_dir == str(run_dir) and record not in _taken_notices
+    _taken_notices.add(record)
+    return notice_id if is_known else identity(run_dir / NOTICE)
 
 
-_taken: set[str] = set()
-"""Notices that a Trainer of this process has taken.  The environment is left alone: other threads may read it."""
+_taken_notices: set[str] = set()
+"""Records that a Trainer of this process has taken.  Removing the variable could crash threads that read it."""
 
 
 def identity(path: Path) -> str:
     """Return a token that changes if a file is replaced or touched; empty if the file does not exist.
 
-    Tokens are only compared with earlier tokens of the same file, so that no two clocks are compared.
+    Tokens are only compared with earlier tokens of the same file, never with a clock.
     """
     try:
-        found = path.stat()
+        stats = path.stat()
     except OSError:
         return ""
-    return f"{found.st_ino}:{found.st_mtime_ns}"
+    return f"{stats.st_ino}:{stats.st_mtime_ns}"
 
 
 _installed: list[StopRequest] = []
 
 
 def catch_signals_early() -> StopRequest:
-    """Catch signals on behalf of the Trainer to be created; until its first step, they end the process."""
+    """Catch signals for the Trainer that will be created; until its first step, they end the process."""
     request = StopRequest()
     request.install()
-    request.stop_promptly()
+    request.enable_prompt_stop()
     _installed[:] = [request]
     return request
 
 
 def announce_early(is_main: bool) -> None:
-    """On rank 0, let the signal handler print an acknowledgement even before there is a Trainer."""
+    """On rank 0, let the signal handler print an acknowledgement before there is a Trainer."""
     if is_main and _installed:
         _installed[0].on_first_signal = acknowledge_stop
 
@@ -223,23 +222,22 @@ def announce_early(is_main: bool) -> None:
 def causing_stop_request(error: BaseException) -> StopRequested | None:
     """Return the stop request that caused an error, or None.
 
-    Before the first step, the request's exception may have been replaced by another one, or another rank may have left
-    before this one.
+    Before the first step, another exception may have replaced the request's, or another rank may have exited first.
     """
-    request = request_behind(error)
+    request = underlying_request(error)
     if isinstance(request, StopRequested):
         return request
     name = prompt_stop_signal()
     return StopRequested(name) if name and (isinstance(error, PeerFailed) or is_lost_connection(error)) else None
 
 
-def was_asked_early() -> bool:
-    """Return whether this process has received a signal that no Trainer has taken over yet."""
+def stop_is_requested_early() -> bool:
+    """Return whether a stop was requested before a Trainer has taken over the signals."""
     return bool(_installed) and _installed[0].reason() is not None
 
 
-def find_stop_request() -> StopRequest:
-    """Return the request that already catches this process's signals, for one Trainer to take over, or a new one."""
+def take_stop_request() -> StopRequest:
+    """Return the StopRequest that catches this process's signals, for one Trainer to take over; else a new one."""
     return _installed.pop() if _installed else StopRequest()
 
 

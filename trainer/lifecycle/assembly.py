@@ -1,4 +1,4 @@
-"""Assembles a run: creates everything besides the model that a Trainer works with, in order of dependency."""
+"""Assembles a run: creates all parts of a Trainer besides its model, optimizer and data, in order of dependency."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class TrainingRun:
-    """What a Trainer works with besides its model, optimizer and data.
+    """The parts of a Trainer besides its model, optimizer and data.
 
-    The fields without a value at first are set by `assemble_run`, in their order: each uses those before it.
+    `assemble_run` sets the fields without an initial value in this order: each part uses those before it.
     """
 
     config: RunConfig
@@ -49,7 +49,7 @@ class TrainingRun:
     forecast: Forecast
     metrics: Metrics
     horizon: StopCriterion
-    """When the run ends."""
+    """Decides when the run ends."""
     state: TrainState
     """Everything that a resume restores."""
     average: WeightAverage
@@ -60,7 +60,7 @@ class TrainingRun:
     checkpoints: Checkpoints
     step_sync: StepSync
     callbacks: list[Callback]
-    """The watchdog and the optional features.  A step is announced in this order, its end in reverse."""
+    """The watchdog and the optional features.  They are called in this order, and in reverse at the end of a step."""
     step_metrics: StepMetrics = field(init=False)
     resume: Resume = field(init=False)
     relocation: Relocation = field(init=False)
@@ -69,7 +69,7 @@ class TrainingRun:
 
     @contextmanager
     def fitting(self) -> Iterator[None]:
-        """Tell the callbacks that the block is the call of `Trainer.fit`."""
+        """Tell the callbacks when `Trainer.fit`, the block, begins and ends."""
         for callback in self.callbacks:
             callback.begin_fit()
         try:
@@ -80,12 +80,12 @@ class TrainingRun:
 
     @contextmanager
     def looping(self) -> Iterator[None]:
-        """Tell the callbacks when the loop over `Trainer.steps` in the block has ended."""
+        """Tell the callbacks when the loop of `Trainer.steps`, the block, has ended."""
         has_failed = True
         try:
             yield
             has_failed = False
-        except GeneratorExit:  # the caller has left its loop
+        except GeneratorExit:  # the caller has left the loop
             has_failed = False
             raise
         finally:
@@ -93,11 +93,11 @@ class TrainingRun:
                 callback.end_loop(has_failed)
 
 
-def assemble_run(trainer: Trainer, started: float) -> TrainingRun:
-    """Create what `trainer` works with.  Collective.
+def assemble_run(trainer: Trainer, start_time: float) -> TrainingRun:
+    """Create the parts of `trainer`.  Collective.
 
-    The order matters: parts of the state are stored, and votes of the step's all-reduce are exchanged, in the order in
-    which they are registered here.  started: when the Trainer was created, by `time.monotonic`.
+    The order matters: checkpoints store the parts of the state, and each step exchanges votes, in the order in which
+    they are registered here.  started: when the Trainer was created, by `time.monotonic`.
     """
     config, world, model, optimizer = trainer.config, trainer.world, trainer.model, trainer.optimizer
     skips = SkipCounter(config.train.max_skipped_updates, config.schedule.name == "range")
@@ -122,9 +122,9 @@ def assemble_run(trainer: Trainer, started: float) -> TrainingRun:
         watchdog.observers.append(metrics.console.enter_phase)
     profile = Profile(config, world.rank, world.device, metrics, watchdog)
     storage = world.agreed(lambda: open_storage(config.checkpoint.dir or folder.path / "checkpoints"))
-    sizes = mesh_sizes(trainer.mesh, config)
-    facts = RunInfo(config.with_absolute_paths().to_yaml(), sizes, world.env.job, world.env.num_restarts)
-    checkpoints = Checkpoints(storage, world, SaveSettings.of(config.checkpoint, config.eval.metric), facts)
+    mesh = mesh_sizes(trainer.mesh, config)
+    run_info = RunInfo(config.with_absolute_paths().to_yaml(), mesh, world.env.job, world.env.num_restarts)
+    checkpoints = Checkpoints(storage, world, SaveSettings.of(config.checkpoint, config.eval.metric), run_info)
 
     norms = UnitNorms(config.log, model, trainer.units, trainer.mesh, metrics, lambda: run.step_metrics.grad_norm)
     optimizer.step_listeners.append(norms)
@@ -142,13 +142,13 @@ def assemble_run(trainer: Trainer, started: float) -> TrainingRun:
         watchdog=watchdog,
         checkpoints=checkpoints,
         step_sync=StepSync(world),
-        # A profile begins before the watchdog's limit for the step and is written after it; norms are read within it.
+        # The watchdog's limit for a step includes reading the norms, but not starting or writing a profile.
         callbacks=[GarbageCollection(), profile, watchdog, norms, samples],
     )
     run.step_metrics = StepMetrics(run, trainer.loader)
     run.resume = Resume(config, world, checkpoints, folder, metrics)
     run.relocation = Relocation(world, folder, checkpoints, metrics)
-    weights, _, kept = training_bytes(model, config.optim, config.train.ema > 0)
+    weight_bytes, _, optimizer_bytes = training_bytes(model, config.optim, config.train.ema > 0)
     run.saver = Saver(
         checkpoints,
         config,
@@ -159,8 +159,8 @@ def assemble_run(trainer: Trainer, started: float) -> TrainingRun:
         step_metrics=run.step_metrics,
         watchdog=watchdog,
         metrics=metrics,
-        expected_bytes=weights + kept,
+        expected_bytes=weight_bytes + optimizer_bytes,
     )
     world.agreed(samples.check)
-    run.lifecycle = Lifecycle(run, trainer.loader, trainer.eval_loader, started)
+    run.lifecycle = Lifecycle(run, trainer.loader, trainer.eval_loader, start_time)
     return run

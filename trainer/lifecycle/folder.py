@@ -26,33 +26,39 @@ from trainer.errors import EXIT_FAILED, UserError, masked, print_stderr, redact,
 from trainer.files import find_folder, write_and_sync, write_atomically
 from trainer.metrics.record import find_boot
 
-RECORD = (
-    *("metrics.jsonl", "metrics_superseded.jsonl", "console.log", "samples.txt", "trackers.json"),
-    *("tensorboard", "wandb", "profile"),
+RECORD_FILES = (
+    "metrics.jsonl",
+    "metrics_superseded.jsonl",
+    "console.log",
+    "samples.txt",
+    "trackers.json",
+    "tensorboard",
+    "wandb",
+    "profile",
 )
-"""Files, other than checkpoints, that are moved aside when a run starts over."""
+"""Files besides checkpoints that are moved aside when a run starts over."""
 
 
 @dataclass(frozen=True)
 class FolderLoss:
-    """A folder of the run that is no longer at its configured path."""
+    """The loss of a folder of the run, which is no longer at its configured path."""
 
     setting: str
     folder: Path
-    what: str
-    """What happened to it, such as "was deleted"."""
+    event: str
+    """The cause, such as "was deleted"."""
     moved_to: Path | None = None
     """The folder's new path, if it was renamed."""
 
     def __str__(self) -> str:
-        return f"{self.setting}={self.folder}: {self.what} while the run was training in it"
+        return f"{self.setting}={self.folder}: {self.event} while the run was training in it"
 
 
 class RunFolder:
-    """The folder `run.dir`: everything in it except metrics and checkpoints."""
+    """The folder `run.dir` and all files in it, except for metrics and checkpoints."""
 
     def __init__(self, config: RunConfig, is_main: bool, comment: str = "") -> None:
-        """`comment` is written above the configuration in `config.yaml`."""
+        """comment: to write above the configuration in `config.yaml`."""
         self.config, self.path, self.is_main = config, config.run_dir, is_main
         self._comment = comment
         self._locks = [FolderLock(self.path, "run.dir")]
@@ -66,8 +72,8 @@ class RunFolder:
         elsewhere = find_folder(config.checkpoint.dir) if config.checkpoint.dir else None
         if elsewhere is not None and self.path not in (elsewhere, *elsewhere.parents):
             self._locks.append(FolderLock(elsewhere, "checkpoint.dir"))
-        for owner in self._locks:
-            owner.on_loss = self._note_loss
+        for lock in self._locks:
+            lock.on_loss = self._record_loss
 
     @property
     def metrics(self) -> Path:
@@ -75,90 +81,89 @@ class RunFolder:
 
     @property
     def previous_config(self) -> str | None:
-        """Content of `config.yaml`, which until `begin` is that of the previous attempt; None if there is none."""
+        """The content of `config.yaml`, before `begin` that of the previous attempt; None if there is no file."""
         try:
             return (self.path / CONFIG).read_text()
         except (OSError, UnicodeDecodeError):
             return None
 
     def acquire(self) -> None:
-        """Acquire the folder for this run.  Raises UserError if a live run owns it, or it cannot be used."""
+        """Acquire the folder for this run.  Raises UserError if another live run owns it, or if it is unusable."""
         if not self.is_main:
             return
         legal = {"run.dir": f"runs/{self.config.run.name}", "checkpoint.dir": None}
-        for owner in self._locks:
-            with _usable(owner.setting, owner.folder, legal[owner.setting]):
-                owner.acquire()
+        for lock in self._locks:
+            with _reporting_errors(lock.setting, lock.folder, legal[lock.setting]):
+                lock.acquire()
         if not self._is_owned:
-            with _usable("checkpoint.dir", Path(self.checkpoint_dir or self.path), None):
+            with _reporting_errors("checkpoint.dir", Path(self.checkpoint_dir or self.path), None):
                 self._make_parents()
         self._is_owned = True
 
     def release(self) -> None:
-        """Release the folder for the next run.  Folders that were created and are still empty are removed."""
+        """Release the folder for the next run.  Removes folders that this run created and that are still empty."""
         self._is_owned = False
         if self.is_main:
-            for owner in reversed(self._locks):
-                owner.release()
+            for lock in reversed(self._locks):
+                lock.release()
 
-    def look(self) -> FolderLoss | None:
+    def find_loss(self) -> FolderLoss | None:
         """Check that the run's folders still exist; return the first loss, and print it once.
 
-        Always None except on rank 0.
+        Returns None on all ranks but rank 0.
         """
-        for owner in self._locks if self._is_owned else ():
-            if self.loss is None and (loss := owner.look()) is not None:
-                self._note_loss(loss)
+        for lock in self._locks if self._is_owned else ():
+            if self.loss is None and (loss := lock.find_loss()) is not None:
+                self._record_loss(loss)
         return self.loss
 
-    def _note_loss(self, loss: FolderLoss) -> None:
-        """Remember and print the first loss.  On rank 0, called by the main thread or the heartbeat thread."""
+    def _record_loss(self, loss: FolderLoss) -> None:
+        """Record and print the first loss.  Called on rank 0, by the main thread or the heartbeat thread."""
         if self.loss is None:
             self.loss = loss
             print_stderr(f"warning: {loss}; the run stops after this step and saves its state elsewhere")
 
     def move(self) -> None:
-        """Move the run after a loss: to the folder's new name if it was renamed, otherwise to a new folder next to it.
+        """Move the run after a loss: to the new name of a renamed folder, otherwise to a new folder next to it.
 
-        On rank 0.  Raises OSError or UserError if that folder cannot be used.
+        Only on rank 0.  Raises OSError or UserError if that folder cannot be used.
         """
-        for number, owner in enumerate(self._locks):
-            loss = owner.look()
+        for index, lock in enumerate(self._locks):
+            loss = lock.find_loss()
             if loss is None:
                 continue
             if loss.moved_to is not None:
-                owner.follow(loss.moved_to)
+                lock.follow(loss.moved_to)
             else:
-                owner.release()
-                owner = self._locks[number] = FolderLock(_free_name(loss.folder), loss.setting)
-                owner.acquire()
+                lock.release()
+                lock = self._locks[index] = FolderLock(_rescue_folder(loss.folder), loss.setting)
+                lock.acquire()
             checkpoint_dir = find_folder(self.checkpoint_dir) if self.checkpoint_dir else None
             if checkpoint_dir is not None and loss.folder.absolute() in (checkpoint_dir, *checkpoint_dir.parents):
-                self.checkpoint_dir = str(owner.folder / checkpoint_dir.relative_to(loss.folder.absolute()))
+                self.checkpoint_dir = str(lock.folder / checkpoint_dir.relative_to(loss.folder.absolute()))
             if loss.setting == "run.dir":
-                self.path = owner.folder
+                self.path = lock.folder
                 if loss.moved_to is None:
                     self._make_parents()
                     self.begin()
         self.has_moved = True
 
     def adopt(self, path: Path, checkpoint_dir: str | None) -> None:
-        """Use the folders that rank 0 has moved the run to."""
+        """Use the folders to which rank 0 has moved the run."""
         self.path, self.checkpoint_dir, self.has_moved = path, checkpoint_dir, True
 
     def _make_parents(self) -> None:
         """Create the folders between `run.dir` and a `checkpoint.dir` inside it.
 
-        This happens once, when the run acquires its folder.  Saves create no parents, so that a folder that was deleted
-        stays deleted.
+        Only done when the run acquires its folder.  Saves create no parents, so that deleted folders stay deleted.
         """
         checkpoint_dir = find_folder(self.checkpoint_dir) if self.checkpoint_dir else None
         if checkpoint_dir is not None and self.path.absolute() in checkpoint_dir.parents:
             self._locks[0].make(checkpoint_dir.parent)
 
     def using(self, work: Callable[[], object]) -> None:
-        """Run `work`, and turn errors of this folder, such as a full disk, into UserError."""
-        with _usable("run.dir", self.path, f"runs/{self.config.run.name}"):
+        """Run `work`, and turn its OSErrors, such as a full disk, into UserErrors about `run.dir`."""
+        with _reporting_errors("run.dir", self.path, f"runs/{self.config.run.name}"):
             work()
 
     def begin(self) -> None:
@@ -175,29 +180,29 @@ class RunFolder:
             write_atomically(self.path / CONFIG, comment + config.to_yaml())
 
     def move_aside(self, names: Sequence[str]) -> Path | None:
-        """Move files that the new attempt does not continue into a folder `previous_NNN`; return that folder.
+        """Move files that the new attempt does not continue to a folder `previous_NNN`, and return that folder.
 
-        Nothing is deleted.  If the metrics are moved, files that the new attempt will overwrite are copied along.
+        Deletes nothing.  With the metrics, also copies the files that the new attempt will overwrite.
         """
         existing = [self.path / name for name in names if (self.path / name).exists()]
         if not existing:
             return None
-        taken = [path.name.removeprefix("previous_") for path in self.path.glob("previous_*")]
-        aside = self.path / f"previous_{1 + max((int(n) for n in taken if n.isdecimal()), default=0):03d}"
-        aside.mkdir()
+        numbers = [path.name.removeprefix("previous_") for path in self.path.glob("previous_*")]
+        target = self.path / f"previous_{1 + max((int(n) for n in numbers if n.isdecimal()), default=0):03d}"
+        target.mkdir()
         for name in (CONFIG, "status.json") if self.metrics in existing else ():
             with contextlib.suppress(FileNotFoundError):
-                shutil.copy2(self.path / name, aside / name)
+                shutil.copy2(self.path / name, target / name)
         for path in existing:
-            shutil.move(path, aside / path.name)
-        return aside
+            shutil.move(path, target / path.name)
+        return target
 
     def write_status(self, state: str, exit_code: int | None, step: int, reason: str) -> None:
         """Write `status.json`: `state` is running, finished, stopped or failed.
 
-        Nothing is written unless this run owns the folder, so that another run's file is never changed.
+        Writes nothing unless this run owns the folder, so that it never changes the file of another run.
         """
-        self.look()
+        self.find_loss()
         if self._is_owned and (self.loss is None or self.loss.setting != "run.dir" or self.has_moved):
             write_status(self.path, {"state": state, "exit_code": exit_code, "step": step, "reason": reason})
 
@@ -209,15 +214,15 @@ class RunFolder:
             return False
 
     def clean(self) -> None:
-        """Delete the partially written files of attempts that were killed."""
+        """Delete partially written files of killed attempts."""
         for name in ("config.yaml", "status.json", "metrics.jsonl"):
             for partial in self.path.glob(f".{name}.*"):
                 partial.unlink()
 
 
 @contextlib.contextmanager
-def _usable(setting: str, folder: Path, legal: str | None) -> Iterator[None]:
-    """Turn OSError inside the block into a UserError about the setting, with the file and the reason."""
+def _reporting_errors(setting: str, folder: Path, legal: str | None) -> Iterator[None]:
+    """Turn an OSError in the block into a UserError about the setting, with the file and the cause."""
     try:
         yield
     except OSError as error:
@@ -225,18 +230,18 @@ def _usable(setting: str, folder: Path, legal: str | None) -> Iterator[None]:
         raise setting_error(setting, folder, f"cannot be used ({error.strerror or error}{where})", legal) from error
 
 
-def _free_name(folder: Path) -> Path:
-    """Return an unused name next to `folder`, for rescuing the state of a run that has lost it."""
+def _rescue_folder(folder: Path) -> Path:
+    """Return an unused path next to `folder`, for the state of a run that has lost this folder."""
     names = (f"{folder.name}-rescued{'' if number == 1 else f'-{number}'}" for number in itertools.count(1))
     return next(path for name in names if not (path := folder.with_name(name)).exists())
 
 
 _PAUSES_S = (0.2, 1.0)
-"""Pauses before retries of writing the status, since storage may be unreachable for a moment."""
+"""Pauses before the retries of writing the status: storage may be unreachable for a moment."""
 
 
 def write_status(run_dir: Path, status: Mapping[str, Any]) -> None:
-    """Write `status.json`.  A failure is only printed, so that a full disk does not mask the run's own message."""
+    """Write `status.json`.  Only prints a failure, so that a full disk does not hide the run's own message."""
     text = json.dumps({**status, "reason": redact(str(status["reason"]))}) + "\n"
     for pause_s in (*_PAUSES_S, None):
         try:
@@ -258,125 +263,129 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     return status if isinstance(status, dict) else {}
 
 
-def note_end(run_dir: Path, before: Mapping[str, Any], reached: int, reason: str) -> None:
-    """Write how the run ended into `status.json`, for a launcher whose ranks have all exited.
+def record_end(run_dir: Path, initial_status: Mapping[str, Any], last_step: int, reason: str) -> None:
+    """Write to `status.json` how the run ended, for a launcher after all its ranks have exited.
 
-    reached: the last recorded step.  before: the content of `status.json` when the ranks were started; if it is
-    unchanged and not `running`, it is an earlier attempt's and is left alone, as is everything if a live run owns the
-    folder.
+    Writes nothing if a live run owns the folder, or if the file is that of an earlier attempt.
+
+    initial_status: the content of `status.json` before the ranks were started.
+    last_step: the last recorded step.
     """
     status = read_status(run_dir)
-    failed_now = status.get("state") == "failed" and status != before
-    if (status.get("state") == "running" or failed_now) and not is_owned(run_dir):
-        step = status.get("step") if failed_now else reached
+    has_failed = status.get("state") == "failed" and status != initial_status
+    if (status.get("state") == "running" or has_failed) and not is_owned(run_dir):
+        step = status.get("step") if has_failed else last_step
         write_status(run_dir, {"state": "failed", "exit_code": EXIT_FAILED, "step": step, "reason": reason})
 
 
 class FolderLock:
-    """A lock on a run's folder, held by one process at a time on any node, and broken if its owner is dead.
+    """A lock on a run's folder, held by one process among all nodes, and broken if its owner is dead.
 
-    A file `.owner.json` identifies the owner.  On the same machine its process is looked up.  On another machine (or on
-    this one before a reboot, since host names are not unique) its heartbeat counts: the modification time of the file,
-    compared with that of a file written now, so that clocks are not compared.
+    A file `.owner.json` identifies the owner.  An owner on the same machine is alive if its process exists.  One on
+    another machine (or on this one before a reboot, since host names are not unique) is alive if its heartbeat, the
+    modification time of the file, is recent compared with that of a file written now.  No clocks are compared.
     """
 
     NAME = ".owner.json"
-    BEAT_S, STALE_S = 5.0, 30.0
-    LOOK_S = 1.0
-    """Interval at which the owner checks that the folder still exists."""
-    _AGAIN_S = 0.2
-    """Delay before a missing folder is checked again, since it may be in the middle of being replaced."""
+    HEARTBEAT_S, STALE_S = 5.0, 30.0
+    CHECK_S = 1.0
+    """Seconds between the owner's checks that the folder still exists."""
+    _RECHECK_S = 0.2
+    """Seconds until a missing folder is checked again, because a program may be replacing it."""
 
     def __init__(self, folder: Path, setting: str) -> None:
         self.folder, self.path, self.setting = folder, folder / self.NAME, setting
-        self._own = {**_this_process(), "token": uuid.uuid4().hex}
-        self._made: list[Path] = []
-        self._stopped = threading.Event()
-        self._beat: threading.Thread | None = None
+        self._identity = {**_process_identity(), "token": uuid.uuid4().hex}
+        self._created_folders: list[Path] = []
+        self._stop_event = threading.Event()
+        self._heartbeat: threading.Thread | None = None
         self._descriptor = -1
-        """An open descriptor of the folder, which stays valid if the folder is renamed."""
+        """An open descriptor of the folder, which a rename does not invalidate."""
         self.on_loss: Callable[[FolderLoss], None] = lambda loss: None
-        """Called on another thread if the folder was deleted, renamed or replaced."""
+        """Called from another thread after the folder was deleted, renamed or replaced."""
 
     def acquire(self) -> None:
         """Acquire the folder.  Waits up to `STALE_S` for the heartbeat of an owner on another node.
 
-        Raises UserError, naming the owner, if it is alive, and OSError if the folder cannot be written.
+        Raises UserError with the owner's name if it is alive, and OSError if the folder cannot be written.
         """
-        if self._beat is not None:
+        if self._heartbeat is not None:
             return
-        self._made = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
+        self._created_folders = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._own |= _this_folder(self.folder)
-        mine = self.folder / f"{self.NAME}.{self._own['token']}"
+        self._identity |= _folder_identity(self.folder)
+        temporary = self.folder / f"{self.NAME}.{self._identity['token']}"
         try:
-            write_and_sync(mine, json.dumps(self._own))
-            while not _link(mine, self.path):
-                self._wait_for_death(mine)
+            write_and_sync(temporary, json.dumps(self._identity))
+            while not _link(temporary, self.path):
+                self._wait_until_owner_is_dead(temporary)
         finally:
-            mine.unlink(missing_ok=True)
-        for path in self.folder.glob(f"{self.NAME}.*"):  # temporary files of claimants: those of live ones stay
-            other = _parse(path)
-            if other is None or (_where(other) == _where(self._own) and _start_of(other["pid"]) != other["started"]):
+            temporary.unlink(missing_ok=True)
+        for path in self.folder.glob(f"{self.NAME}.*"):  # temporary files of dead claimants
+            claimant = _read_owner(path)
+            if claimant is None or (
+                _pid_scope(claimant) == _pid_scope(self._identity)
+                and _process_start_time(claimant["pid"]) != claimant["started"]
+            ):
                 path.unlink(missing_ok=True)
         self._descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._beat = threading.Thread(target=self._keep_alive, name="owner", daemon=True)
-        self._beat.start()
+        self._heartbeat = threading.Thread(target=self._run_heartbeat, name="owner", daemon=True)
+        self._heartbeat.start()
 
     def make(self, folder: Path) -> None:
-        """Create a folder inside this one, and its parents; `release` removes those that are still empty."""
+        """Create a folder inside this one, with its parents; `release` removes those that are still empty."""
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        self._made = [*missing, *self._made]
+        self._created_folders = [*missing, *self._created_folders]
 
     def release(self) -> None:
-        if self._beat is None:
+        if self._heartbeat is None:
             return
-        self._stopped.set()
-        if self._beat is not threading.current_thread():
-            self._beat.join()
-        self._beat = None
-        with contextlib.suppress(OSError):  # if the folder is not writable, the next run sees that this process is gone
-            if self._read() == self._own:
+        self._stop_event.set()
+        if self._heartbeat is not threading.current_thread():
+            self._heartbeat.join()
+        self._heartbeat = None
+        with contextlib.suppress(OSError):  # if this fails, the next run finds that this process is dead
+            if self._owner() == self._identity:
                 self.path.unlink(missing_ok=True)
-                for folder in self._made:
+                for folder in self._created_folders:
                     folder.rmdir()  # fails unless it is empty
         os.close(self._descriptor)
         self._descriptor = -1
 
-    def look(self) -> FolderLoss | None:
+    def find_loss(self) -> FolderLoss | None:
         """Return what happened to the folder, or None if it is still in place.
 
-        Unreachable storage is not a loss, since it may recover.
+        Unreachable storage may recover and is no loss.
         """
-        if self._descriptor < 0 or self._read() == self._own:
+        if self._descriptor < 0 or self._owner() == self._identity:
             return None
         if self._is_in_place():
             return None
-        time.sleep(self._AGAIN_S)
+        time.sleep(self._RECHECK_S)
         if self._is_in_place():
             return None
         try:
             is_deleted = os.fstat(self._descriptor).st_nlink == 0
         except OSError:  # deleted on another node
             is_deleted = True
-        moved_to = None if is_deleted else self._find()
-        what = "was deleted" if is_deleted else "is no longer there (was its disk unmounted?)"
+        moved_to = None if is_deleted else self._current_path()
+        event = "was deleted" if is_deleted else "is no longer there (was its disk unmounted?)"
         if moved_to is not None:
-            what = f"was renamed to {moved_to}"
+            event = f"was renamed to {moved_to}"
         elif os.path.lexists(self.folder):
-            what += ", and something else has its name"
-        return FolderLoss(self.setting, self.folder, what, moved_to)
+            event += ", and something else has its name"
+        return FolderLoss(self.setting, self.folder, event, moved_to)
 
     def _is_in_place(self) -> bool:
         """Return whether the acquired folder is still at its path."""
         try:
-            there, own = os.stat(self.folder), os.fstat(self._descriptor)
+            current, acquired = os.stat(self.folder), os.fstat(self._descriptor)
         except OSError as error:
             return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
-        return os.path.samestat(there, own)
+        return os.path.samestat(current, acquired)
 
-    def _find(self) -> Path | None:
+    def _current_path(self) -> Path | None:
         """Return the current path of the folder, or None if it is unknown."""
         with contextlib.suppress(OSError):
             path = Path(os.readlink(f"/proc/self/fd/{self._descriptor}"))
@@ -386,94 +395,95 @@ class FolderLock:
 
     def follow(self, folder: Path) -> None:
         """Continue with the folder under its new name `folder`."""
-        self.folder, self.path, self._made = folder, folder / self.NAME, []
+        self.folder, self.path, self._created_folders = folder, folder / self.NAME, []
 
-    def _wait_for_death(self, mine: Path) -> None:
-        """Return once the owner is dead and its file has been removed.  Raises UserError if the owner is alive."""
-        owner, first_beat = self._read(), self._last_beat()
-        while not self._is_dead(owner, mine):
-            is_remote = owner is None or _where(owner) != _where(self._own)
-            if not is_remote or self._last_beat() != first_beat:
+    def _wait_until_owner_is_dead(self, temporary: Path) -> None:
+        """Wait until the owner is dead, and remove its file.  Raises UserError if the owner is alive."""
+        owner, first_heartbeat = self._owner(), self._last_heartbeat()
+        while not self._is_dead(owner, temporary):
+            is_remote = owner is None or _pid_scope(owner) != _pid_scope(self._identity)
+            if not is_remote or self._last_heartbeat() != first_heartbeat:
                 raise UserError(
-                    f"{self.setting}={self.folder}: another run owns it: {_name(owner)}\n  wait for it, stop "
+                    f"{self.setting}={self.folder}: another run owns it: {_describe_owner(owner)}\n  wait for it, stop "
                     f"it, or choose another {self.setting}"
                 )
             time.sleep(0.5)
-        # If several processes wait for the same owner, one of them moves the file and the others find it gone.
-        moved = self.path.with_name(f"{self.NAME}.stale-{self._own['token']}")
+        # If several processes wait for the same owner, one of them moves the file, and the others find it missing.
+        stale = self.path.with_name(f"{self.NAME}.stale-{self._identity['token']}")
         try:
-            os.rename(self.path, moved)
+            os.rename(self.path, stale)
         except FileNotFoundError:
             return
-        if _parse(moved) != owner:  # another process was faster, and is alive
-            _link(moved, self.path)
-        moved.unlink()
+        if _read_owner(stale) != owner:  # another process was faster, and is alive
+            _link(stale, self.path)
+        stale.unlink()
 
-    def _is_dead(self, owner: dict[str, Any] | None, mine: Path) -> bool:
-        last_beat = self._last_beat()
-        if last_beat is None:
+    def _is_dead(self, owner: dict[str, Any] | None, temporary: Path) -> bool:
+        last_heartbeat = self._last_heartbeat()
+        if last_heartbeat is None:
             return True
-        if owner is not None and _where(owner) == _where(self._own):
-            is_self = owner["pid"] == self._own["pid"]
-            return is_self or _is_copied(owner, self.folder) or _start_of(owner["pid"]) != owner["started"]
-        if owner is not None and owner["job"] and owner["job"] == self._own["job"]:
-            return bool(owner["restarts"] < self._own["restarts"])  # Slurm requeued the job: its old processes are gone
-        os.utime(mine)
-        return mine.stat().st_mtime - last_beat > self.STALE_S
+        if owner is not None and _pid_scope(owner) == _pid_scope(self._identity):
+            is_self = owner["pid"] == self._identity["pid"]
+            return is_self or _is_copied(owner, self.folder) or _process_start_time(owner["pid"]) != owner["started"]
+        if owner is not None and owner["job"] and owner["job"] == self._identity["job"]:
+            # If Slurm has requeued the job, it has ended the processes of the earlier attempt.
+            return bool(owner["restarts"] < self._identity["restarts"])
+        os.utime(temporary)
+        return temporary.stat().st_mtime - last_heartbeat > self.STALE_S
 
-    def _last_beat(self) -> float | None:
+    def _last_heartbeat(self) -> float | None:
         try:
             return self.path.stat().st_mtime
         except FileNotFoundError:
             return None
 
-    def _read(self) -> dict[str, Any] | None:
-        return _parse(self.path)
+    def _owner(self) -> dict[str, Any] | None:
+        return _read_owner(self.path)
 
-    def _keep_alive(self) -> None:
-        has_told, num_missed, beat_at = False, 0, time.monotonic() + self.BEAT_S
-        while not self._stopped.wait(self.LOOK_S):
+    def _run_heartbeat(self) -> None:
+        has_reported, num_missed, next_heartbeat = False, 0, time.monotonic() + self.HEARTBEAT_S
+        while not self._stop_event.wait(self.CHECK_S):
             try:
-                owner = self._read()
-                if owner != self._own and not has_told:
-                    loss = self.look()
+                owner = self._owner()
+                if owner != self._identity and not has_reported:
+                    loss = self.find_loss()
                     if loss is not None:
-                        has_told = True
+                        has_reported = True
                         self.on_loss(loss)
                     elif owner is None:
                         num_missed += 1
-                        if num_missed % 2 == 0:  # not immediately: the entire folder may be being deleted
-                            self._claim_again()
-                    elif owner.get("pid") != self._own["pid"] and self._read() == owner:
-                        # Read again: meanwhile this run may have moved out of a folder whose name another run took.
-                        self._give_way(owner)
-                elif owner == self._own and time.monotonic() >= beat_at:
-                    beat_at = time.monotonic() + self.BEAT_S
+                        if num_missed % 2 == 0:  # not immediately: somebody may be deleting the entire folder
+                            self._restore_owner_file()
+                    elif owner.get("pid") != self._identity["pid"] and self._owner() == owner:
+                        # Read again: this run may have moved meanwhile, and another run may have taken the old path.
+                        self._exit_taken_over(owner)
+                elif owner == self._identity and time.monotonic() >= next_heartbeat:
+                    next_heartbeat = time.monotonic() + self.HEARTBEAT_S
                     os.utime(self.path)
             except OSError:  # the file system may recover
                 continue
 
-    def _claim_again(self) -> None:
-        """Restore the owner file, which somebody deleted while the folder still exists."""
+    def _restore_owner_file(self) -> None:
+        """Restore the owner file, which somebody has deleted although the folder still exists."""
         if not self.path.exists():
-            mine = self.folder / f"{self.NAME}.{self._own['token']}"
+            temporary = self.folder / f"{self.NAME}.{self._identity['token']}"
             try:
-                write_and_sync(mine, json.dumps(self._own))
-                _link(mine, self.path)
+                write_and_sync(temporary, json.dumps(self._identity))
+                _link(temporary, self.path)
             finally:
-                mine.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
 
-    def _give_way(self, owner: dict[str, Any]) -> NoReturn:
-        """End this process, because it was suspended for so long that another run has taken over the folder."""
+    def _exit_taken_over(self, owner: dict[str, Any]) -> NoReturn:
+        """Exit, because this process was suspended for so long that another run has taken over the folder."""
         print_stderr(
-            f"error: {self.setting}={self.folder}: another run has taken it over ({_name(owner)}), because this one "
-            f"gave no sign of life for {self.STALE_S:.0f} s\n  this run ends here, without saving; the other one "
-            "continues from the newest checkpoint"
+            f"error: {self.setting}={self.folder}: another run has taken it over ({_describe_owner(owner)}), because "
+            f"this one gave no sign of life for {self.STALE_S:.0f} s\n  this run ends here, without saving; the other "
+            "one continues from the newest checkpoint"
         )
         os._exit(EXIT_FAILED)
 
 
-def _name(owner: Mapping[str, Any] | None) -> str:
+def _describe_owner(owner: Mapping[str, Any] | None) -> str:
     """Describe the process in an owner file."""
     if owner is None:
         return "a process"
@@ -485,12 +495,12 @@ def _name(owner: Mapping[str, Any] | None) -> str:
 def is_owned(folder: Path) -> bool:
     """Return whether the folder's owner seems to be alive.  For reports, not for acquiring the folder.
 
-    The heartbeat of a process on another node is compared with this node's clock.
+    Compares the heartbeat of a process on another node with this node's clock.
     """
     path = folder / FolderLock.NAME
-    owner = _parse(path)
-    if owner is not None and _where(owner) == _where(_this_process()):
-        return _start_of(owner["pid"]) == owner["started"] and not _is_copied(owner, folder)
+    owner = _read_owner(path)
+    if owner is not None and _pid_scope(owner) == _pid_scope(_process_identity()):
+        return _process_start_time(owner["pid"]) == owner["started"] and not _is_copied(owner, folder)
     try:
         return time.time() - path.stat().st_mtime < FolderLock.STALE_S
     except OSError:
@@ -498,7 +508,7 @@ def is_owned(folder: Path) -> bool:
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Hard-link `source` to `target`; return False if `target` exists.  Atomic, also on NFS."""
+    """Hard-link `source` to `target`; return False if `target` exists.  Atomic, even on NFS."""
     try:
         os.link(source, target)
     except FileExistsError:
@@ -512,15 +522,15 @@ def _link(source: Path, target: Path) -> bool:
     return True
 
 
-def _parse(path: Path) -> dict[str, Any] | None:
+def _read_owner(path: Path) -> dict[str, Any] | None:
     try:
         owner = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    return owner if isinstance(owner, dict) and set(_this_process()) <= set(owner) else None
+    return owner if isinstance(owner, dict) and set(_process_identity()) <= set(owner) else None
 
 
-def _this_process() -> dict[str, Any]:
+def _process_identity() -> dict[str, Any]:
     namespace = ""
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")
@@ -529,29 +539,29 @@ def _this_process() -> dict[str, Any]:
         "boot": find_boot(),
         "namespace": namespace,
         "pid": os.getpid(),
-        "started": _start_of(os.getpid()),
+        "started": _process_start_time(os.getpid()),
         "job": os.environ.get("SLURM_JOB_ID", ""),
         "restarts": int(os.environ.get("SLURM_RESTART_COUNT", "0") or 0),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
 
 
-def _this_folder(folder: Path) -> dict[str, Any]:
+def _folder_identity(folder: Path) -> dict[str, Any]:
     return {"folder": str(folder.resolve()), "inode": folder.stat().st_ino}
 
 
 def _is_copied(owner: dict[str, Any], folder: Path) -> bool:
-    """Return whether the owner file was copied with its run folder: its owner, on this machine, has the original."""
-    return all(name in owner and owner[name] != value for name, value in _this_folder(folder).items())
+    """Return whether the owner file was copied, together with its run folder, from another folder here."""
+    return all(name in owner and owner[name] != value for name, value in _folder_identity(folder).items())
 
 
-def _where(owner: dict[str, Any]) -> tuple[Any, ...]:
+def _pid_scope(owner: dict[str, Any]) -> tuple[Any, ...]:
     """Return the scope of a PID: the machine since its last boot, and the PID namespace (container)."""
     return owner["host"], owner["boot"], owner["namespace"]
 
 
-def _start_of(pid: int) -> str:
-    """Return a process's start time in kernel ticks; empty if it does not exist or is a zombie."""
+def _process_start_time(pid: int) -> str:
+    """Return the start time of a process in kernel ticks; empty if there is no such process or it is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

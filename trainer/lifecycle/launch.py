@@ -1,6 +1,6 @@
 """Starts the ranks of `nproc=N` on this machine through torch's elastic launcher, and reports how they ended.
 
-A dry run does everything that a start does before the first step, in a temporary folder.
+A dry run does everything up to the first step, in a temporary folder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainer.distributed import stop_request
 from trainer.distributed.dead_ranks import describe_killed
 from trainer.distributed.environment import LAUNCHER, SPAWNED_BY_US, Environment
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, print_stderr
-from trainer.lifecycle.folder import note_end, read_status
+from trainer.lifecycle.folder import read_status, record_end
 from trainer.metrics.record import last_step
 
 if TYPE_CHECKING:
@@ -42,19 +42,19 @@ def spawn(nproc: int, command: Sequence[str], config: RunConfig) -> int:
     from torch.distributed.launcher.api import elastic_launch
 
     for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # the workers report for themselves
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the workers print their own reports
     os.environ[SPAWNED_BY_US] = str(nproc)
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its number of threads later
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # a save may take longer than the 30 s before a kill
     launch = _launch_config(nproc)
-    before = read_status(config.run_dir)
+    initial_status = read_status(config.run_dir)
 
     def interrupt(number: int, frame: object) -> NoReturn:
         raise SignalException(f"asked to stop by {signal.Signals(number).name}", signal.Signals(number))
 
-    request = stop_request.find_stop_request()
-    request.stop_in_order()  # this process waits while the ranks save, however long that takes
+    request = stop_request.take_stop_request()
+    request.disable_prompt_stop()  # wait for the ranks to save, as long as it takes
     try:
         for number in stop_request.caught_signals():  # until the launcher installs its own handlers
             signal.signal(number, interrupt)
@@ -63,16 +63,16 @@ def spawn(nproc: int, command: Sequence[str], config: RunConfig) -> int:
         elastic_launch(launch, sys.executable)(*command)
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
-        if killed := describe_killed(error.failures):
-            _note_end(config, before, killed)
+        if deaths := describe_killed(error.failures):
+            _report_end(config, initial_status, deaths)
         return next((code for code in (EXIT_USER_ERROR, EXIT_STOPPED) if code in codes), EXIT_FAILED)
     except SignalException:
-        # The launcher only knows that its workers have exited; status.json says how the run ended.
+        # The launcher only knows that its workers have exited; how the run ended is in status.json.
         status = read_status(config.run_dir)
-        if status == before:
-            return EXIT_STOPPED  # before the first step
+        if status == initial_status:
+            return EXIT_STOPPED  # the ranks had not started to train
         if status.get("exit_code") is None:
-            _note_end(config, before, "the run was asked to stop, and its ranks exited without reporting")
+            _report_end(config, initial_status, "the run was asked to stop, and its ranks exited without reporting")
             return EXIT_FAILED
         return int(status["exit_code"])
     return EXIT_FINISHED
@@ -95,10 +95,10 @@ def _launch_config(nproc: int) -> LaunchConfig:
     )
 
 
-def _note_end(config: RunConfig, before: Mapping[str, Any], reason: str) -> None:
-    """Print and record in `status.json` how the ranks ended, if they could not do so themselves."""
+def _report_end(config: RunConfig, initial_status: Mapping[str, Any], reason: str) -> None:
+    """Print, and record in `status.json`, how the ranks ended, because they could not do so themselves."""
     print_stderr(f"error: {reason}")
-    note_end(config.run_dir, before, last_step(config.run_dir / "metrics.jsonl"), reason)
+    record_end(config.run_dir, initial_status, last_step(config.run_dir / "metrics.jsonl"), reason)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -111,16 +111,18 @@ _DRY_RUN_FOLDER = "MESHTRAINER_DRY_RUN"
 
 @contextmanager
 def dry_run_config(config: RunConfig, env: Environment) -> Iterator[RunConfig]:
-    """Yield the configuration of a dry run, which writes only to a temporary folder that is removed afterwards.
+    """Yield the configuration of a dry run, which only writes to a temporary folder that is removed afterwards.
 
-    A dry run resumes as the run itself would, without changing its checkpoints.
+    A dry run resumes as the actual run would, without changing its checkpoints.
     """
-    # The same folder on all ranks of a node, with any launcher.
-    started_by = os.environ.get("TORCHELASTIC_RUN_ID") or env.job or os.getpid()
-    seed = f"{os.getuid()} {started_by} {Path(config.run.dir).absolute()}"
-    own = Path(tempfile.gettempdir()) / f"meshtrainer-dry-run-{hashlib.sha256(seed.encode()).hexdigest()[:16]}"
+    # All ranks of a node must use the same folder, under any launcher.
+    start_id = os.environ.get("TORCHELASTIC_RUN_ID") or env.job or os.getpid()
+    key = f"{os.getuid()} {start_id} {Path(config.run.dir).absolute()}"
+    default_folder = (
+        Path(tempfile.gettempdir()) / f"meshtrainer-dry-run-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    )
     inherited = os.environ.get(_DRY_RUN_FOLDER)
-    folder = Path(inherited or own)
+    folder = Path(inherited or default_folder)
     os.environ[_DRY_RUN_FOLDER] = str(folder)
     checkpoint_dir = config.checkpoint.dir or f"{config.run.dir}/checkpoints"
     resume = config.checkpoint.resume

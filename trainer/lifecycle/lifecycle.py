@@ -1,12 +1,12 @@
-"""The lifecycle of a run: its phases, from built to ended, and what each transition writes.
+"""The lifecycle of a run: its phases, from built to ended, and the files that each transition writes.
 
     built ----restore----> restored          a checkpoint was loaded
     built, restored ----begin----> running   the folder is acquired, the start record is written
     any ----end----> ended                   finished, stopped or failed: end record, status.json, folder released
 
-A user error before `begin` leaves an existing run unchanged: no transition, no record.
+A user error before `begin` leaves an existing run unchanged: there is no transition and no record.
 
-Below `Lifecycle`: steps that are abandoned, and the command of `run.on_end`.
+This module also abandons steps without data, and runs the command `run.on_end`.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from typing import TYPE_CHECKING, Any, Literal
 from trainer.config import find_deadline
 from trainer.data.loader import EvalLoader, TrainLoader, WaitAbandoned
 from trainer.distributed.channel import StepSync
-from trainer.distributed.environment import take_start
+from trainer.distributed.environment import take_start_time
 from trainer.distributed.stop_request import (
-    GIVING_UP,
     NOTICE,
     STOPPING,
+    STOPPING_EVALUATION,
     acknowledge_stop,
     causing_stop_request,
-    find_stop_request,
     identity,
     show_cursor,
     take_stale_notice,
+    take_stop_request,
 )
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from trainer.lifecycle.summary import closing
@@ -67,31 +67,31 @@ TRANSITIONS: Mapping[tuple[Phase, Event], Phase] = {
 
 
 class Lifecycle:
-    """One run in this process: its phase, its folder, requests to stop, and how it ends.
+    """One run in this process: its phase, its folder, requests to stop, and its end.
 
-    It is in `World.failure_listeners`: the failure watch calls `peer_failed` and `before_exit` after failures of other
-    ranks, and the watchdog calls `give_up` if this rank's main thread hangs, each from a thread of its own.
+    As one of `World.failure_listeners`, it is called from other threads: by the failure watch (`peer_failed`,
+    `before_exit`) after another rank has failed, and by the watchdog (`main_thread_hung`).
     """
 
-    def __init__(self, run: TrainingRun, loader: object, eval_loader: object, started: float) -> None:
-        """started: when the Trainer was created, by `time.monotonic`."""
+    def __init__(self, run: TrainingRun, loader: object, eval_loader: object, start_time: float) -> None:
+        """start_time: when the Trainer was created, by `time.monotonic`."""
         self._config, self._world, self._state = run.config, run.world, run.state
         self._folder, self._relocation, self._metrics = run.folder, run.relocation, run.metrics
         self._watchdog, self._step_metrics, self._horizon = run.watchdog, run.step_metrics, run.horizon
-        self._saver, self._forecast, self._loader, self._started = run.saver, run.forecast, loader, started
-        self._earlier_error = sys.exc_info()[1]  # an exception that is already being handled
+        self._saver, self._forecast, self._loader, self._start_time = run.saver, run.forecast, loader, start_time
+        self._earlier_error = sys.exc_info()[1]  # an exception that the caller is handling
         self.phase: Phase = "built"
         self._has_run_end_command = False
         self.stopping = False
-        """True on all ranks once any rank was asked to stop: the current step is the last."""
-        self.stop = find_stop_request()
+        """True on all ranks once any rank was asked to stop.  The current step is then the last one."""
+        self.stop = take_stop_request()
         if run.world.is_main:
             self.stop.on_first_signal, self.stop.on_second_interrupt = acknowledge_stop, self._quit
         self._stale_notice = take_stale_notice(run.config.run_dir)
         if self.stop.prompt is not None:
             self.stop.prompt.before_exit = self._record_prompt_stop
-        run.step_sync.register(self._is_asked_to_stop, self._begin_to_stop)
-        # If a folder of the run is lost, the current step is the last one.  Rank 0 has printed a message.
+        run.step_sync.register(self._is_asked_to_stop, self._start_stopping)
+        # After the loss of a folder, which rank 0 prints, the current step is the last one.
         run.step_sync.register(lambda: run.folder.loss is not None, partial(setattr, self, "stopping", True))
         self.step_abandoner = StepAbandoner(run.step_sync, loader, eval_loader, self._is_asked_to_stop)
         run.world.failure_listeners.append(self)
@@ -107,19 +107,19 @@ class Lifecycle:
     # -- transitions ---------------------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Note that a checkpoint was loaded."""
+        """Record that a checkpoint was loaded."""
         self._enter("restore")
 
     def check_may_begin(self) -> None:
-        """Raise UserError on all ranks if this run has ended, since only a new Trainer can continue it."""
+        """Raise UserError if this run has ended, because only a new Trainer can continue it."""
         if (self.phase, "begin") not in TRANSITIONS:
             raise UserError(f"this Trainer's run has {self.phase}: create a new Trainer, which continues from there")
 
     def begin(self, facts: Mapping[str, str], record: Mapping[str, Any], notes: Sequence[str]) -> None:
-        """Write config.yaml, open the metrics and write the start record; from here on the run is running.
+        """Write config.yaml, open the metrics and write the start record.  The run is then running.  Collective.
 
-        facts: the start block on the console.  record: fields of the start record.  notes: further lines to print.
-        Collective; the folder must already be acquired.
+        facts: the start block on the console.  record: fields of the start record.  notes: more lines to print.  The
+        folder must be acquired already.
         """
         resumed_step = record["resumed_step"] or 0
         for work in (self._folder.begin, lambda: self._metrics.open(self._folder.metrics, resumed_step)):
@@ -129,39 +129,41 @@ class Lifecycle:
         if self._world.is_main:
             notice = self._folder.path / NOTICE
             if self._stale_notice and identity(notice) == self._stale_notice:
-                notice.unlink(missing_ok=True)  # it was meant for an earlier attempt
+                notice.unlink(missing_ok=True)  # it was for an earlier attempt
             self.stop.watch(notice, find_deadline(self._config))
         self._folder.write_status("running", None, self._state.step, "")
         self._metrics.start(facts)
         for note in notes:
             self._metrics.say(note)
-        clock, command = self._metrics.clock, take_start()
+        clock, command_start = self._metrics.clock, take_start_time()
         # The start of the command, or of this Trainer if that is unknown, in seconds since the epoch.
-        started = clock.now() - (time.monotonic() - self._started) if command is None else clock.at(command)
+        start_time = (
+            clock.now() - (time.monotonic() - self._start_time) if command_start is None else clock.at(command_start)
+        )
         nodes = self._world.env.num_nodes
-        self._metrics.write(Record(kind="start", **record, nodes=nodes, started=started, **self._metrics.before))
-        for note in self._saver.begin():  # after the start record, from which it takes measurements
+        self._metrics.write(Record(kind="start", **record, nodes=nodes, started=start_time, **self._metrics.before))
+        for note in self._saver.begin():  # reads measurements from the start record
             self._metrics.say(note)
 
     def end(self) -> int:
         """End the run as finished, or as stopped on request.  Returns the exit code.  Collective.
 
-        Raises TrainingFailed if a folder of the run was lost, after saving its state elsewhere.
+        If a folder of the run was lost, saves the state elsewhere and raises TrainingFailed.
         """
         self._end_if_lost(saves=True)
         if self.stopping:
             reasons = self._world.gather(self.stop.reason(self._stopping_s()))
             reason = next((reason for reason in reasons if reason), "asked to stop")
             step = self._state.step
-            there = "the last good checkpoint (steps were being skipped)" if self._state.num_skipped else "there"
+            resume_point = "the last good checkpoint (steps were being skipped)" if self._state.num_skipped else "there"
             self._metrics.say(
-                f"stopped ({reason}) at step {step}; run the same command to resume from {there}", "yellow"
+                f"stopped ({reason}) at step {step}; run the same command to resume from {resume_point}", "yellow"
             )
             self._end("stopped", EXIT_STOPPED, reason)
             return EXIT_STOPPED
         reason = self._horizon.reason(self._state.step)
         best = self._saver.best if self._world.is_main else None
-        lines = closing(self._config, self._metrics, self._horizon, best, time.monotonic() - self._started)
+        lines = closing(self._config, self._metrics, self._horizon, best, time.monotonic() - self._start_time)
         if self._world.is_main:
             lines += self._horizon.closing_lines(self._folder.path)
         for line in lines:
@@ -172,42 +174,42 @@ class Lifecycle:
     def _end_if_lost(self, saves: bool) -> None:
         """Raise TrainingFailed on all ranks if a folder of the run was deleted, renamed or replaced.
 
-        With `saves` the state is first saved elsewhere, unless it has been already.
+        With `saves`, first save the state elsewhere, unless that was done already.
         """
         had_moved, step = self._relocation.has_moved, self._state.step
         if not self._relocation.check():
             return
-        saved = "its state is not saved"
+        outcome = "its state is not saved"
         if saves and step:
             if not had_moved:  # the last save was in the lost folder
                 self._saver.forget()
             self._saver.save_final(self._state)
-            saved = f"the state of step {step} is in {self._saver.storage}"
-        raise self._relocation.final_error(saved)
+            outcome = f"the state of step {step} is in {self._saver.storage}"
+        raise self._relocation.final_error(outcome)
 
-    def end_without_work(self, resumed_step: int | None, clean: Callable[[], None]) -> int:
-        """End a run that has nothing left to train.  Returns the exit code.
+    def end_without_work(self, resumed_step: int | None, delete_leftovers: Callable[[], None]) -> int:
+        """End a run that has no steps left.  Returns the exit code.
 
-        clean: deletes the leftovers of an attempt that was killed.
+        delete_leftovers: deletes the partial files of killed attempts.
         """
         step, config, horizon = self._state.step, self._config, self._horizon
         is_early = step < config.train.steps
-        longer = "eval.patience=0" if is_early else f"train.steps={max(1, 2 * step)}"
+        setting = "eval.patience=0" if is_early else f"train.steps={max(1, 2 * step)}"
         self._metrics.say(
             f"nothing to do: {config.run.dir} is at step {step} of {config.train.steps}"
             f"{f' ({horizon.reason(step)})' if is_early else ''}\n"
-            f"  to train longer: {longer}\n"
+            f"  to train longer: {setting}\n"
             "  to train another run: run.name=NAME\n"
             "  to start over: checkpoint.resume=none"
         )
         if self._world.is_main and resumed_step is not None and not self._folder.has_finished():
-            clean()  # an attempt was killed after everything was saved
+            delete_leftovers()  # the last attempt was killed after its final save
             self._folder.write_status("finished", EXIT_FINISHED, step, horizon.reason(step))
         self._folder.release()
         return EXIT_FINISHED
 
     def fail(self, error: BaseException) -> None:
-        """Record how the run failed.  Uses no collective, because the other ranks may be anywhere."""
+        """Record that the run has failed.  Uses no collective, because the other ranks may be anywhere."""
         if isinstance(error, StopRequested):  # before the first step of this attempt
             self._watchdog.stop()
             if self.phase == "running":
@@ -218,40 +220,40 @@ class Lifecycle:
         self._watchdog.explain(error)
         self._watchdog.stop()
         self._forecast.explain(error)
-        first = self._world.announce_failure(error)
-        self._saver.wait(self._config.run.timeout_s)  # let a good save in flight finish
+        first_failure = self._world.announce_failure(error)
+        self._saver.wait(self._config.run.timeout_s)  # let a save in flight finish
         self._saver.quarantine_since(self._state.skips.failed_since)
         if isinstance(error, UserError) and self.phase != "running":
             self._folder.release()
             return
         exit_code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED
-        self._end("failed", exit_code, first or f"{type(error).__name__}: {error}")
+        self._end("failed", exit_code, first_failure or f"{type(error).__name__}: {error}")
 
     def _record_prompt_stop(self) -> None:
-        """Record the stop from another thread while the main thread is blocked."""
+        """Record the stop, from another thread, because the main thread is blocked."""
         if self.phase == "running":
             self._folder.write_status("stopped", EXIT_STOPPED, self._state.step, "asked to stop")
         self._folder.release()
 
-    def stop_in_order(self) -> None:
-        """From now on, finish the step and save when asked to stop, since there is something to save."""
-        self.stop.stop_in_order()
+    def disable_prompt_stop(self) -> None:
+        """From now on, finish the step and save when asked to stop, because there is state to save."""
+        self.stop.disable_prompt_stop()
 
     def _end(self, state: str, exit_code: int, reason: str) -> None:
         self._enter("end")
         self._watchdog.stop()
         self._saver.wait_for_deleting()
-        goodput = min(1.0, self._step_metrics.productive_s / (time.monotonic() - self._started))
+        goodput = min(1.0, self._step_metrics.productive_s / (time.monotonic() - self._start_time))
         facts: dict[str, Any] = {"step": self._state.step, "reason": state, "goodput": goodput}
         if self._world.is_main:
             facts |= self._forecast.result()
-            for miss in self._forecast.misses():
-                self._metrics.say(f"not as planned: {miss}")
+            for deviation in self._forecast.misses():
+                self._metrics.say(f"not as planned: {deviation}")
         self._metrics.write(Record(kind="end", **facts, **self._metrics.totals()))
         self._folder.write_status(state, exit_code, self._state.step, reason)
         command, step = self._config.run.on_end, self._state.step
         if command and self._world.is_main and not self._has_run_end_command:
-            self._has_run_end_command = True  # the watchdog and the main thread may both detect the failure
+            self._has_run_end_command = True  # both the watchdog and the main thread may detect the failure
             facts = {"RUN_DIR": self._folder.path, "STATE": state, "EXIT_CODE": exit_code, "STEP": step}
             if failure := run_end_command(command, facts):
                 self._metrics.say(failure, "yellow")
@@ -269,7 +271,7 @@ class Lifecycle:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Catch requests to stop inside the block, and record an exception that leaves it."""
+        """Catch requests to stop inside the block; if it raises, record the failure."""
         self.stop.install()
         try:
             yield
@@ -284,11 +286,11 @@ class Lifecycle:
 
     @contextmanager
     def without_writing(self) -> Iterator[None]:
-        """Catch requests to stop inside the block, without writing to the run, however the block ends."""
+        """Catch requests to stop inside the block; write nothing to the run, even if the block raises."""
         self._enter("end")
         if self._world.is_main:
-            self.stop.on_first_signal = partial(acknowledge_stop, GIVING_UP)
-        self.stop.is_acknowledged = True  # the usual message, which promises a save, would be wrong here
+            self.stop.on_first_signal = partial(acknowledge_stop, STOPPING_EVALUATION)
+        self.stop.is_acknowledged = True  # the usual message promises a save
         self.stop.install()
         try:
             yield
@@ -298,7 +300,7 @@ class Lifecycle:
     def close(self) -> None:
         """End the run if it is still running, and close the process group if it was opened here.  Collective.
 
-        If an exception is propagating, the run has failed; then this uses no collective.
+        If an exception propagates, the run has failed, and this method uses no collective.
         """
         error = sys.exc_info()[1]
         if error is not None and error is not self._earlier_error:
@@ -331,46 +333,46 @@ class Lifecycle:
     def _is_asked_to_stop(self) -> bool:
         return self.stop.reason(self._stopping_s()) is not None
 
-    def _begin_to_stop(self) -> None:
+    def _start_stopping(self) -> None:
         if not self.stopping:
             self.stopping = True
             if not self.stop.is_acknowledged:
                 self._metrics.say(STOPPING, "yellow")
 
     def _stopping_s(self) -> float:
-        """Return the expected time to stop: two steps and the longest save so far, with a margin."""
+        """Return the expected time to stop in seconds: two steps and the longest save so far, with a margin."""
         return 2.0 * self._step_metrics.step_s + 1.5 * self._saver.expected_s + 5.0
 
     def _quit(self) -> None:
-        """Restore the terminal and release the folder after a second Ctrl-C, before the process ends."""
+        """Restore the terminal and release the folder, before a second Ctrl-C ends the process."""
         show_cursor()
         self.before_exit(2.0, "a second Ctrl-C", saves=False)
-        releasing = threading.Thread(target=self._folder.release, daemon=True)
-        releasing.start()
-        releasing.join(2.0)
+        thread = threading.Thread(target=self._folder.release, daemon=True)
+        thread.start()
+        thread.join(2.0)
 
     # -- failures elsewhere --------------------------------------------------------------------------------------
 
     def peer_failed(self) -> None:
-        """After another rank's failure, let SIGTERM end this process, whose main thread may hang."""
+        """Let SIGTERM end this process after another rank has failed, because the main thread may hang."""
         self.stop.exits_on_sigterm = True
 
-    def before_exit(self, patience_s: float, reason: str, saves: bool = True) -> None:
-        """Write `reason` to status.json before this process ends, and let the save in flight finish.
+    def before_exit(self, timeout_s: float, reason: str, saves: bool = True) -> None:
+        """Write `reason` to status.json and wait for the save in flight, before this process ends.
 
-        Called on another thread, since this rank's main thread may hang.  The storage may hang as well.
+        Called from another thread, because the main thread may hang.  The storage may hang as well.
         """
         if self.is_running:
             status = ("failed", EXIT_FAILED, self._state.step, reason)
-            writing = threading.Thread(target=self._folder.write_status, args=status, daemon=True)
-            writing.start()
-            writing.join(max(1.0, patience_s))
+            thread = threading.Thread(target=self._folder.write_status, args=status, daemon=True)
+            thread.start()
+            thread.join(max(1.0, timeout_s))
         if saves:
-            self._saver.wait(min(patience_s, self._config.run.timeout_s))
+            self._saver.wait(min(timeout_s, self._config.run.timeout_s))
 
-    def give_up(self, reason: str) -> None:
-        """Record the failure after the watchdog has found that the main thread hangs.  Called on another thread."""
-        self._folder.write_status("failed", EXIT_FAILED, self._state.step, reason)  # first, as the rest may hang too
+    def main_thread_hung(self, reason: str) -> None:
+        """Record that the main thread hangs.  Called by the watchdog, from another thread."""
+        self._folder.write_status("failed", EXIT_FAILED, self._state.step, reason)  # first, because `_end` may hang too
         self._end("failed", EXIT_FAILED, reason)
 
 
@@ -378,65 +380,66 @@ class Lifecycle:
 # Steps whose data does not arrive
 
 
-PATIENCE_S = 5.0
-"""Time to wait for data after a request to stop, which is enough for most steps."""
+DATA_TIMEOUT_S = 5.0
+"""Seconds to wait for data after a request to stop, enough for most steps."""
 
 
 class _StepAbandoned(Exception):
-    """Raised on all ranks after one of them has given up waiting for its data."""
+    """Raised on all ranks after one of them has stopped waiting for its data."""
 
 
 class StepAbandoner:
-    """Abandons a step if its data does not arrive on a rank that was asked to stop (a connection may be lost).
+    """Abandons a step if its data does not arrive on a rank that was asked to stop, for example without a connection.
 
-    The rank that gives up votes for it in the step's first all-reduce, which the other ranks take part in when they
-    begin the step.  None of them has changed any state by then, so that all ranks can save the state from before the
-    step.  An evaluation is abandoned in the all-reduce before each of its micro-batches.
+    That rank votes for abandoning in the step's first all-reduce, in which the others take part when they begin the
+    step.  By then no rank has changed its state, so all ranks can save the state from before the step.  An evaluation
+    can be abandoned in the all-reduce before each of its micro-batches.
 
-    loader, eval_loader: custom loaders are never abandoned.  is_asked: returns whether this rank was asked to stop.
+    loader, eval_loader: steps of custom loaders are never abandoned.  is_asked: returns whether this rank was asked to
+    stop.
     """
 
     def __init__(self, step_sync: StepSync, loader: object, eval_loader: object, is_asked: Callable[[], bool]) -> None:
         self._step_sync, self._loader, self._is_asked = step_sync, loader, is_asked
-        self._has_given_up = False
-        self._waits_since: float | None = None
-        step_sync.register(lambda: self._has_given_up, self._leave)
-        for each in (loader, eval_loader):
-            if isinstance(each, (TrainLoader, EvalLoader)):
-                each.should_abandon = self._is_out_of_patience
+        self._has_abandoned = False
+        self._waiting_since: float | None = None
+        step_sync.register(lambda: self._has_abandoned, self._raise_abandoned)
+        for each_loader in (loader, eval_loader):
+            if isinstance(each_loader, (TrainLoader, EvalLoader)):
+                each_loader.should_abandon = self._should_abandon
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Leave the block on all ranks if the step inside is abandoned on one.  At most one all-reduce."""
+        """Leave the block on all ranks if one of them abandons its step.  At most one all-reduce."""
         try:
             try:
                 yield
             except WaitAbandoned:
-                self._has_given_up = True
+                self._has_abandoned = True
                 self._step_sync.all_reduce()
         except _StepAbandoned:
             assert isinstance(self._loader, TrainLoader), "all ranks have the same loader"
             self._loader.rewind_step()
 
-    def _is_out_of_patience(self) -> bool:
+    def _should_abandon(self) -> bool:
         if not self._is_asked():
             return False
         now = time.monotonic()
-        self._waits_since = now if self._waits_since is None else self._waits_since
-        return now - self._waits_since > PATIENCE_S
+        self._waiting_since = now if self._waiting_since is None else self._waiting_since
+        return now - self._waiting_since > DATA_TIMEOUT_S
 
-    def _leave(self) -> None:
+    def _raise_abandoned(self) -> None:
         raise _StepAbandoned
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The command at the end
+# The command `run.on_end`
 
 
-LIMIT_S = 30.0
-"""Time limit of the command: whoever asked the run to stop waits for it."""
+END_COMMAND_TIMEOUT_S = 30.0
+"""Time limit of the command in seconds, short because a request to stop may be pending."""
 _GRACE_S = 5.0
-"""Extra time after which `timeout` kills the command, if this process was killed meanwhile and cannot."""
+"""Seconds after the limit until `timeout` kills the command, in case this process was killed."""
 
 
 def run_end_command(command: str, facts: Mapping[str, object]) -> str:
@@ -447,17 +450,17 @@ def run_end_command(command: str, facts: Mapping[str, object]) -> str:
     env = os.environ | {name: str(value) for name, value in facts.items()}
     try:
         limiter = shutil.which("timeout")
-        # If this process was killed meanwhile, `timeout` kills the command and its children.
-        limit = [] if limiter is None else [limiter, "-s", "KILL", f"{LIMIT_S + _GRACE_S:g}"]
-        words = [*limit, "/bin/sh", "-c", command]
-        process = subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+        # If this process is killed, `timeout` still kills the command and its children.
+        limiter_arguments = [] if limiter is None else [limiter, "-s", "KILL", f"{END_COMMAND_TIMEOUT_S + _GRACE_S:g}"]
+        arguments = [*limiter_arguments, "/bin/sh", "-c", command]
+        process = subprocess.Popen(arguments, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
     except (OSError, ValueError) as error:
         return f"run.on_end cannot be started: {error}"
     try:
-        code = process.wait(LIMIT_S)
+        code = process.wait(END_COMMAND_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        return f"run.on_end was stopped: it took more than {LIMIT_S:.0f} s"
+        return f"run.on_end was stopped: it took more than {END_COMMAND_TIMEOUT_S:.0f} s"
     return f"run.on_end failed with exit code {code}" if code else ""

@@ -1,6 +1,6 @@
-"""Resume: selects the checkpoint that a run starts from, and moves aside what the run does not continue.
+"""Resume: selects the checkpoint that a run starts from, and moves aside files that the run does not continue.
 
-`EarlierAttempts` compares the records in the run's folder with its checkpoints, so that missing ones are noticed.
+`EarlierAttempts` compares the records in the run's folder with its checkpoints, to notice missing ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainer.config import RunConfig, compare_configs, stored_value
 from trainer.config.resolve import is_another_run, shared_checkpoints_rule
 from trainer.distributed.world import World
 from trainer.errors import UserError, masked, setting_error
-from trainer.lifecycle.folder import RECORD, RunFolder, read_status
+from trainer.lifecycle.folder import RECORD_FILES, RunFolder, read_status
 from trainer.lifecycle.state import TrainState
 from trainer.metrics.record import read_kinds
 from trainer.metrics.sinks import Metrics, warn
@@ -47,37 +47,37 @@ class Resume:
         """Step of the last loaded checkpoint; None for a fresh start."""
         self.path = ""
         """Path or URL of that checkpoint."""
-        self.is_own = False
-        """True if that checkpoint belongs to this run."""
+        self.is_same_run = False
+        """True if this run has written that checkpoint."""
         self.changed: list[str] = []
-        """Settings that differ from those of the checkpoint, one line each."""
+        """Settings that differ from the checkpoint's, one line each."""
         self.seconds = 0.0
-        """Time spent loading, in seconds; the Trainer measures it."""
-        self._has_gone_back = False
+        """Seconds spent loading, which the Trainer measures."""
+        self._must_supersede = False
 
     def load(self, state: TrainState, path: str | Path | None, is_running: bool) -> RestoredCheckpoint | None:
         """Restore `state` from `path`, by default from the checkpoint that `checkpoint.resume` selects.
 
         Returns None for a fresh start.  Raises UserError for an incompatible checkpoint, with the first differences and
-        a file of all of them, and TrainingFailed if no checkpoint is good.
+        the path of a file with all of them, and TrainingFailed if no checkpoint is good.
         """
         self._world.agreed(self.earlier_attempts.check_checkpoint_dir)
-        found = self._find(state, str(path) if path is not None else None, is_running)
-        if found is None:
+        restored = self._find(state, str(path) if path is not None else None, is_running)
+        if restored is None:
             return None
-        self.step, self.path, self.changed = state.step, str(found.path), list(found.changed)
-        own_path = f"{self._checkpoints.storage}/{name_of(found.manifest.step)}"
-        self.is_own = self._world.broadcast(is_same_location(found.path, own_path))
-        if not self.is_own or self._world.broadcast(self.earlier_attempts.is_copied(found)):
-            self._metrics.tracking_id = None  # it belongs to the other run
-        self._has_gone_back = is_running
+        self.step, self.path, self.changed = state.step, str(restored.path), list(restored.changed)
+        own_path = f"{self._checkpoints.storage}/{name_of(restored.manifest.step)}"
+        self.is_same_run = self._world.broadcast(is_same_location(restored.path, own_path))
+        if not self.is_same_run or self._world.broadcast(self.earlier_attempts.is_copied(restored)):
+            self._metrics.tracking_id = None  # that of the other run
+        self._must_supersede = is_running
         if self._world.is_main:
-            for name, damage in found.damaged.items():
-                listed = "\n".join(f"  {line}" for line in damage)
-                warn(f"checkpoint {name} is damaged and was set aside:\n{listed}")
-            for warning in found.warnings:
-                warn(f"{found.path}: {warning}")
-        return found
+            for name, damage in restored.damaged.items():
+                details = "\n".join(f"  {line}" for line in damage)
+                warn(f"checkpoint {name} is damaged and was quarantined:\n{details}")
+            for warning in restored.warnings:
+                warn(f"{restored.path}: {warning}")
+        return restored
 
     def _find(self, state: TrainState, path: str | None, is_running: bool) -> RestoredCheckpoint | None:
         resume = path or self._config.checkpoint.resume
@@ -85,7 +85,7 @@ class Resume:
             resume = "auto"
         allowed = frozenset(self._config.checkpoint.allow_changes)
         if allowed & {"optim", "optim.name", "state.model"}:
-            allowed |= {"state.optimizer"}  # starts without moments if the stored ones do not fit
+            allowed |= {"state.optimizer"}  # without matching moments, start with fresh ones
         request = RestoreRequest(
             state, compare=lambda stored: compare_configs(self._config, stored), allowed=allowed, careful=is_running
         )
@@ -94,21 +94,21 @@ class Resume:
             return None
         if resume == "auto":
             is_empty = self._world.broadcast(self._world.agreed(lambda: reader.is_empty))
-            with self._listing():
-                found = None if is_empty else reader.restore(request)
+            with self._saving_differences():
+                restored = None if is_empty else reader.restore(request)
             if self.step is None and not is_running:
-                self._world.agreed(lambda: self.earlier_attempts.check(found))
-            return found
+                self._world.agreed(lambda: self.earlier_attempts.check(restored))
+            return restored
         # Rank 0 decides, because the newest checkpoint of a live run may change at any moment.
-        named = self._world.agreed(lambda: str(find_checkpoint(resume)) if self._world.is_main else "")
-        with self._listing():
-            return reader.load(open_storage(self._world.broadcast(named)), request)
+        checkpoint_path = self._world.agreed(lambda: str(find_checkpoint(resume)) if self._world.is_main else "")
+        with self._saving_differences():
+            return reader.load(open_storage(self._world.broadcast(checkpoint_path)), request)
 
     @contextmanager
-    def _listing(self) -> Iterator[None]:
-        """Write all differences of an incompatible checkpoint to a file, if they are too many to print.
+    def _saving_differences(self) -> Iterator[None]:
+        """Write the differences of an incompatible checkpoint to a file if there are too many to print.
 
-        This is a temporary file with a fixed name per run, since a refused start must not change the run's folder.
+        This is a temporary file, one for each run, because a refused start must not change the run's folder.
         """
         try:
             yield
@@ -121,13 +121,13 @@ class Resume:
     def _is_restart(self, resume: str) -> bool:
         """Return whether the newest checkpoint here is from an attempt that was started with the same `resume`.
 
-        Then this is a restart of that attempt after it was stopped or killed, and continues from its progress.  With
-        `none` this holds only if the launcher has restarted the same job.
+        If so, that attempt was stopped or killed, and this one continues from its progress.  With `none` this is only
+        the case if the launcher has restarted the same job.
         """
         if resume == "auto":
             return False
 
-        def is_of_the_same_start() -> bool:
+        def is_from_same_start() -> bool:
             newest = self._checkpoints.reader.newest_origin() if self._world.is_main else None
             if newest is None or stored_value(newest.config_yaml, "checkpoint.resume") != masked(resume):
                 return False
@@ -135,7 +135,7 @@ class Resume:
             is_same_job = newest.job != "" and newest.job == env.job
             return resume != "none" or (is_same_job and newest.restarts < env.num_restarts)
 
-        is_restart: bool = self._world.broadcast(self._world.agreed(is_of_the_same_start))
+        is_restart: bool = self._world.broadcast(self._world.agreed(is_from_same_start))
         if is_restart:
             self._metrics.say(
                 f"checkpoint.resume={resume}: {self._config.run.dir} has already continued from there, and "
@@ -144,17 +144,17 @@ class Resume:
         return is_restart
 
     def confirm(self, step: int) -> None:
-        """Note that training continues at `step`; if a checkpoint was loaded in mid-run, later ones are superseded."""
-        if self._has_gone_back:
-            self._has_gone_back = False
+        """Supersede later checkpoints if one was loaded in mid-run and training now continues from its `step`."""
+        if self._must_supersede:
+            self._must_supersede = False
             self.supersede(is_running=True)
             self._world.agreed(lambda: self._metrics.go_back(step))
 
     def supersede(self, is_running: bool = False) -> None:
-        """Move aside what this attempt does not continue, and delete the partial files of attempts that were killed.
+        """Move aside files that this attempt does not continue, and delete partial files of killed attempts.
 
-        A run that starts over (`checkpoint.resume=none`) or from an older checkpoint supersedes later checkpoints, from
-        which `auto` would otherwise resume.  A run that continues a checkpoint from elsewhere supersedes all
+        A run that starts over (`checkpoint.resume=none`) or from an older checkpoint supersedes later checkpoints;
+        otherwise `auto` would resume from them.  A run that continues a checkpoint from elsewhere supersedes all
         checkpoints here, and their metrics.
         """
         work = partial(self._supersede, is_running)
@@ -165,31 +165,31 @@ class Resume:
     def _supersede(self, is_running: bool) -> None:
         self._checkpoints.clean()
         self._folder.clean()
-        begins = not is_running and (self.step is None or not self.is_own)
-        step = -1 if begins or self.step is None else self.step
+        is_fresh = not is_running and (self.step is None or not self.is_same_run)
+        step = -1 if is_fresh or self.step is None else self.step
         later = [name_of(later) for later in self._checkpoints.reader.steps() if later > step]
         has_past = bool(later)
         if self._config.checkpoint.dir is not None:
             for name in later:
                 self._checkpoints.storage.quarantine(name, SUPERSEDED)
             later = []
-        is_asked = self._config.checkpoint.resume == "none" and self.step is None
-        starts_over = begins and (is_asked or has_past)
+        is_requested = self._config.checkpoint.resume == "none" and self.step is None
+        starts_over = is_fresh and (is_requested or has_past)
         names = [f"checkpoints/{name}" for name in later]
-        aside = self._folder.move_aside(names + list(RECORD if starts_over else ()))
-        if aside is not None:
-            what = "earlier run" if starts_over else f"checkpoints after step {step}"
-            self._metrics.say(f"moved the {what} to {aside}")
+        moved_to = self._folder.move_aside(names + list(RECORD_FILES if starts_over else ()))
+        if moved_to is not None:
+            subject = "earlier run" if starts_over else f"checkpoints after step {step}"
+            self._metrics.say(f"moved the {subject} to {moved_to}")
         if not is_running and self.earlier_attempts.copied_from():
             self._folder.move_aside(["wandb", "trackers.json"])  # they identify the original in its trackers
 
 
 def _write_temporary(folder: Path, text: str) -> str:
-    """Write text to the temporary file for the run in `folder`; return its path, or "" if it cannot be written."""
-    number = hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
-    path = os.path.join(gettempdir(), f"meshtrainer-{os.getuid()}-{number}.txt")
+    """Write text to the temporary file for the run in `folder`; return its path, or "" if writing fails."""
+    digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
+    path = os.path.join(gettempdir(), f"meshtrainer-{os.getuid()}-{digest}.txt")
     with suppress(OSError):
-        # The folder is shared with other users: do not follow their links, and do not let them read the file.
+        # Other users share the folder: do not follow their links, and do not let them read the file.
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
             file.write(text)
         return path
@@ -197,7 +197,7 @@ def _write_temporary(folder: Path, text: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Earlier attempts: what the records in the folder say, compared with its checkpoints
+# Earlier attempts: the records in the folder, compared with its checkpoints
 
 
 METRICS, STATUS = "metrics.jsonl", "status.json"
@@ -205,30 +205,30 @@ METRICS, STATUS = "metrics.jsonl", "status.json"
 
 @dataclass(frozen=True)
 class RecordedProgress:
-    """The progress of earlier attempts according to their records."""
+    """The progress of earlier attempts, according to their records."""
 
     newest_saved: int | None = None
-    """The step of the newest checkpoint that was published or resumed from; None if there never was one."""
+    """Step of the newest checkpoint that was published or resumed from; None if there was none."""
     source_file: str = ""
     """The file that mentions that checkpoint."""
 
 
 def read_recorded_progress(folder: Path) -> RecordedProgress:
     """Return the progress that a run folder records; empty if there are no records."""
-    past = RecordedProgress()
+    progress = RecordedProgress()
     with contextlib.suppress(OSError):
         for record in read_kinds(folder / METRICS, "start", "checkpoint"):
-            if record["kind"] == "start":  # newer checkpoints were gone by then, or are superseded
-                past = RecordedProgress(_step(record.get("resumed_step")), METRICS)
+            if record["kind"] == "start":  # newer checkpoints were missing, or are superseded
+                progress = RecordedProgress(_step(record.get("resumed_step")), METRICS)
             else:
-                past = RecordedProgress(max(past.newest_saved or 0, _step(record.get("step")) or 0), METRICS)
+                progress = RecordedProgress(max(progress.newest_saved or 0, _step(record.get("step")) or 0), METRICS)
     status = read_status(folder)
     step = _step(status.get("step"))
-    # If the run ended in order, or resumed at a step, that step was saved.  A custom loop ends as "closed" either way.
+    # The step of an orderly end or a resume was saved.  A custom loop ends as "closed" even without a save.
     is_saved = status.get("state") in ("finished", "stopped", "running") and status.get("reason") != "closed"
-    if past.newest_saved is None and step and is_saved:
+    if progress.newest_saved is None and step and is_saved:
         return RecordedProgress(step, STATUS)
-    return past
+    return progress
 
 
 def _step(value: Any) -> int | None:
@@ -238,9 +238,8 @@ def _step(value: Any) -> int | None:
 class EarlierAttempts:
     """The earlier attempts of the run in a folder, whose checkpoints are expected in `checkpoint_dir`.
 
-    A run whose checkpoints have disappeared must not silently start over, and a copy of a run must not touch the
-    checkpoints of the original.  So rank 0 compares the records in the folder with the checkpoints before anything is
-    written.
+    A run without its checkpoints must not silently start over, and a copy of a run must not touch the checkpoints of
+    the original.  So before anything is written, rank 0 compares the records in the folder with the checkpoints.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -249,53 +248,55 @@ class EarlierAttempts:
 
     def check_checkpoint_dir(self) -> None:
         """Raise UserError if this folder is a copy of a run and would use the checkpoints of the original."""
-        if not self._folder.is_main or not (origin := self.copied_from()):
+        if not self._folder.is_main or not (original := self.copied_from()):
             return
-        kept = stored_value(self._folder.previous_config or "", "checkpoint.dir")
-        if is_same_location(str(masked(self.checkpoint_dir)), str(kept) if kept else f"{origin}/checkpoints"):
-            rule = shared_checkpoints_rule(origin, self.checkpoint_dir, str(self._folder.path))
+        stored_dir = stored_value(self._folder.previous_config or "", "checkpoint.dir")
+        if is_same_location(
+            str(masked(self.checkpoint_dir)), str(stored_dir) if stored_dir else f"{original}/checkpoints"
+        ):
+            rule = shared_checkpoints_rule(original, self.checkpoint_dir, str(self._folder.path))
             raise setting_error("checkpoint.dir", self._config.checkpoint.dir, rule)
 
-    def check(self, found: RestoredCheckpoint | None) -> None:
+    def check(self, restored: RestoredCheckpoint | None) -> None:
         """Raise UserError if the run had checkpoints and has none now; warn if only the newest one is missing.
 
-        found: the checkpoint that `checkpoint.resume=auto` selected.
+        restored: the checkpoint that `checkpoint.resume=auto` has selected.
         """
         if not self._folder.is_main:
             return
-        past = read_recorded_progress(self._folder.path)
-        if past.newest_saved is None:
+        progress = read_recorded_progress(self._folder.path)
+        if progress.newest_saved is None:
             return
-        if found is None:
-            raise UserError(self._nothing_found(past))
-        missing = name_of(past.newest_saved)
-        if found.manifest.step >= past.newest_saved or missing in found.damaged:
+        if restored is None:
+            raise UserError(self._no_checkpoint_message(progress))
+        missing = name_of(progress.newest_saved)
+        if restored.manifest.step >= progress.newest_saved or missing in restored.damaged:
             return
         storage = open_storage(self.checkpoint_dir)
         moved = [path.name for path in self._folder.path.glob(f"previous_*/{missing}")]
-        # Not missing if the run itself has quarantined or moved it, or did not choose it.
+        # It is not missing if the run itself has quarantined or moved it.
         if not storage.is_published(missing) and not any(
             missing in name for name in [*moved, *storage.quarantined_names()]
         ):
             warn(
-                f"{past.source_file} mentions a checkpoint of step {past.newest_saved}, but the newest in "
-                f"{self.checkpoint_dir} is from step {found.manifest.step}: resuming from there"
+                f"{progress.source_file} mentions a checkpoint of step {progress.newest_saved}, but the newest in "
+                f"{self.checkpoint_dir} is from step {restored.manifest.step}: resuming from there"
             )
 
-    def is_copied(self, found: RestoredCheckpoint) -> bool:
-        """Return whether the checkpoint was written by another run that still exists."""
-        return _is_another(stored_value(found.config_yaml, "run.dir"), self._folder.path)
+    def is_copied(self, restored: RestoredCheckpoint) -> bool:
+        """Return whether another run, which still exists, has written the checkpoint."""
+        return _is_of_another_run(stored_value(restored.config_yaml, "run.dir"), self._folder.path)
 
     def copied_from(self) -> str | None:
-        """Return the folder of the run that this one is a copy of, or None if it is not a copy."""
+        """Return the folder of the run of which this one is a copy, or None."""
         stored = stored_value(self._folder.previous_config or "", "run.dir")
-        return str(stored) if _is_another(stored, self._folder.path) else None
+        return str(stored) if _is_of_another_run(stored, self._folder.path) else None
 
-    def _nothing_found(self, past: RecordedProgress) -> str:
+    def _no_checkpoint_message(self, progress: RecordedProgress) -> str:
         lines = [
             f"checkpoint.resume=auto: there is no checkpoint in {self.checkpoint_dir}, but this run had one",
-            f"{past.source_file} in {self._folder.path} mentions one of step {past.newest_saved}",
-            *self._seen_elsewhere(),
+            f"{progress.source_file} in {self._folder.path} mentions one of step {progress.newest_saved}",
+            *self._find_other_checkpoints(),
             "if the checkpoints are elsewhere, or on a disk that is not mounted: mount it, or set checkpoint.dir=WHERE",
             "to resume from a specific one: checkpoint.resume=PATH",
             "to start over: checkpoint.resume=none, which moves the files here to a folder previous_NNN",
@@ -303,16 +304,16 @@ class EarlierAttempts:
         ]
         return "\n  ".join(lines)
 
-    def _seen_elsewhere(self) -> Iterator[str]:
+    def _find_other_checkpoints(self) -> Iterator[str]:
         run = self._folder.path
-        before = stored_value(self._folder.previous_config or "", "checkpoint.dir")
-        if before and not is_same_location(str(before), self.checkpoint_dir):
-            yield f"the previous attempt stored them in checkpoint.dir={before}"
+        previous_dir = stored_value(self._folder.previous_config or "", "checkpoint.dir")
+        if previous_dir and not is_same_location(str(previous_dir), self.checkpoint_dir):
+            yield f"the previous attempt stored them in checkpoint.dir={previous_dir}"
         for folder in (run / "checkpoints", run, *sorted(run.glob("previous_*"))):
             steps = [] if is_same_location(str(folder), self.checkpoint_dir) else list_steps(open_storage(folder))
             if steps:
                 yield f"{folder} holds one of step {steps[-1]}"
 
 
-def _is_another(stored_dir: object, here: Path) -> bool:
+def _is_of_another_run(stored_dir: object, here: Path) -> bool:
     return isinstance(stored_dir, str) and is_another_run(stored_dir, here)

@@ -1,10 +1,10 @@
 """Self-check before the first step: verifies across all ranks that the run is set up as configured.
 
-The errors it finds would otherwise stay silent: a parameter that FSDP does not manage trains separately on each rank,
+It finds errors that would otherwise stay silent: a parameter that FSDP does not manage trains separately on each rank,
 replicas that differ once never become equal again, and samples that two ranks read count twice.
 
-Not checked: custom loaders, which have no sample indices to compare; buffers, which may differ between ranks (saved
-ones are compared at the save); and models other than `Trainer.model`, such as a teacher or an average.
+Not checked: custom loaders, which have no sample indices to compare; buffers, which may differ between ranks (each save
+compares those that it stores); and models besides `Trainer.model`, such as a teacher or an average.
 
 The check changes nothing, draws no random numbers, and works for any recipe.  Two further checks run the model itself:
 context parallelism (`check_context`) and documents packed into one row (`check_documents`) must not change its loss.
@@ -43,13 +43,13 @@ from trainer.loss import IGNORE, find_loss
 from trainer.metrics.sinks import warn
 from trainer.model.gradients import evaluation_mode, replicas_of, reshard
 from trainer.model.parameters import tied_names
-from trainer.sequence import current_slices, sliced, whole
+from trainer.sequence import current_slices, full_sequences, use_slices
 
 DATA = "data"
 """Entry of `Trainer.exempt_from_selfcheck` that skips the check of the samples."""
 
 _PER_RANK_KEYS = ("run.threads", "data.cache_dir", "data.num_workers")
-"""Keys that may differ between ranks, since they do not affect results."""
+"""Keys that may differ between ranks, because they do not affect results."""
 
 _MAX_LINES = 10
 _BLOCK = 4096
@@ -62,9 +62,9 @@ _BLOCK = 4096
 def check_same_run(channel: Channel, config: RunConfig, owner: type, exempt: Iterable[str] = ()) -> None:
     """Raise UserError on all ranks unless they have the same configuration and the same code.
 
-    Code means this package with its recipes, the modules of the model and of `owner` (the Trainer's class), torch and
-    Python.  `exempt`: patterns of keys and files that may differ.  Call this before anything is built, because ranks
-    with different meshes would wait for each other.  One gather of a number if there is no difference.
+    The code consists of this package with its recipes, the modules of the model and of `owner` (the Trainer's class),
+    torch and Python.  exempt: patterns of keys and files that may differ.  Call this before anything is built, because
+    ranks with different meshes would wait for each other.  One gather of a number if there is no difference.
     """
     if config.train.objective != getattr(owner, "objective", "tokens"):
         rule = f"must be trained by {config.trainer_class(owner).__name__}, but this is {owner.__name__}"  # type: ignore[type-var]
@@ -74,16 +74,16 @@ def check_same_run(channel: Channel, config: RunConfig, owner: type, exempt: Ite
     exempt = tuple(exempt)
     facts = {name: fact for name, fact in _facts(config, owner) if not _matches(name, exempt)}
     digest = zlib.crc32(json.dumps(facts, sort_keys=True).encode())
-    # Gather even if the self-check is off on this rank: it may be on elsewhere.
-    wanted = channel.gather((digest, config.run.selfcheck))
-    if len(set(wanted)) == 1 or not any(is_on for _, is_on in wanted):
+    # Gather even if the self-check is off on this rank: it may be on for others.
+    digests = channel.gather((digest, config.run.selfcheck))
+    if len(set(digests)) == 1 or not any(is_on for _, is_on in digests):
         return
-    of_ranks: list[Mapping[str, str]] = channel.gather(facts)
-    names = list(dict.fromkeys(name for facts in of_ranks for name in facts))
+    facts_by_rank: list[Mapping[str, str]] = channel.gather(facts)
+    names = list(dict.fromkeys(name for facts in facts_by_rank for name in facts))
     lines = [
-        f"{name}: {_by_value(values)}"
+        f"{name}: {_ranks_by_value(values)}"
         for name in names
-        if len(set(values := [facts.get(name, "none") for facts in of_ranks])) > 1
+        if len(set(values := [facts.get(name, "none") for facts in facts_by_rank])) > 1
     ]
     raise UserError(_message("the ranks were started differently", lines))
 
@@ -91,8 +91,8 @@ def check_same_run(channel: Channel, config: RunConfig, owner: type, exempt: Ite
 def check_shape(world: World, config: RunConfig) -> MeshShape:
     """Return the shape of the mesh for this number of ranks.
 
-    Raises UserError on all ranks for settings that do not match it or that require missing packages; warns if the shape
-    is inefficient.
+    Raises UserError on all ranks if the settings do not match that number or require missing packages.  Warns if the
+    shape is inefficient.
     """
     local_world_size = world.env.local_world_size
     shape = world.agreed(lambda: check_config(config, world.size, local_world_size))
@@ -114,22 +114,22 @@ def _facts(config: RunConfig, owner: type) -> Iterator[tuple[str, str]]:
 
 
 def _sources(config: RunConfig, owner: type) -> dict[str, Path]:
-    """Return the source files of this package, its recipes and the user's modules, by names that are not paths."""
-    found = {}
+    """Return the source files of this package, its recipes and the user's modules, by name."""
+    files = {}
     for package in ("trainer", "trainer.recipes"):
         for folder in map(Path, sys.modules[package].__path__ if package in sys.modules else ()):
             if (folder / "__init__.py").exists():  # not the top of a bare checkout
                 for path in folder.rglob("*.py"):
-                    found[f"{package}/{path.relative_to(folder)}"] = path
+                    files[f"{package}/{path.relative_to(folder)}"] = path
     build = config.recipe.build
     modules = {cls.__module__ for cls in (*owner.__mro__, type(config.model), *type(config.model).__mro__)}
     modules.add(build.partition(":")[0] if isinstance(build, str) else getattr(build, "__module__", ""))
-    inside = set(found.values())
+    known_files = set(files.values())
     for module in modules:
         file = getattr(sys.modules.get(module), "__file__", None) or _file_of(module)
-        if file and file.endswith(".py") and Path(file) not in inside:
-            found[module] = Path(file)
-    return found
+        if file and file.endswith(".py") and Path(file) not in known_files:
+            files[module] = Path(file)
+    return files
 
 
 def _file_of(module: str) -> str | None:
@@ -138,19 +138,19 @@ def _file_of(module: str) -> str | None:
         return None  # a built-in, or defined interactively
     try:
         spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # building the model will report it
+    except ModuleNotFoundError:  # reported when the model is built
         return None
     return spec.origin if spec is not None else None
 
 
-def _by_value(values: Sequence[str]) -> str:
+def _ranks_by_value(values: Sequence[str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
-    return "; ".join(f"{value} on {_ranks(on)}" for value, on in ranks.items())
+    return "; ".join(f"{value} on {_list_ranks(holders)}" for value, holders in ranks.items())
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _list_ranks(ranks: Sequence[int]) -> str:
     listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
 
@@ -161,7 +161,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class _Piece:
-    """This rank's part of one parameter: `length` of `total` rows along one dim, from `start` on."""
+    """This rank's piece of one parameter: `length` of `total` rows along one dim, from `start` on."""
 
     name: str
     facts: str
@@ -176,7 +176,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Report:
-    """What one rank reports to the others; small for any model."""
+    """The report of one rank to the others, which is small for any model."""
 
     problems: list[str]
     digest: int
@@ -197,52 +197,53 @@ def check_start(
     loader: object,
     exempt: Iterable[str] = (),
 ) -> None:
-    """Raise TrainingFailed on all ranks, with the problems of all of them.
+    """Check parameters and data; raise TrainingFailed on all ranks with the problems of all ranks.
 
     Every trainable parameter must be sharded over the last axis of `mesh` and replicated over the one before, or be
     unsharded with its gradient averaged (`trainer.model.gradients`).  The shards must cover the parameter without
-    overlap.  Replicas, and frozen unsharded parameters, must be bitwise equal.  `ties`, groups of names, must still be
-    the same parameter.  The samples that the ranks read for the next step must be the global batch: each sample once,
-    in order, or once for each rank that holds a slice of it.  `exempt`: patterns of parameter names to skip, and
-    `DATA`.
+    overlap.  Replicas, and frozen unsharded parameters, must be bitwise equal.  The samples that the ranks read for the
+    next step must be the global batch: each sample once, in order, or once for each rank that holds a slice of it.
+
+    ties: groups of names, which must still be the same parameter.
+    exempt: patterns of parameter names to skip, and `DATA`.
 
     Reads each replicated parameter once.  Two gathers, of 24 bytes per parameter and 8 per sample.
     """
     exempt = tuple(exempt)
     replicas = replicas_of(model)
-    reshard(model)  # a custom forward pass may have left units unsharded
+    reshard(model)  # a custom forward pass may leave units unsharded
     pieces: list[_Piece] = []
 
-    def look() -> _Report:
-        problems = list(_untied(model, ties, exempt))
+    def inspect_rank() -> _Report:
+        problems = list(_find_untied(model, ties, exempt))
         for name, parameter in model.named_parameters():
             if not _matches(name, exempt):
                 is_reduced = channel.size == 1 or (replicas is not None and replicas.averages(parameter))
-                problem, piece = _examine(name, parameter, mesh, channel.size, is_reduced)
+                problem, piece = _inspect(name, parameter, mesh, channel.size, is_reduced)
                 problems += [problem] if problem else []
                 pieces.extend([piece] if piece else [])
-        checked = loader if isinstance(loader, TrainLoader) and not _matches(DATA, exempt) else None
+        checked_loader = loader if isinstance(loader, TrainLoader) and not _matches(DATA, exempt) else None
         table = [(piece.start, piece.length, _checksum(piece)) for piece in pieces]
         return _Report(
             problems,
             zlib.crc32("\n".join(f"{piece.name}: {piece.facts}" for piece in pieces).encode()),
             np.array(table, dtype=np.int64).reshape(-1, 3),
-            checked.order if checked is not None else None,
-            checked.next_samples() if checked is not None else None,
+            checked_loader.order if checked_loader is not None else None,
+            checked_loader.next_samples() if checked_loader is not None else None,
         )
 
-    reports: list[_Report] = channel.gather(channel.agreed(look))
-    found: dict[str, list[int]] = {}
+    reports: list[_Report] = channel.gather(channel.agreed(inspect_rank))
+    ranks_by_problem: dict[str, list[int]] = {}
     for rank, report in enumerate(reports):
         for problem in report.problems:
-            found.setdefault(problem, []).append(rank)
-    lines = [f"{_ranks(ranks)}: {problem}" for problem, ranks in found.items()]
+            ranks_by_problem.setdefault(problem, []).append(rank)
+    lines = [f"{_list_ranks(ranks)}: {problem}" for problem, ranks in ranks_by_problem.items()]
     if len({report.digest for report in reports}) > 1:
         parameters: list[dict[str, str]] = channel.gather({piece.name: piece.facts for piece in pieces})
         for name in dict.fromkeys(name for facts in parameters for name in facts):
             values = [facts.get(name, "missing") for facts in parameters]
             if len(set(values)) > 1:
-                lines.append(f"{name} is {_by_value(values)}; expected: the same on all")
+                lines.append(f"{name} is {_ranks_by_value(values)}; expected: the same on all")
     else:
         lines += _compare_pieces(pieces, np.stack([report.pieces for report in reports]))
     lines += _compare_data(reports, loader)
@@ -252,73 +253,76 @@ def check_start(
 
 def _message(headline: str, lines: Sequence[str]) -> str:
     more = [f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
-    way_out = "to exclude something, override Trainer.exempt_from_selfcheck; to skip the check: run.selfcheck=false"
-    shown = [*([headline] if headline else []), *lines[:_MAX_LINES], *more, way_out]
-    return "self-check: " + "\n  ".join(shown)
+    advice = "to exclude something, override Trainer.exempt_from_selfcheck; to skip the check: run.selfcheck=false"
+    parts = [*([headline] if headline else []), *lines[:_MAX_LINES], *more, advice]
+    return "self-check: " + "\n  ".join(parts)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _untied(model: nn.Module, ties: Sequence[Sequence[str]], exempt: Sequence[str]) -> Iterator[str]:
+def _find_untied(model: nn.Module, ties: Sequence[Sequence[str]], exempt: Sequence[str]) -> Iterator[str]:
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    still_tied = [set(group) for group in tied_names(model)]
+    tied_groups = [set(group) for group in tied_names(model)]
     for first, *aliases in ties:
-        home: set[str] = next((group for group in still_tied if first in group), set())
+        group_of_first: set[str] = next((group for group in tied_groups if first in group), set())
         for alias in aliases:
-            # A name that no longer exists was removed on purpose.
-            if {first, alias} <= names and alias not in home and not _matches(alias, exempt):
+            # A missing name was removed on purpose.
+            if {first, alias} <= names and alias not in group_of_first and not _matches(alias, exempt):
                 yield f"{alias} is a separate parameter; expected: tied to {first}, as the model was built"
 
 
-def _examine(
+def _inspect(
     name: str, parameter: nn.Parameter, mesh: DeviceMesh, world_size: int, is_reduced: bool
 ) -> tuple[str, _Piece | None]:
     """Return the problem with a parameter, and this rank's piece of it, if there is one to compare.
 
-    `is_reduced`: whether its gradient is averaged over all ranks even if it is not a DTensor, or there is one rank.
+    is_reduced: whether its gradient needs no FSDP, because it is averaged anyway or there is one rank.
     """
-    shape, wanted = tuple(parameter.shape), parameter.requires_grad
-    facts = f"{parameter.dtype} {shape}, {'trainable' if wanted else 'frozen'}"
+    shape, is_trainable = tuple(parameter.shape), parameter.requires_grad
+    facts = f"{parameter.dtype} {shape}, {'trainable' if is_trainable else 'frozen'}"
     if parameter.is_meta:
         return f"{name} is on the meta device; expected: filled with values", None
     if not isinstance(parameter, DTensor):
-        if wanted and not is_reduced:
-            return f"{name} is not sharded, so that its gradient is not reduced; expected: {_asked_for(mesh)}", None
+        if is_trainable and not is_reduced:
+            return (
+                f"{name} is not sharded, so that its gradient is not reduced; expected: {_expected_placement(mesh)}",
+                None,
+            )
         return "", _Piece(name, f"{facts}, whole", parameter, 0, 1, 1, world_size)
     *outer, last = parameter.placements
     if parameter.device_mesh != mesh or outer != [Replicate()] * len(outer) or not isinstance(last, Shard):
-        if not wanted:
-            return "", None  # a frozen parameter may be placed in any way
-        placed = f"{tuple(parameter.placements)} on {_axes(parameter.device_mesh)}"
-        return f"{name} is placed {placed}; expected: {_asked_for(mesh)}", None
+        if not is_trainable:
+            return "", None  # a frozen parameter may have any placement
+        placement = f"{tuple(parameter.placements)} on {_describe_axes(parameter.device_mesh)}"
+        return f"{name} is placed {placement}; expected: {_expected_placement(mesh)}", None
     local, dim = parameter.to_local(), last.dim
     local_shape, offset = compute_local_shape_and_global_offset(shape, mesh, parameter.placements)
     copies = mesh.size() // mesh.size(mesh.ndim - 1)
-    facts = f"{facts}, sharded on dim {dim} over {_axes(mesh)}"
+    facts = f"{facts}, sharded on dim {dim} over {_describe_axes(mesh)}"
     piece = _Piece(name, facts, local, offset[dim], local.shape[dim], shape[dim], copies)
     if tuple(local.shape) != tuple(local_shape):
         return f"{name} has shape {tuple(local.shape)} here; expected: {tuple(local_shape)} of {shape}", piece
     return "", piece
 
 
-def _asked_for(mesh: DeviceMesh) -> str:
+def _expected_placement(mesh: DeviceMesh) -> str:
     placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
-    return f"a DTensor placed {placements} on {_axes(mesh)}"
+    return f"a DTensor placed {placements} on {_describe_axes(mesh)}"
 
 
-def _axes(mesh: DeviceMesh) -> str:
+def _describe_axes(mesh: DeviceMesh) -> str:
     names = mesh.mesh_dim_names or [f"axis {number}" for number in range(mesh.ndim)]
     return " x ".join(f"{name} {size}" for name, size in zip(names, mesh.shape, strict=True))
 
 
 @torch.no_grad()
 def _checksum(piece: _Piece) -> int:
-    """Return a checksum of the bytes of a piece that other ranks hold as well, otherwise 0.
+    """Return a checksum of a piece that several ranks hold; 0 for other pieces.
 
-    The device sums up blocks of 64-bit words at the speed of its memory, and CRC-32 is computed over the sums.  This
-    detects any single change, and swapped blocks.
+    The device sums up blocks of 64-bit words at memory speed, and CRC-32 is computed over the sums.  This detects any
+    single change, and swapped blocks.
     """
     tensor = piece.tensor.detach()
     if piece.copies == 1 or tensor.numel() == 0 or is_traceable_wrapper_subclass(tensor):
@@ -339,88 +343,89 @@ def _checksum(piece: _Piece) -> int:
 
 def _compare_pieces(pieces: Sequence[_Piece], tables: NDArray[np.int64]) -> Iterator[str]:
     """Yield inconsistencies between ranks.  tables: start, length and checksum by rank and parameter."""
-    for number, piece in enumerate(pieces):
+    for index, piece in enumerate(pieces):
         holders: dict[tuple[int, int], list[int]] = {}
-        for rank, (start, length) in enumerate(tables[:, number, :2].tolist()):
+        for rank, (start, length) in enumerate(tables[:, index, :2].tolist()):
             if length:
                 holders.setdefault((start, length), []).append(rank)
         end = 0
         for (start, length), ranks in sorted(holders.items()):
+            rows = f"{start} to {start + length - 1}"
             if start != end:
-                what = "overlap" if start < end else "leave a gap"
+                problem = "overlap" if start < end else "leave a gap"
                 yield (
-                    f"{_ranks(ranks)}: the pieces of {piece.name} {what}: rows {start} to {start + length - 1} here; "
+                    f"{_list_ranks(ranks)}: the pieces of {piece.name} {problem}: rows {rows} here; "
                     f"expected: from row {end} on"
                 )
             if len(ranks) != piece.copies:
-                yield (
-                    f"{_ranks(ranks)}: rows {start} to {start + length - 1} of {piece.name} are on {len(ranks)} ranks; "
-                    f"expected: {piece.copies}"
-                )
+                found = f"are on {len(ranks)} ranks; expected: {piece.copies}"
+                yield f"{_list_ranks(ranks)}: rows {rows} of {piece.name} {found}"
             end = max(end, start + length)
-            checksums: list[int] = tables[ranks, number, 2].tolist()
-            right = max(checksums, key=checksums.count)  # the majority; of two replicas, the first one
+            checksums: list[int] = tables[ranks, index, 2].tolist()
+            majority = max(checksums, key=checksums.count)  # with two replicas, the first one
             for rank, checksum in zip(ranks, checksums, strict=True):
-                if checksum != right:
-                    model = ranks[checksums.index(right)]
-                    yield f"rank {rank}: {piece.name} differs from its replica on rank {model}"
+                if checksum != majority:
+                    reference_rank = ranks[checksums.index(majority)]
+                    yield f"rank {rank}: {piece.name} differs from its replica on rank {reference_rank}"
         if end != piece.total:
             yield f"all ranks: the pieces of {piece.name} end at row {end}; expected: {piece.total}"
 
 
 def _compare_data(reports: Sequence[_Report], loader: object) -> Iterator[str]:
     mismatched = [rank for rank, report in enumerate(reports) if report.order != reports[0].order]
+    orders = [_describe_order(report.order) for report in reports]
     for rank in mismatched:
-        yield f"rank {rank}: reads {_order(reports[rank].order)}; rank 0 reads {_order(reports[0].order)}"
+        yield f"rank {rank}: reads {orders[rank]}; rank 0 reads {orders[0]}"
     if mismatched or reports[0].order is None or not isinstance(loader, TrainLoader):
         return
-    expected, first = loader.next_samples(of_all_ranks=True), 0
+    expected, first = loader.next_samples(all_ranks=True), 0
     num_sharing = 1 if loader.slices is None else loader.slices.count
-    owner: dict[int, int] = {}
+    reader: dict[int, int] = {}
     for rank, report in enumerate(reports):
-        own = report.samples if report.samples is not None else np.empty(0, dtype=np.int64)
-        share = expected[first : first + own.size]
-        if (rank + 1) % num_sharing == 0:  # the last rank with a slice of these samples
-            first += own.size
-        if not np.array_equal(own, share):
-            others = sorted({owner[sample] for sample in own.tolist() if sample in owner})
-            shared = f", of which {_ranks(others)} reads some too" if others else ""
-            yield f"rank {rank}: reads samples {_some(own)} for the next step{shared}; expected: {_some(share)}"
-        owner = dict.fromkeys(own.tolist(), rank) | owner
+        actual = report.samples if report.samples is not None else np.empty(0, dtype=np.int64)
+        expected_part = expected[first : first + actual.size]
+        if (rank + 1) % num_sharing == 0:  # the last rank with slices of these samples
+            first += actual.size
+        if not np.array_equal(actual, expected_part):
+            others = sorted({reader[sample] for sample in actual.tolist() if sample in reader})
+            overlap = f", of which {_list_ranks(others)} reads some too" if others else ""
+            reads = f"reads samples {_shorten(actual)} for the next step{overlap}"
+            yield f"rank {rank}: {reads}; expected: {_shorten(expected_part)}"
+        reader = dict.fromkeys(actual.tolist(), rank) | reader
     if first != expected.size:
         yield f"all ranks: read {first} samples for the next step; expected: {expected.size}"
 
 
-def _order(order: tuple[int, int, int, str] | None) -> str:
+def _describe_order(order: tuple[int, int, int, str] | None) -> str:
     if order is None:
-        return "data in no order that is known"
+        return "data in an unknown order"
     position, num_samples, seed, content = order
     data = f", content {content}" if content else ""
     return f"from position {position} of an order of {num_samples} samples with seed {seed}{data}"
 
 
-def _some(samples: NDArray[np.int64]) -> str:
-    shown = ", ".join(map(str, samples[:4].tolist()))
-    return f"[{shown}{', ...' if samples.size > 4 else ''}]"
+def _shorten(samples: NDArray[np.int64]) -> str:
+    start = ", ".join(map(str, samples[:4].tolist()))
+    return f"[{start}{', ...' if samples.size > 4 else ''}]"
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Context parallelism: the loss on slices is that on complete sequences
+# Context parallelism: the loss must be the same on slices and on complete sequences
 
 
 _MAX_SLICE_TOKENS = 32
-"""Largest number of tokens per slice in the test input."""
+"""Maximum number of tokens per slice in the test input."""
 
 _LOSS_TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-3}
-"""Relative tolerance of the loss, for a different order of summation.  It must be tight: freshly initialized weights
-hardly attend to anything, so that even restarting positions in each slice changes their loss by at most 2e-6."""
+"""Relative tolerance of the loss, for a different order of summation.  It must be tight: attention of fresh weights is
+so weak that even restarting positions in each slice changes their loss by at most 2e-6."""
 
 
 def check_context(world: World, model: nn.Module, loader: object, config: RunConfig) -> None:
     """Raise UserError on all ranks if the model's loss on slices differs from that on complete sequences.
 
-    A model that mixes or counts tokens outside `trainer.sequence` computes a different loss on slices of sequences, and
-    nothing in its loss curve shows that.  The check runs the model itself and works for any recipe.
+    A model that mixes or counts tokens outside `trainer.sequence` computes a wrong loss on slices of sequences, which
+    its loss curve does not show.  The check runs the model itself and works for any recipe.
 
     The test input is the beginning of this rank's next sample; no gradients are computed.  A no-op without context
     parallelism, or with a custom loader.  Collectives: those of two forward passes, and a gather of two numbers.
@@ -429,20 +434,21 @@ def check_context(world: World, model: nn.Module, loader: object, config: RunCon
     if slices is None or not isinstance(loader, TrainLoader):
         return
     slices = replace(slices, seq_len=min(slices.seq_len, _MAX_SLICE_TOKENS * slices.count))
-    whole_batch, own_batch = world.agreed(lambda: _batches(loader, slices))
+    full_batch, slice_batch = world.agreed(lambda: _batches(loader, slices))
     loss_of = find_loss(model)
     # Eager, because compiling for these sizes would not help the run, which has other sizes.
     with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
-        with sliced(None):
-            expected = float(loss_of(_on(whole_batch, world)))
-        with sliced(slices):
-            found = float(loss_of(_on(own_batch, world)))
+        with use_slices(None):
+            expected = float(loss_of(_to_device(full_batch, world)))
+        with use_slices(slices):
+            actual = float(loss_of(_to_device(slice_batch, world)))
     tolerance = _LOSS_TOLERANCE[config.fsdp.param_dtype]
-    for rank, (one, other) in enumerate(world.gather((expected, found))):
-        if not abs(one - other) <= tolerance * abs(one):
+    for rank, (full_loss, slice_loss) in enumerate(world.gather((expected, actual))):
+        if not abs(full_loss - slice_loss) <= tolerance * abs(full_loss):
             rule = (
                 f"recipe {config.recipe.name!r} mixes or counts tokens outside trainer.sequence: the loss of "
-                f"rank {rank}'s part of {slices.seq_len} tokens is {one:.8g} in the whole and {other:.8g} in slices"
+                f"rank {rank}'s part of {slices.seq_len} tokens is {full_loss:.8g} on full sequences and "
+                f"{slice_loss:.8g} on slices"
             )
             raise setting_error("mesh.context", slices.count, rule, 1)
 
@@ -450,33 +456,34 @@ def check_context(world: World, model: nn.Module, loader: object, config: RunCon
 def _batches(loader: TrainLoader, slices: Slices) -> tuple[Batch, Batch]:
     """Return the beginning of the next sample, with targets only in this rank's slice, and the slice itself.
 
-    Positions without a target, such as a prompt's, get their own token as target, so that every position counts.
+    Positions without a target, such as a prompt's, get their own token as target, so that the loss covers all
+    positions.
     """
     batch = _with_targets(loader.first_tokens(slices.seq_len))
-    own = _with_targets(loader.first_tokens(slices.seq_len, slices))
-    kept = torch.full_like(batch["targets"], IGNORE)
+    slice_batch = _with_targets(loader.first_tokens(slices.seq_len, slices))
+    slice_targets = torch.full_like(batch["targets"], IGNORE)
     for start, stop in slices.pieces:
-        kept[:, start:stop] = batch["targets"][:, start:stop]
-    return {**batch, "targets": kept}, own
+        slice_targets[:, start:stop] = batch["targets"][:, start:stop]
+    return {**batch, "targets": slice_targets}, slice_batch
 
 
 def _with_targets(batch: Batch) -> Batch:
     return {**batch, "targets": torch.where(batch["targets"] == IGNORE, batch["tokens"], batch["targets"])}
 
 
-def _on(batch: Batch, world: World) -> Batch:
+def _to_device(batch: Batch, world: World) -> Batch:
     return {name: entry.to(world.device) for name, entry in batch.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Documents packed into one row do not attend to each other
+# Documents packed into one row must not attend to each other
 
 
 _DOCUMENT_LENGTH = 6
 """Number of tokens of each test document."""
 
 _LOGIT_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
-"""Tolerance of the logits relative to the largest one, for a different order of summation.  Other dtypes have
+"""Tolerance of the logits relative to the largest one, for a different order of summation, by dtype; others use
 `_DEFAULT_LOGIT_TOLERANCE`."""
 _DEFAULT_LOGIT_TOLERANCE = 3e-2
 
@@ -484,32 +491,32 @@ _DEFAULT_LOGIT_TOLERANCE = 3e-2
 def check_documents(world: World, model: nn.Module, loader: object, config: RunConfig) -> None:
     """Raise UserError on all ranks if documents share rows and the model lets them attend to each other.
 
-    A model that accepts document ids but ignores them trains on contexts that it will never see, and only its outputs
-    show that.  The check runs the model itself and works for any recipe.
+    A model may accept document ids and ignore them, which only its outputs show.  So the check runs the model itself,
+    and works for any recipe: the logits of a document must be the same alone and after two different documents.
 
-    The logits of a document must be the same after one document, after another one, and alone.  A no-op if documents do
-    not share rows, or with a custom loader.  Collectives: those of one forward pass of three short rows.
+    A no-op if documents do not share rows, or with a custom loader.  Collectives: those of one forward pass of three
+    short rows.
     """
     if not isinstance(loader, TrainLoader) or "documents" not in as_mapping(loader.source.batch(np.array([-1]))):
         return
     accepts_documents = "documents" in inspect.signature(model.forward).parameters
-    if not accepts_documents or _mixes(model, loader.source.vocab_size, world.device):
+    if not accepts_documents or _mixes_documents(model, loader.source.vocab_size, world.device):
         rule = f"model.name={config.model.name} lets documents in one row attend to each other"
         raise setting_error("data.documents", "masked", rule, "apart")
 
 
-def _mixes(model: nn.Module, vocab_size: int, device: torch.device) -> bool:
+def _mixes_documents(model: nn.Module, vocab_size: int, device: torch.device) -> bool:
     generator = torch.Generator().manual_seed(0)
-    one, two, tried = (torch.randint(vocab_size, (_DOCUMENT_LENGTH,), generator=generator) for _ in range(3))
-    tokens = torch.stack([torch.cat(pair) for pair in ((one, tried), (two, tried), (tried, one))]).to(device)
+    first, second, tested = (torch.randint(vocab_size, (_DOCUMENT_LENGTH,), generator=generator) for _ in range(3))
+    tokens = torch.stack([torch.cat(pair) for pair in ((first, tested), (second, tested), (tested, first))]).to(device)
     documents = torch.arange(2, device=device).repeat_interleave(_DOCUMENT_LENGTH).expand_as(tokens).contiguous()
     # Eager, because compiling for these sizes would not help the run, which has other sizes.
-    with evaluation_mode(model), torch.compiler.set_stance("force_eager"), whole():
+    with evaluation_mode(model), torch.compiler.set_stance("force_eager"), full_sequences():
         logits = model(tokens, documents=documents)
-    behind_one, behind_two, alone = (
+    after_first, after_second, alone = (
         logits[0, _DOCUMENT_LENGTH:],
         logits[1, _DOCUMENT_LENGTH:],
         logits[2, :_DOCUMENT_LENGTH],
     )
-    largest = max(float((other - alone).abs().max()) for other in (behind_one, behind_two))
-    return not largest <= _LOGIT_TOLERANCE.get(logits.dtype, _DEFAULT_LOGIT_TOLERANCE) * float(alone.abs().max())
+    max_difference = max(float((other - alone).abs().max()) for other in (after_first, after_second))
+    return not max_difference <= _LOGIT_TOLERANCE.get(logits.dtype, _DEFAULT_LOGIT_TOLERANCE) * float(alone.abs().max())

@@ -1,8 +1,8 @@
 """TrainState: everything that a resume restores.
 
-Anything not registered here is not restored.  A subclass of Trainer registers its own state with one line,
-`self.state.add("name", thing)`, where the object has `state_dict` and `load_state_dict`.  State that it forgot to
-register raises an error at the first save.
+State that is not registered here is not restored.  A subclass of Trainer registers its own state with one line,
+`self.state.add("name", thing)`, for an object with `state_dict` and `load_state_dict`.  If it forgets one, the first
+save raises an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trainer.optim.optimizer import AS_TORCHS, Optimizer
 from trainer.weights.adapters import BASE, BaseWeights
 
 MAX_PLAUSIBLE_WEIGHT = 2.0**64
-"""No trained weight is this large: its square overflows float32, so the loss could not be finite."""
+"""No trained weight is this large: its square overflows float32, and so would the loss."""
 
 
 class TrainState:
@@ -45,17 +45,17 @@ class TrainState:
         random_state: RandomState,
         base: BaseWeights | None = None,
     ) -> None:
-        """`base`: the frozen weights beneath the adapters; checkpoints refer to them instead of storing them."""
+        """base: the frozen weights below adapters, which checkpoints refer to but do not store."""
         self._owner = owner
         self.step = 0
         self.tokens = 0
         self.zero_after_end = True
-        """Whether a decay to zero reaches 0 one step after the last step.  False in runs of older versions, whose last
-        step had learning rate 0."""
+        """Whether a decay to zero reaches 0 one step after the last step.  False for runs of older versions, which had
+        learning rate 0 in the last step."""
         self.eval_pending = False
-        """True if the evaluation at this step was abandoned; `fit` repeats it after the next start."""
+        """True if the evaluation at this step was aborted; `fit` repeats it after the next start."""
         self.evaluation: dict[str, float] = {}
-        """This step's finite evaluation losses, by field; empty until it has been evaluated."""
+        """The finite losses of this step's evaluation, by field; empty before it."""
         self.model, self.random, self.skips = model, random_state, skips
         names = {id(p): clean_name(name) for name, p in model.named_parameters()}
         self.parts: dict[str, Stateful] = {
@@ -64,32 +64,33 @@ class TrainState:
             "counters": _Counters(self),
             "skipped_updates": skips,
         }
-        """Parts that are the same on all ranks, or sharded (DTensors).  They can be restored on any mesh."""
+        """Parts that are the same on all ranks or sharded (DTensors), and can be restored on any mesh."""
         self.per_rank_parts: dict[str, Stateful] = {"random": random_state}
-        """Per-rank parts.  They are restored if the number of ranks is the same; otherwise those restart that can."""
+        """Per-rank parts, which are restored on the same number of ranks.  On another number, parts with a `restart`
+        method restart."""
         if base is not None:
             self.parts[BASE] = base
-        self._known: list[object] = [model, *optimizer.parts, optimizer, skips, random_state]
-        self._frozen: dict[int, list[tuple[object, list[float]]]] = {}
+        self._registered: list[object] = [model, *optimizer.parts, optimizer, skips, random_state]
+        self._first_fingerprints: dict[int, list[tuple[object, list[float]]]] = {}
 
     @property
     def weights(self) -> dict[str, float]:
-        """Magnitude limit of each parameter, by key.  To be published, values must be finite and below it."""
-        kept = self.parts["model"].state_dict()
+        """The magnitude limit of each parameter, by key.  Only finite weights below it are published."""
+        saved = self.parts["model"].state_dict()
         named = ((clean_name(name), parameter) for name, parameter in self.model.named_parameters())
         return {
-            f"model.{name}": MAX_PLAUSIBLE_WEIGHT if p.requires_grad else math.inf for name, p in named if name in kept
+            f"model.{name}": MAX_PLAUSIBLE_WEIGHT if p.requires_grad else math.inf for name, p in named if name in saved
         }
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """The trainable parameters by name; tied ones appear once."""
+        """The trainable parameters by name, tied ones once."""
         named = self.model.named_parameters()
         return {clean_name(name): parameter for name, parameter in named if parameter.requires_grad}
 
     @property
     def num_skipped(self) -> int:
-        """Number of consecutive steps skipped, the same on all ranks.  If it is above 0, the weights may be bad."""
+        """Number of consecutive skipped steps, the same on all ranks.  If it is above 0, the weights may be bad."""
         return self.skips.in_a_row
 
     def add(self, name: str, part: Any, per_rank: bool = False) -> None:
@@ -101,12 +102,12 @@ class TrainState:
         """
         if name in {*self.parts, *self.per_rank_parts}:
             raise ValueError(f"TrainState already has a part named {name!r}")
-        self._known.append(part)
-        where = self.per_rank_parts if per_rank else self.parts
-        where[name] = part if per_rank and _is_stateful(part) else _as_part(part)
+        self._registered.append(part)
+        parts = self.per_rank_parts if per_rank else self.parts
+        parts[name] = part if per_rank and _is_stateful(part) else _as_part(part)
 
     def add_loaders(self, loader: object, eval_loader: object, channel: Channel) -> None:
-        """Save and restore the position in the training data.  Evaluation has no position.  Collective."""
+        """Save and restore the position in the training data; evaluation has none.  Collective."""
         if isinstance(loader, TrainLoader):
             loader.fingerprint = channel.broadcast(loader.fingerprint)
             self.add("loader", loader)
@@ -126,16 +127,16 @@ class TrainState:
         self.evaluation = {k: v for k, v in losses.items() if isinstance(v, float) and math.isfinite(v)}
 
     def leave_out(self, *things: object) -> None:
-        """Exclude objects that need not be restored, for example because they are rebuilt from the configuration."""
-        self._known += things
+        """Exclude objects that need not be restored, for example because the configuration defines them."""
+        self._registered += things
 
     def check_complete(self) -> None:
-        """Raise UserError if an attribute of the owner, a Trainer, has state that was not registered.
+        """Raise UserError if an attribute of the owner, a Trainer, has unregistered state.
 
-        A module without trainable parameters, such as a frozen teacher, is not state unless it is seen to change, as an
-        average does.
+        A module without trainable parameters, such as a frozen teacher, is only state if it changes, as an average
+        does.
         """
-        known = {id(thing) for thing in self._known} | {
+        known_ids = {id(thing) for thing in self._registered} | {
             id(p) for p in (*self.parts.values(), *self.per_rank_parts.values())
         }
         forgotten = {
@@ -143,13 +144,13 @@ class TrainState:
             for name, thing in _attributes(self._owner)
             if not isinstance(thing, type)
             and (_is_stateful(thing) or isinstance(thing, tuple(_GENERATORS)))
-            and id(thing) not in known
+            and id(thing) not in known_ids
             and not self._is_constant(thing)
         }
         if forgotten:
-            kind = type(self._owner).__name__
+            class_name = type(self._owner).__name__
             lines = [
-                f"  {kind}.{name} ({type(thing).__name__}): self.state.add({name!r}, self.{name})"
+                f"  {class_name}.{name} ({type(thing).__name__}): self.state.add({name!r}, self.{name})"
                 for name, thing in forgotten.items()
             ]
             raise UserError(
@@ -160,27 +161,27 @@ class TrainState:
     def _is_constant(self, thing: object) -> bool:
         if not isinstance(thing, nn.Module) or any(p.requires_grad for p in thing.parameters()):
             return False
-        seen = [_glance(tensor) for tensor in (*thing.parameters(), *thing.buffers())]
-        before = self._frozen.setdefault(id(thing), seen)
-        # An unsharded FSDP unit has other tensors than a sharded one; these cannot be compared.
-        return not any(a != b for (form, a), (other, b) in zip(before, seen, strict=False) if form == other)
+        current = [_cheap_fingerprint(tensor) for tensor in (*thing.parameters(), *thing.buffers())]
+        first = self._first_fingerprints.setdefault(id(thing), current)
+        # An FSDP unit has different tensors while it is unsharded, which cannot be compared.
+        return not any(a != b for (form, a), (other, b) in zip(first, current, strict=False) if form == other)
 
 
-def _glance(tensor: torch.Tensor) -> tuple[object, list[float]]:
-    """Return a tensor's form, and a cheap fingerprint of its content.
+def _cheap_fingerprint(tensor: torch.Tensor) -> tuple[object, list[float]]:
+    """Return a tensor's form, and a fingerprint: its number of in-place writes, and a few of its values.
 
-    The fingerprint is its number of in-place writes (those to `.data` are not counted) and a few values.
+    Writes to `.data` are not counted.
     """
-    own = local(tensor.detach())
-    some = own.real.flatten()[:: max(1, own.numel() // 16)]
-    return (type(tensor), tuple(own.shape)), [
-        num_writes(tensor) + num_writes(own),
-        *some.double().nan_to_num().tolist(),
+    local_tensor = local(tensor.detach())
+    values = local_tensor.real.flatten()[:: max(1, local_tensor.numel() // 16)]
+    return (type(tensor), tuple(local_tensor.shape)), [
+        num_writes(tensor) + num_writes(local_tensor),
+        *values.double().nan_to_num().tolist(),
     ]
 
 
 def _attributes(owner: object) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of an object and the items of its lists and dictionaries, with their access expressions."""
+    """Yield the attributes of an object and the items in its lists and dictionaries, with the code to access them."""
     for name, value in vars(owner).items():
         yield name, value
         if isinstance(value, (list, tuple)):
@@ -233,76 +234,76 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def clean_name(name: str) -> str:
-    """Return a parameter's name without the prefixes of module wrappers."""
+    """Return a parameter's name without the prefixes that module wrappers add."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 class ModelState(StatePart):
-    """Parameters and persistent buffers by name, except those in `elsewhere`.
+    """Parameters and persistent buffers by name, except for those in `stored_elsewhere`.
 
     A tied parameter appears once, under its first name.
     """
 
-    def __init__(self, model: nn.Module, elsewhere: Collection[str] = ()) -> None:
+    def __init__(self, model: nn.Module, stored_elsewhere: Collection[str] = ()) -> None:
         self.model = model
-        self._left_out = {alias for _, *aliases in tied_names(model) for alias in aliases} | set(elsewhere)
+        self._excluded_names = {alias for _, *aliases in tied_names(model) for alias in aliases} | set(stored_elsewhere)
 
     def state_dict(self) -> dict[str, Any]:
-        # keep_vars avoids detaching each tensor, which costs some 50 us per DTensor.
-        whole = self.model.state_dict(keep_vars=True)
-        kept = {clean_name(name): value for name, value in whole.items() if name not in self._left_out}
+        # keep_vars avoids detaching each tensor, which takes about 50 us per DTensor.
+        full_state = self.model.state_dict(keep_vars=True)
+        saved = {clean_name(name): value for name, value in full_state.items() if name not in self._excluded_names}
         return {
-            n: for_checkpoint(value, value) if isinstance(value, nn.Parameter) else value for n, value in kept.items()
+            n: for_checkpoint(value, value) if isinstance(value, nn.Parameter) else value for n, value in saved.items()
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        live = self.state_dict()
-        extra = {}
+        current = self.state_dict()
+        extra_states = {}
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
-                _take_over(live[name], value)
+                _copy_unless_shared(current[name], value)
             else:
-                extra[name] = value
+                extra_states[name] = value
         for path, module in self.model.named_modules():
             key = clean_name(f"{path}._extra_state" if path else "_extra_state")
-            if key in extra:
-                module.set_extra_state(extra[key])
+            if key in extra_states:
+                module.set_extra_state(extra_states[key])
 
     def differences(self, plain: Any, stored: Mapping[str, StoredTensor]) -> list[str]:
-        own = {name: value for name, value in self.state_dict().items() if isinstance(value, torch.Tensor)}
-        return list(tensor_differences(own, stored))
+        tensors = {name: value for name, value in self.state_dict().items() if isinstance(value, torch.Tensor)}
+        return list(tensor_differences(tensors, stored))
 
     def may_differ(self, key: str) -> bool:
-        """Return True for buffers, such as running means of the data that a rank has seen."""
+        """Return True for buffers, such as running means of one rank's data."""
         return key in {clean_name(name) for name, _ in self.model.named_buffers()}
 
 
-def _take_over(live: torch.Tensor, loaded: torch.Tensor) -> None:
-    """Copy a loaded tensor, unless it was read directly into the live one."""
-    if local(live).data_ptr() != local(loaded).data_ptr():
-        live.detach().copy_(loaded)
+def _copy_unless_shared(target: torch.Tensor, loaded: torch.Tensor) -> None:
+    """Copy a loaded tensor to `target`, unless they share memory because it was read in place."""
+    if local(target).data_ptr() != local(loaded).data_ptr():
+        target.detach().copy_(loaded)
 
 
 def _algorithm(part: torch.optim.Optimizer) -> str:
-    """Return the name of an optimizer's algorithm, which must match the checkpoint; by default its class name."""
+    """Return the name of an optimizer's algorithm, by default its class name.  It must match the checkpoint's."""
     return getattr(part, "algorithm", type(part).__name__)
 
 
 class OptimizerState(StatePart):
-    """The optimizer's moments by parameter name.  Hyperparameters come from the configuration, not the checkpoint.
+    """The optimizer's moments by parameter name.
 
-    However, hyperparameters that the optimizer itself changed during training are state and are restored, except the
-    learning rate, which belongs to the schedule.
+    Hyperparameters come from the configuration, not the checkpoint, unless the optimizer itself has changed them during
+    training.  The learning rate always comes from the schedule.
     """
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         self.optimizer, self._names, self._all_names = optimizer, names, set(names.values())
-        self._note_parameters()
+        self._index_parameters()
 
-    def _note_parameters(self) -> None:
-        self._built = self.optimizer.hyperparameters()
+    def _index_parameters(self) -> None:
+        self._initial_hyperparameters = self.optimizer.hyperparameters()
         self._parameters = {
             self._names.get(id(p), f"unnamed.{number}"): (part, group, p)
             for part in self.optimizer.parts
@@ -323,81 +324,81 @@ class OptimizerState(StatePart):
             "classes": {name: _algorithm(part) for name, (part, _, _) in self._parameters.items()},
             "parameters": {name: _kind_of(p) for name, (_, _, p) in self._parameters.items()},
             "groups": self.optimizer.hyperparameters(),
-            "built": self._built,
+            "built": self._initial_hyperparameters,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, values in state["state"].items():
             part, _, parameter = self._parameters[name]
-            own = part.state[parameter]
+            moments = part.state[parameter]
             for field, value in values.items():
-                if isinstance(value, torch.Tensor) and isinstance(own.get(field), torch.Tensor):
-                    _take_over(own[field], value)
+                if isinstance(value, torch.Tensor) and isinstance(moments.get(field), torch.Tensor):
+                    _copy_unless_shared(moments[field], value)
                 else:
-                    own[field] = value
+                    moments[field] = value
         for part in self.optimizer.parts:
             convert_moments(part)
         groups = [group for part in self.optimizer.parts for group in part.param_groups]
         if len(groups) == len(state["groups"]):
-            for group, saved, built in zip(groups, state["groups"], state["built"], strict=True):
-                group.update({k: v for k, v in saved.items() if k not in ("lr", "initial_lr") and v != built.get(k)})
+            for group, stored, initial in zip(groups, state["groups"], state["built"], strict=True):
+                group.update({k: v for k, v in stored.items() if k not in ("lr", "initial_lr") and v != initial.get(k)})
 
-    def _follow_torchs_muon(self, plain: Any) -> None:
-        """Let Muon have the parameters that it had in a checkpoint of torch.optim.Muon, which this trainer once used.
+    def _match_torch_muon(self, plain: Any) -> None:
+        """Give Muon the parameters that it had in a checkpoint of torch.optim.Muon, which older versions used.
 
-        That one also got output projections and routers, and no stacked experts.
+        They gave it output projections and routers as well, but no stacked experts.
         """
         if not any("ns_steps" in group or AS_TORCHS in group for group in plain["groups"]):
             return
-        had = {name for name, kind in plain["classes"].items() if kind == "Muon"}
-        self.optimizer.follow_torchs_muon([p for name, (_, _, p) in self._parameters.items() if name in had])
-        self._note_parameters()
+        names = {name for name, kind in plain["classes"].items() if kind == "Muon"}
+        self.optimizer.match_torch_muon([p for name, (_, _, p) in self._parameters.items() if name in names])
+        self._index_parameters()
 
     def differences(self, plain: Any, stored: Mapping[str, StoredTensor]) -> list[str]:
-        self._follow_torchs_muon(plain)
+        self._match_torch_muon(plain)
         changed: dict[tuple[str, str], list[str]] = {}
         for name, (part, _, _) in self._parameters.items():
-            before, now = plain["classes"].get(name), _algorithm(part)
-            if before is None:
+            old, new = plain["classes"].get(name), _algorithm(part)
+            if old is None:
                 if name in self._all_names and plain["classes"]:
-                    changed.setdefault(("none", now), []).append(name)
-            elif before != now:
-                changed.setdefault((before, now), []).append(name)
+                    changed.setdefault(("none", new), []).append(name)
+            elif old != new:
+                changed.setdefault((old, new), []).append(name)
         for name in plain["classes"]:
             if name not in self._parameters and name in self._all_names:
                 changed.setdefault((plain["classes"][name], "none"), []).append(name)
         lines = [
-            f"optimizer: {before} in the checkpoint, {now} now, for {', '.join(names)}"
-            for (before, now), names in changed.items()
+            f"optimizer: {old} in the checkpoint, {new} now, for {', '.join(names)}"
+            for (old, new), names in changed.items()
         ]
-        others = [
+        mismatched = [
             name
             for name, (_, _, parameter) in self._parameters.items()
             if plain.get("parameters", {}).get(name, _kind_of(parameter)) != _kind_of(parameter)
         ]
-        if others:
-            lines.append(f"optimizer: holds moments of parameters with another shape or dtype: {', '.join(others)}")
+        if mismatched:
+            lines.append(f"optimizer: holds moments of parameters with another shape or dtype: {', '.join(mismatched)}")
         return lines
 
     def prepare(self, stored: Mapping[str, StoredTensor]) -> None:
-        """Allocate the moments that the checkpoint has, sharded like their parameters, and drop all others.
+        """Allocate the moments in the checkpoint, sharded like their parameters, and drop all others.
 
-        A fresh optimizer has no moments before its first step, and torch's `load_state_dict` expects unsharded ones.
+        Before its first step an optimizer has no moments, and torch's `load_state_dict` expects unsharded ones.
         """
-        wanted: dict[str, dict[str, StoredTensor]] = {}
+        stored_fields: dict[str, dict[str, StoredTensor]] = {}
         for key, tensor in stored.items():
             if key.startswith("state."):
                 name, _, field = key.removeprefix("state.").rpartition(".")
-                wanted.setdefault(name, {})[field] = tensor
+                stored_fields.setdefault(name, {})[field] = tensor
         for name, (part, group, parameter) in self._parameters.items():
-            own = part.state[parameter]
-            fields = wanted.get(name, {})
-            for field in [field for field in own if field not in fields]:
-                del own[field]
+            moments = part.state[parameter]
+            fields = stored_fields.get(name, {})
+            for field in [field for field in moments if field not in fields]:
+                del moments[field]
             for field, tensor in fields.items():
-                if field not in own:
-                    own[field] = _moment_like(parameter, group, field, tensor)
-            if not own:
+                if field not in moments:
+                    moments[field] = _moment_like(parameter, group, field, tensor)
+            if not moments:
                 del part.state[parameter]
 
 
@@ -407,14 +408,16 @@ def _kind_of(parameter: torch.Tensor) -> str:
 
 def _moment_like(parameter: torch.Tensor, group: Mapping[str, Any], field: str, stored: StoredTensor) -> torch.Tensor:
     if stored.shape == tuple(parameter.shape):
-        # Use the optimizer's dtype if it sets one; moments stored in another dtype are converted while they are read.
-        named = group.get("state_dtype") if field != "step" else None
-        are_codes = "int8" in (named, str(stored.dtype).removeprefix("torch.u").removeprefix("torch."))
-        dtype = getattr(torch, named) if named and not are_codes else stored.dtype  # codes are converted afterwards
+        # If the optimizer sets a dtype, moments stored in a different one are converted while they are read.
+        dtype_name = group.get("state_dtype") if field != "step" else None
+        is_quantized = "int8" in (dtype_name, str(stored.dtype).removeprefix("torch.u").removeprefix("torch."))
+        dtype = (
+            getattr(torch, dtype_name) if dtype_name and not is_quantized else stored.dtype
+        )  # int8 is converted afterwards
         return torch.empty_like(parameter.detach(), dtype=dtype)
     if stored.shape and stored.shape[:-1] == tuple(parameter.shape[:-1]) and stored.shape[-1] < parameter.shape[-1]:
-        of_each_row = parameter.detach()[..., : stored.shape[-1]]
-        return torch.empty_like(of_each_row, dtype=stored.dtype)
+        row_scales = parameter.detach()[..., : stored.shape[-1]]
+        return torch.empty_like(row_scales, dtype=stored.dtype)
     on_device = field != "step" or group.get("fused") or group.get("capturable")
     device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
     return torch.empty(stored.shape, dtype=stored.dtype, device=device if on_device else "cpu")
@@ -445,21 +448,21 @@ class _Counters(StatePart):
 
 
 def seed_everything(seed: int, rank: int, step: int = 0) -> None:
-    """Seed Python, numpy and torch with a value that differs between ranks (and so does dropout)."""
-    mixed = int(np.random.SeedSequence([seed, rank, step] if step else [seed, rank]).generate_state(1)[0])
-    random.seed(mixed)
-    np.random.seed(mixed)
-    torch.manual_seed(mixed)
+    """Seed Python, numpy and torch differently on each rank, so that dropout differs as well."""
+    combined = int(np.random.SeedSequence([seed, rank, step] if step else [seed, rank]).generate_state(1)[0])
+    random.seed(combined)
+    np.random.seed(combined)
+    torch.manual_seed(combined)
 
 
 class RandomState:
-    """The random states of this rank as one resumable object."""
+    """The random states of this rank, as one part of the state."""
 
     def __init__(self, seed: int, rank: int) -> None:
         self._seed, self._rank = seed, rank
 
     def restart(self, step: int) -> None:
-        """Reseed at `step`, if this rank has no stored state, so that the first steps' noise does not repeat."""
+        """Reseed at `step`, if there is no stored state, so that the noise of the first steps is not repeated."""
         seed_everything(self._seed, self._rank, step)
 
     def state_dict(self) -> dict[str, Any]:

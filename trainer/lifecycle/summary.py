@@ -44,12 +44,12 @@ if TYPE_CHECKING:
 
 
 def mesh_sizes(mesh: DeviceMesh, config: RunConfig) -> dict[str, int]:
-    """Return the size of each axis of a run's mesh, always including `replicate`, which comes first.
+    """Return the size of each axis of a run's mesh, with `replicate` always first.
 
-    The size of the context-parallel groups, if above 1, is added as `context`.
+    `context` is the size of the context-parallel groups, if it is above 1.
     """
-    shared = {CONTEXT: config.context} if config.context > 1 else {}
-    return {REPLICATE: 1, **dict(zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True)), **shared}
+    context = {CONTEXT: config.context} if config.context > 1 else {}
+    return {REPLICATE: 1, **dict(zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True)), **context}
 
 
 def device_name(device: torch.device) -> str:
@@ -58,35 +58,36 @@ def device_name(device: torch.device) -> str:
 
 
 def start_facts(trainer: Trainer) -> Mapping[str, str]:
-    """Return the entries of the start block by name, from `run` to `data`.  Makes the plan on rank 0, if need be."""
+    """Return the entries of the start block by name, from `run` to `data`.  On rank 0 this may compute the plan."""
     config, world, mesh, model, loader = trainer.config, trainer.world, trainer.mesh, trainer.model, trainer.loader
     num_units, num_micro_batches, resumed_step = len(trainer.units), trainer.num_micro_batches, trainer.resume.step
     axes = zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True)
     context, method = config.context, config.mesh.context_method
-    shared = f", {CONTEXT} {context} ({method}) inside {SHARD}" if context > 1 else ""
+    context_facts = f", {CONTEXT} {context} ({method}) inside {SHARD}" if context > 1 else ""
     batch, micro_batch = config.train.global_batch_size, int(config.train.micro_batch_size)
-    num_rows = batch * config.rows_per_sample
+    num_sequences = batch * config.rows_per_sample
     num_parameters, num_trained = count_parameters(model), count_trained_parameters(model)
     is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    trained = "" if num_trained == num_parameters else f", {readable_count(num_trained)} of them trained"
+    trained_facts = "" if num_trained == num_parameters else f", {readable_count(num_trained)} of them trained"
     weight_bytes, gradient_bytes, optimizer_bytes = training_bytes(model, config.optim, config.train.ema > 0)
-    held = weight_bytes * (1 + config.has_reference_model) + gradient_bytes + optimizer_bytes
+    state_bytes = weight_bytes * (1 + config.has_reference_model) + gradient_bytes + optimizer_bytes
     reference = ", a reference" if config.has_reference_model else ""
-    talks = f", small messages by {world.interface}" if world.interface else ""
+    interface = f", small messages by {world.interface}" if world.interface else ""
     description = [config.model.name, *config.recipe.notes_on(config.model, model)]
-    resumed = "" if resumed_step is None else f"  (resumed at step {resumed_step})"
+    resume_facts = "" if resumed_step is None else f"  (resumed at step {resumed_step})"
     return {
-        "run": f"{config.run.name} in {config.run.dir}{resumed}",
-        "model": f"{', '.join(description)}, {readable_count(num_parameters)} parameters{trained}, "
+        "run": f"{config.run.name} in {config.run.dir}{resume_facts}",
+        "model": f"{', '.join(description)}, {readable_count(num_parameters)} parameters{trained_facts}, "
         + (f"{num_units} FSDP units and the root" if is_sharded else "not sharded"),
-        "weights": _weights_facts(config, trainer.begun_from, trainer.resume, trainer.state.parts),
+        "weights": _weights_facts(config, trainer.initial_weights_source, trainer.resume, trainer.state.parts),
         "tokenizer": _tokenizer_facts(config, loader),
         "template": _template_facts(config),
-        "mesh": " x ".join(f"{name} {size}" for name, size in axes) + f"{shared} on {device_name(world.device)}{talks}",
-        "memory": f"{readable_bytes(held)} per rank for weights{reference}, gradients and optimizer",
+        "mesh": " x ".join(f"{name} {size}" for name, size in axes)
+        + f"{context_facts} on {device_name(world.device)}{interface}",
+        "memory": f"{readable_bytes(state_bytes)} per rank for weights{reference}, gradients and optimizer",
         **({"optimizer": "\n".join(optimizer)} if (optimizer := _optimizer_facts(trainer)) else {}),
         "plan": trainer.forecast.sentence() if world.is_main else "",
-        "step": f"{readable_count(config.step_tokens)} token positions: {num_rows} x {config.data.seq_len}, "
+        "step": f"{readable_count(config.step_tokens)} token positions: {num_sequences} x {config.data.seq_len}, "
         f"{num_micro_batches} micro-batch{'es' * (num_micro_batches != 1)} of {micro_batch}"
         + (f" on each of {world.size} ranks" if world.size > 1 else ""),
         "data": _data_facts(config, loader),
@@ -94,36 +95,40 @@ def start_facts(trainer: Trainer) -> Mapping[str, str]:
 
 
 def _optimizer_facts(trainer: Trainer) -> list[str]:
-    """Describe which parameters get which optimizer, rate and decay, if they do not all get the same."""
+    """Describe the optimizer, learning rate and decay of the parameters, if these differ between parameters."""
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     return [*describe(trainer.optimizer.parts, names), *trainer.optimizer.notes]
 
 
-def _weights_facts(config: RunConfig, begun_from: str, resume: Resume, parts: Mapping[str, object]) -> str:
-    """Describe where the trained weights come from, and any frozen base or reference weights.
+def _weights_facts(config: RunConfig, initial_weights_source: str, resume: Resume, parts: Mapping[str, object]) -> str:
+    """Describe the source of the trained weights, and of frozen base or reference weights.
 
-    begun_from: the source of the initial weights, as `load_initial_weights` returned it.
+    initial_weights_source: the result of `load_initial_weights`.
     parts: the parts of the run's state.
     """
     if resume.step is not None:
-        begun_from = f"checkpoint {resume.path} (step {resume.step})"
+        initial_weights_source = f"checkpoint {resume.path} (step {resume.step})"
     if config.lora.rank:
         base, rank = parts.get(BASE), config.lora.rank
-        under = base.path if isinstance(base, BaseWeights) and base.path else begun_from
-        adapters = f"from {begun_from}" if resume.step is not None else f"drawn at random (run.seed={config.run.seed})"
-        return f"{under}, frozen; adapters of rank {rank} {adapters}"
+        base_weights = base.path if isinstance(base, BaseWeights) and base.path else initial_weights_source
+        adapters = (
+            f"from {initial_weights_source}"
+            if resume.step is not None
+            else f"drawn at random (run.seed={config.run.seed})"
+        )
+        return f"{base_weights}, frozen; adapters of rank {rank} {adapters}"
     if config.has_reference_model:
         reference = parts.get(REFERENCE)
         path = reference.path if isinstance(reference, BaseWeights) and reference.path else "the same weights"
-        return f"{begun_from}; reference model: {path}"
-    return begun_from
+        return f"{initial_weights_source}; reference model: {path}"
+    return initial_weights_source
 
 
 def _tokenizer_facts(config: RunConfig, loader: object) -> str:
     """Describe the tokenizer of the data and the size of its vocabulary."""
     data = config.data
     if not isinstance(loader, TrainLoader):
-        return f"{data.tokenizer} (data.tokenizer; the samples come from a loader of your own)"
+        return f"{data.tokenizer} (data.tokenizer; the samples come from a custom loader)"
     name, num_ids = loader.source.tokenizer, loader.source.vocab_size
     if name is None:
         return "none: the data are token ids"
@@ -139,7 +144,7 @@ def _tokenizer_facts(config: RunConfig, loader: object) -> str:
 
 
 def _template_facts(config: RunConfig) -> str:
-    """Describe where the chat template comes from."""
+    """Describe the source of the chat template."""
     data = config.data
     if data.source != "chat":
         return "none: the data are not chats"
@@ -147,52 +152,54 @@ def _template_facts(config: RunConfig) -> str:
         return f"{data.chat_template} (data.chat_template)"
     from trainer.data.chat.template import template_path  # imports jinja2, which only chats need
 
-    found = template_path(data.tokenizer)
-    return f"none in {data.tokenizer}" if found is None else str(found)
+    template = template_path(data.tokenizer)
+    return f"none in {data.tokenizer}" if template is None else str(template)
 
 
 def _data_facts(config: RunConfig, loader: object) -> str:
-    """Describe the data that the run reads and how much of it is used; for a custom loader, only its setting."""
+    """Describe the data of the run, and how much of it is used; with a custom loader, only the settings."""
     if not isinstance(loader, TrainLoader):
-        return f"{config.data.source} (data.source), {config.train.steps} steps; the samples come from your own loader"
+        return f"{config.data.source} (data.source), {config.train.steps} steps; the samples come from a custom loader"
     path = config.data.path
     paths = path if isinstance(path, Mapping) else {"": path} if path else {}
-    named = ", ".join(f"{name}={place}" if name else place for name, place in paths.items())
-    made = loader.source.sentence
+    path_list = ", ".join(f"{name}={file}" if name else file for name, file in paths.items())
+    remarks = loader.source.summary
     if config.data.holdout and not isinstance(loader.source, SourceSubset):
         unit = "conversations" if config.data.source == "chat" else "documents"
-        made += f"{', ' * bool(made)}{config.data.holdout:.1%} of the {unit} are held out (data.holdout)"
-    first = f"{config.data.source}: {named}" if named else config.data.source
-    return "\n".join([first, *([made] if made else []), *describe_usage(loader.usage_by_phase(config.train.steps))])
+        remarks += f"{', ' * bool(remarks)}{config.data.holdout:.1%} of the {unit} are held out (data.holdout)"
+    source = f"{config.data.source}: {path_list}" if path_list else config.data.source
+    return "\n".join(
+        [source, *([remarks] if remarks else []), *describe_usage(loader.usage_by_phase(config.train.steps))]
+    )
 
 
 def start_notes(trainer: Trainer, advice: Sequence[str], is_evaluated: bool) -> list[str]:
-    """Return further lines to print at the start, below the start block.
+    """Return the lines to print below the start block.
 
     These are the plan's choice, advice from optional features, settings that have changed since the checkpoint, and
-    warnings: there is no data for the evaluations that were asked for; future checkpoints do not fit on the disk.
+    warnings if evaluations have no data or future checkpoints do not fit on the disk.
     """
     config, changed = trainer.config, trainer.resume.changed
     lines = ["configuration changed since:", *(f"  {line}" for line in changed)]
     notes = [describe_choice(trainer.plan_choice), *advice, "\n".join(lines) if changed else ""]
     if config.eval.every and not is_evaluated:
-        too_few = "data.holdout=0" if config.data.holdout == 0 else "there is too little data to divide"
+        reason = "data.holdout=0" if config.data.holdout == 0 else "there is too little data to divide"
         notes.append(
-            f"warning: eval.every={config.eval.every}, but nothing is held out for evaluation ({too_few}): there will "
+            f"warning: eval.every={config.eval.every}, but nothing is held out for evaluation ({reason}): there will "
             "be none; give data.eval_path, or set eval.every=0"
         )
     if trainer.world.is_main:
-        stored = trainer.state.parts["model"].state_dict()
-        weights = sum(t.numel() * t.element_size() for t in stored.values() if isinstance(t, torch.Tensor))
+        model_state = trainer.state.parts["model"].state_dict()
+        weights = sum(t.numel() * t.element_size() for t in model_state.values() if isinstance(t, torch.Tensor))
         _, _, optimizer_bytes = training_bytes(trainer.model, config.optim, config.train.ema > 0)
         num_shards = trainer.world.size // mesh_sizes(trainer.mesh, config)[REPLICATE]
         num_bytes, steps_left = weights + optimizer_bytes * num_shards, config.train.steps - trainer.state.step
-        notes.append(disk_space_warning(trainer.room_in, config.checkpoint, num_bytes, steps_left))
+        notes.append(disk_space_warning(trainer.storage_to_check, config.checkpoint, num_bytes, steps_left))
     return [note for note in notes if note]
 
 
 def start_record(trainer: Trainer) -> Mapping[str, Any]:
-    """Return the fields of the start record.  For a custom loader it has no facts about the data."""
+    """Return the fields of the start record; with a custom loader, without facts about the data."""
     return {
         "world_size": trainer.world.size,
         "mesh": mesh_sizes(trainer.mesh, trainer.config),
@@ -214,29 +221,29 @@ def closing(
 
     best: loss and step of the best checkpoint.  The block is empty except on rank 0.
     """
-    trained, evaluated = metrics.latest.get("train"), metrics.latest.get("eval")
-    if trained is None:
+    last_train, last_eval = metrics.latest.get("train"), metrics.latest.get("eval")
+    if last_train is None:
         return []
-    folder, is_early = config.run.dir, trained.step < config.train.steps
+    folder, is_early = config.run.dir, last_train.step < config.train.steps
     first, *others = next_commands(config)
     names = ("metrics.jsonl", "console.log", "checkpoints")
-    kept = [name for name in names if (config.run_dir / name).exists()]  # checkpoint.dir may be elsewhere
-    held_out = "" if evaluated is None else f", {evaluated.loss:.4f} on held-out data"
+    files = [name for name in names if (config.run_dir / name).exists()]  # checkpoint.dir may be in another place
+    held_out = "" if last_eval is None else f", {last_eval.loss:.4f} on held-out data"
     return [
-        f"finished {trained.step} steps in {readable_duration(seconds)}: loss {trained.loss:.4f}{held_out}",
-        *([f"  earlier than train.steps={config.train.steps}: {horizon.reason(trained.step)}"] if is_early else []),
+        f"finished {last_train.step} steps in {readable_duration(seconds)}: loss {last_train.loss:.4f}{held_out}",
+        *([f"  earlier than train.steps={config.train.steps}: {horizon.reason(last_train.step)}"] if is_early else []),
         *([] if best is None else [f"  best: step {best[1]}, {best[0]:.4f}: {folder}/best"]),
-        *([f"  in {folder}: {', '.join(kept)}"] if kept else []),
+        *([f"  in {folder}: {', '.join(files)}"] if files else []),
         f"  next: {first}",
         *(f"        {command}" for command in others),
     ]
 
 
 def next_commands(config: RunConfig) -> list[str]:
-    """Return commands to use a finished run, ready to paste into the same shell.
+    """Return commands that use a finished run, ready to paste into the same shell.
 
-    Commands that use the weights must be able to import the model: a custom model needs `--allow-import`, and they are
-    left out if the model is in a script that would train again when it is imported.
+    Commands that load the weights must import the model: a custom model needs `--allow-import`.  They are left out if
+    the model is in a script that would train again when it is imported.
     """
     folder = shlex.quote(config.run.dir)
     report = f"python -m trainer.report {folder}"
@@ -261,7 +268,7 @@ def next_commands(config: RunConfig) -> list[str]:
 
 
 def _text_option(config: RunConfig) -> str:
-    """Return the option of `trainer.generate` that suits the data: `--chat` if there is a chat template for it."""
+    """Return the option of `trainer.generate` for this data: `--chat` for chats with a template, else `--prompt`."""
     if config.data.source != "chat":
         return "--prompt"
     try:
@@ -272,7 +279,7 @@ def _text_option(config: RunConfig) -> str:
 
 
 def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metrics) -> None:
-    """Print what the model has learned, if `log.sample_tokens` is set: a sample, and gzip's bits per byte to compare.
+    """If `log.sample_tokens` is set, print a sample text, and gzip's bits per byte to compare with the loss.
 
     Collectives: those of one forward pass per token.
     """
@@ -282,12 +289,12 @@ def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metr
     if text:
         metrics.say(f"gzip -9 on the same held-out text: {gzip_bits_per_byte(text):.4f} bits/byte", "green")
     tokenizer, is_chat = tokenizer_of(config.data), config.data.source == "chat"
-    prompt = _prompt_of_chat(config) if is_chat else [*tokenizer.start_ids, *tokenizer.encode("def ").tolist()]
-    ends = chat_end_ids(config.data.tokenizer, config.data.chat_template) if is_chat else set()
+    prompt = _find_chat_prompt(config) if is_chat else [*tokenizer.start_ids, *tokenizer.encode("def ").tolist()]
+    end_ids = chat_end_ids(config.data.tokenizer, config.data.chat_template) if is_chat else set()
     num_tokens, seq_len = config.log.sample_tokens, config.data.seq_len
     compiles = compiles_blocks(config.train.compile, world.device.type)
     with evaluation_mode(model):
-        tokens = generate_sample(model, world, prompt, num_tokens, seq_len, compiles, ends)
+        tokens = generate_sample(model, world, prompt, num_tokens, seq_len, compiles, end_ids)
     if is_chat:
         metrics.say("\nsample answer from the model, to:\n", "bold")
         metrics.say(tokenizer.decode(prompt))
@@ -298,15 +305,15 @@ def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metr
         metrics.say(tokenizer.decode(tokens))
 
 
-def _prompt_of_chat(config: RunConfig) -> list[int]:
-    """Return the tokens of a conversation up to the assistant's turn, held-out if possible."""
+def _find_chat_prompt(config: RunConfig) -> list[int]:
+    """Return the tokens of a conversation, if possible a held-out one, up to the assistant's turn."""
     from trainer.data.chat.source import ChatSource, PairSource  # imports jinja2
 
     splits: tuple[Split, ...] = ("eval", "train")
     for split in splits:
         source = open_source(config.data, config.vocab_size, split)
-        for each in source.sources.values() if isinstance(source, MixedSource) else [source]:
-            if isinstance(each, (ChatSource, PairSource)) and (prompt := each.first_prompt()):
+        for chat_source in source.sources.values() if isinstance(source, MixedSource) else [source]:
+            if isinstance(chat_source, (ChatSource, PairSource)) and (prompt := chat_source.first_prompt()):
                 return prompt
     data = config.data  # with data.train_on=all, every token is a target
     return chat_prompt_tokens("Hi", data.tokenizer, "log.sample_tokens", data.chat_template)

@@ -1,18 +1,19 @@
 """Watchdog: detects hangs and names the ranks that the others wait for.
 
-Every rank tracks its phase, and a thread watches the clock.  When a step, a save or an evaluation makes no progress for
-too long, all ranks report their phase and stack through the store, not by a collective, since some ranks are blocked in
-one.  Rank 0 prints one table, names the ranks that the others wait for, and the run ends as failed on all ranks.
+Every rank tracks its phase, and a thread watches the clock.  If a step, a save or an evaluation makes no progress for
+too long, all ranks report their phase and stack through the store, because some of them are blocked in a collective.
+Rank 0 prints one table and names the ranks that the others wait for, and the run ends as failed on all ranks.
 
 Limits: `run.step_timeout_s` covers one step, from requesting its data to its log line.  `run.first_step_timeout_s`
 covers the first step, which compiles and allocates, the time between two forward passes of an evaluation, and starting
 or writing a profile.  `checkpoint.timeout_s` covers the time that training waits for a save, and a background save from
-its start.  A rank that waits for another rank's evaluation, save or profile is allowed the same time.  Code of a custom
-loop between steps and the start of a run have no limit, but a rank that waits for them inside a step does.
+its start.  A rank that waits for another rank's evaluation, save or profile is allowed the same time.  The start of a
+run and the code of a custom loop between steps have no limit, but ranks that wait for them inside a step do.
 
-Not covered: a process that holds Python's GIL forever or is suspended.  It is named because it does not answer; if it
-is rank 0, there is no table, and the others exit by themselves.  In a process group that was opened elsewhere there is
-no store to communicate through: each rank reports only on itself and does not end the process.
+Not covered: a process that holds Python's GIL forever or is suspended.  It is named, because it does not respond.  If
+it is rank 0, there is no table, and the other ranks exit on their own.  If the process group was opened elsewhere,
+there
+is no store for messages: each rank only reports on itself and does not exit.
 
 The watchdog uses no collectives and works for any model.
 """
@@ -27,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -52,10 +53,19 @@ _TIMED_OUT = "a collective has timed out"
 _IN_BACKGROUND = "a save in the background"
 
 
-class Watchdog(Callback):
-    """Tracks what this rank is doing, at the cost of setting two attributes per phase, and detects hangs.
+@dataclass(frozen=True)
+class _Limit:
+    """A time limit: when it expires, by `time.monotonic`, the setting that defines it, and its length."""
 
-    On rank 0 it calls the world's failure listeners, from the watching thread, to record the failure.
+    expires: float
+    key: str
+    seconds: float
+
+
+class Watchdog(Callback):
+    """Tracks the phase of this rank, at the cost of setting two attributes per phase, and detects hangs.
+
+    On rank 0 its thread calls the world's failure listeners to record the failure.
     """
 
     def __init__(self, world: World, config: RunConfig) -> None:
@@ -64,15 +74,14 @@ class Watchdog(Callback):
         self._save_stage: Callable[[], str] = str
         self.phase, self.since, self.num_phases_entered, self.step = "start", time.monotonic(), 0, 0
         self.observers: list[Callable[[str], None]] = []
-        """Functions that are called with each phase that this rank enters, possibly from any thread."""
+        """Functions to call with each phase that this rank enters, from any thread."""
         self._round = 0
-        """Number of completed reports; each report uses separate keys in the store."""
-        self._armed: tuple[float, str, float] | None = None
-        """Current limit: when it expires, its setting and its value."""
+        """Number of completed reports.  Each report uses its own keys in the store."""
+        self._limit: _Limit | None = None
         self._num_steps = 0
         self._saving_since: float | None = None
-        self._watched = 0
-        self._stopped, self._done = threading.Event(), threading.Event()
+        self._main_thread = 0
+        self._stop_event, self._has_reported = threading.Event(), threading.Event()
         self._timed_out = ""
         self._thread: threading.Thread | None = None
 
@@ -91,11 +100,11 @@ class Watchdog(Callback):
         self.enter("data")
         is_first = self._num_steps == 0
         limit = self._limits.first_step_limit_s if is_first else self._limits.step_limit_s
-        self._arm("run.first_step_timeout_s" if is_first else "run.step_timeout_s", limit)
+        self._set_limit("run.first_step_timeout_s" if is_first else "run.step_timeout_s", limit)
 
     def end_step(self, step: int) -> None:
         """End a step.  After the first step, collectives get the ordinary timeout."""
-        self._armed = None
+        self._limit = None
         self.enter("between steps")
         self._num_steps += 1
         if self._num_steps == 1:
@@ -103,105 +112,103 @@ class Watchdog(Callback):
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Enter a phase outside the step, with its own limit, for the block."""
-        before, self._armed = (self.phase, self._armed), None
+        """Enter a phase outside the steps, with its own limit, for the duration of the block."""
+        outer_phase, outer_limit, self._limit = self.phase, self._limit, None
         self.enter(phase)
         if phase == "save":
-            self._arm("checkpoint.timeout_s", self._save_limit_s)
+            self._set_limit("checkpoint.timeout_s", self._save_limit_s)
         else:
-            self._arm("run.first_step_timeout_s", self._limits.first_step_limit_s)
+            self._set_limit("run.first_step_timeout_s", self._limits.first_step_limit_s)
         try:
             yield
         finally:
-            phase, self._armed = before
-            self.enter(phase)
+            self._limit = outer_limit
+            self.enter(outer_phase)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Start watching; after the block no limit is active, even if it raised."""
+        """Start watching.  After the block no limit is active, even if the block raises."""
         self._start()
         try:
             yield
         finally:
-            self._armed = None
+            self._limit = None
 
     def save_begins(self, stage: Callable[[], str]) -> None:
-        """Note that a background save has started.  `stage()` describes what it is doing."""
+        """Record that a background save has started.  `stage()` returns its current stage."""
         self._saving_since, self._save_stage = time.monotonic(), stage
 
     def save_ends(self) -> None:
-        """Note that the background save has ended."""
+        """Record that the background save has ended."""
         self._saving_since = None
 
     def begin_forward(self) -> None:
-        """Note a forward pass, which in an evaluation counts as progress."""
+        """Record a forward pass, which counts as progress of an evaluation."""
         if self.phase in IN_STEP:
             self.enter("forward")
         else:
             self.num_phases_entered += 1
-        if self._armed is not None:
-            _, key, limit = self._armed
-            self._arm(key, limit)
+        if self._limit is not None:
+            self._set_limit(self._limit.key, self._limit.seconds)
 
-    def _arm(self, key: str, limit_s: float) -> None:
-        self._armed = (time.monotonic() + limit_s, key, limit_s)
+    def _set_limit(self, key: str, seconds: float) -> None:
+        self._limit = _Limit(time.monotonic() + seconds, key, seconds)
 
     # -- the watching thread ---------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self._watched = threading.get_ident()
-        if self._thread is None or self._stopped.is_set():
-            self._stopped = threading.Event()
+        self._main_thread = threading.get_ident()
+        if self._thread is None or self._stop_event.is_set():
+            self._stop_event = threading.Event()
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
         """Stop watching."""
-        self._stopped.set()
+        self._stop_event.set()
 
     def explain(self, error: BaseException) -> None:
-        """If `error` is a collective's timeout, make all ranks report and exit, as if a limit had passed."""
+        """If `error` is the timeout of a collective, make all ranks report and exit, as after an expired limit."""
         frame, trace = None, error.__traceback__
         while trace is not None:
             frame, trace = trace.tb_frame, trace.tb_next
         text = str(error).lower()
         if self._thread is not None and _is_in_a_collective(frame) and ("timed out" in text or "timeout" in text):
             self._timed_out = f"{_TIMED_OUT} on rank {self._world.rank}: {str(error).splitlines()[0]}"
-            self._done.wait(_ANSWER_S + _VERDICT_S)
+            self._has_reported.wait(_ANSWER_S + _VERDICT_S)
 
     def _watch(self) -> None:
-        polled, num_polls, stopped = time.monotonic(), 0, self._stopped
-        while not stopped.wait(_POLL_S):
-            suspended_s = time.monotonic() - polled
-            polled, num_polls = time.monotonic(), num_polls + 1
+        last_poll, num_polls, stop_event = time.monotonic(), 0, self._stop_event
+        while not stop_event.wait(_POLL_S):
+            suspended_s = time.monotonic() - last_poll
+            last_poll, num_polls = time.monotonic(), num_polls + 1
             if suspended_s > _SUSPENDED_S:  # the process was suspended, for example by Slurm
                 self._extend_limits(suspended_s)
-            why = self._timed_out or self._overdue()
-            if why or (num_polls % _ASK_EVERY == 0 and self._is_asked()):
-                self._report(why)
+            reason = self._timed_out or self._describe_expired_limit()
+            if reason or (num_polls % _ASK_EVERY == 0 and self._is_report_requested()):
+                self._report(reason)
                 if self._timed_out or self._world.messages is None:
-                    self._done.set()
+                    self._has_reported.set()
                     return
-                polled = time.monotonic()
+                last_poll = time.monotonic()
 
     def _extend_limits(self, seconds: float) -> None:
-        if self._armed is not None:
-            until, key, limit = self._armed
-            self._armed = (until + seconds, key, limit)
+        if self._limit is not None:
+            self._limit = replace(self._limit, expires=self._limit.expires + seconds)
         if self._saving_since is not None:
             self._saving_since += seconds
 
-    def _overdue(self) -> str:
-        """Describe the limit that has passed; empty if none has."""
-        armed, saving = self._armed, self._saving_since
-        if armed is not None and time.monotonic() > armed[0]:
-            return f"no progress within {armed[1]}, {armed[2]:g} s"
-        limit = self._save_limit_s
-        if saving is not None and time.monotonic() > saving + limit and _saving_frame() is not None:
-            return f"{_IN_BACKGROUND} has not ended within checkpoint.timeout_s, {limit:g} s"
+    def _describe_expired_limit(self) -> str:
+        """Describe the limit that has expired; empty if none has."""
+        limit, saving_since, save_limit_s = self._limit, self._saving_since, self._save_limit_s
+        if limit is not None and time.monotonic() > limit.expires:
+            return f"no progress within {limit.key}, {limit.seconds:g} s"
+        has_expired = saving_since is not None and time.monotonic() > saving_since + save_limit_s
+        if has_expired and _saving_frame() is not None:
+            return f"{_IN_BACKGROUND} has not ended within checkpoint.timeout_s, {save_limit_s:g} s"
         return ""
 
-    def _is_asked(self) -> bool:
+    def _is_report_requested(self) -> bool:
         store = self._world.messages
         try:
             return store is not None and store.check(self._key("ask"))
@@ -211,113 +218,127 @@ class Watchdog(Callback):
     def _key(self, name: str | int) -> str:
         return f"meshtrainer/watchdog/{self._round}/{name}"
 
-    def _report(self, why: str) -> None:
+    def _report(self, reason: str) -> None:
         """Report this rank's status; on rank 0, print the table of all ranks.  Then all ranks exit.
 
-        Returns, and restarts the limit, if the late ranks are in a phase with a longer limit.  Also returns if the
+        Returns and restarts the limit if the late ranks are in a phase with a longer limit.  Also returns if the
         process group was opened elsewhere.
         """
         store, rank = self._world.messages, self._world.rank
         if store is None:
-            own = self.status(why)
-            print_stderr(table(why, [own]))
+            statuses = [self.status(reason)]
+            print_stderr(table(reason, statuses))
             if self._world.owns_group:
-                self._end(reason_of(why, [own]), is_stuck=is_stuck([own]))
+                self._end(reason_of(reason, statuses), is_stuck=is_stuck(statuses))
             return
         try:
-            why = store.compare_set(self._key("ask"), "", why)  # the reason of the first rank to report
-            store.set(self._key(rank), json.dumps(asdict(self.status(why))))
+            reason = store.compare_set(self._key("ask"), "", reason)  # the reason of the first rank to report
+            store.set(self._key(rank), json.dumps(asdict(self.status(reason))))
             if rank == 0:
                 statuses = self._gather(store)
                 verdict = "stuck" if is_stuck(statuses) else "end"
-                if all(status.is_within_limit for status in find_stragglers(statuses)) and not why.startswith(
+                if all(status.is_within_limit for status in find_stragglers(statuses)) and not reason.startswith(
                     _TIMED_OUT
                 ):
                     verdict = "go on"
                 else:
-                    print_stderr(table(why, statuses))
-                    self._world.announce_failure(PeerFailed(reason_of(why, statuses)))
+                    print_stderr(table(reason, statuses))
+                    self._world.announce_failure(PeerFailed(reason_of(reason, statuses)))
                 store.set(self._key("verdict"), verdict)
                 if verdict != "go on":
-                    # The store ends with this process: the others would report its loss if they had not read it yet.
-                    others = [status.rank for status in statuses if status.is_responding and status.rank != rank]
-                    unheard, until = [self._key(f"heard/{other}") for other in others], time.monotonic() + _ANSWER_S
+                    # The store ends with this process, and ranks that had not read the verdict would report its loss.
+                    other_ranks = [status.rank for status in statuses if status.is_responding and status.rank != rank]
+                    pending = [self._key(f"heard/{other}") for other in other_ranks]
+                    deadline = time.monotonic() + _ANSWER_S
                     with suppress(RuntimeError):
-                        while unheard and time.monotonic() < until:
-                            if unheard := [key for key in unheard if not store.check(key)]:
+                        while pending and time.monotonic() < deadline:
+                            if pending := [key for key in pending if not store.check(key)]:
                                 time.sleep(0.1)
             else:
                 store.wait(self._key("verdict"), _VERDICT_S)
                 verdict = store.get(self._key("verdict"))
                 with suppress(RuntimeError):
                     store.set(self._key(f"heard/{rank}"), "")
-        except RuntimeError as lost:  # the store is gone, or rank 0 does not answer
-            print_stderr(f"{table(why, [self.status(why)])}\nrank 0 does not answer rank {rank}: {lost}")
-            self._leave(is_stuck=True)
+        except RuntimeError as error:  # the store is gone, or rank 0 does not answer
+            print_stderr(f"{table(reason, [self.status(reason)])}\nrank 0 does not answer rank {rank}: {error}")
+            self._exit(is_stuck=True)
         if verdict == "go on":
             self._round += 1
-            if self._armed is not None and time.monotonic() > self._armed[0]:
-                self._arm(*self._armed[1:])
+            if self._limit is not None and time.monotonic() > self._limit.expires:
+                self._set_limit(self._limit.key, self._limit.seconds)
         elif rank == 0:
-            self._end(reason_of(why, statuses), verdict == "stuck")
+            self._end(reason_of(reason, statuses), verdict == "stuck")
         else:
             self._world.remember_failure()
-            self._leave(verdict == "stuck")
+            self._exit(verdict == "stuck")
 
     def _gather(self, store: TimedStore) -> list[RankStatus]:
-        found = {rank: RankStatus(rank, "?", 0.0, 0, 0, False, is_responding=False) for rank in range(self._world.size)}
-        until = time.monotonic() + _ANSWER_S
-        while (missing := [rank for rank in found if not found[rank].is_responding]) and time.monotonic() < until:
+        ranks = range(self._world.size)
+        statuses = {rank: RankStatus(rank, "?", 0.0, 0, 0, False, is_responding=False) for rank in ranks}
+        deadline = time.monotonic() + _ANSWER_S
+        while time.monotonic() < deadline and (missing := [rank for rank in ranks if not statuses[rank].is_responding]):
             for rank in missing:
                 if store.check(self._key(rank)):
-                    found[rank] = RankStatus(**json.loads(store.get(self._key(rank))))
+                    statuses[rank] = RankStatus(**json.loads(store.get(self._key(rank))))
             time.sleep(0.1)
-        return list(found.values())
+        return list(statuses.values())
 
     def _end(self, reason: str, is_stuck: bool) -> NoReturn:
         """Record the failure, within a time limit, and exit."""
 
         def record() -> None:
             for listener in self._world.failure_listeners:
-                listener.give_up(reason)
+                listener.main_thread_hung(reason)
 
-        recording = threading.Thread(target=record, daemon=True)
-        recording.start()
-        recording.join(_GRACE_S)
-        self._leave(is_stuck)
+        thread = threading.Thread(target=record, daemon=True)
+        thread.start()
+        thread.join(_GRACE_S)
+        self._exit(is_stuck)
 
-    def _leave(self, is_stuck: bool) -> NoReturn:
-        """Exit this process, whose main thread may hang.  A save in flight may finish first, unless it is stuck."""
-        keeping = threading.Thread(target=dump_record, args=(self._folder, self._world.rank), daemon=True)
-        keeping.start()
-        keeping.join(_GRACE_S)
-        until = time.monotonic() + _SAVE_GRACE_S
-        while not is_stuck and _saving_frame() is not None and time.monotonic() < until:
+    def _exit(self, is_stuck: bool) -> NoReturn:
+        """Exit, although the main thread may hang, after the save in flight has ended, unless that is stuck."""
+        thread = threading.Thread(target=dump_record, args=(self._folder, self._world.rank), daemon=True)
+        thread.start()
+        thread.join(_GRACE_S)
+        deadline = time.monotonic() + _SAVE_GRACE_S
+        while not is_stuck and _saving_frame() is not None and time.monotonic() < deadline:
             time.sleep(0.1)
         if self._world.rank != 0:
             time.sleep(_GRACE_S)  # leave rank 0 time to record and print
         os._exit(EXIT_FAILED)
 
-    def status(self, why: str = "") -> RankStatus:
-        """Return this rank's status, as seen from another thread.  `why`: the reason for the report."""
+    def status(self, reason: str = "") -> RankStatus:
+        """Return this rank's status, from another thread.  reason: the reason for the report."""
         phase, since = self.phase, self.since
-        main, saving = sys._current_frames().get(self._watched), _saving_frame()
-        armed, limit = self._armed, self._save_limit_s
-        is_within_limit = phase in ("evaluate", "save", "profile") and armed is not None and time.monotonic() < armed[0]
-        stack, is_waiting = _lines(main), bool(self._timed_out) or _is_in_a_collective(main)
-        progress = progress_of(read_record()) if why else None
+        main_frame, saving_frame = sys._current_frames().get(self._main_thread), _saving_frame()
+        active_limit, save_limit_s = self._limit, self._save_limit_s
+        is_within_limit = (
+            phase in ("evaluate", "save", "profile")
+            and active_limit is not None
+            and time.monotonic() < active_limit.expires
+        )
+        stack, is_waiting = _stack_lines(main_frame), bool(self._timed_out) or _is_in_a_collective(main_frame)
+        progress = progress_of(read_record()) if reason else None
         collectives = [] if progress is None else [progress.completed, progress.started, progress.enqueued]
-        if main is not None and main.f_code.co_filename.endswith(_WAITS_FOR_DEVICE):
-            phase, is_waiting = "device", True  # the host may already be in the next step
-        if why.startswith(_IN_BACKGROUND):
-            is_waiting = saving is None or _is_in_a_collective(saving)  # no saving frame: its part is done
-            if saving is not None:
-                phase, since, stack = "save", self._saving_since or since, [self._save_stage(), *_lines(saving)]
-                is_within_limit = time.monotonic() < since + limit
-        elif saving is not None and main is not None and main.f_code.co_filename == threading.__file__:
-            is_waiting = _is_in_a_collective(saving)
-            stack = [*stack, f"and the thread that saves, {self._save_stage()}, at", *_lines(saving)]
-        frame = main
+        if main_frame is not None and main_frame.f_code.co_filename.endswith(_DEVICE_WAIT_FILES):
+            phase, is_waiting = "device", True  # the host may be in the next step already
+        if reason.startswith(_IN_BACKGROUND):
+            is_waiting = saving_frame is None or _is_in_a_collective(
+                saving_frame
+            )  # without a frame, its part of the save is done
+            if saving_frame is not None:
+                phase, since, stack = (
+                    "save",
+                    self._saving_since or since,
+                    [self._save_stage(), *_stack_lines(saving_frame)],
+                )
+                is_within_limit = time.monotonic() < since + save_limit_s
+        elif (
+            saving_frame is not None and main_frame is not None and main_frame.f_code.co_filename == threading.__file__
+        ):
+            is_waiting = _is_in_a_collective(saving_frame)
+            stack = [*stack, f"and the thread that saves, {self._save_stage()}, at", *_stack_lines(saving_frame)]
+        frame = main_frame
         while frame is not None and frame.f_code.co_filename != exchange.__file__:
             frame = frame.f_back
         return RankStatus(
@@ -359,36 +380,39 @@ def _is_in_a_collective(frame: FrameType | None) -> bool:
     return False
 
 
-_WAITS_FOR_DEVICE = tuple(os.sep + os.path.join("torch", "cuda", name) for name in ("streams.py", "__init__.py"))
-"""Files whose functions wait for work queued on a GPU, where a collective may hang."""
+_DEVICE_WAIT_FILES = tuple(os.sep + os.path.join("torch", "cuda", name) for name in ("streams.py", "__init__.py"))
+"""Files with functions that wait for work on a GPU, where a collective may hang."""
 
-_OF_OPERATORS = ("_ops.py", "_compile.py", "_library/custom_ops.py", "_library/autograd.py", "_dynamo/eval_frame.py")
-_OF_TORCH = ("nn/modules/module.py", "autograd/function.py", *_OF_OPERATORS)
-_LEFT_OUT = (f"{os.sep}contextlib.py", *(os.sep + os.path.join("torch", *name.split("/")) for name in _OF_TORCH))
-"""Files whose frames are left out of printed stacks as uninformative."""
+_OPERATOR_FILES = ("_ops.py", "_compile.py", "_library/custom_ops.py", "_library/autograd.py", "_dynamo/eval_frame.py")
+_WRAPPER_FILES = ("nn/modules/module.py", "autograd/function.py", *_OPERATOR_FILES)
+_HIDDEN_FILES = (
+    f"{os.sep}contextlib.py",
+    *(os.sep + os.path.join("torch", *name.split("/")) for name in _WRAPPER_FILES),
+)
+"""Files with uninformative frames, which are left out of printed stacks."""
 
 
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
-def _lines(frame: FrameType | None) -> list[str]:
+def _stack_lines(frame: FrameType | None) -> list[str]:
     """Return file, line and function of each informative frame, innermost last.
 
-    Source lines are not included, because reading them may block forever if the file system hangs.
+    Source lines are left out, because reading them blocks if the file system hangs.
     """
     lines: list[str] = []
     while frame is not None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if not file.endswith(_LEFT_OUT):
+        if not file.endswith(_HIDDEN_FILES):
             lines.append(f"{file}:{frame.f_lineno} in {name}")
-        if name in ("fit", "_save") and file.startswith(_PACKAGE):  # what called these is always the same
+        if name in ("fit", "_save") and file.startswith(_PACKAGE):  # the callers of these are always the same
             break
         frame = frame.f_back
     return lines[:_MAX_FRAMES][::-1]
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Phases of a step, found by hooks so that custom train steps work too
+# Phases of a step, detected by hooks so that custom train steps work too
 
 
 IN_STEP = ("data", "forward", "backward", "reduce", "optimizer")
@@ -425,7 +449,7 @@ def watch_phases(watchdog: Watchdog, model: nn.Module, optimizers: Sequence[torc
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What each rank is doing, which ranks the others wait for, and the table that shows it
+# The status of each rank, the ranks that the others wait for, and the table to print
 
 
 _MAX_ROWS = 32
@@ -438,20 +462,20 @@ class RankStatus:
     rank: int
     phase: str
     phase_s: float
-    """Time since the rank entered the phase."""
+    """Seconds since the rank entered the phase."""
     step: int
     """The current step, or the last one."""
     num_phases_entered: int
     """Number of phases entered since the step began."""
     is_waiting: bool
-    """True if the rank is in a collective, so that it waits for another rank."""
+    """True if the rank is in a collective and so waits for other ranks."""
     is_within_limit: bool = False
-    """True during a save, an evaluation or the writing of a profile that is still within its own time limit."""
+    """True during a save, an evaluation or the writing of a profile, within the limit of that phase."""
     is_responding: bool = True
     stack: list[str] = field(default_factory=list)
-    """Stack of the main thread, and of the saving thread if the main thread waits for it."""
+    """Stack of the main thread; also of the saving thread, if the main thread waits for it."""
     collectives: list[int] = field(default_factory=list)
-    """Numbers of collectives completed, started and enqueued on its GPU; empty without a GPU."""
+    """Numbers of collectives that were completed, started and enqueued on its GPU; empty without a GPU."""
     device: str = ""
     """Description of the collective that its GPU waits for."""
     group: str = ""
@@ -461,79 +485,81 @@ class RankStatus:
 def find_stragglers(statuses: Sequence[RankStatus]) -> list[RankStatus]:
     """Return the ranks that the others wait for.
 
-    These are the ranks that do not answer; otherwise the ranks furthest behind among those outside collectives.  If all
-    ranks are in collectives, which then do not match, these are the ranks whose GPUs (on a CPU: whose step and phase)
-    are furthest behind.
+    These are the ranks that do not respond; if all do, the ranks furthest behind among those outside collectives.  If
+    all ranks are in collectives, which then do not match, these are the ranks with the GPU (on a CPU: with the step and
+    phase) that is furthest behind.
     """
-    silent = [status for status in statuses if not status.is_responding]
-    if silent:
-        return silent
-    busy = [status for status in statuses if not status.is_waiting]
-    if not busy and all(status.collectives for status in statuses):
+    unresponsive = [status for status in statuses if not status.is_responding]
+    if unresponsive:
+        return unresponsive
+    candidates = [status for status in statuses if not status.is_waiting]
+    if not candidates and all(status.collectives for status in statuses):
         slowest = min(status.collectives for status in statuses)
         return [status for status in statuses if status.collectives == slowest]
-    busy = busy or [*statuses]
-    least = min((status.step, status.num_phases_entered) for status in busy)
-    return [status for status in busy if (status.step, status.num_phases_entered) == least]
+    candidates = candidates or [*statuses]
+    furthest_behind = min((status.step, status.num_phases_entered) for status in candidates)
+    return [status for status in candidates if (status.step, status.num_phases_entered) == furthest_behind]
 
 
 def is_stuck(statuses: Sequence[RankStatus]) -> bool:
     """Return whether a save in flight cannot finish, so that no rank needs to wait for it.
 
-    Either the save itself has timed out, or a rank that others wait for does not answer.
+    This is the case if the save itself has timed out, or if a rank that others wait for does not respond.
     """
-    late = find_stragglers(statuses)
-    return any(not status.is_responding or (status.phase == "save" and not status.is_within_limit) for status in late)
-
-
-def reason_of(why: str, statuses: Sequence[RankStatus]) -> str:
-    """Describe in one line which ranks are late, in which phase, and which limit has passed."""
-    late = find_stragglers(statuses)
-    ranks = ", ".join(str(status.rank) for status in late[:8]) + (", ..." if len(late) > 8 else "")
-    who = f"rank {ranks}" if len(late) == 1 else f"ranks {ranks}"
-    first = late[0]
-    if not first.is_responding:
-        return f"watchdog: {who} did not answer ({why})"
-    device = f", the device in {first.device}" if first.device else ""
-    return (
-        f"watchdog: {who} made no progress in {first.phase} of step {first.step} for {first.phase_s:g} s{device} "
-        f"({why})"
+    stragglers = find_stragglers(statuses)
+    return any(
+        not status.is_responding or (status.phase == "save" and not status.is_within_limit) for status in stragglers
     )
 
 
-def table(why: str, statuses: Sequence[RankStatus]) -> str:
-    """Return the table to print: one row per rank, with the late ranks marked, and the stacks of late ranks."""
-    late = find_stragglers(statuses)
-    rows = [*late, *(status for status in statuses if status not in late)]
-    lines = [reason_of(why, statuses), "     rank    step  phase            for"]
+def reason_of(cause: str, statuses: Sequence[RankStatus]) -> str:
+    """Describe in one line the late ranks, their phase, and the expired limit."""
+    stragglers = find_stragglers(statuses)
+    ranks = ", ".join(str(status.rank) for status in stragglers[:8]) + (", ..." if len(stragglers) > 8 else "")
+    names = f"rank {ranks}" if len(stragglers) == 1 else f"ranks {ranks}"
+    worst = stragglers[0]
+    if not worst.is_responding:
+        return f"watchdog: {names} did not answer ({cause})"
+    device = f", the device in {worst.device}" if worst.device else ""
+    return (
+        f"watchdog: {names} made no progress in {worst.phase} of step {worst.step} for {worst.phase_s:g} s{device} "
+        f"({cause})"
+    )
+
+
+def table(cause: str, statuses: Sequence[RankStatus]) -> str:
+    """Return the table to print: one row per rank, with marks on the late ranks, and the stacks of these."""
+    stragglers = find_stragglers(statuses)
+    rows = [*stragglers, *(status for status in statuses if status not in stragglers)]
+    lines = [reason_of(cause, statuses), "     rank    step  phase            for"]
     for row in sorted(rows[:_MAX_ROWS], key=lambda row: row.rank):
         if not row.is_responding:
             lines.append(f"  >> {row.rank:4}  does not answer")
             continue
         waits_for = f"waits for its {row.group} group" if row.group else "waits for others"
-        state = "late" if row in late else waits_for if row.is_waiting else ""
-        mark = ">>" if row in late else "  "
+        state = "late" if row in stragglers else waits_for if row.is_waiting else ""
+        mark = ">>" if row in stragglers else "  "
         lines.append(f"  {mark} {row.rank:4}  {row.step:6}  {row.phase:15}  {row.phase_s:6.1f} s  {state}".rstrip())
     if len(rows) > _MAX_ROWS:
         lines.append(f"     and {len(rows) - _MAX_ROWS} more that are not late")
-    answering = [row for row in late[:4] if row.is_responding]
-    for row in answering:
+    responding = [row for row in stragglers[:4] if row.is_responding]
+    for row in responding:
         lines += [f"rank {row.rank} is at", *(f"  {line}" for line in row.stack)]
-    if not answering:  # no stack of a late rank is known: show one of a waiting rank
+    if not responding:  # show the stack of a waiting rank instead
         for row in sorted((row for row in rows if row.is_waiting), key=lambda row: not row.group)[:1]:
             lines += [f"rank {row.rank} waits at", *(f"  {line}" for line in row.stack)]
     return "\n".join(lines)
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# NCCL's flight recorder: in host memory, so that it can be read while the GPU hangs
+# NCCL's flight recorder, which is in host memory and can be read while the GPU hangs
 
 
 @dataclass(frozen=True)
 class CollectiveProgress:
-    """Numbers of collectives completed, started and enqueued by this rank, over all its process groups.
+    """Numbers of collectives that this rank has completed, started and enqueued, over all its process groups.
 
-    All ranks call the same collectives, so the numbers of different ranks can be compared.  `waiting_for` describes the
+    All ranks call the same collectives, so the numbers of different ranks are comparable.  `waiting_for` describes the
     oldest unfinished collective.
     """
 
@@ -549,7 +575,7 @@ def has_record() -> bool:
 
 
 def read_record() -> bytes:
-    """Return NCCL's record as JSON; empty if NCCL is not in use."""
+    """Return NCCL's record of collectives as JSON; empty if NCCL is not in use."""
     if not has_record():
         return b""
     return bytes(_recorder()._dump_nccl_trace_json(includeCollectives=True, onlyActive=False))
@@ -575,15 +601,15 @@ def progress_of(record: bytes) -> CollectiveProgress | None:
         if unfinished:  # such as `all_gather number 12 of group 0 (default_pg)`
             entry = unfinished[0]
             name = str(entry["profiling_name"]).removeprefix("nccl:").lstrip("_")
-            group, *of = entry["process_group"]
+            group, *description = entry["process_group"]
             waiting_for = f"{name} number {entry['collective_seq_id']} of group {group}"
-            waiting_for += f" ({of[0]})" if of and of[0] else ""
+            waiting_for += f" ({description[0]})" if description and description[0] else ""
         return CollectiveProgress(completed, started, enqueued, waiting_for)
     return None
 
 
 def dump_record(folder: Path, rank: int) -> None:
-    """Dump the record, if there is one, into `folder`.  On a thread of its own, since the file system may hang.
+    """Dump the record, if there is one, to `folder`.  Call this in a separate thread, because the file system may hang.
 
     Name and format are those of NCCL's own dumps, for `python -m torch.distributed.flight_recorder.fr_trace`.
     """

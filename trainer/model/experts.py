@@ -1,7 +1,7 @@
 """Mixture-of-experts operations: grouped matrix products, and the load-balancing loss over the global batch.
 
 Group sizes are known only on the device, so the products are custom operators: fake tensors, compiled code and
-activation checkpointing see a single operator, whatever its implementation.  Independent of recipes.
+activation checkpointing see a single operator, whatever its implementation.  This module does not depend on recipes.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class BalanceLoss(nn.Module):
     For each expert, the share of choices that fell on it is multiplied by its mean probability; the sum over experts is
     scaled by the number of experts and the coefficient (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6).  Shares
     and means are over the tokens that the loss counts, in all layers, micro-batches and ranks (Qiu et al. 2025,
-    arXiv:2501.11873), so the loss does not depend on the mesh; `global_balance` ensures this in training.  Elsewhere
-    they are those of the batch.
+    arXiv:2501.11873), so the loss does not depend on the mesh; `global_balance` ensures this in training.  Outside of
+    training they are taken over the batch alone.
     """
 
     def __init__(self, coefficient: float, num_experts: int, num_chosen: int, num_layers: int) -> None:
@@ -149,17 +149,17 @@ def global_balance(
     counts them first.  No-op for a model without a `BalanceLoss` child.  Collectives: one all-reduce of an integer per
     expert, and those of the extra passes.
     """
-    found = [child for child in model.children() if isinstance(child, BalanceLoss)]
-    for balance in found:
+    balance_losses = [child for child in model.children() if isinstance(child, BalanceLoss)]
+    for balance in balance_losses:
         if len(micro_batches) == 1:
             balance.reduce_choices = world.sum_on_device
         else:
             choices_E = world.sum_on_device(_count(balance, micro_batches, loss, world.device))
-            balance.reduce_choices = lambda own_E, known_E=choices_E: known_E  # type: ignore[misc]
+            balance.reduce_choices = lambda _, global_E=choices_E: global_E  # type: ignore[misc]
     try:
         yield
     finally:
-        for balance in found:
+        for balance in balance_losses:
             balance.reduce_choices = _identity
 
 

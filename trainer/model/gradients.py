@@ -1,8 +1,8 @@
-"""Reduces gradients: when, by whom, and their norm over all ranks.
+"""Reduces gradients over the ranks, and computes their global norm.
 
-FSDP reduces those of a sharded model.  Those of an unsharded model are averaged over ranks here, in buckets, while the
-backward pass runs.  DistributedDataParallel does the same, but wraps the model in another module; here only hooks are
-added to parameters, so the model's class, names and forward pass do not change.  Source: Li et al. 2020, "PyTorch
+FSDP reduces the gradients of a sharded model.  The gradients of an unsharded model are averaged here, in buckets, while
+the backward pass runs.  DistributedDataParallel does the same, but wraps the model in another module.  This one only
+adds hooks to parameters, so the model's class, names and forward pass do not change.  Source: Li et al. 2020, "PyTorch
 Distributed: Experiences on Accelerating Data Parallel Training", arXiv:2006.15704; bucket sizes are
 DistributedDataParallel's defaults.
 """
@@ -64,14 +64,14 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     model.train()
 
 
-_found: WeakKeyDictionary[nn.Module, list[ReferenceType[FSDPModule]]] = WeakKeyDictionary()
+_fsdp_modules_of: WeakKeyDictionary[nn.Module, list[ReferenceType[FSDPModule]]] = WeakKeyDictionary()
 
 
 def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     """Return the modules that `fully_shard` was called on; cached, since walking a large model is slow."""
-    if model not in _found:
-        _found[model] = [ref(module) for module in model.modules() if isinstance(module, FSDPModule)]
-    return [module for reference in _found[model] if (module := reference()) is not None]
+    if model not in _fsdp_modules_of:
+        _fsdp_modules_of[model] = [ref(module) for module in model.modules() if isinstance(module, FSDPModule)]
+    return [module for reference in _fsdp_modules_of[model] if (module := reference()) is not None]
 
 
 @torch.no_grad()
@@ -79,7 +79,7 @@ def gradient_norm(gradients: list[torch.Tensor], mesh: DeviceMesh) -> torch.Tens
     """Return the 2-norm of all gradients over all ranks: a scalar, the same on every rank.
 
     `gradients` are this rank's shards.  One all-reduce of a scalar over the `shard` axis; replicas hold equal shards.
-    A non-finite gradient on any rank makes the norm non-finite on its whole replica group and, since gradients have
+    A non-finite gradient on any rank makes the norm non-finite on its entire replica group and, since gradients have
     been reduced, on all ranks.
     """
     device = torch.device(mesh.device_type)
@@ -215,15 +215,15 @@ class Replicas:
         """`parameters`: the trainable ones, in the order of the forward pass."""
         backward = [*reversed(parameters)]
         dtypes = [*dict.fromkeys(p.dtype for p in backward)]
-        backward.sort(key=lambda p: dtypes.index(p.dtype))  # a bucket has one dtype; sorting keeps the order otherwise
+        backward.sort(key=lambda p: dtypes.index(p.dtype))  # a bucket has one dtype; a stable sort
         indices = cut_into_buckets([(p.numel(), p.element_size()) for p in backward])
         self.enabled = True
         self._buckets = [_Bucket([backward[index] for index in bucket], group) for bucket in indices]
         self._num_sent = 0
         self._is_running = False
-        for number, bucket in enumerate(self._buckets):
+        for bucket_index, bucket in enumerate(self._buckets):
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(_hook(ref(self), number))
+                parameter.register_post_accumulate_grad_hook(_hook(ref(self), bucket_index))
 
     def averages(self, parameter: torch.Tensor) -> bool:
         """Return whether the gradient of `parameter` is averaged: it was trainable when `replicate` was called."""
@@ -234,7 +234,7 @@ class Replicas:
         self.enabled = enabled
         self._is_running = False  # a pass that raised an error has not finished
 
-    def add(self, number: int) -> None:
+    def add(self, bucket_index: int) -> None:
         """Record that one more gradient of a bucket is ready, and send buckets that are complete and next in order.
 
         Raises RuntimeError if a parameter gets a second gradient, since the count and the average would be wrong.
@@ -246,11 +246,11 @@ class Replicas:
             for bucket in self._buckets:
                 bucket.num_awaited = len(bucket.parameters)
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        self._buckets[number].num_awaited -= 1
-        if self._buckets[number].num_awaited < 0:
+        self._buckets[bucket_index].num_awaited -= 1
+        if self._buckets[bucket_index].num_awaited < 0:
             raise RuntimeError(
-                "a parameter got a second gradient in one backward pass: the backward pass before did not end; call "
-                "zero_grad, and run the next one inside gradient_sync"
+                "a parameter got a second gradient in one backward pass: the previous backward pass did not finish; "
+                "call zero_grad, and run the next one inside gradient_sync"
             )
         while self._num_sent < len(self._buckets) and self._buckets[self._num_sent].num_awaited == 0:
             self._send_next()
@@ -268,17 +268,17 @@ class Replicas:
         self._is_running = False
 
 
-def _hook(replicas: ref[Replicas], number: int) -> Callable[[torch.Tensor], None]:
-    """Return the hook of a parameter in bucket `number`.
+def _hook(replicas: ref[Replicas], bucket_index: int) -> Callable[[torch.Tensor], None]:
+    """Return the hook of a parameter in bucket `bucket_index`.
 
-    The hook holds a weak reference, since the garbage collector cannot see a tensor's hooks and would never free a
+    The hook holds a weak reference: the garbage collector cannot see a tensor's hooks, so it would never free a
     reference cycle through them.
     """
 
     def hook(parameter: torch.Tensor) -> None:
-        found = replicas()
-        if found is not None:
-            found.add(number)
+        target = replicas()
+        if target is not None:
+            target.add(bucket_index)
 
     return hook
 

@@ -2,7 +2,7 @@
 
 Modules and parameters have peft's names, so adapters are interchangeable with peft: `<layer>.base_layer.weight` is the
 layer's original weight, `<layer>.lora_A.default.weight` (rank, in) and `<layer>.lora_B.default.weight` (out, rank) are
-the adapter.  Independent of recipes, meshes and files.
+the adapter.  This module does not depend on recipes, meshes or files.
 
 Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", arXiv:2106.09685.
 """
@@ -29,7 +29,7 @@ ADAPTER = "default"
 """The name of a layer's adapter; there is only one here, while peft supports several."""
 
 _MIN_SIMILARITY = 0.75
-"""Minimum similarity for suggesting a layer's name; for example, gate_proj is too different from v_proj."""
+"""Minimum similarity for suggesting a layer's name; gate_proj, for example, is not a likely misspelling of v_proj."""
 
 _WEIGHT = re.compile(rf"(?P<layer>.+)\.lora_(?P<part>[AB])\.{ADAPTER}\.weight")
 
@@ -88,11 +88,13 @@ class AdaptedLinear(nn.Module):
         if not self.is_enabled:
             return self.base_layer(x)  # type: ignore[no-any-return]
         down, up = self.factors
-        if self._is_one_product(x, down, up):
-            bias, given = self.base_layer.bias, x.flatten(0, -2)
-            dropped = None if isinstance(self.lora_dropout[ADAPTER], nn.Identity) else self.lora_dropout[ADAPTER](given)
+        is_frozen = _is_plain_linear(self.base_layer) and not self.weight.requires_grad
+        # The fused product does not convert dtypes or support DTensors.
+        if is_frozen and all(t.dtype == x.dtype and not isinstance(t, DTensor) for t in (self.weight, down, up)):
+            bias, flat = self.base_layer.bias, x.flatten(0, -2)
+            dropped = None if isinstance(self.lora_dropout[ADAPTER], nn.Identity) else self.lora_dropout[ADAPTER](flat)
             weight = self.weight if isinstance(self.base_layer, nn.Linear) else self.weight.t()
-            output = _AdaptedProduct.apply(given, dropped, weight, bias, down, up, self.scaling)  # type: ignore[no-untyped-call]
+            output = _AdaptedProduct.apply(flat, dropped, weight, bias, down, up, self.scaling)  # type: ignore[no-untyped-call]
             return output.view(*x.shape[:-1], self.out_features)  # type: ignore[no-any-return]
         base_output = self.base_layer(x)
         low = F.linear(self.lora_dropout[ADAPTER](x.to(down.dtype)), down)
@@ -100,19 +102,13 @@ class AdaptedLinear(nn.Module):
         output = torch.addmm(base_output.flatten(0, -2).to(up.dtype), low.flatten(0, -2), up.t(), alpha=self.scaling)
         return output.view(base_output.shape).to(base_output.dtype)
 
-    def _is_one_product(self, x: torch.Tensor, *factors: torch.Tensor) -> bool:
-        """Return whether the fused product applies: no dtype conversion, no DTensor, and a plain frozen base layer."""
-        is_plain = _is_plain_linear(self.base_layer) and not self.weight.requires_grad
-        tensors = (self.weight, *factors)
-        return is_plain and all(t.dtype == x.dtype and not isinstance(t, DTensor) for t in tensors)
-
 
 class _AdaptedProduct(torch.autograd.Function):
     """A frozen layer and its adapter as one operator with its gradient, x (N, in) to (N, out).
 
-    Saves the input and the intermediate between the two factors.  Each product of the backward pass accumulates into
-    the previous one, which saves separate sums over (N, in) and (N, out), and products for unneeded gradients are
-    skipped.
+    Saves the input and the output of the first factor.  Each product of the backward pass accumulates into
+    the previous one, which avoids separate sums over (N, in) and (N, out).  Products for gradients that are not needed
+    are skipped.
     """
 
     @staticmethod
@@ -127,9 +123,9 @@ class _AdaptedProduct(torch.autograd.Function):
         scaling: float,
     ) -> torch.Tensor:
         """`dropped`: x after dropout, the input of the adapter; None if it equals x."""
-        into = x if dropped is None else dropped
-        low = F.linear(into, down)
-        ctx.save_for_backward(into, low, weight, down, up)
+        adapter_input = x if dropped is None else dropped
+        low = F.linear(adapter_input, down)
+        ctx.save_for_backward(adapter_input, low, weight, down, up)
         ctx.scaling, ctx.drops = scaling, dropped is not None
         # Not in place: selective activation checkpointing may save the layer's own output.
         return torch.addmm(F.linear(x, weight, bias), low, up.t(), alpha=scaling)
@@ -138,15 +134,15 @@ class _AdaptedProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,) = grad_outputs
-        into, low, weight, down, up = ctx.saved_tensors
-        wants_x, wants_dropped = ctx.needs_input_grad[:2]
+        adapter_input, low, weight, down, up = ctx.saved_tensors
+        needs_x_grad, needs_dropped_grad = ctx.needs_input_grad[:2]
         grad_low = torch.mm(grad, up).mul_(ctx.scaling)
-        grad_x = torch.mm(grad, weight) if wants_x else None
+        grad_x = torch.mm(grad, weight) if needs_x_grad else None
         if grad_x is not None and not ctx.drops:
             grad_x.addmm_(grad_low, down)
-        grad_dropped = torch.mm(grad_low, down) if wants_dropped else None
+        grad_dropped = torch.mm(grad_low, down) if needs_dropped_grad else None
         grad_up = torch.mm(grad.t(), low).mul_(ctx.scaling)
-        return grad_x, grad_dropped, None, None, torch.mm(grad_low.t(), into), grad_up, None
+        return grad_x, grad_dropped, None, None, torch.mm(grad_low.t(), adapter_input), grad_up, None
 
 
 def add_adapters(
@@ -165,13 +161,13 @@ def add_adapters(
         return
     chosen = {id(model.get_submodule(name)) for name in find_layers(model, blocks, lora.targets, alias)}
     model.requires_grad_(False)
-    adapted: dict[int, nn.Module] = {}
+    layer_of: dict[int, nn.Module] = {}
     for parent in [*model.modules()]:
         for name, child in [*parent.named_children()]:
             if id(child) in chosen:
-                made = adapted.get(id(child)) or AdaptedLinear(child, lora.rank, lora.alpha / lora.rank, lora.dropout)
-                adapted[id(child)] = made
-                setattr(parent, name, made)
+                layer = layer_of.get(id(child)) or AdaptedLinear(child, lora.rank, lora.alpha / lora.rank, lora.dropout)
+                layer_of[id(child)] = layer
+                setattr(parent, name, layer)
 
 
 def find_layers(
@@ -182,8 +178,7 @@ def find_layers(
 ) -> list[str]:
     """Return the names of the layers that `lora.targets` matches.  Raises UserError for a target without a match.
 
-    A layer can have an adapter only if it does nothing but multiply; the output projection, which also computes the
-    loss, cannot.
+    Only a plain matrix product can have an adapter.  The output projection cannot, since it also computes the loss.
     """
     candidates = [name for name, module in model.named_modules() if _is_plain_linear(module)]
     if targets == ALL_LINEAR:
@@ -192,40 +187,40 @@ def find_layers(
         if not candidates:
             raise setting_error("lora.targets", targets, "the model has no linear layer that can have an adapter")
         return candidates
-    wanted = [targets] if isinstance(targets, str) else list(targets)
+    requested = [targets] if isinstance(targets, str) else list(targets)
     names_of = {name: [name, *filter(None, [alias(name)])] for name in candidates}
-    found = {
-        target: [name for name in candidates if any(_matches_target(each, target) for each in names_of[name])]
-        for target in wanted
+    matches = {
+        target: [name for name in candidates if any(_matches_target(spelling, target) for spelling in names_of[name])]
+        for target in requested
     }
-    for target, names in found.items():
+    for target, names in matches.items():
         if not names:
-            raise _no_layer(model, names_of, target, wanted, alias)
-    return [name for name in candidates if any(name in names for names in found.values())]
+            raise _no_match(model, names_of, target, requested, alias)
+    return [name for name in candidates if any(name in names for names in matches.values())]
 
 
 def _matches_target(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _no_layer(
+def _no_match(
     model: nn.Module,
     names_of: Mapping[str, Sequence[str]],
     target: str,
-    wanted: Sequence[str],
+    requested: Sequence[str],
     alias: Callable[[str], str | None],
 ) -> UserError:
     if target.replace("_", "-") == ALL_LINEAR:
-        return setting_error("lora.targets", list(wanted), "must be the only target", meant=ALL_LINEAR)
+        return setting_error("lora.targets", list(requested), "must be the only target", meant=ALL_LINEAR)
     names = [name for name, _ in model.named_modules() if name]
-    others = [name for name in names if any(_matches_target(each, target) for each in (name, alias(name) or ""))]
-    every = [each for names in names_of.values() for each in names]
-    last_parts = [*dict.fromkeys(each.rpartition(".")[2] for each in every)]
-    rule = f"{others[0]} is not a layer that can have an adapter" if others else f"no layer is named {target!r}"
-    best = nearest(target, last_parts, _MIN_SIMILARITY) or nearest(target, [name for name in every if "." in name])
-    meant = [best if item == target else item for item in wanted] if best and best not in wanted else None
-    rule += f"; those that can have an adapter: {', '.join(last_parts)}"
-    return setting_error("lora.targets", list(wanted), rule, meant=meant)
+    modules = [name for name in names if any(_matches_target(each, target) for each in (name, alias(name) or ""))]
+    all_names = [each for names in names_of.values() for each in names]
+    last_parts = [*dict.fromkeys(each.rpartition(".")[2] for each in all_names)]
+    rule = f"{modules[0]} is not a layer that can have an adapter" if modules else f"no layer is named {target!r}"
+    best = nearest(target, last_parts, _MIN_SIMILARITY) or nearest(target, [name for name in all_names if "." in name])
+    suggestion = [best if item == target else item for item in requested] if best and best not in requested else None
+    rule += f"; layers that can have an adapter: {', '.join(last_parts)}"
+    return setting_error("lora.targets", list(requested), rule, meant=suggestion)
 
 
 def _is_plain_linear(module: nn.Module) -> bool:

@@ -4,8 +4,8 @@ A sharded model is filled module by module.  Each module's own tensors are tempo
 initialized by the recipe's ordinary code with the generator seeded by (seed, module name); each rank keeps its shard.
 Of a large tensor only that shard is drawn, by advancing the generator past the other rows; for the same reason, several
 threads can share the work.  No rank holds more than its shards plus one module, there is no communication, and the
-weights depend only on the seed, not on the mesh or the device, whose own generator would give different values.
-Independent of particular recipes.
+weights depend only on the seed, not on the mesh or the device, whose own generator would give different values.  This
+module does not depend on particular recipes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def materialize(
     Parameters for whose name `is_loaded_later` is true are not drawn; they are NaN until they are loaded.  Buffers are
     always filled.
 
-    Raises UserError that names every parameter and buffer that was not filled, on all ranks alike, since each rank sees
+    Raises UserError naming every parameter and buffer that was not filled.  All ranks raise it, since each of them sees
     full tensors.
     """
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
@@ -60,15 +60,15 @@ def materialize(
         return
     ties = tied_names(model)
 
-    # Memory for all that is on the meta device, buffers on the CPU; tensors that have values are not changed.
-    home = torch.device("cpu") if cpu_offload else device
-    model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor)
+    # Allocate all meta tensors, buffers on the CPU; tensors that already have values do not change.
+    parameter_device = torch.device("cpu") if cpu_offload else device
+    model._apply(lambda tensor: torch.empty_like(tensor, device=parameter_device) if tensor.is_meta else tensor)
     for module_name, module in model.named_modules():
         for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
             if (f"{module_name}.{name}" if module_name else name) in on_meta:
                 setattr(module, name, torch.empty_like(buffer, device="cpu"))
 
-    # Moving off the meta device has separated tied names.
+    # Moving tensors off the meta device untied them.
     for first, *aliases in ties:
         parameter = model.get_parameter(first)
         for alias in aliases:
@@ -77,23 +77,25 @@ def materialize(
 
     fill = _default_init
     if init is not None:
-        given = init
+        recipe_init = init
         takes_names = len(inspect.signature(init).parameters) > 1
-        fill = lambda module, name: given(module, name, model) if takes_names else given(module)  # noqa: E731
+        fill = lambda module, name: recipe_init(module, name, model) if takes_names else recipe_init(module)  # noqa: E731
     canonical = {alias: group[0] for group in ties for alias in group}
     unfilled: list[str] = []
     scratch = _ScratchMemory()
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""
-        own = {name for name, _ in _direct_tensors(module) if prefix + name in on_meta}
-        fresh = {prefix + name for name in own if canonical.get(prefix + name, prefix + name) == prefix + name}
+        own_names = {name for name, _ in _direct_tensors(module) if prefix + name in on_meta}
+        to_fill = {prefix + name for name in own_names if canonical.get(prefix + name, prefix + name) == prefix + name}
         if is_loaded_later is not None:
-            fresh -= _skip_loaded_later(module, module_name, fresh, is_loaded_later)
-        if fresh:
-            fills = _default_init if isinstance(module, LoraFactor) else fill
-            unfilled += _fill(module, module_name, fresh, seed_of(seed, plain_name(module_name)), scratch, fills)
+            to_fill -= _skip_loaded_later(module, module_name, to_fill, is_loaded_later)
+        if to_fill:
+            fill_module = _default_init if isinstance(module, LoraFactor) else fill
+            unfilled += _fill(
+                module, module_name, to_fill, seed_of(seed, plain_name(module_name)), scratch, fill_module
+            )
             for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
-                if name in own:
+                if name in own_names:
                     setattr(module, name, buffer.to(device))
     if unfilled:
         raise UserError(
@@ -109,10 +111,10 @@ def _skip_loaded_later(
     """Fill the parameters in `fresh` that will be loaded later with NaN, and return their names."""
     prefix = f"{module_name}." if module_name else ""
     own_parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    left = {name for name in own_parameters if prefix + name in fresh and is_loaded_later(prefix + name)}
-    for name in left:
+    skipped = {name for name in own_parameters if prefix + name in fresh and is_loaded_later(prefix + name)}
+    for name in skipped:
         _poison(local(own_parameters[name].detach()))
-    return {prefix + name for name in left}
+    return {prefix + name for name in skipped}
 
 
 def _default_init(module: nn.Module, name: str) -> None:
@@ -131,25 +133,24 @@ def _fill(
     scratch: _ScratchMemory,
     init: Callable[[nn.Module, str], None],
 ) -> list[str]:
-    """Fill the tensors that `module` owns directly.  Returns the names that were left unfilled; only `fresh` ones are
-    kept.
+    """Fill the tensors in `fresh`, which `module` owns directly.  Returns the names of those that were not written.
 
     Other parameters are replaced by meta tensors, so that writing to them has no effect and no cost.
     """
     prefix = f"{module_name}." if module_name else ""
     sharded = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    drawn = scratch.full_tensors({name: parameter for name, parameter in sharded.items() if prefix + name in fresh})
-    partial = {name: full for name, full in drawn.items() if _is_filled_partially(sharded[name], full)}
+    full_of = scratch.full_tensors({name: parameter for name, parameter in sharded.items() if prefix + name in fresh})
+    partial = {name: full for name, full in full_of.items() if _is_filled_partially(sharded[name], full)}
     deferred_fills = DeferredFills(partial)
     for name, parameter in sharded.items():
-        nowhere = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        full = _poison(drawn[name]) if name in drawn.keys() - partial.keys() else partial.get(name, nowhere)
+        unused = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        full = _poison(full_of[name]) if name in full_of.keys() - partial.keys() else partial.get(name, unused)
         module.register_parameter(name, nn.Parameter(full, requires_grad=parameter.requires_grad))
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if prefix + name in fresh:
             _poison(buffer)
     versions = {name: num_writes(tensor) for name, tensor in _direct_tensors(module)}
-    before = {name: id(tensor) for name, tensor in _direct_tensors(module)}
+    ids_before = {name: id(tensor) for name, tensor in _direct_tensors(module)}
 
     with torch.random.fork_rng(devices=[]), deferred_fills.observe():
         torch.default_generator.manual_seed(seed)
@@ -157,12 +158,12 @@ def _fill(
 
     unfilled = []
     for name, tensor in _direct_tensors(module):
-        written = num_writes(tensor) != versions[name] or id(tensor) != before[name]
+        was_written = num_writes(tensor) != versions[name] or id(tensor) != ids_before[name]
         if prefix + name not in fresh or deferred_fills.get(name, tensor):
             continue
         # The sum is NaN if any element is, and needs no temporary.
-        holds_poison = (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.sum().isnan())
-        if holds_poison or not (written or tensor.is_floating_point()):
+        has_nan = (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.sum().isnan())
+        if has_nan or not (was_written or tensor.is_floating_point()):
             unfilled.append(prefix + name)
     for name, parameter in sharded.items():
         if prefix + name in fresh:
@@ -177,16 +178,16 @@ def _is_filled_partially(parameter: torch.Tensor, full: torch.Tensor) -> bool:
     work.
     """
     rows = local_rows(parameter)
-    is_less = rows is not None and (2 * (rows[1] - rows[0]) <= full.shape[0] or torch.get_num_threads() > 1)
-    # One that is worth it, and that can be drawn in part.
+    helps = rows is not None and (2 * (rows[1] - rows[0]) <= full.shape[0] or torch.get_num_threads() > 1)
+    # Large enough to pay off, and made of complete groups.
     is_large = full.numel() >= MIN_ELEMENTS and full.numel() % _GROUP_SIZE == 0
-    return is_less and is_large and full.dtype == torch.float32 and full.is_contiguous()
+    return helps and is_large and full.dtype == torch.float32 and full.is_contiguous()
 
 
 class _ScratchMemory:
     """Memory for the full tensors of one module at a time.
 
-    It is reused for every module, since new memory would be page-faulted in each time.
+    It is reused for every module, since each page of newly allocated memory causes a page fault.
     """
 
     def __init__(self) -> None:
@@ -202,12 +203,12 @@ class _ScratchMemory:
         sizes = {name: -(-tensor.numel() * dtypes[name].itemsize // 64) * 64 for name, tensor in like.items()}
         if sum(sizes.values()) > self._bytes.numel():
             self._bytes = torch.empty(sum(sizes.values()), dtype=torch.uint8, device="cpu")
-        taken, start = {}, 0
+        tensors, start = {}, 0
         for name, tensor in like.items():
             part = self._bytes[start : start + tensor.numel() * dtypes[name].itemsize]
-            taken[name] = part.view(dtypes[name]).view(tensor.shape)
+            tensors[name] = part.view(dtypes[name]).view(tensor.shape)
             start += sizes[name]
-        return taken
+        return tensors
 
 
 def _direct_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -221,8 +222,8 @@ def _copy_shard(parameter: torch.Tensor, full: torch.Tensor, deferred: DeferredF
     """
     rows = local_rows(parameter)
     if rows is not None and deferred is not None:
-        columns, kept = math.prod(full.shape[1:]), local(parameter.detach())
-        kept.copy_(deferred.part(rows[0] * columns, rows[1] * columns).view(kept.shape))
+        columns, shard = math.prod(full.shape[1:]), local(parameter.detach())
+        shard.copy_(deferred.draw(rows[0] * columns, rows[1] * columns).view(shard.shape))
     elif rows is not None and full.ndim:
         local(parameter.detach()).copy_(full[rows[0] : rows[1]])  # copies only these rows to the device
     elif isinstance(parameter, DTensor):
@@ -241,11 +242,11 @@ def _poison(tensor: torch.Tensor) -> torch.Tensor:
 # Part of a tensor: random numbers that are bit-identical to those of the full tensor
 
 MIN_ELEMENTS = 2**23
-"""Minimum number of elements for which this pays off: skipping takes as long as drawing about two million."""
+"""Minimum number of elements for which this pays off: skipping costs as much as drawing about two million."""
 _PIECE_ELEMENTS = 2**24
-"""Number of elements that a thread draws at a time."""
+"""Number of elements that a thread draws in one call."""
 _GROUP_SIZE = 16
-"""Torch generates normal numbers in groups of this size, from the same number of words."""
+"""Torch generates normal numbers in groups of this size, and uses one word per number."""
 
 _RANDOM_FILLS: dict[Any, Callable[..., torch.Tensor]] = {
     torch.ops.aten.normal_.default: torch.Tensor.normal_,
@@ -268,7 +269,7 @@ class DeferredFill:
     state: torch.Tensor
     """The generator's state before the draw."""
 
-    def part(self, start: int, stop: int) -> torch.Tensor:
+    def draw(self, start: int, stop: int) -> torch.Tensor:
         """Return elements [start, stop) of the flat tensor."""
         first, last = start // _GROUP_SIZE * _GROUP_SIZE, -(-stop // _GROUP_SIZE) * _GROUP_SIZE
         drawn = torch.empty(max(0, last - first), dtype=torch.float32)
@@ -307,9 +308,7 @@ class DeferredFills:
 
     @contextlib.contextmanager
     def observe(self) -> Iterator[None]:
-        """Observe operations inside the block.  Afterwards all tensors have values, except those that `get` returns a
-        drawing for.
-        """
+        """Observe operations inside the block.  Afterwards all tensors have values, or a deferred draw."""
         with _OperatorMode(self), _MemoryAccessMode(self):
             yield
         for address in [address for address, deferred in self._pending.items() if deferred is None]:
@@ -357,7 +356,7 @@ class DeferredFills:
         if deferred is None:
             full.fill_(torch.nan)
         else:
-            full.view(-1).copy_(deferred.part(0, full.numel()))
+            full.view(-1).copy_(deferred.draw(0, full.numel()))
 
 
 def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
@@ -376,7 +375,7 @@ def _memory_range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class _OperatorMode(TorchDispatchMode):
-    """Intercepts torch operators, whoever calls them."""
+    """Intercepts all torch operators."""
 
     def __init__(self, deferred_fills: DeferredFills) -> None:
         super().__init__()
@@ -437,10 +436,10 @@ def _skip_ahead(words: Words, distance: int) -> Words:
     needed = np.flatnonzero(_power(distance))
     sequence = _continue(words, _DEGREE + _WORDS)
     windows = np.lib.stride_tricks.sliding_window_view(sequence, _WORDS)
-    found = np.zeros(_WORDS, dtype=np.uint32)
+    result = np.zeros(_WORDS, dtype=np.uint32)
     for start in range(0, len(needed), 256):  # in chunks that fit the CPU cache
-        found ^= np.bitwise_xor.reduce(windows[needed[start : start + 256]], axis=0)
-    return found
+        result ^= np.bitwise_xor.reduce(windows[needed[start : start + 256]], axis=0)
+    return result
 
 
 def _continue(words: Words, count: int) -> Words:
@@ -500,9 +499,9 @@ def _lower_terms() -> tuple[int, ...]:
 
 
 def _product(polynomial: int, sparse: int) -> int:
-    found = 0
+    product = 0
     while sparse:
         lowest = sparse & -sparse
-        found ^= polynomial * lowest
+        product ^= polynomial * lowest
         sparse ^= lowest
-    return found
+    return product

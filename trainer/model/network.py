@@ -1,7 +1,7 @@
 """Builds a run's unsharded model: by its recipe, in the run's dtypes, with adapters and frozen parameters.
 
-Training, planning and checks all build the model here, so that they see the same one.  Below: the names of its
-parameters at Hugging Face, and its FLOPs per token.
+Training, planning and checks all build the model here, so that they see the same one.  The module also translates
+between our tensor names and Hugging Face's, and counts FLOPs per token.
 """
 
 from __future__ import annotations
@@ -30,23 +30,26 @@ def build_network(config: RunConfig) -> nn.Module:
     Raises UserError for layers in `lora.targets` or parameters in `train.freeze` that the model does not have.
     """
     # Settings may use Hugging Face's names as well.
-    theirs = (lambda name: None) if config.recipe.hf is None else HuggingFaceNames(config.recipe, config.model).theirs
+    names = None if config.recipe.hf is None else HuggingFaceNames(config.recipe, config.model)
 
-    def module_there(layer: str) -> str | None:
-        parameter = theirs(f"{layer}.weight")
+    def huggingface_name(name: str) -> str | None:
+        return names.to_huggingface(name) if names else None
+
+    def huggingface_layer(layer: str) -> str | None:
+        parameter = huggingface_name(f"{layer}.weight")
         return parameter.removesuffix(".weight") if parameter else None
 
     with torch.device("meta"):
         model = config.recipe.build_model(config.model)
         apply_weights_dtype(model, storage_dtype(config))
         blocks = find_blocks(model, config.recipe) if config.lora.rank else []
-        add_adapters(model, blocks, config.lora, module_there)
-    freeze(model, config.train.freeze, theirs)
+        add_adapters(model, blocks, config.lora, huggingface_layer)
+    freeze(model, config.train.freeze, huggingface_name)
     return model
 
 
 def storage_dtype(config: RunConfig) -> str:
-    """Return the dtype in which a run stores its weights, other than those of adapters."""
+    """Return the dtype in which a run stores its weights, except those of adapters."""
     return (config.lora.rank and config.lora.base_dtype) or config.train.weights_dtype
 
 
@@ -60,41 +63,43 @@ def apply_weights_dtype(model: nn.Module, weights_dtype: str) -> None:
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
-def freeze(model: nn.Module, patterns: Sequence[str], theirs: Callable[[str], str | None] = lambda name: None) -> None:
+def freeze(model: nn.Module, patterns: Sequence[str], alias: Callable[[str], str | None] = lambda name: None) -> None:
     """Freeze the parameters that `train.freeze` matches.
 
     A pattern is the name of a parameter or module, with `*` for any text; a tied parameter may be matched by any of its
-    names.  `theirs` returns an alternative name of a parameter, which is matched too.  Raises UserError for a pattern
-    that matches nothing, and if no trainable parameter is left.
+    names.  `alias` returns an alternative name of a parameter, which is matched too.  Raises UserError for a pattern
+    that matches nothing, and if no trainable parameter remains.
     """
     names_of: list[tuple[nn.Parameter, list[str]]] = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         plain = plain_name(name)
-        names_of.append((parameter, list(dict.fromkeys(filter(None, [plain, name, theirs(plain)])))))
+        names_of.append((parameter, list(dict.fromkeys(filter(None, [plain, name, alias(plain)])))))
     for pattern in patterns:
         forms = (pattern, f"{pattern}.*")
-        found = [p for p, names in names_of if any(fnmatchcase(name, form) for name in names for form in forms)]
-        if not found:
+        matches = [p for p, names in names_of if any(fnmatchcase(name, form) for name in names for form in forms)]
+        if not matches:
             # The modules that contain a parameter, outermost first, and its own name.
-            known = dict.fromkeys(
+            known_names = dict.fromkeys(
                 part for _, names in names_of for name in names for part in accumulate(name.split("."), "{}.{}".format)
             )
-            best = nearest(pattern, known)
-            meant = [best if item == pattern else item for item in patterns] if best else None
+            nearest_name = nearest(pattern, known_names)
+            meant = [nearest_name if item == pattern else item for item in patterns] if nearest_name else None
             raise setting_error("train.freeze", list(patterns), f"no parameter matches {pattern!r}", meant=meant)
-        for parameter in found:
+        for parameter in matches:
             parameter.requires_grad_(False)
     if patterns and not any(parameter.requires_grad for parameter in model.parameters()):
         raise setting_error("train.freeze", list(patterns), "leaves nothing to train", fix="name fewer parameters")
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Names at Hugging Face, as defined in `Recipe.hf`
+# Translating tensor names to and from Hugging Face's, as defined in `Recipe.hf`
 
 
 class MappedTensor(NamedTuple):
-    """Our counterpart of one of their tensors: our tensor's name, whether theirs is transposed, and which row it is, if
-    any.
+    """Our counterpart of a Hugging Face tensor.
+
+    name: of our tensor.  is_transposed: whether Hugging Face stores its transpose.  row: the row of our tensor that
+    the Hugging Face tensor is, or None if it is all of it.
     """
 
     name: str
@@ -115,29 +120,29 @@ class HuggingFaceNames:
                     f"recipe {recipe.name!r}: hf.names: {ours!r} and {theirs!r} have a different number of *"
                 )
 
-    def theirs(self, name: str) -> str | None:
-        """Return their name for our tensor `name` (`Transposed` or `Stacked` if applicable), or None.
+    def to_huggingface(self, name: str) -> str | None:
+        """Return Hugging Face's name for our tensor `name` (`Transposed` or `Stacked` if applicable), or None.
 
         The name of a stacked tensor still has `*` as the row number.
         """
         for ours, theirs in self._pairs:
-            found = _translate(name, ours, theirs)
-            if found is not None:
-                return type(theirs)(found[0])
+            translated = _translate(name, ours, theirs)
+            if translated is not None:
+                return type(theirs)(translated[0])
         return None
 
-    def ours(self, name: str) -> MappedTensor | None:
-        """Return our counterpart of their tensor `name`, with or without the prefix; None if there is none."""
+    def from_huggingface(self, name: str) -> MappedTensor | None:
+        """Return our counterpart of Hugging Face's tensor `name`, with or without the prefix; None if there is none."""
         for full_name in (name, self._hf.prefix + name):
             for ours, theirs in self._pairs:
-                found = _translate(full_name, theirs, ours)
-                if found is not None:
-                    row = found[1] if isinstance(theirs, Stacked) else None
-                    return MappedTensor(found[0], isinstance(theirs, Transposed), row)
+                translated = _translate(full_name, theirs, ours)
+                if translated is not None:
+                    row = translated[1] if isinstance(theirs, Stacked) else None
+                    return MappedTensor(translated[0], isinstance(theirs, Transposed), row)
         return None
 
     def is_ignored(self, name: str) -> bool:
-        """Return whether their tensor `name` can be ignored."""
+        """Return whether Hugging Face's tensor `name` can be ignored."""
         full_names = (name, self._hf.prefix + name)
         return any(_translate(n, ignored, ignored) for n in full_names for ignored in self._hf.ignored)
 
@@ -145,7 +150,7 @@ class HuggingFaceNames:
 def _translate(name: str, pattern: str, other: str) -> tuple[str, str | None] | None:
     """Match `name` against `pattern` and return it in the form of `other`, plus any unused match; None without a match.
 
-    The text matched by each * is carried over; a * of `other` without a counterpart stays.
+    The text matched by each * replaces the corresponding * of `other`; extra * in `other` stay.
     """
     match = re.fullmatch(re.escape(pattern).replace(r"\*", r"([^.]+)"), name)
     if match is None:
@@ -170,7 +175,7 @@ def _flops_if_all_trained(recipe: Recipe, model_config: Any, model: nn.Module, s
     """Return the FLOPs per token of forward and backward passes if every weight is trained, without adapters."""
     if recipe.flops:
         return recipe.flops(model_config, seq_len)
-    # Each token is multiplied with all parameters but those of embedding tables.
+    # Each token is multiplied with all parameters except embedding tables.
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     embedded = {id(p): p.numel() for table in tables for p in table.parameters(recurse=False)}
     return 6.0 * (count_parameters(model) - sum(embedded.values()) - _num_adapter_parameters(model))
@@ -196,19 +201,19 @@ def flops_per_token(recipe: Recipe, model_config: Any, model: nn.Module, seq_len
     matrices = _matrices(model, with_tied_tables=recipe.flops is not None)
     # In a mixture of experts, a token uses only a share of the weights.
     share = min(1.0, total / (6.0 * sum(p.numel() for p in matrices)))
-    below = {id(p) for p in takewhile(lambda parameter: not parameter.requires_grad, model.parameters())}
+    before_first_trained = {id(p) for p in takewhile(lambda parameter: not parameter.requires_grad, model.parameters())}
     frozen = sum(p.numel() for p in matrices if not p.requires_grad)
-    without_backward = sum(p.numel() for p in matrices if id(p) in below)
+    without_backward = sum(p.numel() for p in matrices if id(p) in before_first_trained)
     attention = max(0.0, total - 6.0 * sum(p.numel() for p in matrices))
     blocks = find_blocks(model, recipe)
-    blocks_below = [block for block in blocks if all(id(p) in below for p in block.parameters())]
-    attention_below = attention * len(blocks_below) / max(1, len(blocks))
-    return total - 2.0 * share * (frozen + without_backward) - 2.0 / 3.0 * attention_below
+    blocks_before = [block for block in blocks if all(id(p) in before_first_trained for p in block.parameters())]
+    attention_before = attention * len(blocks_before) / max(1, len(blocks))
+    return total - 2.0 * share * (frozen + without_backward) - 2.0 / 3.0 * attention_before
 
 
 def _matrices(model: nn.Module, with_tied_tables: bool) -> list[nn.Parameter]:
     """Return the matrices that tokens are multiplied with; an embedding table counts only if a head shares it."""
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     others = {id(p) for m in model.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    counted = others if with_tied_tables else others - tables
-    return [p for p in model.parameters() if id(p) in counted and p.ndim >= 2]
+    ids = others if with_tied_tables else others - tables
+    return [p for p in model.parameters() if id(p) in ids and p.ndim >= 2]

@@ -55,7 +55,7 @@ def mark_replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
 
 
 def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
-    """Return the mesh whose ranks hold a parameter, divided or as replicas; None if it is in this process alone."""
+    """Return the mesh whose ranks hold a parameter, divided or as replicas; None if only this process holds it."""
     return parameter.device_mesh if isinstance(parameter, DTensor) else _replicated_on.get(parameter)
 
 
@@ -73,7 +73,7 @@ def for_checkpoint(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tenso
 
 
 def local_rows(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return the rows of dimension 0 that this rank holds, as (start, stop); None if sharded in any other way.
+    """Return the rows of dimension 0 that this rank holds, as (start, stop); None if it is sharded in another way.
 
     A dimension is split as by `torch.chunk`: the last ranks may have fewer rows, or none.
     """

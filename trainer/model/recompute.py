@@ -2,7 +2,8 @@
 
 Operators are selected by kind, or to fit a memory budget.  With a budget, those that cost most to recompute per byte
 are saved until the budget is used up.  Costs and memory are measured in a forward pass on fake tensors, so that every
-rank, the planner and a compiled block make the same choice.  Independent of recipes, meshes and configuration.
+rank, the planner and a compiled block make the same choice.  This module does not depend on recipes, meshes or the
+configuration.
 
 Sources: Korthikanti et al. 2022, arXiv:2205.05198 (by kind); for a budget, the knapsack of
 torch._functorch.config.activation_memory_budget, which only works in compiled code.
@@ -38,7 +39,7 @@ _KINDS = {
     GROUPED_PRODUCT: "grouped matmul of torch",
     **dict.fromkeys(OPERATORS, "attention"),
 }
-"""Operators that are expensive to recompute, by kind.  Which attention kernel runs depends on the device."""
+"""Operators that are expensive to recompute, by kind.  The attention kernel that runs depends on the device."""
 
 OperatorId = tuple[str, int]
 """An expensive operator of a block: its kind, and its index among those of that kind in the block's forward pass."""
@@ -56,23 +57,23 @@ def save_all_costly() -> Any:
 
 
 @functools.cache
-def save_only(kept: frozenset[OperatorId]) -> Callable[[], Any]:
-    """Return a function that creates the contexts in which the outputs of the operators in `kept` are saved.
+def save_only(operator_ids: frozenset[OperatorId]) -> Callable[[], Any]:
+    """Return a function that creates the contexts in which the outputs of the operators in `operator_ids` are saved.
 
     Cached, so that equal sets share one function: compiled code is guarded on its identity.
     """
 
     def contexts() -> Any:
-        seen: Counter[tuple[str, bool]] = Counter()
+        counts: Counter[tuple[str, bool]] = Counter()
 
         def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             kind = _KINDS.get(operator)
             if kind is None:
                 return CheckpointPolicy.PREFER_RECOMPUTE
             # Before torch 2.13 the policy is called again during recomputation.
-            number = seen[kind, context.is_recompute]
-            seen[kind, context.is_recompute] += 1
-            return CheckpointPolicy.MUST_SAVE if (kind, number) in kept else CheckpointPolicy.PREFER_RECOMPUTE
+            index = counts[kind, context.is_recompute]
+            counts[kind, context.is_recompute] += 1
+            return CheckpointPolicy.MUST_SAVE if (kind, index) in operator_ids else CheckpointPolicy.PREFER_RECOMPUTE
 
         return create_selective_checkpoint_contexts(policy)
 
@@ -93,7 +94,7 @@ class _Operator:
 
 @dataclass
 class _Block:
-    """What one forward pass of a block executed and saved."""
+    """The operators that one forward pass of a block executed, and the tensors that it saved."""
 
     operators: list[_Operator] = field(default_factory=list)
     saved: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -111,52 +112,50 @@ def choose_saved_operators(
     parameters in `dtype`, with CPU kernels.  Operators with the most FLOPs per byte come first, and among equals the
     earlier ones.  `model` may be on any device and is not changed.  Re-raises errors of the model on fake tensors.
     """
-    found = {id(block): _Block() for block in blocks}
+    records = {id(block): _Block() for block in blocks}
     with fake_tensors():
-        fake = {
+        fakes = {
             name: torch.empty(p.shape, dtype=dtype if p.is_floating_point() else p.dtype, requires_grad=p.requires_grad)
             for name, p in model.named_parameters()
         }
-        fake |= {name: torch.empty(buffer.shape, dtype=buffer.dtype) for name, buffer in model.named_buffers()}
-        known = {storage_id(tensor.untyped_storage()) for tensor in fake.values()}
+        fakes |= {name: torch.empty(buffer.shape, dtype=buffer.dtype) for name, buffer in model.named_buffers()}
+        model_storages = {storage_id(tensor.untyped_storage()) for tensor in fakes.values()}
         forwards = [vars(block).get("forward") for block in blocks]
         try:
             for block in blocks:
-                block.forward = _recorded(block.forward, found[id(block)], known)  # type: ignore[method-assign]
-            functional_call(model, fake, (torch.zeros(tokens_shape, dtype=torch.int64),))
+                block.forward = _recorded(block.forward, records[id(block)], model_storages)  # type: ignore[method-assign]
+            functional_call(model, fakes, (torch.zeros(tokens_shape, dtype=torch.int64),))
         finally:
             for block, forward in zip(blocks, forwards, strict=True):
                 del block.forward
                 if forward is not None:
                     block.forward = forward  # type: ignore[method-assign]
-    return [_fill_knapsack(found[id(block)], share) for block in blocks]
+    return [_fill_knapsack(records[id(block)], share) for block in blocks]
 
 
 def _fill_knapsack(block: _Block, share: float) -> frozenset[OperatorId]:
-    left = share * sum(tensor.untyped_storage().nbytes() for tensor in block.saved.values())
-    kept = set()
-    needed = block.operators[: block.num_needed]
-    for operator in sorted(needed, key=lambda operator: -operator.flops / operator.num_bytes):
-        if operator.num_bytes <= left:
-            left -= operator.num_bytes
-            kept.add(operator.operator_id)
-    return frozenset(kept)
+    bytes_left = share * sum(tensor.untyped_storage().nbytes() for tensor in block.saved.values())
+    chosen = set()
+    candidates = block.operators[: block.num_needed]
+    for operator in sorted(candidates, key=lambda operator: -operator.flops / operator.num_bytes):
+        if operator.num_bytes <= bytes_left:
+            bytes_left -= operator.num_bytes
+            chosen.add(operator.operator_id)
+    return frozenset(chosen)
 
 
-def _recorded(forward: Callable[..., Any], block: _Block, known: set[int]) -> Callable[..., Any]:
-    """Wrap `forward` to record its operators and saved tensors in `block`; if it is called repeatedly, only the last
-    call's.
-    """
+def _recorded(forward: Callable[..., Any], block: _Block, model_storages: set[int]) -> Callable[..., Any]:
+    """Wrap `forward` to record its operators and saved tensors in `block`.  Each call overwrites the record."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        inputs = {storage_id(tensor.untyped_storage()) for tensor in given}
+        input_tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        inputs = {storage_id(tensor.untyped_storage()) for tensor in input_tensors}
         block.operators, block.saved, block.num_needed = [], {}, 0
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = storage_id(tensor.untyped_storage())
             block.num_needed = len(block.operators)
-            if storage not in inputs and storage not in known:
+            if storage not in inputs and storage not in model_storages:
                 block.saved[storage] = tensor
             return tensor
 
@@ -178,19 +177,19 @@ class _OperatorRecorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         kind = _KINDS.get(func)
         if kind is not None:
-            made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in made)
-            operator = _Operator((kind, self._seen[kind]), _flops(kind, args, made[0]), max(1, num_bytes))
+            outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in outputs)
+            operator = _Operator((kind, self._seen[kind]), _flops(kind, args, outputs[0]), max(1, num_bytes))
             self._seen[kind] += 1
             self._block.operators.append(operator)
         return result
 
 
-def _flops(kind: str, args: Sequence[Any], made: torch.Tensor) -> int:
+def _flops(kind: str, args: Sequence[Any], output: torch.Tensor) -> int:
     """Return the FLOPs of an operator; a causal mask halves those of attention."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.is_floating_point()]
     if kind != "attention":
-        return 2 * made.numel() * tensors[-1].shape[-2]
+        return 2 * output.numel() * tensors[-1].shape[-2]
     query, key, value = (tensor.shape for tensor in tensors[:3])
     heads = query[:2]
     flops = sdpa_flop(query, (*heads, *key[2:]), (*heads, *value[2:]))

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from trainer.distributed.world import World
-from trainer.sequence import Cache, whole
+from trainer.sequence import Cache, full_sequences
 
 NO_TOKEN = -1
-"""Chosen if the logits are not finite: the text ends there, and training continues."""
+"""Returned instead of a token if the logits are not finite: the text ends there, and training continues."""
 
 _PREFILL_TOKENS = 512
 """Number of prompt tokens to process at once, which bounds the memory for their logits."""
@@ -55,14 +55,14 @@ GREEDY = Sampling(temperature=0.0)
 
 
 Decoder: TypeAlias = Callable[[Sequence[int]], torch.Tensor]
-"""Feeds a text to a model step by step.
+"""Feeds text to a model step by step.
 
 A call with the tokens that follow those of earlier calls returns the logits (V,) of the next token.
 """
 
 
 class CachedDecoder:
-    """Uses a KV cache, with a model based on `trainer.sequence`: each token is processed once."""
+    """Processes each token once, with a KV cache; for models based on `trainer.sequence`."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self._device, self._cache = model, device, Cache()
@@ -100,22 +100,22 @@ class TransformersDecoder:
         self._past: Any = None
 
     def __call__(self, tokens: Sequence[int]) -> torch.Tensor:
-        given = torch.tensor([list(tokens)], device=self._device)
-        found = self._model(input_ids=given, past_key_values=self._past, use_cache=True)
-        self._past = found.past_key_values
-        logits: torch.Tensor = found.logits[0, -1]
+        input_ids = torch.tensor([list(tokens)], device=self._device)
+        output = self._model(input_ids=input_ids, past_key_values=self._past, use_cache=True)
+        self._past = output.past_key_values
+        logits: torch.Tensor = output.logits[0, -1]
         return logits
 
 
 def supports_kv_cache(model: nn.Module) -> bool:
     """Return whether the model accepts a `Cache` as its documents; transformers models have their own caches."""
-    named = inspect.signature(model.forward).parameters
-    return {"documents", "borders"} <= named.keys() and not is_transformers_model(model)
+    arguments = inspect.signature(model.forward).parameters
+    return {"documents", "borders"} <= arguments.keys() and not is_transformers_model(model)
 
 
 def is_transformers_model(model: nn.Module) -> bool:
-    """Return whether the model's class is from transformers, or derived from one that is."""
-    return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
+    """Return whether the model's class, or one of its base classes, is from transformers."""
+    return any(base.__module__.startswith("transformers.") for base in type(model).__mro__)
 
 
 @torch.no_grad()
@@ -132,15 +132,15 @@ def generate_tokens(
 
     agree: maps each sampled token to the one to use, so that ranks agree.
     """
-    given = list(prompt)
+    new_tokens = list(prompt)
     for _ in range(num_tokens):
-        token = agree(sampling.choose(decode(given), generator))
+        token = agree(sampling.choose(decode(new_tokens), generator))
         if token == NO_TOKEN:
             return
         yield token
         if token in ends:
             return
-        given = [token]
+        new_tokens = [token]
 
 
 @torch.no_grad()
@@ -164,5 +164,5 @@ def generate_sample(
         decode = CachedDecoder(model, world.device)
     generator = torch.Generator().manual_seed(0)
     agree: Callable[[int], int] = lambda token: int(world.broadcast(token))  # noqa: E731
-    with whole():
+    with full_sequences():
         return [*prompt, *generate_tokens(decode, prompt, num_tokens, Sampling(), generator, ends, agree)]

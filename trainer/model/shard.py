@@ -27,7 +27,7 @@ from trainer.model.network import build_network, storage_dtype
 from trainer.model.recompute import OperatorId, choose_saved_operators, save_all_costly, save_only
 from trainer.model.units import ShardUnit, find_blocks, find_units, is_embedding_unit
 from trainer.recipe import Recipe
-from trainer.sequence import sliced
+from trainer.sequence import use_slices
 
 
 def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: DeviceMesh) -> list[ShardUnit]:
@@ -192,7 +192,7 @@ def saved_by_budget(
     shape = (int(micro_batch_size) * config.rows_per_sample, config.data.seq_len // config.context)
     dtype = getattr(torch, config.fsdp.param_dtype)
     try:
-        with sliced(find_slices(config, rank=0)):
+        with use_slices(find_slices(config, rank=0)):
             return choose_saved_operators(model, blocks, shape, dtype, share)
     except Exception as error:  # raised by the model's code
         text = str(error).splitlines()[0] if str(error) else ""

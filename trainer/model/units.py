@@ -1,4 +1,4 @@
-"""Finds the FSDP units of a model: listed by its recipe, by size, or by a user's function."""
+"""Finds the FSDP units of a model: listed by the recipe, chosen by size, or by a user-defined function."""
 
 from __future__ import annotations
 
@@ -61,17 +61,17 @@ ROOT = "root"
 def parameters_by_unit(model: nn.Module, units: Sequence[ShardUnit]) -> dict[str, list[nn.Parameter]]:
     """Return the trainable parameters of each unit, without those of units inside it, and of the root.
 
-    Entries are in the order of the units, then the root; those without such parameters are left out.
+    Entries are in the order of the units, then the root; units without such parameters are left out.
     """
-    found: dict[str, list[nn.Parameter]] = {name: [] for name in (*map(str, units), ROOT)}
-    taken: set[int] = set()
+    by_unit: dict[str, list[nn.Parameter]] = {name: [] for name in (*map(str, units), ROOT)}
+    assigned: set[int] = set()
     innermost_first = sorted(units, key=lambda unit: -unit.depth)
     for name, modules in [*((str(unit), unit.modules) for unit in innermost_first), (ROOT, (model,))]:
         for parameter in (parameter for module in modules for parameter in module.parameters()):
-            if parameter.requires_grad and id(parameter) not in taken:
-                taken.add(id(parameter))
-                found[name].append(parameter)
-    return {name: parameters for name, parameters in found.items() if parameters}
+            if parameter.requires_grad and id(parameter) not in assigned:
+                assigned.add(id(parameter))
+                by_unit[name].append(parameter)
+    return {name: parameters for name, parameters in by_unit.items() if parameters}
 
 
 def is_embedding_unit(modules: Iterable[nn.Module], model: nn.Module) -> bool:
@@ -117,32 +117,32 @@ def _resolve_unit(model: nn.Module, entry: Unit, source: str) -> Iterator[ShardU
         yield ShardUnit((names[id(entry)],), (entry,))
     elif isinstance(entry, str):
         # `*` matches one part of a name: "layers.*" matches the blocks, not the modules inside them.
-        found = [n for n in by_name if n.count(".") == entry.count(".") and fnmatch.fnmatchcase(n, entry)]
-        if not found:
+        matches = [n for n in by_name if n.count(".") == entry.count(".") and fnmatch.fnmatchcase(n, entry)]
+        if not matches:
             wildcards = [f"{name.rpartition('.')[0]}.*" for name in by_name if "." in name]
             best = nearest(entry, [*wildcards, *filter(None, by_name)])
             raise UserError(f"{source}: the model has no module {entry!r}" + (f"; nearest: {best!r}" if best else ""))
-        for name in found:
+        for name in matches:
             yield ShardUnit((name,), (by_name[name],))
     else:
         raise UserError(f"{source}: a unit is a module, a name, or a tuple of those, not {type(entry).__name__}")
 
 
 def _units_by_function(model: nn.Module, function: Callable[[nn.Module], Any]) -> Sequence[Unit]:
-    """Return the units that the user's function lists; if it returns booleans, the modules for which it returns True.
+    """Return the units that a user-defined function lists; if it returns booleans, the modules for which it is True.
 
     The second form is FSDP1's `lambda_auto_wrap_policy`.
     """
     try:
-        answer = function(model)
+        result = function(model)
     except Exception as error:
         raise UserError(f"fsdp.wrap: {function.__qualname__} fails: {type(error).__name__}: {error}") from error
-    if isinstance(answer, bool):
+    if isinstance(result, bool):
         return [module for name, module in model.named_modules() if name and function(module)]
-    if not isinstance(answer, Iterable):
-        rule = f"must return units or a truth value, not {type(answer).__name__}"
+    if not isinstance(result, Iterable):
+        rule = f"must return units or a boolean, not {type(result).__name__}"
         raise UserError(f"fsdp.wrap: {function.__qualname__} {rule}")
-    return list(answer)
+    return list(result)
 
 
 def _units_by_size(model: nn.Module, min_parameters: int) -> list[ShardUnit]:
@@ -156,15 +156,15 @@ def _units_by_size(model: nn.Module, min_parameters: int) -> list[ShardUnit]:
 
     def visit(name: str, module: nn.Module) -> int:
         """Return the number of parameters below `module` that are not in a unit yet."""
-        inside = [
+        child_counts = [
             visit(f"{name}.{child_name}" if name else child_name, child)
             for child_name, child in module.named_children()
         ]
-        count = sum(inside) + sum(p.numel() for p in module.parameters(recurse=False))
+        count = sum(child_counts) + sum(p.numel() for p in module.parameters(recurse=False))
         within = [[n.startswith(f"{name}.") for n in group] for group in ties]
-        parts_a_tie = any(any(group) and not all(group) for group in within)
+        splits_a_tie = any(any(group) and not all(group) for group in within)
         is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        if name and count >= min_parameters and not parts_a_tie and not is_container:
+        if name and count >= min_parameters and not splits_a_tie and not is_container:
             chosen.append(ShardUnit((name,), (module,)))
             return 0
         return count

@@ -1,9 +1,9 @@
 """AdamW: torch's, and one for weights or moments in bfloat16.
 
-The latter computes in float32, one parameter (or a piece of one) at a time, so that no second copy exists, and rounds
-what it stores, stochastically or to nearest.  The random bits depend on the seed, the parameter's name, the step and
-the element's position in the full parameter.  Independent of models and meshes: a shard itself provides the rows of its
-parameter that it holds.
+The second one computes in float32, one parameter (or a piece of one) after another, so that no second copy exists, and
+rounds the results, stochastically or to nearest.  The random bits depend on the seed, the parameter's name, the step
+and the element's position in the full parameter.  This module does not depend on models or meshes: each shard provides
+its own rows.
 
 Source: Loshchilov and Hutter 2019, arXiv:1711.05101; for stochastic rounding, see below.
 """
@@ -145,7 +145,7 @@ class RoundingAdamW(torch.optim.Optimizer):
         origins = torch.cat([keys_of(places[:, 0], steps)[:, None], places[:, 1:]], dim=1)
         for p, state, row, origin in zip(parameters, states, numbers.unbind(), origins.unbind(), strict=True):
             if not local(p).numel():
-                continue  # has a state all the same, since checkpoints compare those of ranks
+                continue  # has a state nevertheless, since checkpoints compare the states of ranks
             tensors = [_flat(tensor) for tensor in (p, p.grad, *(state[name] for name in moment_names(state)))]
             _update_by_pieces(tensors, row, origin, self._stochastic)
 

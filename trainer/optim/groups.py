@@ -1,6 +1,6 @@
-"""Which optimizer, learning rate and weight decay each parameter gets, and the table that says so.
+"""Assigns an optimizer, a learning rate and a weight decay to each parameter, and describes the result as a table.
 
-The defaults are those of practice.  With AdamW and SGD all parameters of two and more dimensions decay, except for
+The defaults follow common practice.  With AdamW and SGD all parameters of two and more dimensions decay, except for
 embedding tables.  Muon takes the hidden matrices and stacked experts; embeddings, the output projection, routers,
 convolutions and vectors stay with AdamW.  `optim.groups` changes any of this by the parameter's name.
 """
@@ -25,7 +25,10 @@ OPTIMIZERS = ("adamw", "sgd", "muon")
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a parameter gets.  `lr_scale` multiplies the schedule's learning rate, whose peak is `optim.lr`."""
+    """The optimizer and settings of one parameter.
+
+    `lr_scale` multiplies the schedule's learning rate, which peaks at `optim.lr`.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -80,9 +83,9 @@ def _embeddings(model: nn.Module) -> set[int]:
 def matrices_for_muon(model: nn.Module) -> set[int]:
     """Return the ids of the hidden matrices and stacked experts of a model.
 
-    Left out are embedding tables, convolutions, parameters whose matrices have a single row or column, the output
-    projection, and routers.  The output projection has a row for each entry of the largest embedding table, and is
-    outside of the numbered layers.  A router has a row for each of the experts that are stacked next to it.
+    Embedding tables, convolutions, parameters whose matrices have a single row or column, the output projection and
+    routers are excluded.  The output projection has a row for each entry of the largest embedding table, and is
+    outside the numbered layers.  A router has a row for each of the experts that are stacked next to it.
     """
     embeddings = _embeddings(model)
     tables = [m.weight.shape[0] for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
@@ -195,7 +198,7 @@ def _with_groups(found: Iterable[Assignment], config: OptimSection) -> list[Assi
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What is said of them
+# Descriptions for the start block
 
 
 def notes_on(found: Sequence[Assignment]) -> list[str]:
@@ -208,7 +211,7 @@ def notes_on(found: Sequence[Assignment]) -> list[str]:
 def describe(parts: Sequence[torch.optim.Optimizer], names: Mapping[int, str]) -> list[str]:
     """Return a line for each set of parameters with the same settings: optimizer, rate, decay, sizes and names.
 
-    Empty if one optimizer treats all of them alike but for the usual weight decay.  names: of parameters, by their id.
+    Empty if one optimizer treats all of them alike, except for the usual weight decay.  names: by the parameter's id.
     """
     groups = [(part, group) for part in parts for group in part.param_groups if group["params"]]
     if len(parts) == 1 and not any("lr_scale" in group for _, group in groups):

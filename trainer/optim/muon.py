@@ -131,8 +131,8 @@ def assign_owners(
 
     held: the number of rows of a matrix that each replica's rank `s` holds.  A rank that holds an entire matrix owns
     it if that keeps the balance, since then nothing is sent; this is how experts stay where they are.  The others go,
-    the costliest first, to the rank with the least work.  Depends on nothing but its arguments, so it is the same on
-    all ranks.
+    the costliest first, to the rank with the least work.  The result depends only on the arguments, so all ranks
+    get the same one.
     """
     num_ranks = replicate * shard
     load = [0] * num_ranks
@@ -379,7 +379,7 @@ class Muon(torch.optim.Optimizer):
     blocks: the rows of each block of fused parameters, by the parameter's id.  dtype: of messages and iterations.
     bucket_bytes: what both messages of a bucket bring to a rank, if no single matrix exceeds it.
     Collectives in a step: two all-to-alls per bucket; for NorMuon also an all-reduce of one number per matrix.
-    Raises UserError for a parameter that is divided along another dimension than the first.
+    Raises UserError for a parameter that is divided along a dimension other than the first.
     """
 
     supports_found_inf = True
@@ -420,7 +420,7 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if found_inf is not None and found_inf.device.type == "cpu":  # where looking at it costs nothing
+        if found_inf is not None and found_inf.device.type == "cpu":  # where reading it costs nothing
             if found_inf:
                 return loss
             found_inf = None
@@ -600,7 +600,7 @@ class _Message:
     """An all-to-all in flight.
 
     sent, sizes: elements to and from each peer, in an order of its own; `positions` are the peers' ranks in `group`.
-    Without a group, what is sent is what arrives.
+    Without a group, the sent tensor is the received one.
     """
 
     def __init__(
@@ -620,7 +620,7 @@ class _Message:
             sent = torch.cat([sent.split(sent_sizes)[i] for i in order])
             self._parts = [order.index(i) for i in range(len(order))]
         self._sizes = [received_sizes[i] for i in order]
-        self._sent = sent  # until it has been sent
+        self._sent = sent  # keeps it alive until it has been sent
         self._received = sent.new_empty(sum(received_sizes))
         sizes = self._sizes, [sent_sizes[i] for i in order]
         self._work = dist.all_to_all_single(self._received, sent, *sizes, group=group, async_op=True)

@@ -24,7 +24,7 @@ from trainer.optim.groups import Assignment, assign, block_rows, notes_on
 from trainer.optim.muon import Muon
 
 AS_TORCHS = "as_torchs"
-"""Key of Muon's parameter groups if they are those of a checkpoint of torch.optim.Muon."""
+"""Key that marks Muon's parameter groups if they come from a checkpoint of torch.optim.Muon."""
 
 
 class StepListener(Protocol):
@@ -42,7 +42,7 @@ class Optimizer:
         self.step_listeners: list[StepListener] = []
         """Called after each step."""
         self.notes: list[str] = []
-        """What the start block says of the groups."""
+        """Lines about the groups for the start block."""
 
     @classmethod
     def of(cls, built: Optimizer | torch.optim.Optimizer) -> Optimizer:
@@ -83,21 +83,23 @@ class Optimizer:
                 continue
             # Not on the CPU: the kernel divides by the inverse of `scale`, which is not bit-identical, and resumed runs
             # must continue bit-identically.
-            scales = is_fused and _device_of(part).type != "cpu"
-            if scale is not None and not scales:
-                held = [local(p.grad) for group in part.param_groups for p in group["params"] if p.grad is not None]
-                if held:
+            kernel_scales = is_fused and _device_of(part).type != "cpu"
+            if scale is not None and not kernel_scales:
+                gradients = [
+                    local(p.grad) for group in part.param_groups for p in group["params"] if p.grad is not None
+                ]
+                if gradients:
                     with torch.no_grad():
-                        torch._foreach_mul_(held, scale.to(_device_of(part)))
+                        torch._foreach_mul_(gradients, scale.to(_device_of(part)))
             if is_fused:
-                step_on_device(part, is_finite, scale if scales else None)
+                step_on_device(part, is_finite, scale if kernel_scales else None)
             else:
                 part.step()
         for listener in self.step_listeners:
             listener.after_step(is_finite)
 
-    def follow_torchs_muon(self, had: Sequence[torch.Tensor]) -> None:
-        """Let Muon update the parameters `had` and no others, and fused ones undivided, as torch.optim.Muon did."""
+    def match_torch_muon(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Let Muon update exactly `parameters`, and fused ones undivided, as torch.optim.Muon did."""
         muon = next((part for part in self.parts if isinstance(part, Muon)), None)
         rest = next((part for part in self.parts if part is not muon), None)
         if muon is None:
@@ -105,11 +107,11 @@ class Optimizer:
         muon.forget_blocks()
         for group in muon.param_groups:
             group[AS_TORCHS] = True  # for the checkpoints of this run
-        wanted = {id(parameter) for parameter in had}
+        muon_ids = {id(parameter) for parameter in parameters}
         num_moved = 0
         if rest is not None:
-            num_moved += _move(rest, muon, lambda parameter: id(parameter) in wanted)
-            num_moved += _move(muon, rest, lambda parameter: id(parameter) not in wanted)
+            num_moved += _move(rest, muon, lambda parameter: id(parameter) in muon_ids)
+            num_moved += _move(muon, rest, lambda parameter: id(parameter) not in muon_ids)
             self.parts = tuple(part for part in self.parts if part.param_groups)
         if num_moved:
             self.notes.append(f"{num_moved} parameters keep the optimizer that they have in the checkpoint")
@@ -119,21 +121,25 @@ class Optimizer:
             part.zero_grad(set_to_none=True)
 
 
-def _move(source: torch.optim.Optimizer, to: torch.optim.Optimizer, leaves: Callable[[torch.Tensor], bool]) -> int:
-    """Move the parameters for which `leaves` is true, with their rate and decay.  Returns their number."""
+def _move(
+    source: torch.optim.Optimizer, target: torch.optim.Optimizer, should_move: Callable[[torch.Tensor], bool]
+) -> int:
+    """Move the parameters for which `should_move` is true, with their rate and decay.  Returns their number."""
     num_moved = 0
     for group in source.param_groups:
-        leaving = [p for p in group["params"] if leaves(p)]
-        if not leaving:
+        moving = [p for p in group["params"] if should_move(p)]
+        if not moving:
             continue
-        num_moved += len(leaving)
-        group["params"] = [p for p in group["params"] if not leaves(p)]
+        num_moved += len(moving)
+        group["params"] = [p for p in group["params"] if not should_move(p)]
         settings: dict[str, Any] = {key: group[key] for key in ("weight_decay", "lr_scale") if key in group}
-        alike = [g for g in to.param_groups if {k: g[k] for k in ("weight_decay", "lr_scale") if k in g} == settings]
-        if alike:
-            alike[0]["params"].extend(leaving)
+        matching = [
+            g for g in target.param_groups if {k: g[k] for k in ("weight_decay", "lr_scale") if k in g} == settings
+        ]
+        if matching:
+            matching[0]["params"].extend(moving)
         else:
-            to.add_param_group({"params": leaving, **settings})
+            target.add_param_group({"params": moving, **settings})
     source.param_groups[:] = [group for group in source.param_groups if group["params"]]
     return num_moved
 
@@ -149,8 +155,11 @@ def step_on_device(part: torch.optim.Optimizer, is_finite: torch.Tensor | None, 
     would not wait for the copy.
     """
     device = _device_of(part)
-    given = {"found_inf": None if is_finite is None else ~is_finite, "grad_scale": None if scale is None else 1 / scale}
-    attributes = {name: value.float().to(device) for name, value in given.items() if value is not None}
+    values = {
+        "found_inf": None if is_finite is None else ~is_finite,
+        "grad_scale": None if scale is None else 1 / scale,
+    }
+    attributes = {name: value.float().to(device) for name, value in values.items() if value is not None}
     for name, value in attributes.items():
         setattr(part, name, value)
     try:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainer.config import MeshShape, RunConfig
-from trainer.config.resolve import Given, run_passes
+from trainer.config.resolve import Resolution, run_passes
 from trainer.distributed.world import World
 from trainer.errors import UserError, print_stderr, redact
 from trainer.metrics.console import readable_bytes
@@ -50,16 +50,16 @@ def resolve_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunC
     Plans for the memory of the rank that has the least.  The choice is None on other ranks, and if nothing is `auto`.
     Collective if any setting is `auto`.  Raises UserError on all ranks if nothing fits.
     """
-    given = Given(shape=mesh, world=world)
-    return run_passes("device", config, given), given.choice
+    resolution = Resolution(shape=mesh, world=world)
+    return run_passes("device", config, resolution), resolution.choice
 
 
-def choose_auto(config: RunConfig, given: Given) -> RunConfig:
-    """Let the planner choose the `auto` settings for the device's memory; sets `given.choice` on rank 0.
+def choose_auto(config: RunConfig, resolution: Resolution) -> RunConfig:
+    """Let the planner choose the `auto` settings for the device's memory; sets `resolution.choice` on rank 0.
 
     The last decision of all, since a plan needs every other setting.  Collective if any setting is `auto`.
     """
-    mesh, world = given.shape, given.world
+    mesh, world = resolution.shape, resolution.world
     assert mesh is not None
     assert world is not None
     if not uses_auto(config):
@@ -68,10 +68,10 @@ def choose_auto(config: RunConfig, given: Given) -> RunConfig:
 
     def choose() -> None:
         if world.is_main:
-            given.choice = fastest_choice(config, mesh, replace(machine_of(config, world), memory_gib=-least))
+            resolution.choice = fastest_choice(config, mesh, replace(machine_of(config, world), memory_gib=-least))
 
     world.agreed(choose)
-    settings = world.broadcast(given.choice and given.choice.settings)
+    settings = world.broadcast(resolution.choice and resolution.choice.settings)
     fsdp = replace(config.fsdp, reshard_after_forward=settings["fsdp.reshard_after_forward"])
     train = replace(
         config.train,

@@ -39,7 +39,7 @@ from trainer.optim.groups import assign, block_rows
 from trainer.optim.optimizer import optimizer_state_sizes
 from trainer.plan.kernels import use_gpu_kernels
 from trainer.plan.trace import Event, Mark, MemoryMeter, ParameterFacts, Recorder, Segment, Trace, UnitFacts
-from trainer.sequence import sliced
+from trainer.sequence import use_slices
 
 
 class Probe:
@@ -128,7 +128,7 @@ def _trace(
                 recorder.watch_unit(unit.modules, number)
         recorder.watch_unit((model,), len(units), is_root=True)
         loss_of = find_loss(model)
-        with meter, sliced(slices), by_row() if config.train.objective == "dpo" else nullcontext():
+        with meter, use_slices(slices), by_row() if config.train.objective == "dpo" else nullcontext():
             if config.train.objective == "dpo":
                 with torch.no_grad():  # the reference model, which has the same architecture
                     loss_of(batch)

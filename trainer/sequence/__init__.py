@@ -3,8 +3,8 @@
 A model that uses only these functions to mix or count tokens keeps packed documents separate: `attend` lets a token
 attend only to earlier tokens of its own document, and `positions` counts from 0 in each document.  Without documents,
 each row is one document.  Such a model also supports context parallelism, where each rank holds a slice of every
-sequence: the model is called with the slice, and both functions refer to the full sequence.  Independent of models and
-meshes.
+sequence: the model is called with the slice, and both functions refer to the full sequence.  This package does not
+depend on models or meshes.
 
 Shape suffixes: B batch, T time, N query heads, K key and value heads, H head size.
 """
@@ -20,9 +20,9 @@ from trainer.sequence.row_layout import (
     current_slices,
     find_borders,
     forget_slices,
+    full_sequences,
     slice_sequences,
-    sliced,
-    whole,
+    use_slices,
 )
 
 __all__ = [
@@ -32,11 +32,14 @@ __all__ = [
     "current_slices",
     "find_borders",
     "forget_slices",
+    "full_sequences",
     "positions",
     "slice_sequences",
-    "sliced",
+    "use_slices",
     "whole",
 ]
+
+whole = full_sequences  # the old name; remove it after one version
 
 
 def attend(
@@ -50,7 +53,7 @@ def attend(
 
     On a GPU in half precision, one kernel processes all documents without host sync.  On a CPU, a loop over the
     documents computes only what is needed, unless they are tiny.  All other cases, including compiled code on a CPU,
-    use a mask. dropout: the share of attention weights to drop.
+    use a mask.  dropout: the share of attention weights to drop.
 
     With context parallelism T is the length of a slice.  Collectives of the ranks that share sequences: an all-gather
     of keys and values, repeated in the backward pass unless the block saves them, and one reduce-scatter in the
@@ -69,7 +72,7 @@ def positions(
 ) -> torch.Tensor:
     """Return the positions of tokens: `given_BT` if not None, otherwise counted from 0 in each document or row.
 
-    The shape is (B, T), or (T,) if all rows are alike.
+    The shape is (B, T), or (T,) if all rows have the same positions.
     """
     if given_BT is not None:
         return given_BT

@@ -1,8 +1,8 @@
-"""Causal attention within one rank, which holds all keys and values; and from a rank's slice to the full sequence,
-most of which is on other ranks (context parallelism).
+"""Causal attention: on one rank that holds all keys and values, and under context parallelism, where each rank holds a
+slice of the sequence.
 
-Shape suffixes: B batch, T tokens of a full sequence, t of a slice, S of a piece, Q those that attend, N query heads,
-K key and value heads, H head size, M rows in one, C slices.
+Shape suffixes: B batch, T tokens of a full sequence, t of a slice, S of a piece, Q queries, N query heads,
+K key and value heads, H head size, M tokens of all rows, C slices.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from trainer.config import Slices
 from trainer.distributed.exchange import exchange_parts, gather_parts
@@ -30,7 +30,7 @@ KERNELS = (
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 )
-"""Names of the attention kernels, of which one is used, depending on the device.  Each has a `_backward`."""
+"""Names of the attention kernels; the device determines which one is used.  Each has a `_backward`."""
 
 OPERATORS = frozenset(
     {*(getattr(torch.ops.aten, name).default for name in KERNELS), torch.ops.torch_attn._varlen_attn.default}
@@ -46,18 +46,18 @@ _gpu_kernels: Kernels | None = None
 def use_gpu_attention(kernels: Kernels) -> Iterator[None]:
     """Attend as on a GPU, where no causal mask is materialized, for plans on fake tensors.
 
-    kernels: creates a context that stands in for GPU kernels; it is re-entered when `with_current_kernels` recomputes.
+    kernels: creates a context that replaces GPU kernels; it is entered again when `with_current_kernels` recomputes.
     """
     global _gpu_kernels
-    before, _gpu_kernels = _gpu_kernels, kernels
+    previous, _gpu_kernels = _gpu_kernels, kernels
     try:
         yield
     finally:
-        _gpu_kernels = before
+        _gpu_kernels = previous
 
 
 def with_current_kernels(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap an attention function to run later, in the backward pass, with the stand-in kernels active now."""
+    """Wrap an attention function to run later, in the backward pass, with the kernels that are active now."""
     kernels = _gpu_kernels
     if kernels is None:
         return function
@@ -118,7 +118,7 @@ def _attend_causally(
     if num_new == num_all or (not q_BNQH.is_cuda and _gpu_kernels is not None):
         return F.scaled_dot_product_attention(q_BNQH, k_BKTH, v_BKTH, is_causal=True, **options)
     if q_BNQH.is_cuda:
-        bias = causal_lower_right(num_new, num_all)  # which GPU kernels never materialize
+        bias = causal_lower_right(num_new, num_all)  # GPU kernels never materialize it
         return F.scaled_dot_product_attention(q_BNQH, k_BKTH, v_BKTH, bias, **options)
     mask = _reversed_causal_mask(q_BNQH, num_all)
     return F.scaled_dot_product_attention(q_BNQH.flip(2), k_BKTH, v_BKTH, mask, **options).flip(2)
@@ -140,16 +140,16 @@ def _attend_per_document(
 ) -> torch.Tensor:
     grouped, num_queries = k_BKTH.shape[1] != q_BNQH.shape[1], q_BNQH.shape[2]
     rows = []
-    for number, of_row in enumerate(documents.lengths):
-        keys, values = (tensor[number : number + 1].split(of_row, 2) for tensor in (k_BKTH, v_BKTH))
-        found, left = [], sum(of_row)
-        for length, k_1KLH, v_1KLH in zip(of_row, keys, values, strict=True):
-            start, left = max(0, num_queries - left), left - length
-            stop = num_queries - left
+    for row, row_lengths in enumerate(documents.lengths):
+        keys, values = (tensor[row : row + 1].split(row_lengths, 2) for tensor in (k_BKTH, v_BKTH))
+        outputs, tokens_left = [], sum(row_lengths)
+        for length, k_1KLH, v_1KLH in zip(row_lengths, keys, values, strict=True):
+            start, tokens_left = max(0, num_queries - tokens_left), tokens_left - length
+            stop = num_queries - tokens_left
             if stop > 0:
-                q_1NLH = q_BNQH[number : number + 1, :, start:stop]
-                found.append(_attend_causally(q_1NLH, k_1KLH, v_1KLH, dropout, grouped))
-        rows.append(torch.cat(found, 2))
+                q_1NLH = q_BNQH[row : row + 1, :, start:stop]
+                outputs.append(_attend_causally(q_1NLH, k_1KLH, v_1KLH, dropout, grouped))
+        rows.append(torch.cat(outputs, 2))
     return torch.cat(rows)
 
 
@@ -164,13 +164,15 @@ implicitly.
 def _attend_packed(
     q_BNQH: torch.Tensor, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor, documents: Documents
 ) -> torch.Tensor:
-    """Concatenate all rows and attend with the variable-length kernel; the row length bounds that of documents."""
+    """Concatenate all rows and attend with the variable-length kernel.  No document is longer than a row."""
     (num_rows, _, num_queries, _), num_tokens = q_BNQH.shape, k_BKTH.shape[2]
     q_MNH, k_MKH, v_MKH = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q_BNQH, k_BKTH, v_BKTH))
-    of_q, of_k = documents.query_borders, documents.borders
-    found_MNH: Any = varlen_attn(q_MNH, k_MKH, v_MKH, of_q, of_k, num_queries, num_tokens, **_CAUSAL, **_GROUPED)
-    found_BQNH: torch.Tensor = found_MNH.unflatten(0, (num_rows, num_queries))
-    return found_BQNH.transpose(1, 2)
+    borders_q, borders_k = documents.query_borders, documents.borders
+    output_MNH: Any = varlen_attn(
+        q_MNH, k_MKH, v_MKH, borders_q, borders_k, num_queries, num_tokens, **_CAUSAL, **_GROUPED
+    )
+    output_BQNH: torch.Tensor = output_MNH.unflatten(0, (num_rows, num_queries))
+    return output_BQNH.transpose(1, 2)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -190,7 +192,7 @@ def attend_slices(
         raise UserError(
             f"attention of {q_BNtH.shape[2]} tokens, where a slice of data.seq_len={slices.seq_len} has "
             f"{slices.num_tokens} on each of mesh.context={slices.count} ranks\n"
-            "  for a whole sequence outside training: with trainer.sequence.whole():"
+            "  for a full sequence outside training: with trainer.sequence.full_sequences():"
         )
     attend = _attend_by_heads if slices.method == "heads" else _attend_gathered
     return attend(slices, q_BNtH, k_BKtH, v_BKtH, documents, dropout)
@@ -207,11 +209,11 @@ def _attend_gathered(
     """Gather all keys and values; they are freed when this call ends if the backward pass gathers them again."""
     if not slices.regathers_in_backward:
         return _attend_to_all(slices, q_BNtH, k_BKtH, v_BKtH, documents, dropout)
-    kept: Any = {"use_reentrant": False, "context_fn": _save_attention_outputs, "preserve_rng_state": dropout > 0}
-    found: torch.Tensor = checkpoint(
-        with_current_kernels(_attend_to_all), slices, q_BNtH, k_BKtH, v_BKtH, documents, dropout, **kept
+    options: Any = {"use_reentrant": False, "context_fn": _save_attention_outputs, "preserve_rng_state": dropout > 0}
+    output: torch.Tensor = checkpoint(
+        with_current_kernels(_attend_to_all), slices, q_BNtH, k_BKtH, v_BKtH, documents, dropout, **options
     )
-    return found
+    return output
 
 
 def _attend_to_all(
@@ -227,20 +229,16 @@ def _attend_to_all(
     # The sequence from all slices, (2, B, K, T, H): one copy, also in the backward pass.
     heads_C2BKSH, tails_C2BKSH = parts_C2BKtH.unflatten(-2, (2, -1)).unbind(-3)
     k_BKTH, v_BKTH = torch.cat([*heads_C2BKSH.unbind(), *reversed(tails_C2BKSH.unbind())], -2).unbind()
-    found = []
+    outputs = []
     for number, (q_BNSH, (_, stop)) in enumerate(zip(q_BNtH.chunk(2, 2), slices.pieces, strict=True)):
         piece_documents = None if documents is None else documents.pieces[number]
-        found.append(attend_full(q_BNSH, k_BKTH[:, :, :stop], v_BKTH[:, :, :stop], piece_documents, dropout))
-    return torch.cat(found, 2)
+        outputs.append(attend_full(q_BNSH, k_BKTH[:, :, :stop], v_BKTH[:, :, :stop], piece_documents, dropout))
+    return torch.cat(outputs, 2)
 
 
 def _save_attention_outputs() -> Any:
     """Return the contexts of `torch.utils.checkpoint` that save only the outputs of attention kernels."""
-    return create_selective_checkpoint_contexts(_policy)
-
-
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+    return create_selective_checkpoint_contexts([*OPERATORS])
 
 
 def _attend_by_heads(
@@ -263,6 +261,6 @@ def _attend_by_heads(
     sizes = [part.shape[2] for part in parts_BCXtH]
     received_CBXtH = exchange_parts(torch.cat(parts_BCXtH, 2).transpose(0, 1), slices.group)
     q_BnTH, k_BkTH, v_BkTH = received_CBXtH.movedim(0, 2).flatten(2, 3).split(sizes, 1)
-    found_BnTH = attend_full(q_BnTH, k_BkTH, v_BkTH, documents, dropout)
-    parts_CBntH = exchange_parts(found_BnTH.unflatten(2, (num_ranks, -1)).movedim(2, 0), slices.group)
+    output_BnTH = attend_full(q_BnTH, k_BkTH, v_BkTH, documents, dropout)
+    parts_CBntH = exchange_parts(output_BnTH.unflatten(2, (num_ranks, -1)).movedim(2, 0), slices.group)
     return parts_CBntH.movedim(0, 1).flatten(1, 2)

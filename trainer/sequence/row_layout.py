@@ -1,7 +1,7 @@
-"""What the rows of a batch hold: slices of sequences under context parallelism, and packed documents, in the forms that
-attention needs.
+"""The layout of a batch's rows, in the forms that attention needs: slices of sequences under context parallelism, and
+packed documents.
 
-Shape suffixes: B batch, T time, Q tokens that attend, K key and value heads, H head size.
+Shape suffixes: B batch, T time, Q queries, K key and value heads, H head size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainer.config import RunConfig, Slices, find_slices
 from trainer.distributed.world import World
 
 # ---------------------------------------------------------------------------------------------------------------
-# Slices: what this process's models are called with under context parallelism
+# Slices of sequences, with which this process calls its models under context parallelism
 
 _current: Slices | None = None
 """Not a context variable, since autograd recomputes activations in its own threads."""
@@ -31,7 +31,7 @@ def current_slices() -> Slices | None:
 
 
 def slice_sequences(config: RunConfig, world: World) -> None:
-    """Call the models of this process with slices of sequences from now on, if `mesh.context` says so.
+    """Call the models of this process with slices of sequences from now on, if `mesh.context` is above 1.
 
     Opens the process group of the ranks that share sequences.  Called by all ranks.
     """
@@ -48,19 +48,19 @@ def forget_slices() -> None:
 
 
 @contextmanager
-def sliced(slices: Slices | None) -> Iterator[None]:
+def use_slices(slices: Slices | None) -> Iterator[None]:
     """Set the current slices inside the block; None for full sequences."""
     global _current
-    before, _current = _current, slices
+    previous, _current = _current, slices
     try:
         yield
     finally:
-        _current = before
+        _current = previous
 
 
-def whole() -> AbstractContextManager[None]:
+def full_sequences() -> AbstractContextManager[None]:
     """Call models with full sequences inside the block, even if training uses slices."""
-    return sliced(None)
+    return use_slices(None)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -87,18 +87,18 @@ class Documents:
         """
         if documents_BT is None or isinstance(documents_BT, Cache):
             return documents_BT
-        found, slices = cls(documents_BT, borders), current_slices()
+        documents, slices = cls(documents_BT, borders), current_slices()
         if slices is not None and slices.method == "gather":
-            found.pieces = [found.up_to(stop, stop - start) for start, stop in slices.pieces]
-        return found
+            documents.pieces = [documents.up_to(stop, stop - start) for start, stop in slices.pieces]
+        return documents
 
     def __init__(
         self, documents_BT: torch.Tensor, borders: torch.Tensor | None = None, num_queries: int | None = None
     ) -> None:
         self.num_queries = documents_BT.shape[1] if num_queries is None else num_queries
-        """Number of tokens at the end of each row that attend, to all tokens: Q below."""
+        """Number of tokens at the end of each row that are queries; all tokens are keys.  Q below."""
         self.pieces: list[Documents] = []
-        """For each piece of a slice, the documents up to its end; the tokens of the piece attend."""
+        """For each piece of a slice, the documents up to its end, with the piece's tokens as queries."""
         begins_BT = _is_first_token(documents_BT)
         self.numbers_BT = begins_BT.cumsum(1)
         """Each token's document number, unique within its row."""
@@ -109,7 +109,7 @@ class Documents:
         self._mask: torch.Tensor | None = None
 
     def up_to(self, stop: int, num_queries: int) -> Documents:
-        """Return the documents before token `stop` of each row, with the last `num_queries` of these tokens attending.
+        """Return the documents before token `stop` of each row, with the last `num_queries` of these tokens as queries.
 
         Documents that begin later still have borders, with zero tokens.
         """
@@ -120,7 +120,7 @@ class Documents:
 
     @property
     def query_borders(self) -> torch.Tensor:
-        """The borders among the tokens that attend; see `find_borders`."""
+        """The borders among the queries; see `find_borders`."""
         num_tokens = self.numbers_BT.shape[1]
         if self.num_queries == num_tokens:
             return self.borders
@@ -130,7 +130,7 @@ class Documents:
 
     @property
     def mask(self) -> torch.Tensor:
-        """Boolean mask (B, 1, Q, T): True if the attending token (third dimension) may see the other (fourth).
+        """Boolean mask (B, 1, Q, T): True if the query (third dimension) may attend to the key (fourth).
 
         Cached, except in compiled code, which recomputes it.
         """
@@ -142,9 +142,9 @@ class Documents:
 
     def _make_mask(self) -> torch.Tensor:
         shape, device = (self.num_queries, self.numbers_BT.shape[1]), self.numbers_BT.device
-        seen_QT = torch.ones(shape, dtype=torch.bool, device=device).tril(shape[1] - shape[0])
-        own_BQ = self.numbers_BT[:, shape[1] - shape[0] :]
-        return (own_BQ[:, None, :, None] == self.numbers_BT[:, None, None, :]) & seen_QT
+        causal_QT = torch.ones(shape, dtype=torch.bool, device=device).tril(shape[1] - shape[0])
+        queries_BQ = self.numbers_BT[:, shape[1] - shape[0] :]
+        return (queries_BQ[:, None, :, None] == self.numbers_BT[:, None, None, :]) & causal_QT
 
     @cached_property
     def lengths(self) -> list[list[int]]:

@@ -1,7 +1,7 @@
-"""Weights of models with adapters (LoRA): identified, joined with their base, merged into it, and exported for peft.
+"""Weights of models with adapters (LoRA): identifies the base, joins or merges the two, and exports adapters for peft.
 
-The checkpoint of a LoRA run holds only the adapters, and names the base by its path and a checksum.  The base is read
-from its original path, and the checksum verifies that its weights are those that were trained on.
+The checkpoint of a LoRA run holds only the adapters, and identifies the base by its path and a checksum.  The base is
+read from its original path, and the checksum verifies that its weights have not changed.
 """
 
 from __future__ import annotations
@@ -65,18 +65,19 @@ class BaseWeights(StatePart):
         return ([] if plain["checksum"] == self.checksum else [wrong_base_message(self.path, self.checksum, plain)]), []
 
 
-def wrong_base_message(path: str, checksum: str, named: Mapping[str, Any]) -> str:
-    """Return the error message for base weights other than those that `named` describes."""
+def wrong_base_message(path: str, checksum: str, expected: Mapping[str, Any]) -> str:
+    """Return the error message for base weights that differ from those that `expected` describes."""
     return (
         f"train.init_from={path or 'null'}: is not the base model that this was trained on; that was "
-        f"{named['path'] or 'drawn at random'} (checksum {named['checksum'] or 'none'}, this has {checksum or 'none'})"
+        f"{expected['path'] or 'drawn at random'} (checksum {expected['checksum'] or 'none'}, this has "
+        f"{checksum or 'none'})"
     )
 
 
 def checksum_lines(source: WeightSource, names: Iterable[str], rank: int = 0, num_ranks: int = 1) -> dict[str, str]:
     """Return a line for each tensor in this rank's share of `names`: shape, dtype and CRC-32 of the values.
 
-    The share is every `num_ranks`-th tensor in order of decreasing size.  Reads a block at a time.
+    The share is every `num_ranks`-th tensor in order of decreasing size.  Reads one block after another.
     """
     shapes, dtypes = source.shapes, source.dtypes
     largest_first = sorted(names, key=lambda name: (-torch.Size(shapes[name]).numel(), name))
@@ -92,8 +93,8 @@ def checksum_lines(source: WeightSource, names: Iterable[str], rank: int = 0, nu
 
 def combine_checksums(lines: Iterable[Mapping[str, str]]) -> str:
     """Combine the lines of all ranks into one checksum, which depends only on names and values."""
-    together = {name: line for share in lines for name, line in share.items()}
-    return hashlib.sha256("\n".join(together[name] for name in sorted(together)).encode()).hexdigest()[:16]
+    all_lines = {name: line for rank_lines in lines for name, line in rank_lines.items()}
+    return hashlib.sha256("\n".join(all_lines[name] for name in sorted(all_lines)).encode()).hexdigest()[:16]
 
 
 class RenamedSource:
@@ -102,9 +103,9 @@ class RenamedSource:
     def __init__(self, source: WeightSource, rename: Callable[[str], str | None]) -> None:
         self.description, self._source = source.description, source
         shapes, dtypes = source.shapes, source.dtypes
-        self._source_names = {ours: name for name in shapes if (ours := rename(name)) is not None}
-        self.shapes = {ours: shapes[name] for ours, name in self._source_names.items()}
-        self.dtypes = {ours: dtypes[name] for ours, name in self._source_names.items()}
+        self._source_names = {new_name: name for name in shapes if (new_name := rename(name)) is not None}
+        self.shapes = {new_name: shapes[name] for new_name, name in self._source_names.items()}
+        self.dtypes = {new_name: dtypes[name] for new_name, name in self._source_names.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a tensor, or all of it."""
@@ -116,8 +117,8 @@ def rename_for_adapters(source: WeightSource, names: Iterable[str]) -> WeightSou
     layers = adapted_layers(names)
 
     def rename(name: str) -> str:
-        layer, _, last = name.rpartition(".")
-        return f"{layer}.base_layer.{last}" if layer in layers else name
+        layer, _, suffix = name.rpartition(".")
+        return f"{layer}.base_layer.{suffix}" if layer in layers else name
 
     return RenamedSource(source, rename) if layers else source
 
@@ -130,15 +131,15 @@ def without_adapters(source: WeightSource) -> WeightSource:
 class JoinedSource:
     """A `WeightSource` that joins two sources with disjoint names."""
 
-    def __init__(self, one: WeightSource, other: WeightSource) -> None:
-        self.description = f"{one.description} and {other.description}"
-        self.shapes = {**one.shapes, **other.shapes}
-        self.dtypes = {**one.dtypes, **other.dtypes}
-        self._home = {name: source for source in (one, other) for name in source.shapes}
+    def __init__(self, first: WeightSource, second: WeightSource) -> None:
+        self.description = f"{first.description} and {second.description}"
+        self.shapes = {**first.shapes, **second.shapes}
+        self.dtypes = {**first.dtypes, **second.dtypes}
+        self._source_of = {name: source for source in (first, second) for name in source.shapes}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a tensor, or all of it."""
-        return self._home[name].read(name, start, stop)
+        return self._source_of[name].read(name, start, stop)
 
 
 class MergedSource:
@@ -146,7 +147,7 @@ class MergedSource:
 
     Each weight is W + (B @ A) * scaling, computed in float32 and returned in the dtype of W.  The full product is
     computed at once, as in other implementations, so that the results are bit-identical; only one layer's product is
-    held at a time.  `transposed` are the layers whose W has shape (in, out).
+    in memory.  `transposed` are the layers whose W has shape (in, out).
     """
 
     def __init__(
@@ -206,8 +207,8 @@ def export_adapter(
     as `exporting.export` does.
     """
     names, layers = HuggingFaceNames(recipe, model_config), adapted_layers(source.shapes)
-    theirs = {layer: _their_weight(names, recipe, layer) for layer in layers}
-    is_transposed = {layer for layer in layers if isinstance(theirs[layer], Transposed)}
+    weight_names = {layer: _huggingface_weight(names, recipe, layer) for layer in layers}
+    is_transposed = {layer for layer in layers if isinstance(weight_names[layer], Transposed)}
     is_transposed |= layers & transposed_layers(model)
     if is_transposed not in (set(), layers):
         raise UserError(f"recipe {recipe.name!r}: only some of the layers with adapters are stored transposed")
@@ -215,30 +216,30 @@ def export_adapter(
     for name, shape in source.shapes.items():
         if part := adapter_part(name):
             layer, letter = part
-            their_name = f"base_model.model.{theirs[layer].removesuffix('.weight')}.lora_{letter}.weight"
-            tensors.append(ExportedTensor(name, their_name, shape, dtype or source.dtypes[name]))
-    every = [names.theirs(name) or name for name in model.state_dict(keep_vars=True)]
+            exported_name = f"base_model.model.{weight_names[layer].removesuffix('.weight')}.lora_{letter}.weight"
+            tensors.append(ExportedTensor(name, exported_name, shape, dtype or source.dtypes[name]))
+    all_names = [names.to_huggingface(name) or name for name in model.state_dict(keep_vars=True)]
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     settings = {
         **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base or None},
         **{"r": lora.rank, "lora_alpha": alpha, "lora_dropout": lora.dropout, "bias": "none"},
-        "target_modules": target_modules({name.removesuffix(".weight") for name in theirs.values()}, every),
+        "target_modules": target_modules({name.removesuffix(".weight") for name in weight_names.values()}, all_names),
         **{"fan_in_fan_out": bool(is_transposed), "init_lora_weights": True, "inference_mode": True},
     }
     origin = origin or Origin()
-    own = {name: data for name, data in origin.files.items() if is_tokenizer_file(name)}
-    texts = {ADAPTER_CONFIG: json_bytes(settings), **(origin.tokenizer or own)}
+    tokenizer_files = {name: data for name, data in origin.files.items() if is_tokenizer_file(name)}
+    texts = {ADAPTER_CONFIG: json_bytes(settings), **(origin.tokenizer or tokenizer_files)}
     shards = {ADAPTER_WEIGHTS: tensors}
     return write_folder(Path(folder).expanduser(), texts, shards, source, MARK, overwrite, setting)
 
 
-def _their_weight(names: HuggingFaceNames, recipe: Recipe, layer: str) -> str:
-    found = names.theirs(f"{layer}.weight")
-    if found is None and find_huggingface(recipe).stored is not None:
-        return f"{layer}.weight"  # a transformers model already uses their names
-    if found is None:
+def _huggingface_weight(names: HuggingFaceNames, recipe: Recipe, layer: str) -> str:
+    name = names.to_huggingface(f"{layer}.weight")
+    if name is None and find_huggingface(recipe).stored is not None:
+        return f"{layer}.weight"  # a transformers model already has Hugging Face's names
+    if name is None:
         raise UserError(f"recipe {recipe.name!r}: hf.names lacks {layer}.weight")
-    return found
+    return name
 
 
 def target_modules(layers: Collection[str], weights: Collection[str]) -> list[str]:

@@ -59,7 +59,7 @@ TOKENIZER_FILES = (
 class Origin(StatePart):
     """The files that came with a model: part of a run's state, the same on all ranks.
 
-    Training does not need its tokenizer, chat template, generation settings and config.json, but an export must contain
+    Training needs none of them (tokenizer, chat template, generation settings, config.json), but an export must contain
     them unchanged, even if the folder that training started from no longer exists.
 
     files: from the Hugging Face folder that training started from, by name; empty if it did not start from one.
@@ -122,7 +122,7 @@ def is_tokenizer_file(name: str) -> bool:
 
 
 def read_model_files(folder: str | Path) -> dict[str, bytes]:
-    """Return the files of a Hugging Face folder other than weights, by name.  Raises UserError if one is unreadable."""
+    """Return the files of a Hugging Face folder except weights, by name.  Raises UserError if one is unreadable."""
     return _read(Path(folder), (CONFIG, GENERATION, *TOKENIZER_FILES), "train.init_from")
 
 
@@ -148,12 +148,12 @@ def template_of(files: Mapping[str, bytes]) -> bytes | None:
     """Return the chat template in a tokenizer's files; a separate template file takes precedence over its settings."""
     if TEMPLATE in files:
         return files[TEMPLATE]
-    stated = _settings_of(files).get("chat_template")
-    return stated.encode() if isinstance(stated, str) else None
+    inline = _settings_of(files).get("chat_template")
+    return inline.encode() if isinstance(inline, str) else None
 
 
 def with_template(files: Mapping[str, bytes], template: bytes) -> dict[str, bytes]:
-    """Return a tokenizer's files with `template` as the only chat template, in every place where readers look."""
+    """Return a tokenizer's files with `template` as the only chat template, in every place that readers use."""
     kept = {
         name: data for name, data in files.items() if not any(fnmatch(name, pattern) for pattern in _OTHER_TEMPLATES)
     }
@@ -198,9 +198,9 @@ def _read(folder: Path, patterns: tuple[str, ...], setting: str, named_file: str
     `named_file`: the pattern of the file that the user named, which may be a link.
     """
     check_links(folder, setting, [pattern for pattern in patterns if pattern != named_file])
-    found = [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
+    paths = [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
     try:
-        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
     except OSError as error:
         raise setting_error(setting, folder, f"{error.filename} cannot be read ({error.strerror})") from error
 
@@ -223,16 +223,16 @@ _MARKED = (CONFIG, ADAPTER_WEIGHTS)
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """A tensor to write: its name in the source, its name and dtype in the file, and its shape in the source."""
+    """A tensor to write: its name and shape in the source, and its name and dtype in the file."""
 
     name: str
-    theirs: str
+    exported_name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def transposed(self) -> bool:
-        return isinstance(self.theirs, Transposed)
+        return isinstance(self.exported_name, Transposed)
 
     @property
     def num_bytes(self) -> int:
@@ -242,9 +242,9 @@ class ExportedTensor:
         """Return the tensors in the file, by name with shapes, in storage order; a stacked tensor is stored as its
         rows.
         """
-        if isinstance(self.theirs, Stacked):
-            return {self.theirs.replace("*", str(row)): self.shape[1:] for row in range(self.shape[0])}
-        return {self.theirs: self.shape[::-1] if self.transposed else self.shape}
+        if isinstance(self.exported_name, Stacked):
+            return {self.exported_name.replace("*", str(row)): self.shape[1:] for row in range(self.shape[0])}
+        return {self.exported_name: self.shape[::-1] if self.transposed else self.shape}
 
 
 def export(
@@ -276,9 +276,10 @@ def export(
     Memory: a few blocks of `weights.BLOCK_BYTES`, whatever the model's size.  One process, no collectives.
 
     All files are first written under temporary names; the weights, or their index, are renamed last, so that a folder
-    left by a crash is not mistaken for a model.  Raises UserError, naming `setting`, if the folder holds anything but
-    an earlier export that may be replaced (`overwrite`); also if the recipe has no Hugging Face names, or if the
-    weights do not fit the model.
+    left by a crash is not mistaken for a model.
+
+    Raises UserError, naming `setting`, if the folder contains anything except an earlier export that may be replaced
+    (`overwrite`), if the recipe has no Hugging Face names, or if the weights do not fit the model.
     """
     path = Path(folder).expanduser()
     names = HuggingFaceNames(recipe, model_config)
@@ -309,12 +310,12 @@ def write_folder(
     overwrite: bool,
     setting: str,
 ) -> list[Path]:
-    """Write text files and tensor files into `path`, under temporary names until all are complete; returns them.
+    """Write text files and tensor files into `path`, under temporary names until all are complete.  Returns the files.
 
     `mark` is added to the headers of the tensor files.  The files of an earlier export are removed.
 
-    Raises UserError, naming `setting`, if the folder holds anything but an earlier export that may be replaced, or if
-    there is not enough disk space.
+    Raises UserError, naming `setting`, if the folder contains anything except an earlier export that may be replaced,
+    or if there is not enough disk space.
     """
     num_bytes = sum(map(len, texts.values())) + sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
     with writing_to(setting, path, num_bytes):
@@ -332,17 +333,17 @@ def write_folder(
             for unfinished in partial.values():
                 unfinished.unlink(missing_ok=True)
             raise
-        earlier = [found for found in path.glob("**/*") if _is_export_file(str(found.relative_to(path)))]
-        for found in earlier:
-            if found.name not in _MARKED:
-                found.unlink()
+        old_files = [old_file for old_file in path.glob("**/*") if _is_export_file(str(old_file.relative_to(path)))]
+        for old_file in old_files:
+            if old_file.name not in _MARKED:
+                old_file.unlink()
         sync_folder(path)
         for name in partial:
             (path / name).parent.mkdir(exist_ok=True)
             os.replace(partial[name], path / name)
-        for found in earlier:
-            if found.name in _MARKED and found.name not in partial:
-                found.unlink()
+        for old_file in old_files:
+            if old_file.name in _MARKED and old_file.name not in partial:
+                old_file.unlink()
         sync_folder(path)
     return [path / name for name in partial]
 
@@ -357,13 +358,13 @@ def _list_tensors(
     dtypes = source.dtypes
     tensors, unnamed = [], []
     for name, stored in find_weights(model, source, f"recipe {recipe.name!r}").items():
-        theirs = names.theirs(name)
-        if theirs is None:
+        exported_name = names.to_huggingface(name)
+        if exported_name is None:
             unnamed.append(name)
             continue
-        kept = dtypes[stored]
-        stored_dtype = dtype if dtype is not None and kept.is_floating_point else kept
-        tensors.append(ExportedTensor(stored, theirs, shapes[name], stored_dtype))
+        source_dtype = dtypes[stored]
+        stored_dtype = dtype if dtype is not None and source_dtype.is_floating_point else source_dtype
+        tensors.append(ExportedTensor(stored, exported_name, shapes[name], stored_dtype))
     if unnamed:
         raise UserError(f"recipe {recipe.name!r}: hf.names lacks {', '.join(unnamed)}")
     return tensors
@@ -390,7 +391,7 @@ def _text_files(
     tokenizer: str,
     origin: Origin,
 ) -> dict[str, bytes]:
-    """Return the files other than the weights, by name; those that came with the model are reused."""
+    """Return the text files by name; those that came with the model are reused."""
     tokenizer_files = origin.tokenizer or read_tokenizer(tokenizer)
     original = origin.files
     ends = _merge_eos_ids([] if end_id is None else [end_id], turn_ends)
@@ -399,18 +400,18 @@ def _text_files(
             tokenizer_files, tokenizer, end_id
         )
         return texts if ends is None else texts | {GENERATION: json_bytes({"eos_token_id": ends})}
-    has_another = TOKENIZER in tokenizer_files and tokenizer_files[TOKENIZER] != original.get(
+    has_new_tokenizer = TOKENIZER in tokenizer_files and tokenizer_files[TOKENIZER] != original.get(
         TOKENIZER, tokenizer_files[TOKENIZER]
     )
-    kept = {name: data for name, data in original.items() if not (has_another and is_tokenizer_file(name))}
+    kept = {name: data for name, data in original.items() if not (has_new_tokenizer and is_tokenizer_file(name))}
     if TOKENIZER not in kept:
         kept = _add_tokenizer_config(tokenizer_files, tokenizer, end_id) | kept
     template = template_of(tokenizer_files)
     if template not in (None, template_of(kept)):
         kept = with_template(kept, template)
-    new = [*([end_id] if has_another and end_id is not None else []), *turn_ends]
-    before = json.loads(kept.get(CONFIG, b"{}")).get("eos_token_id")
-    kept |= {name: _add_eos_ids(kept[name], before, new) for name in (CONFIG, GENERATION) if name in kept}
+    new = [*([end_id] if has_new_tokenizer and end_id is not None else []), *turn_ends]
+    original_eos = json.loads(kept.get(CONFIG, b"{}")).get("eos_token_id")
+    kept |= {name: _add_eos_ids(kept[name], original_eos, new) for name in (CONFIG, GENERATION) if name in kept}
     if CONFIG not in kept:
         return {CONFIG: _config_json(recipe, model_config, tensors, ends), **kept}
     return kept | {CONFIG: _update_config(kept[CONFIG], recipe, model_config, tensors)}
@@ -434,7 +435,7 @@ def _config_json(
 
 
 def _update_config(original: bytes, recipe: Recipe, model_config: Any, tensors: Sequence[ExportedTensor]) -> bytes:
-    """Return the original config.json, changing only entries that are no longer true."""
+    """Return the original config.json, changing only outdated entries."""
     hf, content, dtype = find_huggingface(recipe), json.loads(original), _main_dtype(tensors)
     try:
         is_unchanged = all(getattr(model_config, name) == value for name, value in fields_of(content, recipe).items())
@@ -444,8 +445,8 @@ def _update_config(original: bytes, recipe: Recipe, model_config: Any, tensors: 
         content |= {**hf.fixed, **hf.config(model_config), "model_type": hf.model_type_of(model_config)}
     if hf.architecture_of(model_config) not in (content.get("architectures") or ()):
         content["architectures"] = [hf.architecture_of(model_config)]
-    spelled = [key for key in ("dtype", "torch_dtype") if key in content] or ["dtype", "torch_dtype"]
-    content |= dict.fromkeys(spelled, dtype) | ({} if hf.stored else MARK)
+    dtype_keys = [key for key in ("dtype", "torch_dtype") if key in content] or ["dtype", "torch_dtype"]
+    content |= dict.fromkeys(dtype_keys, dtype) | ({} if hf.stored else MARK)
     return original if content == json.loads(original) else (json.dumps(content, indent=2) + "\n").encode()
 
 
@@ -453,10 +454,10 @@ def _main_dtype(tensors: Sequence[ExportedTensor]) -> str:
     return str(max(tensors, key=lambda tensor: tensor.num_bytes).dtype).removeprefix("torch.")
 
 
-def _add_eos_ids(settings: bytes, before: int | list[int] | None, new: Collection[int]) -> bytes:
-    """Add `new` to the `eos_token_id` of a JSON file, after the ids that it lists, or `before` if it lists none."""
+def _add_eos_ids(settings: bytes, default: int | list[int] | None, new: Collection[int]) -> bytes:
+    """Add `new` to the `eos_token_id` of a JSON file, after the ids that it lists, or `default` if it lists none."""
     content = json.loads(settings)
-    ends = content.get("eos_token_id", before)
+    ends = content.get("eos_token_id", default)
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
     if set(new) <= set(ends):
         return settings
@@ -465,8 +466,8 @@ def _add_eos_ids(settings: bytes, before: int | list[int] | None, new: Collectio
 
 def _merge_eos_ids(ends: Collection[int], new: Collection[int]) -> int | list[int] | None:
     """Return the ids in the format of `eos_token_id`: a single id, a list, or None."""
-    found = [*ends, *sorted(set(new) - set(ends))]
-    return found[0] if len(found) == 1 else found or None
+    merged = [*ends, *sorted(set(new) - set(ends))]
+    return merged[0] if len(merged) == 1 else merged or None
 
 
 def _write_safetensors(
@@ -495,12 +496,12 @@ def _write_tensor(file: BinaryIO, position: int, tensor: ExportedTensor, source:
     widest = max(source.dtypes[tensor.name], tensor.dtype, key=lambda dtype: dtype.itemsize)
     for start, stop in row_blocks(tensor.shape, widest, 0, num_rows):
         if tensor.transposed:
-            # A block of source rows is a piece of every stored row.
-            pieces = source.read(tensor.name, start, stop).to(tensor.dtype).t().contiguous()
-            for row in range(len(pieces)):
+            # A block of source rows covers some columns of every stored row.
+            columns = source.read(tensor.name, start, stop).to(tensor.dtype).t().contiguous()
+            for row in range(len(columns)):
                 file.seek(position + (row * num_rows + start) * tensor.dtype.itemsize)
-                file.write(_bytes(pieces[row]))
-            del pieces  # before the next block is read, to save memory
+                file.write(_bytes(columns[row]))
+            del columns  # before the next block is read, to save memory
         else:
             file.write(_bytes(source.read(tensor.name, start, stop).to(tensor.dtype)))
     file.seek(position + tensor.num_bytes)
@@ -523,11 +524,11 @@ def _add_tokenizer_config(files: Mapping[str, bytes], tokenizer: str, end_id: in
     except (ValueError, KeyError, TypeError) as error:
         raise setting_error("tokenizer", tokenizer, f"is not a Hugging Face tokenizer.json ({error!r})") from error
     ids = (vocab if isinstance(vocab, dict) else {}) | ids
-    end = next((text for text, number in ids.items() if number == end_id), None)
+    end_token = next((text for text, number in ids.items() if number == end_id), None)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        **({"eos_token": end} if end is not None else {}),
+        **({"eos_token": end_token} if end_token is not None else {}),
     }
     return {"tokenizer_config.json": json_bytes(settings), **files}
 
@@ -554,7 +555,7 @@ def _prepare_folder(folder: Path, overwrite: bool, setting: str) -> None:
 
 
 def _marks(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the mappings that may hold the mark: config.json, and the headers of the weights."""
+    """Yield the mappings that may contain the mark: config.json, and the headers of the weights."""
     with suppress(OSError, ValueError):
         content = json.loads((folder / CONFIG).read_text())
         yield content if isinstance(content, dict) else {}

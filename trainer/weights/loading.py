@@ -52,24 +52,24 @@ ORIGIN = "origin"
 
 
 def init_weights(model: nn.Module, config: RunConfig, device: torch.device, load_later: bool) -> None:
-    """Materialize a model on the meta device: initialize it randomly, or load the weights that its recipe names.
+    """Materialize a model on the meta device: initialize it randomly, or load the weights that its recipe provides.
 
     With `load_later` nothing is loaded: `load_initial_weights` will, or a checkpoint.
     """
     recipe = config.recipe
     source = recipe.first_weights(config.model)
-    are_read = source is not None or (load_later and config.train.init_from is not None)
+    loads_base = source is not None or (load_later and config.train.init_from is not None)
     materialize(
-        model, config.run.seed, device, recipe.init, config.fsdp.cpu_offload, is_base_weight if are_read else None
+        model, config.run.seed, device, recipe.init, config.fsdp.cpu_offload, is_base_weight if loads_base else None
     )
     if source is not None and not load_later:
         _fill_base(model, source, f"model.name={config.model.name}")
 
 
 def load_initial_weights(model: nn.Module, origin: Origin, config: RunConfig, channel: Channel) -> str:
-    """Load the initial weights: from `train.init_from`, else those that the recipe names, else keep the random ones.
+    """Load the initial weights: from `train.init_from`, else those that the recipe provides, else keep the random ones.
 
-    Stores the files that came with them in `origin`.  Returns where the weights come from, for the start block.
+    Stores the files that came with the weights in `origin`.  Returns their origin as text for the start block.
 
     Raises UserError, on all ranks alike, if the weights do not fit.  Collective.
     """
@@ -92,15 +92,15 @@ def load_initial_weights(model: nn.Module, origin: Origin, config: RunConfig, ch
     origin.files = channel.broadcast(channel.agreed(lambda: read_files() if channel.is_main else {}))
     store_tokenizer(origin, config, channel)
     if source is None:
-        without = f"; {path} has none that are used" if path else ""
-        return f"drawn at random (run.seed={config.run.seed}){without}"
+        note = f"; {path} has none that are used" if path else ""
+        return f"drawn at random (run.seed={config.run.seed}){note}"
     return str(Path(path).absolute()) if path and "://" not in path else path or source.description
 
 
 def load_base(model: nn.Module, config: RunConfig, channel: Channel) -> BaseWeights:
-    """Load the base weights of a model with adapters, and return what identifies them.
+    """Load the base weights of a model with adapters, and return their identity.
 
-    If the weights are random, nothing is loaded.  Each rank reads its own rows, plus its share of the tensors for the
+    Random base weights are not loaded.  Each rank reads its own rows, plus its share of the tensors for the
     checksum.  Raises UserError, on all ranks alike, if the weights do not fit.  Collective: a few small messages.
     """
     initial = _open_initial_weights(config, channel)
@@ -115,10 +115,10 @@ def load_base(model: nn.Module, config: RunConfig, channel: Channel) -> BaseWeig
 
 def _fill_base(model: nn.Module, source: WeightSource, setting: str) -> dict[str, str]:
     """Fill all weights except adapters.  Returns their names, each with its name in `source`."""
-    under = rename_for_adapters(source, (name for name, _ in model.named_parameters()))
-    fill(model, under, setting, only=is_base_weight)
-    found = find_weights(model, under, setting, only=is_base_weight)
-    return {name: plain_name(stored) for name, stored in found.items()}
+    renamed = rename_for_adapters(source, (name for name, _ in model.named_parameters()))
+    fill(model, renamed, setting, only=is_base_weight)
+    names = find_weights(model, renamed, setting, only=is_base_weight)
+    return {name: plain_name(stored) for name, stored in names.items()}
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class _InitialWeights:
     source: None if they are random.
     setting: the setting that names them, for messages.
     location: of `train.init_from`; None if it is not set.  For a run, that of its checkpoint.
-    path: where they are, or the model's folder; may be empty.
+    path: of the weights, or of the model's folder; may be empty.
     """
 
     source: WeightSource | None
@@ -138,18 +138,18 @@ class _InitialWeights:
 
 
 def _open_initial_weights(config: RunConfig, channel: Channel) -> _InitialWeights:
-    """Open the initial weights: those of `train.init_from`, else those that the recipe names.  Collective."""
-    given = config.train.init_from
-    if given is None:
+    """Open the initial weights: those of `train.init_from`, else those that the recipe provides.  Collective."""
+    init_from = config.train.init_from
+    if init_from is None:
         source = channel.agreed(lambda: config.recipe.first_weights(config.model))
         return _InitialWeights(source, f"model.name={config.model.name}", None, config.model_path or "")
 
     def find() -> Location:
-        found = locate(given)
+        found = locate(init_from)
         is_run = found.kind in ("checkpoint", "run")
         return Location(str(find_checkpoint(found.path)), "checkpoint") if is_run else found
 
-    # Rank 0 decides: the newest checkpoint of a live run could be another one on each rank.
+    # Rank 0 decides: each rank could find a different newest checkpoint of a live run.
     location: Location = channel.broadcast(channel.agreed(lambda: find() if channel.is_main else None))
     allow = config.checkpoint.allow_changes
     source = channel.agreed(lambda: open_source(location, config.recipe, config.model, "train.init_from", allow))
@@ -177,7 +177,7 @@ def load_weights(
 
     `path`: a checkpoint, a run folder (its newest checkpoint), or a Hugging Face folder of a supported model.
     `ema`: use the averaged weights of a run with `train.ema`.
-    `allow_import`: modules that may be imported because a checkpoint names them as its model's ("my_models" for
+    `allow_import`: modules that may be imported because a checkpoint's model is defined there ("my_models" for
     model.name=my_models:tiny).  Importing runs code, and a checkpoint may come from anywhere, so by default only
     registered models are built.  Raises UserError for others.
     """
@@ -235,11 +235,11 @@ def open_source(
 ) -> WeightSource:
     """Open the weights at `location` for a model, under its names and with adapters merged.
 
-    allow_changes: if given, the fields that the location declares for its model must be those of `model_config`, except
-        for the keys named here (`checkpoint.allow_changes`).
+    allow_changes: if not None, the model fields stored at the location must equal those of `model_config`, except for
+        these keys (`checkpoint.allow_changes`).
 
-    Raises UserError that begins with `setting` if there are none or if the fields differ; TrainingFailed if they are
-    damaged.
+    Raises UserError, beginning with `setting`, if there are no weights or the fields differ; TrainingFailed if the
+    weights are damaged.
     """
     checks, declared = allow_changes is not None, None
     source: WeightSource
@@ -250,8 +250,8 @@ def open_source(
             declared = declared_by_folder(location.path, recipe, setting)
             source = SafetensorsFolder(location.path, recipe, model_config, setting)
         else:
-            own = recipe.first_weights(replace(model_config, path=location.path)) if recipe.weights else None
-            source = own or SafetensorsFolder(location.path, recipe, model_config, setting)
+            recipe_weights = recipe.first_weights(replace(model_config, path=location.path)) if recipe.weights else None
+            source = recipe_weights or SafetensorsFolder(location.path, recipe, model_config, setting)
     else:
         stored = open_checkpoint(location.path)
         where = f"{stored.storage}/config.yaml"
@@ -279,27 +279,27 @@ def open_base(stored: StoredWeights, recipe: Recipe, model_config: Any, path: st
     """Return the base weights of a checkpoint with adapters, under the names of the model without adapters.
 
     They are read from the path in the checkpoint, from `path` if they have moved, or from the checkpoint itself.
-    Raises UserError if they are missing or differ from those that were trained on.
+    Raises UserError if they are missing or have changed since training.
     """
-    named = stored.parts.get(BASE, {})
-    if not named.get("path"):
+    identity = stored.parts.get(BASE, {})
+    if not identity.get("path"):
         return without_adapters(stored)
-    where = path or str(named["path"])
-    if "://" not in where and not Path(where).exists():
+    base_path = path or str(identity["path"])
+    if "://" not in base_path and not Path(base_path).exists():
         raise UserError(
-            f"{stored.description}: has adapters for the weights of {where}, which is missing\n"
+            f"{stored.description}: has adapters for the weights of {base_path}, which is missing\n"
             "  to fix: move it back, or export with --base and the folder where it is now"
         )
-    source = open_source(locate(where), recipe, model_config, "base")
+    source = open_source(locate(base_path), recipe, model_config, "base")
     names = find_weights(build_meta_model(recipe, model_config), source, "base").values()
     checksum = combine_checksums([checksum_lines(source, names)])
-    if checksum != named["checksum"]:
-        raise UserError(f"{stored.description}: {wrong_base_message(where, checksum, named)}")
+    if checksum != identity["checksum"]:
+        raise UserError(f"{stored.description}: {wrong_base_message(base_path, checksum, identity)}")
     return source
 
 
 def model_files_of(source: WeightSource) -> Origin:
-    """Return the files that came with the weights of `source`: from their folder, or as stored in a checkpoint."""
+    """Return the files that came with the weights of `source`, from their folder or from the checkpoint."""
     origin = Origin()
     source = source.adapters if isinstance(source, MergedSource) else source
     if isinstance(source, SafetensorsFolder):

@@ -1,7 +1,7 @@
-"""Sources of weights, and copying from one into a model.
+"""Sources of weights, and how weights are copied from a source into a model.
 
 A source reads rows of named tensors; its format (a checkpoint, a Hugging Face folder, a single file) is hidden from the
-model.  Each rank reads only the rows that it holds, without communication.
+model.  Each rank reads only its own rows, without communication.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trainer.config.pretrained import INDEX, LARGEST_INDEX, WEIGHTS, check_no_gguf, no_weights
+from trainer.config.pretrained import INDEX, MAX_INDEX_BYTES, WEIGHTS, check_no_gguf, no_weights
 from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import read_json
 from trainer.model.network import HuggingFaceNames, MappedTensor
@@ -47,9 +47,8 @@ def fill(
     collectives; one host sync.
 
     Raises UserError on all ranks, before anything is written, if the source does not fit the model (see
-    `find_weights`).  Raises UserError on those ranks whose rows of a parameter hold NaN or infinity, which no loss
-    survives; warns of matrices whose rows here are all zero.  Errors of the source while reading may be raised on a
-    single rank.
+    `find_weights`).  Raises UserError on the ranks with NaN or infinity in their rows of a parameter; warns of matrices
+    in which this rank's rows are all zero.  Errors of the source while reading may be raised on a single rank.
     """
     model_weights, dtypes = named_weights(model), source.dtypes
     is_finite: dict[str, torch.Tensor] = {}
@@ -97,9 +96,9 @@ def find_weights(
     """Map the names of the model's weights to their names in `source`; of tied weights, only the first name is
     included.
 
-    With `only`, restricted to the names for which it is true.
+    With `only`, the result is restricted to the names for which it is true.
 
-    Raises UserError that begins with `setting` and lists every difference: weights missing on either side, different
+    Raises UserError, beginning with `setting`, that lists every difference: weights missing on either side, different
     shapes, and weights that are tied in the model but different in the source.  Persistent buffers may be missing in
     the source.
     """
@@ -109,15 +108,15 @@ def find_weights(
     groups = {group[0]: group for group in tied_names(model)}
     aliases = {alias for group in groups.values() for alias in group[1:]}
     found: dict[str, str] = {}
-    missing, untied = [], []
-    wanted = {name for name in model_weights if only is None or only(name)}
-    for name in [name for name in model_weights if name in wanted and name not in aliases]:
+    missing, untied_pairs = [], []
+    selected = {name for name in model_weights if only is None or only(name)}
+    for name in [name for name in model_weights if name in selected and name not in aliases]:
         stored = [alias for alias in groups.get(name, [name]) if alias in source_shapes]
         if stored:
             found[name] = stored[0]
-            # Equal copies of a tied weight are fine; of two different weights, one would be lost.
+            # Equal copies of a tied weight are fine.  If two weights differ, one would be lost.
             others = [other for other in stored[1:] if _are_different(source, stored[0], other)]
-            untied += [f"{stored[0]} and {other} are one tensor here, but two there" for other in others]
+            untied_pairs += [f"{stored[0]} and {other} are one tensor here, but two there" for other in others]
         elif name in parameters:
             missing.append(f"missing there: {name} {model_weights[name]}")
     dtypes = source.dtypes
@@ -134,9 +133,9 @@ def find_weights(
         *(
             f"{name}: {source_shapes[name]} there, {shape} here"
             for name, shape in model_weights.items()
-            if name in wanted and source_shapes.get(name, shape) != shape
+            if name in selected and source_shapes.get(name, shape) != shape
         ),
-        *untied,
+        *untied_pairs,
     ]
     if differences:
         listed = "\n  ".join(differences)
@@ -147,13 +146,13 @@ def find_weights(
     return found
 
 
-def _are_different(source: WeightSource, one: str, other: str) -> bool:
-    """Compare three rows to decide whether two names in the source are different weights."""
-    shape = source.shapes[one]
-    if source.shapes[other] != shape or not shape or not shape[0]:
+def _are_different(source: WeightSource, first: str, second: str) -> bool:
+    """Return whether two tensors in the source differ, judging by three rows."""
+    shape = source.shapes[first]
+    if source.shapes[second] != shape or not shape or not shape[0]:
         return False  # shapes are compared by the caller
     rows = (0, shape[0] // 2, shape[0] - 1)
-    return not all(torch.equal(source.read(one, row, row + 1), source.read(other, row, row + 1)) for row in rows)
+    return not all(torch.equal(source.read(first, row, row + 1), source.read(second, row, row + 1)) for row in rows)
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -246,7 +245,7 @@ class SafetensorsFolder(StoredTensors):
 
     `Recipe.hf` maps the folder's tensor names to ours; `transformers` is not needed.  Files are memory-mapped, and
     pages are loaded as rows are read; until then, only headers are.  Tensors unknown to the recipe keep their names, so
-    that a comparison with the model lists them.  Raises UserError, beginning with `setting`, for a folder, index or
+    that a comparison with the model reports them.  Raises UserError, beginning with `setting`, for a folder, index or
     file that cannot be read.  Format: https://github.com/huggingface/safetensors#format.
     """
 
@@ -263,16 +262,16 @@ class SafetensorsFolder(StoredTensors):
         self._setting = setting
         self._stored: dict[str, _StoredTensor | _StackedTensor] = {}
         stacks: dict[str, dict[str, _StoredTensor]] = {}
-        for file, listed in _find_files(path, setting).items():
+        for file, expected in _find_files(path, setting).items():
             handle = self._open(file)
-            held = list(handle.keys())
-            absent = sorted(listed - set(held))
+            present = list(handle.keys())
+            absent = sorted(expected - set(present))
             if absent:
                 raise self._unreadable(file, f"has no {', '.join(absent)}, which {INDEX} lists")
-            for name in listed or held:
+            for name in expected or present:
                 if names is not None and names.is_ignored(name):
                     continue
-                mapped = (names and names.ours(name)) or MappedTensor(name)
+                mapped = (names and names.from_huggingface(name)) or MappedTensor(name)
                 stored = self._describe(file, handle.get_slice(name), name, mapped.is_transposed)
                 if mapped.row is None:
                     self._stored[mapped.name] = stored
@@ -327,8 +326,8 @@ class SafetensorsFolder(StoredTensors):
                 raise self._unreadable(stored.file, f"{rule}{numbered[0].dtype}")
         return _StackedTensor(numbered)
 
-    def _unreadable(self, file: Path, what: str) -> UserError:
-        return setting_error(self._setting, self.description, f"{file.name}: {what}")
+    def _unreadable(self, file: Path, rule: str) -> UserError:
+        return setting_error(self._setting, self.description, f"{file.name}: {rule}")
 
 
 def _find_files(path: str | os.PathLike[str], setting: str) -> dict[Path, set[str]]:
@@ -343,7 +342,7 @@ def _find_files(path: str | os.PathLike[str], setting: str) -> dict[Path, set[st
         check_no_gguf(folder, setting)
         raise setting_error(setting, path, no_weights(folder))
     try:
-        weight_map = read_json(folder / INDEX, LARGEST_INDEX)["weight_map"]
+        weight_map = read_json(folder / INDEX, MAX_INDEX_BYTES)["weight_map"]
         for name in weight_map.values():
             if Path(name).is_absolute() or ".." in Path(name).parts or not name.endswith(".safetensors"):
                 rule = f"{INDEX} names {name!r}: an index may only name .safetensors files inside of its folder"

@@ -1,9 +1,9 @@
-"""Chat data: conversations from files, tokenized with a loss mask.
+"""Chat data: reads conversations from files, and tokenizes them with a loss mask.
 
 formats    chat files -> records -> conversations, for the common formats
-template   chat templates, rendered as transformers renders them
-limits     CPU time and memory limits for rendering templates
-masking    conversations -> tokens and loss mask, with the tokenizer that maps tokens to character spans
+template   chat templates, rendered as in transformers
+limits     limits the CPU time and memory of rendering templates
+masking    conversations -> tokens and loss mask
 store      tokenized conversations, cached on disk
 source     samples: packed conversations, or preference pairs; conversations for display
 """

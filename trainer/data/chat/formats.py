@@ -1,7 +1,7 @@
-"""Reads chat files: JSONL and parquet records are converted to conversations, whatever the format they are stored in.
+"""Reads chat files: converts the records of JSONL and parquet files to conversations.
 
 The formats are messages, ShareGPT, Alpaca, prompt-completion and preference pairs.  Records are plain JSON.  Errors
-give the path of the offending value within the record, such as `messages[2].role`.
+give the path of the invalid value in the record, such as `messages[2].role`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trainer.data.json_files import json_advice
+from trainer.data.ingest.inputs import json_advice
 from trainer.errors import nearest, setting_error
 from trainer.files import find_folder
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Message: TypeAlias = "Mapping[str, Any]"
-"""`role` (one of ROLES), `content` (text), and further keys such as tool_calls or reasoning_content, read only by the
-chat template."""
+"""`role` (one of ROLES), `content` (text), and further keys that only the chat template reads, such as tool_calls or
+reasoning_content."""
 
 
 class BadChat(Exception):
     """A conversation cannot be trained on; the message says why.
 
-    key: the setting to change, or empty if the file has to be corrected.  legal, fix: see `setting_error`.
+    key: the setting to change, or "" if the file has to be corrected.  legal, fix: see `setting_error`.
     """
 
     def __init__(self, text: str, key: str = "", legal: object = None, fix: str = "") -> None:
@@ -55,7 +55,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Completion:
-    """A plain-text prompt and its completion, used without a chat template."""
+    """A plain-text prompt and its completion, which need no chat template."""
 
     prompt: str
     completion: str
@@ -79,8 +79,7 @@ def json_type(value: Any) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Records of files
-
+# Files to records
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 
@@ -100,12 +99,13 @@ def find_files(key: str, setting: str) -> list[Path]:
     if paths:
         return paths
     if (advice := next(filter(None, map(json_advice, sorted(names))), None)) is not None:
-        raise setting_error(key, setting, advice[0], fix=advice[1])
+        rule, fix = advice
+        raise setting_error(key, setting, rule, fix=fix)
     if names:
         raise setting_error(key, setting, f"data.source=chat reads files that end in {', '.join(SUFFIXES)}")
-    there = [name for name in glob.glob(os.path.join(os.path.dirname(pattern), "*")) if name.endswith(SUFFIXES)]
+    neighbors = [name for name in glob.glob(os.path.join(os.path.dirname(pattern), "*")) if name.endswith(SUFFIXES)]
     raise setting_error(
-        key, setting, "no such file or folder, and no match for it as a glob", meant=nearest(pattern, there)
+        key, setting, "no such file or folder, and no match for it as a glob", meant=nearest(pattern, neighbors)
     )
 
 
@@ -123,15 +123,15 @@ def read_records(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
-                place = f"{path.name}:{number}"
+                location = f"{path.name}:{number}"
                 try:
                     record = json.loads(line)
                     line.encode()
                 except (ValueError, RecursionError) as error:
-                    raise setting_error(key, path, f"{place}: is not JSON ({error})") from error
+                    raise setting_error(key, path, f"{location}: is not JSON ({error})") from error
                 if not isinstance(record, dict):
-                    raise setting_error(key, path, f"{place}: must be a JSON object, not {json_type(record)}")
-                yield place, record
+                    raise setting_error(key, path, f"{location}: must be a JSON object, not {json_type(record)}")
+                yield location, record
     except UnicodeDecodeError as error:
         raise setting_error(key, path, f"is not UTF-8 ({error.reason})", fix="convert it to UTF-8") from error
     except (OSError, EOFError, zlib.error) as error:
@@ -143,23 +143,23 @@ def _read_parquet(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        rule = "parquet needs the library `pyarrow`: pip install 'meshtrainer[parquet]'"
+        rule = "parquet needs the `pyarrow` library: pip install 'meshtrainer[parquet]'"
         raise setting_error(key, path, rule) from error
-    number = 0
+    row = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1024):
-                for record in _rows(batch, path, number, key):
-                    number += 1
-                    yield f"{path.name}:{number}", _without_nulls(record)
+                for record in _rows(batch, path, row, key):
+                    row += 1
+                    yield f"{path.name}:{row}", _without_nulls(record)
     except (OSError, pyarrow.ArrowException) as error:
         raise setting_error(key, path, f"cannot be read ({error})") from error
 
 
-def _rows(batch: pyarrow.RecordBatch, path: Path, before: int, key: str) -> list[dict[str, Any]]:
-    """Return the rows of a batch that starts at row `before` of the file.
+def _rows(batch: pyarrow.RecordBatch, path: Path, num_rows_before: int, key: str) -> list[dict[str, Any]]:
+    """Return the rows of a batch; `num_rows_before` is the number of rows before it in the file.
 
-    Raises UserError with the number of the first row that is not UTF-8: parquet requires it, but not every writer
+    Raises UserError with the number of the first row that is not UTF-8: parquet requires UTF-8, but not every writer
     enforces it.
     """
     try:
@@ -169,13 +169,13 @@ def _rows(batch: pyarrow.RecordBatch, path: Path, before: int, key: str) -> list
             try:
                 batch.slice(row, 1).to_pylist()
             except UnicodeDecodeError as error:
-                rule = f"{path.name}:{before + row + 1}: is not UTF-8 ({error.reason})"
+                rule = f"{path.name}:{num_rows_before + row + 1}: is not UTF-8 ({error.reason})"
                 raise setting_error(key, path, rule, fix="convert it to UTF-8") from error
         raise
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove null entries, recursively: in parquet all records of a column share the same keys."""
+    """Return a value without null entries, at any depth: in parquet, all records of a column have the same keys."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -201,25 +201,27 @@ _REQUIRED = {
     "prompt_completion": {"prompt", "completion"},
     "alpaca": {"instruction", "output"},
 }
-"""Keys that a record of each format must have, in the order in which `data.format=auto` tries the formats."""
+"""Keys that a record of each format must have; `data.format=auto` tries the formats in this order."""
 
 
 def check_columns(columns: Mapping[str, str], setting: str) -> None:
-    """Raise UserError if `data.columns` has a key that the format does not know."""
-    known = list(dict.fromkeys(COLUMNS.get(setting) or [key for keys in COLUMNS.values() for key in keys]))
+    """Raise UserError if `data.columns` maps a key that the format does not have."""
+    known_keys = list(dict.fromkeys(COLUMNS.get(setting) or [key for keys in COLUMNS.values() for key in keys]))
     for key in columns:
-        if key not in known:
-            best = nearest(key, known)
-            shown = json.dumps(dict(columns))
-            rule = f"{key!r} is not a key of data.format={setting}; its keys are {', '.join(known)}"
-            meant = json.dumps({str(best) if name == key else name: value for name, value in columns.items()})
-            raise setting_error("data.columns", shown, rule, meant=meant if best else None)
+        if key not in known_keys:
+            nearest_key = nearest(key, known_keys)
+            setting_value = json.dumps(dict(columns))
+            rule = f"{key!r} is not a key of data.format={setting}; its keys are {', '.join(known_keys)}"
+            suggestion = json.dumps(
+                {str(nearest_key) if name == key else name: value for name, value in columns.items()}
+            )
+            raise setting_error("data.columns", setting_value, rule, meant=suggestion if nearest_key else None)
 
 
 class Format:
     """Reads records of one format.
 
-    columns: maps the format's keys to the keys used in the file, if they differ: {"messages": "dialog"}.
+    columns: maps the format's keys to the file's keys where they differ: {"messages": "dialog"}.
     """
 
     def __init__(self, name: str, columns: Mapping[str, str] | None = None) -> None:
@@ -227,16 +229,20 @@ class Format:
 
     @classmethod
     def detect(cls, record: Mapping[str, Any], setting: str, columns: Mapping[str, str] | None = None) -> Format:
-        """Return the format that `setting` names; for `auto`, the first one whose required keys `record` has."""
-        names = dict(columns or {})
+        """Return the format that `setting` names; for `auto`, the first one with all its required keys in `record`."""
+        columns_in_file = dict(columns or {})
         if setting != "auto":
-            return cls(setting, names)
-        found = [name for name, needed in _REQUIRED.items() if all(names.get(key, key) in record for key in needed)]
-        if not found:
+            return cls(setting, columns_in_file)
+        matching_formats = [
+            name
+            for name, required_keys in _REQUIRED.items()
+            if all(columns_in_file.get(key, key) in record for key in required_keys)
+        ]
+        if not matching_formats:
             rule = f"matches none of the formats {', '.join(_REQUIRED)}; its keys: {', '.join(record) or 'none'}"
             fix = f"map the file's keys to those of a format, for example data.columns={_mapping_for(record)!r}"
-            raise BadChat(rule, "data.columns" if names else "data.format", fix=fix)
-        return cls(found[0], names)
+            raise BadChat(rule, "data.columns" if columns_in_file else "data.format", fix=fix)
+        return cls(matching_formats[0], columns_in_file)
 
     def read(self, record: Mapping[str, Any]) -> Sample | Pair:
         """Convert a record to a conversation, a completion or a pair.  Raises BadChat."""
@@ -247,10 +253,10 @@ class Format:
             if missing[0] in record:
                 raise BadChat(f"{missing[0]!r} is null", fix="remove the record, or set its value")
             rule = f"has no key {missing[0]!r}; its keys: {', '.join(record) or 'none'}"
-            others = [name for name, needed in _REQUIRED.items() if needed <= set(record)]
-            if others and not self._columns:
-                rule += f", which is the format {others[0]}, while the file begins with {self.name}"
-                raise BadChat(rule, fix="write the records of each format to a file of their own, or convert them")
+            other_formats = [name for name, required_keys in _REQUIRED.items() if required_keys <= set(record)]
+            if other_formats and not self._columns:
+                rule += f", which is the format {other_formats[0]}, while the file begins with {self.name}"
+                raise BadChat(rule, fix="write the records of each format to a separate file, or convert them")
             fix = f"map the file's keys, for example data.columns={_mapping_for(record)!r}, or set data.format"
             raise BadChat(rule, "data.columns", fix=fix)
         match self.name:
@@ -272,35 +278,35 @@ _COMMON_COLUMN_NAMES = {
     "prompt": ("question", "query", "instruction", "problem", "input", "context"),
     "completion": ("answer", "response", "output", "solution", "target", "reply"),
 }
-"""Keys that files often use for a format's columns; used to suggest a value of `data.columns`."""
+"""Keys that files often use for a format's keys; used to suggest a value of `data.columns`."""
 
 
 def _mapping_for(record: Mapping[str, Any]) -> str:
-    """Return an example value of `data.columns`, built from the record's own keys where their meaning is clear."""
-    found = {
+    """Return an example of `data.columns`, with the record's keys if their meaning is clear."""
+    suggested = {
         column: next((name for name in names if name in record and column not in record), None)
         for column, names in _COMMON_COLUMN_NAMES.items()
     }
-    if found["prompt"] and found["completion"]:
-        return f"{{prompt: {found['prompt']}, completion: {found['completion']}}}"
-    return f"{{messages: {found['messages'] or 'dialog'}}}"
+    if suggested["prompt"] and suggested["completion"]:
+        return f"{{prompt: {suggested['prompt']}, completion: {suggested['completion']}}}"
+    return f"{{messages: {suggested['messages'] or 'dialog'}}}"
 
 
 def _check_no_other_system(record: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Raise BadChat for a top-level `system` key next to `messages`, which this format does not read."""
+    """Raise BadChat if there is a `system` key next to `messages`, which the format does not read."""
     messages, system = values.get("messages"), record.get("system")
     if not isinstance(messages, list) or not isinstance(system, str) or not system.strip() or "system" in values:
         return
     first = messages[0] if messages and isinstance(messages[0], Mapping) else {}
     if first.get("role") != "system" or first.get("content") != system:
-        rule = "has the key 'system' beside 'messages', where it would be left out"
+        rule = "has the key 'system' next to 'messages', where it would be ignored"
         raise BadChat(rule, fix="make it the first message, with the role system, or remove it")
 
 
 def _read_sharegpt(values: Mapping[str, Any]) -> Sample:
     turns = _list(values["conversations"], "conversations")
     if isinstance(turns[0], Mapping) and "from" not in turns[0] and "role" in turns[0]:
-        messages = _messages(turns, "conversations")  # ShareGPT's key, but turns with role and content
+        messages = _messages(turns, "conversations")  # ShareGPT's key, but with roles and contents
     else:
         read = [_from_sharegpt(turn, f"conversations[{number}]") for number, turn in enumerate(turns)]
         messages = _messages(read, "conversations", "from", "value")
@@ -308,8 +314,8 @@ def _read_sharegpt(values: Mapping[str, Any]) -> Sample:
     return Conversation([*system, *messages], _tools(values["tools"]))
 
 
-def _from_sharegpt(turn: Any, place: str) -> Message:
-    role, value = _get(turn, "from", place), _get(turn, "value", place)
+def _from_sharegpt(turn: Any, location: str) -> Message:
+    role, value = _get(turn, "from", location), _get(turn, "value", location)
     weight = {"weight": turn["weight"]} if "weight" in turn else {}
     if role not in ("function_call", "tool_call"):
         return {"role": _ALIASES.get(str(role), role), "content": value, **weight}
@@ -317,7 +323,7 @@ def _from_sharegpt(turn: Any, place: str) -> Message:
         calls = [{"type": "function", "function": json.loads(value)}]
         return {"role": "assistant", "content": "", "tool_calls": calls, **weight}
     except (TypeError, ValueError, RecursionError) as error:
-        raise BadChat(f"{place}.value must be JSON in a tool call ({error})") from error
+        raise BadChat(f"{location}.value must be JSON in a tool call ({error})") from error
 
 
 def _read_alpaca(values: Mapping[str, Any]) -> Sample:
@@ -327,15 +333,15 @@ def _read_alpaca(values: Mapping[str, Any]) -> Sample:
             raise BadChat(f"{key}={values[key]!r} is empty")
     prompt = "\n\n".join(texts[key] for key in ("instruction", "input") if texts.get(key, "").strip())
     system = [{"role": "system", "content": texts["system"]}] if texts.get("system") else []
-    history, past = values["history"] or [], []
+    history, past_messages = values["history"] or [], []
     if not isinstance(history, list):
         raise BadChat(f"history must be a list of questions and their answers, not {json_type(history)}")
     for number, turn in enumerate(history):
         if not isinstance(turn, list) or len(turn) != 2:
             raise BadChat(f"history[{number}] must be a question and its answer")
-        past += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
-    last = [{"role": "user", "content": prompt}, {"role": "assistant", "content": texts["output"]}]
-    return Conversation(_messages([*system, *past, *last], "messages"))
+        past_messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    last_messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": texts["output"]}]
+    return Conversation(_messages([*system, *past_messages, *last_messages], "messages"))
 
 
 def _read_preference(values: Mapping[str, Any]) -> Pair:
@@ -354,39 +360,50 @@ def _read_preference(values: Mapping[str, Any]) -> Pair:
     if isinstance(chosen, Conversation) and isinstance(rejected, Conversation):
         prompts = [_roles_and_texts(side.messages[: side.first]) for side in (chosen, rejected)]
         if prompts[0] != prompts[1]:
-            rule = "chosen and rejected answer different prompts: they must be the same up to the user's last message"
+            rule = "chosen and rejected must have the same messages up to the user's last one"
             raise BadChat(rule, fix="remove the record")
     return Pair(chosen, rejected)
 
 
 def _roles_and_texts(messages: Sequence[Message]) -> list[tuple[str, str]]:
-    """Return the role and stripped text of each message, so that leading and trailing white space is ignored."""
+    """Return the role and the stripped text of each message, to compare messages regardless of white space."""
     return [(message["role"], message["content"].strip()) for message in messages]
 
 
 def _prompt_with_answer(prompt: Any, answer: Any, key: str, tools: Sequence[Mapping[str, Any]]) -> Sample:
-    """Join a prompt and its answer; each is either text or a list of messages."""
+    """Join a prompt and its answer, each of which is text or a list of messages."""
     if isinstance(prompt, str) and isinstance(answer, str):
         if not answer.strip():
             raise BadChat(f"{key}={answer!r} is empty")
         return Completion(_text(prompt, "prompt"), _text(answer, key))
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _list(prompt, "prompt", "text or ")
-    answers = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else _list(answer, key, "text or ")
-    before, after = _messages(asked, "prompt"), _messages(answers, key)
-    role = after[0]["role"]
-    restarts = role in ("system", "developer") or (role == "user" and before[-1]["role"] in ("user", "tool"))
-    if not restarts:  # the answer's first message can follow the prompt
-        return Conversation([*before, *after], tools, first=len(before))
-    # The answer repeats the prompt: at its start, otherwise what counts is the last repetition.
-    head, turns = _roles_and_texts(before), _roles_and_texts(after)
-    starts = (0, *range(len(turns) - len(head), 0, -1))
-    first = next((start + len(head) for start in starts if turns[start : start + len(head)] == head), None)
+    prompt_messages = (
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _list(prompt, "prompt", "text or ")
+    )
+    answer_messages = (
+        [{"role": "assistant", "content": answer}] if isinstance(answer, str) else _list(answer, key, "text or ")
+    )
+    prompt_turns, answer_turns = _messages(prompt_messages, "prompt"), _messages(answer_messages, key)
+    role = answer_turns[0]["role"]
+    restarts = role in ("system", "developer") or (role == "user" and prompt_turns[-1]["role"] in ("user", "tool"))
+    if not restarts:  # the first message of the answer can follow the prompt
+        return Conversation([*prompt_turns, *answer_turns], tools, first=len(prompt_turns))
+    # The answer repeats the prompt: at its start, or else the last repetition counts.
+    prompt_texts, answer_texts = _roles_and_texts(prompt_turns), _roles_and_texts(answer_turns)
+    starts = (0, *range(len(answer_texts) - len(prompt_texts), 0, -1))
+    first = next(
+        (
+            start + len(prompt_texts)
+            for start in starts
+            if answer_texts[start : start + len(prompt_texts)] == prompt_texts
+        ),
+        None,
+    )
     if first is None:
         rule = f"{key} begins with a {role} message, but does not repeat the prompt"
-        raise BadChat(rule, fix="start it with the assistant's message, or with the whole prompt")
-    if first == len(after):
+        raise BadChat(rule, fix="start it with the assistant's message, or with the complete prompt")
+    if first == len(answer_turns):
         raise BadChat(f"{key} repeats the prompt, but has no answer to it")
-    return Conversation(after, tools, first)
+    return Conversation(answer_turns, tools, first)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -398,86 +415,90 @@ _ALIASES = {
     **dict.fromkeys(("gpt", "bot", "model", "ai", "chatgpt", "bing", "bard", "assistent"), "assistant"),
     **dict.fromkeys(("function", "function_response", "observation", "ipython", "tool_response"), "tool"),
 }
-"""Other names for roles.  Used to read ShareGPT files, and in other formats to suggest the correct name in errors."""
+"""Other names for roles.  ShareGPT files may use them; for other formats, errors suggest the correct name."""
 
 
-def _messages(value: Any, place: str, role_key: str = "role", content_key: str = "content") -> list[Message]:
-    """Validate messages: each needs a known role, and content or tool calls.
+def _messages(value: Any, location: str, role_key: str = "role", content_key: str = "content") -> list[Message]:
+    """Return the messages in `value`, after checking that each has a known role, and content or tool calls.
 
-    Raises BadChat with the keys as the file spells them.
+    role_key, content_key: the file's names of these keys, for errors.
+
+    Raises BadChat.
     """
     messages: list[Message] = []
-    for number, message in enumerate(_list(value, place)):
-        where = f"{place}[{number}]"
-        role, content = _get(message, "role", where, role_key), message.get("content")
+    for number, message in enumerate(_list(value, location)):
+        message_location = f"{location}[{number}]"
+        role, content = _get(message, "role", message_location, role_key), message.get("content")
         if role not in ROLES:
-            best = _ALIASES.get(str(role), nearest(role, ROLES))
-            advice = f"nearest: {best}" if best else f"must be one of {', '.join(ROLES)}"
-            raise BadChat(f"{where}.{role_key}={role!r}; {advice}")
+            nearest_role = _ALIASES.get(str(role), nearest(role, ROLES))
+            advice = f"nearest: {nearest_role}" if nearest_role else f"must be one of {', '.join(ROLES)}"
+            raise BadChat(f"{message_location}.{role_key}={role!r}; {advice}")
         if content is None and not message.get("tool_calls"):
-            raise BadChat(f"{where} has no {content_key!r}")
-        text = _text_of(content, f"{where}.{content_key}") if content is not None else ""
+            raise BadChat(f"{message_location} has no {content_key!r}")
+        text = _text_of(content, f"{message_location}.{content_key}") if content is not None else ""
         if not text.strip() and not message.get("tool_calls"):
-            raise BadChat(f"{where}.{content_key}={text!r} is empty")
+            raise BadChat(f"{message_location}.{content_key}={text!r} is empty")
         if (weight := message.get("weight")) not in (None, 0, 1):
-            rule = f"{where}.weight={weight!r} must be 0 or 1"
+            rule = f"{message_location}.weight={weight!r} must be 0 or 1"
             raise BadChat(rule, fix="leave it out, or set 0 to exclude it from the loss")
-        _check_calls(message, where)
+        _check_calls(message, message_location)
         messages.append({**message, "content": text})
     return messages
 
 
-def _list(value: Any, place: str, others: str = "") -> list[Any]:
+def _list(value: Any, location: str, alternatives: str = "") -> list[Any]:
     if not isinstance(value, list):
-        raise BadChat(f"{place} must be {others}a list of messages, not {json_type(value)}")
+        raise BadChat(f"{location} must be {alternatives}a list of messages, not {json_type(value)}")
     if not value:
-        raise BadChat(f"{place}=[] has no messages")
+        raise BadChat(f"{location}=[] has no messages")
     return value
 
 
-def _get(value: Any, key: str, place: str, shown: str = "") -> Any:
+def _get(value: Any, key: str, location: str, key_in_file: str = "") -> Any:
     if not isinstance(value, Mapping):
-        raise BadChat(f"{place} must be an object, not {json_type(value)}")
+        raise BadChat(f"{location} must be an object, not {json_type(value)}")
     if value.get(key) is None:
-        meant = nearest(shown or key, value)
-        raise BadChat(f"{place} has no {shown or key!r}" + (f"; did you mean {meant!r}?" if meant else ""))
+        nearest_key = nearest(key_in_file or key, value)
+        raise BadChat(
+            f"{location} has no {key_in_file or key!r}" + (f"; did you mean {nearest_key!r}?" if nearest_key else "")
+        )
     return value[key]
 
 
-def _text_of(content: Any, place: str) -> str:
-    """Return a message's text, joining its parts if it has several.  Raises BadChat for a part that is not text."""
+def _text_of(content: Any, location: str) -> str:
+    """Return a message's text, joined if it has several parts.  Raises BadChat if a part is not text."""
     if not isinstance(content, list):
-        return _text(content, place)
+        return _text(content, location)
     for number, part in enumerate(content):
         if not isinstance(part, Mapping) or part.get("type", "text") != "text":
             kind = part.get("type") if isinstance(part, Mapping) else json_type(part)
-            raise BadChat(f"{place}[{number}].type={kind!r}: only text is supported")
-    return "".join(_text(part.get("text"), f"{place}[{number}].text") for number, part in enumerate(content))
+            raise BadChat(f"{location}[{number}].type={kind!r}: only text is supported")
+    return "".join(_text(part.get("text"), f"{location}[{number}].text") for number, part in enumerate(content))
 
 
-def _text(value: Any, place: str) -> str:
+def _text(value: Any, location: str) -> str:
     if not isinstance(value, str):
-        raise BadChat(f"{place} must be text, not {json_type(value)}")
+        raise BadChat(f"{location} must be text, not {json_type(value)}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise BadChat(f"{place} is not valid Unicode ({error.reason})") from error
+        raise BadChat(f"{location} is not valid Unicode ({error.reason})") from error
     return value
 
 
-def _check_calls(message: Mapping[str, Any], place: str) -> None:
+def _check_calls(message: Mapping[str, Any], location: str) -> None:
     """Raise BadChat unless every tool call of a message names a function."""
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
-        raise BadChat(f"{place}.tool_calls must be a list, not {json_type(calls)}")
+        raise BadChat(f"{location}.tool_calls must be a list, not {json_type(calls)}")
     for number, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise BadChat(f"{place}.tool_calls[{number}] does not name a function")
+            raise BadChat(f"{location}.tool_calls[{number}] does not name a function")
 
 
 def _tools(value: Any) -> Sequence[Mapping[str, Any]]:
-    """Return the tools of a record, given as a list of objects or as a JSON string of one."""
+    """Return the tools of a record, which are a list of objects, or a JSON string of such a list."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)

@@ -1,10 +1,10 @@
 """Limits the CPU time and memory of chat templates.
 
-A template comes with a model, and models may come from untrusted sources.  Jinja's sandbox restricts what a template
-can access, but not how long it computes or how much memory it allocates.  There are two limits:
+A template comes with a model, which may come from an untrusted source.  Jinja's sandbox restricts what a template can
+access, but not its CPU time and memory.  These are limited in two ways:
 
 - `trial`: a forked child compiles and renders a template before this process does, under the kernel's limits on CPU
-  time and address space.  Nothing inside a process can interrupt a single long call into C; the kernel can.
+  time and address space.  Only the kernel can interrupt a single long call into C.
 - `limited`: a template that passes the trial may still misbehave on a particular conversation.  So each rendering is
   limited too: its memory by the kernel, its CPU time by a thread that raises an exception in the rendering thread.
 
@@ -27,15 +27,15 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 TRIAL_S = 0.5
-"""CPU time of the trial, in seconds; an ordinary template takes a few hundredths of a second.  CPU time and not
-wall-clock time, so that a valid template is not rejected on a busy machine."""
+"""Maximum CPU time of the trial in seconds; ordinary templates take a few hundredths of a second.  It is not wall-clock
+time, so that a busy machine does not reject valid templates."""
 
 CPU_S = 2
-"""CPU time of each rendering, in seconds.  An ordinary rendering takes well under a millisecond, and even one of a
-hundred-megabyte conversation takes less than this limit."""
+"""Maximum CPU time of each rendering in seconds.  An ordinary rendering takes well under a millisecond, and even a
+rendering of a hundred megabytes takes less than this."""
 
 MEMORY = 1 << 30
-"""Bytes that a rendering may allocate in addition to the memory in use."""
+"""Maximum bytes that a rendering may allocate in addition to the memory in use."""
 
 TOO_MUCH_TIME = "takes too long: its CPU time is limited"
 TOO_MUCH_MEMORY = f"takes more than {MEMORY >> 30} GiB of memory"
@@ -46,18 +46,18 @@ class TemplateTimeout(BaseException):
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# In a child
+# The trial in a child process
 
 
 def trial(work: Callable[[], str]) -> str:
-    """Call `work` in a forked child, and return its result, or an error description if the child did not finish.
+    """Call `work` in a forked child and return its result, or the reason if the child did not finish.
 
-    If the system refuses to fork, skip the trial and return an empty string.
+    If the system cannot fork, skips the trial and returns "".
     """
     reader, writer = os.pipe()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # other threads may exist; the child needs none of them
+            warnings.simplefilter("ignore", DeprecationWarning)  # about other threads: the child does not need them
             child = os.fork()
     except OSError:
         os.close(reader)
@@ -69,7 +69,7 @@ def trial(work: Callable[[], str]) -> str:
     try:
         with open(reader, "rb") as pipe:
             answer = pipe.read()
-    except BaseException:  # such as a stop request: the child would otherwise run for up to another second
+    except BaseException:  # such as a stop request: otherwise the child would run for up to a second longer
         os.kill(child, signal.SIGKILL)
         raise
     finally:
@@ -91,7 +91,7 @@ _OUT_OF_MEMORY = 3
 
 
 def _answer(work: Callable[[], str], writer: int) -> None:
-    """In the child: write the result of `work` to the pipe, and exit."""
+    """Write the result of `work` to the pipe, and exit the child."""
     code = 1
     try:
         gc.disable()  # the child must not finalize the parent's objects
@@ -100,9 +100,9 @@ def _answer(work: Callable[[], str], writer: int) -> None:
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(number, signal.SIG_IGN)  # sent to the whole process group; the parent kills the child itself
+            signal.signal(number, signal.SIG_IGN)  # sent to the process group; the parent kills the child itself
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_CPU, (1, 2))  # in whole seconds; the timer is finer
+        resource.setrlimit(resource.RLIMIT_CPU, (1, 2))  # in seconds; the timer below has a finer resolution
         signal.setitimer(signal.ITIMER_PROF, TRIAL_S)
         limits = _memory_limits()
         if limits is not None:
@@ -116,26 +116,26 @@ def _answer(work: Callable[[], str], writer: int) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# In this process
+# Limits in this process
 
 
 class limited:
     """Context manager that limits the CPU time and memory of its block.
 
-    TemplateTimeout or MemoryError is raised in the block.  Only one thread of a process can be in such a block at a
-    time.  Blocks may be nested: each has a separate time limit, but only the outermost sets the memory limit.  A class
-    rather than a generator, so that entering a nested block costs almost nothing.
+    TemplateTimeout or MemoryError is raised in the block.  Only one thread of a process can be in such a block at any
+    time.  Blocks may be nested: each has a separate time limit, but only the outermost sets the memory limit.  This is
+    a class instead of a generator so that entering a nested block costs almost nothing.
     """
 
     def __enter__(self) -> None:
-        self._is_inner = _WATCHDOG.renderer == threading.get_ident()
-        if self._is_inner:
+        self._is_nested = _WATCHDOG.renderer == threading.get_ident()
+        if self._is_nested:
             _WATCHDOG.number += 1
             return
-        self._before: tuple[Limits, Limits] | None = None
-        try:  # a stop request may be raised at any point in here
+        self._limits: tuple[Limits, Limits] | None = None
+        try:  # a stop request may be raised at any point in this block
             _RENDER_LOCK.acquire()
-            limits = self._before = _MEMORY_LIMITS.limits()
+            limits = self._limits = _MEMORY_LIMITS.limits()
             if limits is not None:
                 resource.setrlimit(resource.RLIMIT_AS, limits[1])
             _WATCHDOG.begin()
@@ -144,7 +144,7 @@ class limited:
             raise
 
     def __exit__(self, *raised: object) -> None:
-        if not self._is_inner:
+        if not self._is_nested:
             self._leave()
 
     def _leave(self) -> None:
@@ -153,8 +153,8 @@ class limited:
             _WATCHDOG.end()
         finally:
             try:
-                if self._before is not None:
-                    resource.setrlimit(resource.RLIMIT_AS, self._before[0])
+                if self._limits is not None:
+                    resource.setrlimit(resource.RLIMIT_AS, self._limits[0])
             finally:
                 with contextlib.suppress(RuntimeError):  # this thread does not hold it
                     _RENDER_LOCK.release()
@@ -165,13 +165,13 @@ _RENDER_LOCK = threading.RLock()
 holds an RLock can release it."""
 
 Limits: TypeAlias = "tuple[int, int]"
-"""Soft and hard limit, as in `resource.getrlimit`."""
+"""A soft and a hard limit, as `resource.getrlimit` returns them."""
 
 
 def _memory_limits() -> tuple[Limits, Limits] | None:
-    """Return this process's current address-space limits, and new limits that allow MEMORY more bytes.
+    """Return the current address-space limits of this process, and limits that allow MEMORY more bytes than are in use.
 
-    Returns None if the current limits are at least as strict, or if the system does not report memory use.
+    Returns None if the current limits are at least as strict, or the system does not report memory use.
     """
     try:
         with open("/proc/self/statm", "rb") as file:
@@ -188,20 +188,20 @@ class _MemoryLimits:
     """Caches the address-space limits for a tenth of a second."""
 
     def __init__(self) -> None:
-        self._until = 0.0
+        self._expires_at = 0.0
         self._limits: tuple[Limits, Limits] | None = None
 
     def limits(self) -> tuple[Limits, Limits] | None:
         now = time.monotonic()
-        if now > self._until:
-            self._limits, self._until = _memory_limits(), now + 0.1
+        if now > self._expires_at:
+            self._limits, self._expires_at = _memory_limits(), now + 0.1
         return self._limits
 
 
 class _Watchdog:
     """A watchdog thread that raises TemplateTimeout in the rendering thread after CPU_S seconds of CPU time.
 
-    It starts with the first rendering, and ends after a few seconds without one.
+    The thread starts with the first rendering, and ends after a few seconds without renderings.
     """
 
     _POLL_S = 0.2
@@ -210,7 +210,7 @@ class _Watchdog:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.number = 0
-        """Number of renderings started; the watchdog detects a new rendering by a change of it."""
+        """Number of renderings started: by its change, the watchdog detects a new rendering."""
         self.renderer: int | None = None
         """The rendering thread, or None."""
         self._has_fired = False
@@ -243,22 +243,22 @@ class _Watchdog:
             self.renderer = None
 
     def _watch(self) -> None:
-        seen, began, idle_since = 0, 0.0, time.monotonic()
+        last_number, started_at, idle_since = 0, 0.0, time.monotonic()
         while True:
             time.sleep(self._POLL_S)
             with self._lock:
                 if self.renderer is None:
-                    if self.number == seen and time.monotonic() - idle_since > self._IDLE_S:
+                    if self.number == last_number and time.monotonic() - idle_since > self._IDLE_S:
                         self._thread = None
                         return
-                    if self.number != seen:
-                        seen, idle_since = self.number, time.monotonic()
+                    if self.number != last_number:
+                        last_number, idle_since = self.number, time.monotonic()
                     continue
-                clock = getattr(time, "pthread_getcpuclockid", None)  # not on every system: then wall-clock time
+                clock = getattr(time, "pthread_getcpuclockid", None)  # not on every system; wall-clock time otherwise
                 now = time.clock_gettime(clock(self.renderer)) if clock is not None else time.monotonic()
-                if self.number != seen:
-                    seen, began, idle_since = self.number, now, time.monotonic()
-                elif now - began > CPU_S and not self._has_fired:
+                if self.number != last_number:
+                    last_number, started_at, idle_since = self.number, now, time.monotonic()
+                elif now - started_at > CPU_S and not self._has_fired:
                     self._has_fired = True
                     error = ctypes.py_object(TemplateTimeout)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.renderer), error)
@@ -268,7 +268,7 @@ _MEMORY_LIMITS, _WATCHDOG = _MemoryLimits(), _Watchdog()
 
 
 def _reset_after_fork() -> None:
-    """Reset the locks and the watchdog in a forked child, where the threads that held or ran them do not exist."""
+    """Reset the lock and the watchdog in a forked child, in which their threads do not exist."""
     global _RENDER_LOCK, _WATCHDOG
     _RENDER_LOCK, _WATCHDOG = threading.RLock(), _Watchdog()
 

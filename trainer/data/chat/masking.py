@@ -1,15 +1,13 @@
-"""Tokenizes conversations and computes their loss mask: the targets are the assistant's text and the token that ends
-its turn.
+"""Tokenizes conversations and computes loss masks: the targets are the assistant's text and its end-of-turn token.
 
-Unless it uses the tag `{% generation %}`, a template does not mark which part of its text the assistant wrote.  But the
-conversation can be rendered up to where the assistant starts writing (`add_generation_prompt`), and up to the end of
-its turn.  If both are prefixes of the full text, the span between them is what the model would have to generate.  If
-they are not, the template renders a turn differently once it is in the past: the model would be trained on text that it
-never sees at inference time, and no mask can correct that.
+Unless it uses the `{% generation %}` tag, a template does not mark which part of its text the assistant wrote.  But the
+conversation can be rendered up to where the assistant starts to write (`add_generation_prompt`), and up to the end of
+its turn.  If both are prefixes of the full text, the model would have to generate the span between them.  If they are
+not, the template renders a turn differently when other turns follow: the model would be trained on text that it never
+sees at inference time, and no mask can correct that.
 
 Some templates ignore `add_generation_prompt`.  Every client of such a model, including this project, then ends the
-prompt before the header of the assistant's turn.  So the model has to generate the header as well, and the header is a
-target.
+prompt before the header of the assistant's turn.  So the model has to generate the header, and the header is a target.
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ from trainer.stopping import stop_if_asked
 class Encoded:
     """Token ids and loss mask of a conversation, both of shape (num_tokens,).
 
-    spelled: a special token that is spelled out in the text, a sign that a chat template has already been applied to
-        the file; empty if there is none.
+    spelled: a special token that is spelled out in the text, or "": a sign that a chat template has already been
+        applied to the file.
     """
 
     ids: NDArray[np.int64]
@@ -47,7 +45,7 @@ class Encoder:
     """Encodes conversations as token ids with a loss mask.
 
     train_on: `assistant`, all assistant turns; `last`, the last assistant turn; `completion`, the assistant turns after
-        the last user message; `all`, every token.  Messages of weight 0 are never trained on.
+        the last user message; `all`, every token.  Messages with weight 0 are never trained on.
     setting: the value of `data.chat_template`, for error messages.
     """
 
@@ -59,20 +57,20 @@ class Encoder:
 
     @property
     def identity(self) -> list[Any]:
-        """JSON values that determine the encoding; encoders that differ in any way have a different identity."""
+        """JSON values that determine the encoding: equal only for encoders that give the same results."""
         template = self._template
         return [self.tokenizer.name, self._train_on, [template.sources, template.tokens] if template else None]
 
     def encode(self, sample: Sample, max_tokens: int | None = None) -> Encoded:
         """Encode a conversation or a completion.  Raises BadChat.
 
-        max_tokens: tokens from this index on may be left out of the mask, because they will be truncated.  Masking a
-            turn renders everything before it again, so a conversation of 20,000 turns would take minutes otherwise.
+        max_tokens: the mask may be wrong from this token on, since the rest will be truncated.  Masking a turn renders
+            everything before it again, so that a conversation of 20,000 turns would otherwise take minutes.
         """
         if isinstance(sample, Conversation):
             text, ids, _, trained = self._encode_with_spans(sample, max_tokens)
             return Encoded(ids, trained, self.tokenizer.spelled_by_content(text))
-        # Prompt and completion are encoded separately, so that the prompt's tokens are the same as at inference time.
+        # Prompt and completion are encoded separately, so that the prompt has the same tokens as at inference time.
         plain = self.tokenizer.plain
         prompt = np.array([*plain.start_ids, *plain.encode(sample.prompt)], np.int64)
         completion = np.array([*plain.encode(sample.completion), *plain.end_ids], np.int64)
@@ -86,46 +84,46 @@ class Encoder:
         return self._template is not None
 
     def notes(self) -> list[str]:
-        """Return one line for each peculiarity of the chat template that users should know about."""
+        """Return a line for each property of the chat template that users should know about."""
         template = self._template
         if template is None:
             return []
-        system, asked = {"role": "system", "content": "Hi"}, {"role": "user", "content": "Hi"}
+        system, user = {"role": "system", "content": "Hi"}, {"role": "user", "content": "Hi"}
         answer = {"role": "assistant", "content": "Hello"}
-        for before in ([asked], [system, asked]):
+        for prompt_messages in ([user], [system, user]):
             try:
-                prompt = template.render(before, prompts=True).text
-                full = template.render([*before, answer]).text
-                encoded = Encoder(self.tokenizer, template, "last").encode(Conversation([*before, answer]))
+                prompt = template.render(prompt_messages, prompts=True).text
+                full = template.render([*prompt_messages, answer]).text
+                encoded = Encoder(self.tokenizer, template, "last").encode(Conversation([*prompt_messages, answer]))
             except BadChat:  # a template may require a system message, or reject one
                 continue
             notes = []
             header = full[len(prompt) : full.rfind("Hello")] if "Hello" in full[len(prompt) :] else ""
-            if prompt == template.render(before).text and header.strip():
+            if prompt == template.render(prompt_messages).text and header.strip():
                 notes.append(
                     f"the chat template ignores add_generation_prompt: the model learns to write {header!r} itself, as "
-                    "every client will make it do"
+                    "it has to at inference time"
                 )
             targets = encoded.ids[encoded.trained]
-            is_shown = len(targets) and "Hello" in full  # a template may mark only some turns, or alter the text
-            if is_shown and self._train_on != "all" and not self.tokenizer.is_added(int(targets[-1])):
+            has_answer = len(targets) and "Hello" in full  # a template may mark only some turns, or alter the text
+            if has_answer and self._train_on != "all" and not self.tokenizer.is_added(int(targets[-1])):
                 end = full[full.rfind("Hello") + 5 :].strip()
                 notes.append(
-                    f"warning: the chat template ends turns with {end!r}, which is not a token of its own: generation "
+                    f"warning: the chat template ends turns with {end!r}, which is not a single token: generation "
                     "does not stop there"
                 )
             return notes
         return []
 
     def pieces(self, sample: Sample) -> list[tuple[str, bool]]:
-        """Return the text as pieces, each with whether it is trained on.  Raises BadChat."""
+        """Return the text in pieces, each with whether it is trained on.  Raises BadChat."""
         if isinstance(sample, Completion):
             plain = self.tokenizer.plain
-            ends = "".join(map(self.tokenizer.text_of, plain.end_ids))
-            return [(sample.prompt, self._train_on == "all"), (sample.completion + ends, True)]
-        text, _, places, trained = self._encode_with_spans(sample)
+            end_text = "".join(map(self.tokenizer.text_of, plain.end_ids))
+            return [(sample.prompt, self._train_on == "all"), (sample.completion + end_text, True)]
+        text, _, spans, trained = self._encode_with_spans(sample)
         changes = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist()]
-        starts = [0, *places[changes[1:], 0].tolist(), len(text)]
+        starts = [0, *spans[changes[1:], 0].tolist(), len(text)]
         return [
             (text[start:stop].replace(QUOTE, ""), bool(trained[change]))
             for change, start, stop in zip(changes, starts[:-1], starts[1:], strict=True)
@@ -136,7 +134,7 @@ class Encoder:
     ) -> tuple[str, NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
         """Return a conversation's text, its ids, the character span of each id, and the loss mask.
 
-        Turns that start after the first `max_tokens` ids are skipped.
+        Turns that start after the first `max_tokens` ids are not masked.
         """
         template = self._template
         if template is None:
@@ -151,22 +149,22 @@ class Encoder:
         except RecursionError as error:
             raise BadChat("is nested too deeply", fix="remove the record") from error
         _check_all_included(chat, full.text)
-        ids, places = self.tokenizer.encode(full.text)
+        ids, spans = self.tokenizer.encode(full.text)
         is_all_trained = self._train_on == "all"
         loss_mask = np.zeros(len(ids), bool)
-        end_of_needed = len(full.text) if max_tokens is None or len(ids) <= max_tokens else int(places[max_tokens, 0])
+        needed_chars = len(full.text) if max_tokens is None or len(ids) <= max_tokens else int(spans[max_tokens, 0])
         with template.limits_for_many():
             for turn in self._turns(chat):
                 stop_if_asked()
-                spans = _message_spans(template, chat, full, turn)
-                for start, end in spans:
-                    loss_mask |= (places[:, 0] < end) & (places[:, 1] > start)
-                if spans and spans[0][0] >= end_of_needed:
+                turn_spans = _message_spans(template, chat, full, turn)
+                for start, end in turn_spans:
+                    loss_mask |= (spans[:, 0] < end) & (spans[:, 1] > start)
+                if turn_spans and turn_spans[0][0] >= needed_chars:
                     break
-        return full.text, ids, places, ~loss_mask if is_all_trained else loss_mask
+        return full.text, ids, spans, ~loss_mask if is_all_trained else loss_mask
 
     def _turns(self, chat: Conversation) -> list[int]:
-        """Return the indices of the messages to train on; for `all`, of those not to train on."""
+        """Return the indices of the messages to train on; for `all`, of the messages not to train on."""
         weights = [message.get("weight", 1) for message in chat.messages]
         if self._train_on == "all":
             return [number for number, weight in enumerate(weights) if weight == 0]
@@ -184,23 +182,23 @@ class Encoder:
 
 
 def _check_support(chat: Conversation, template: ChatTemplate) -> None:
-    """Raise BadChat for tools, tool calls or reasoning that the template would silently omit."""
+    """Raise BadChat if the template would silently omit tools, tool calls or reasoning."""
     if chat.tools and not template.reads_tools:
-        raise BadChat("has tools, which the chat template does not support", "data.chat_template", fix=_FIX_NO_TOOLS)
+        raise BadChat("has tools, which the chat template does not support", "data.chat_template", fix=_FIX_NO_SUPPORT)
     calls = [number for number, message in enumerate(chat.messages) if message.get("tool_calls")]
     if calls and not template.reads_tool_calls:
         rule = f"messages[{calls[0]}].tool_calls: the chat template does not support tool calls"
-        raise BadChat(rule, "data.chat_template", fix=_FIX_NO_TOOLS)
-    thoughts = [(number, key) for number, m in enumerate(chat.messages) for key in REASONING_KEYS if m.get(key)]
-    if thoughts and not template.reads_reasoning:
-        number, key = thoughts[0]
-        rule = f"messages[{number}].{key}: the chat template has no place for it"
-        raise BadChat(rule, "data.chat_template", fix=f"{_FIX_NO_TOOLS}, or remove {key} from the records")
+        raise BadChat(rule, "data.chat_template", fix=_FIX_NO_SUPPORT)
+    reasoning = [(number, key) for number, m in enumerate(chat.messages) for key in REASONING_KEYS if m.get(key)]
+    if reasoning and not template.reads_reasoning:
+        number, key = reasoning[0]
+        rule = f"messages[{number}].{key}: the chat template does not support it"
+        raise BadChat(rule, "data.chat_template", fix=f"{_FIX_NO_SUPPORT}, or remove {key} from the records")
 
 
 _FIX_NO_TEMPLATE = "data.chat_template=chatml, or a .jinja file"
 
-_FIX_NO_TOOLS = "give a .jinja file that has one"
+_FIX_NO_SUPPORT = "give a .jinja file that supports it"
 
 
 def _check_all_included(chat: Conversation, text: str) -> None:
@@ -211,23 +209,23 @@ def _check_all_included(chat: Conversation, text: str) -> None:
         content = message.get("content") or ""
         as_json = json.dumps(content.strip(), ensure_ascii=False)[1:-1]
         if as_json not in text and not all(line.strip() in text for line in content.splitlines()):  # indented lines
-            rule = f"messages[{number}].role={message['role']!r}: the chat template leaves this message out"
+            rule = f"messages[{number}].role={message['role']!r}: the chat template omits this message"
             raise BadChat(rule, "data.chat_template", fix="give a .jinja file that includes it")
 
 
 def _message_spans(template: ChatTemplate, chat: Conversation, full: Rendered, number: int) -> list[tuple[int, int]]:
     """Return the character spans of a message in the full text; for the assistant, of the text that it generates.
 
-    Raises BadChat; see `_assistant_spans`.
+    Raises BadChat if the template renders the message, or the text before it, differently when other turns follow.
     """
     if chat.messages[number]["role"] == "assistant":
         return _assistant_spans(template, chat, full, number)
-    before, through = (
+    text_before, text_with_turn = (
         template.render(chat.messages[:end], chat.tools).text if end else "" for end in (number, number + 1)
     )
-    if not (full.text.startswith(before) and full.text.startswith(through)):
+    if not (full.text.startswith(text_before) and full.text.startswith(text_with_turn)):
         raise _changes_later(number)
-    return [(len(before), len(through))]
+    return [(len(text_before), len(text_with_turn))]
 
 
 def _assistant_spans(template: ChatTemplate, chat: Conversation, full: Rendered, turn: int) -> list[tuple[int, int]]:
@@ -235,28 +233,28 @@ def _assistant_spans(template: ChatTemplate, chat: Conversation, full: Rendered,
 
     A span starts at the end of the prompt that a client would render (`add_generation_prompt`), so that training and
     generation see the same context.  Raises BadChat if the template renders the turn, or the text before it,
-    differently once other turns follow.
+    differently when other turns follow.
     """
-    before = template.render(chat.messages[:turn], chat.tools).text
-    through = full.text
+    text_before = template.render(chat.messages[:turn], chat.tools).text
+    text_with_turn = full.text
     if turn + 1 < len(chat.messages):
-        through = template.render(chat.messages[: turn + 1], chat.tools).text
-    end = _end_of_turn(template, chat, through, turn)
-    if not full.text.startswith(through[:end]):
+        text_with_turn = template.render(chat.messages[: turn + 1], chat.tools).text
+    end = _end_of_turn(template, chat, text_with_turn, turn)
+    if not full.text.startswith(text_with_turn[:end]):
         raise _changes_later(turn)
     prompt = template.render(chat.messages[:turn], chat.tools, prompts=True).text
     if template.has_generation:
-        if not full.text.startswith(before.rstrip()):
+        if not full.text.startswith(text_before.rstrip()):
             raise _changes_later(turn)
-        spans = [(start, min(stop, end)) for start, stop in full.generated if len(before.rstrip()) <= start < end]
+        spans = [(start, min(stop, end)) for start, stop in full.generated if len(text_before.rstrip()) <= start < end]
         if not spans:
             return []
         spans[-1] = (spans[-1][0], end)
-        if prompt == before:  # no generation prompt: the model has to generate the header outside the tag as well
-            spans[0] = (len(before), spans[0][1])
+        if prompt == text_before:  # no generation prompt: the model has to generate the header outside the tag as well
+            spans[0] = (len(text_before), spans[0][1])
         return spans
     if not full.text.startswith(prompt):
-        if not full.text.startswith(before):
+        if not full.text.startswith(text_before):
             raise _changes_later(turn)
         rule = f"messages[{turn}]: the chat template does not start this turn with its generation prompt"
         raise BadChat(rule, "data.chat_template", fix="mark the targets with {% generation %} in a .jinja file")
@@ -266,13 +264,13 @@ def _assistant_spans(template: ChatTemplate, chat: Conversation, full: Rendered,
 def _end_of_turn(template: ChatTemplate, chat: Conversation, text: str, turn: int) -> int:
     """Return the end of a text's last turn: after its end-of-turn token, before trailing white space.
 
-    Raises BadChat if nothing but white space follows the message: an answer may contain white space itself, so
-    generation could not stop there.
+    Raises BadChat if only white space follows the message: answers contain white space too, so generation could not
+    stop there.
     """
     end = len(text.rstrip())
     content = (chat.messages[turn].get("content") or "").rstrip()
     if content and text[:end].endswith(content):
-        # An answer such as ">" also matches the end of "<|im_end|>": rendering a marker in its place resolves this.
+        # An answer such as ">" also matches the end of "<|im_end|>"; a marker rendered instead of it does not.
         message = {**chat.messages[turn], "content": _MARK}
         if template.render([*chat.messages[:turn], message], chat.tools).text.rstrip().endswith(_MARK):
             rule = (
@@ -284,22 +282,23 @@ def _end_of_turn(template: ChatTemplate, chat: Conversation, text: str, turn: in
 
 
 _MARK = "\U000f5151"
-"""Placeholder content: a character of the private use area, which does not occur elsewhere in the text."""
+"""Content of a marker message: a character of the private use area, so it does not occur elsewhere in the text."""
 
 
 def _changes_later(turn: int) -> BadChat:
     rule = (
-        f"messages[{turn}]: the chat template shows this turn differently once others follow, so the text trained on "
+        f"messages[{turn}]: the chat template renders this turn differently when other turns follow: the model would "
+        "be trained on text that it never sees later"
     )
-    return BadChat(f"{rule}would not be what the model sees later", "data.train_on", legal="last")
+    return BadChat(rule, "data.train_on", legal="last")
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # Tokenizing rendered chats
 #
-# For plain text, `trainer.data.tokenizer` never produces special tokens.  A chat template, in contrast, spells out
-# special tokens that must be recognized.  A special token spelled in a message must still be encoded as text: `quoted`
-# hides it from the template and the tokenizer.
+# `trainer.data.tokenizer` never turns text into special tokens.  A chat template, in contrast, writes special tokens as
+# text, and they must be recognized.  A special token that is spelled out in a message must still be encoded as text:
+# `quoted` hides it from the template and the tokenizer.
 
 
 QUOTE = "\U000f5150"
@@ -307,9 +306,9 @@ QUOTE = "\U000f5150"
 
 
 class ChatTokenizer:
-    """Tokenizer that recognizes special tokens spelled in a text, and returns the character span of each id.
+    """Tokenizer that recognizes special tokens in a text, and returns the character span of each id.
 
-    plain: the same tokenizer without recognition of special tokens.
+    plain: the same tokenizer, but it encodes special tokens as text.
     """
 
     def __init__(self, setting: str, key: str = "data.tokenizer") -> None:
@@ -317,7 +316,7 @@ class ChatTokenizer:
         self._content: dict[str, Any] = {}  # empty for `bytes`, which has no special tokens
         if setting != "bytes":
             self._content = json.loads(tokenizer_file(setting).read_bytes())
-            # It would trim white space from the tokens' spans, and the template already writes the special tokens.
+            # It would exclude white space from the tokens' spans, and the template already writes the special tokens.
             self._content["post_processor"] = None
         special = [token["content"] for token in self._content.get("added_tokens", ()) if token.get("special")]
         longest_first = sorted(filter(None, special), key=len, reverse=True)
@@ -331,33 +330,33 @@ class ChatTokenizer:
 
     @property
     def name(self) -> str:
-        """Identifies the tokenizer; tokenizers that produce different ids have different names."""
+        """Identifies the tokenizer: equal only for tokenizers that give the same ids."""
         return f"chat-{self.plain.name}"
 
     def quoted(self, value: Any) -> Any:
-        """Return a message, or any JSON value, with QUOTE inserted into every special token that it spells."""
+        """Return a message, or any JSON value, with QUOTE inserted into each special token that it spells out."""
         if isinstance(value, str):
             return self._special_pattern.sub(
-                lambda found: found[0][:1] + QUOTE + found[0][1:], value.replace(QUOTE, "")
+                lambda match: match[0][:1] + QUOTE + match[0][1:], value.replace(QUOTE, "")
             )
         if isinstance(value, Mapping):
             return {key: self.quoted(item) for key, item in value.items()}
         return [self.quoted(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     def spelled_in(self, text: str) -> str:
-        """Return the first special token that a text spells, or an empty string."""
-        found = self._special_pattern.search(text)
-        return found[0] if found else ""
+        """Return the first special token that is spelled out in a text, or ""."""
+        match = self._special_pattern.search(text)
+        return match[0] if match else ""
 
     def spelled_by_content(self, text: str) -> str:
-        """Return a special token that both the template and a message spell, or an empty string."""
+        """Return a special token that the template writes and a message spells out, or ""."""
         if QUOTE not in text:
             return ""
         rendered = (token for token in self._special_tokens if token in text)
         return next((token for token in rendered if f"{token[:1]}{QUOTE}{token[1:]}" in text), "")
 
     def is_added(self, number: int) -> bool:
-        """Return whether an id belongs to an added token, such as an end of turn, rather than to a piece of text."""
+        """Return whether an id is that of an added token, such as the end-of-turn token, rather than of text."""
         return any(token["id"] == number for token in self._content.get("added_tokens", ()))
 
     def has(self, text: str) -> bool:
@@ -365,7 +364,7 @@ class ChatTokenizer:
         return any(token["content"] == text for token in self._content.get("added_tokens", ()))
 
     def text_of(self, number: int) -> str:
-        """Return the text of one id, which may be a special token."""
+        """Return the text of an id, which may be that of a special token."""
         return self.plain.decode([number]) if not self._content else str(self._special_tokenizer.id_to_token(number))
 
     def encode(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -380,24 +379,24 @@ class ChatTokenizer:
         if QUOTE not in text:
             return self._encode(text, 0)
         parts, position = [], 0
-        for found in re.finditer(f"{self._special_pattern.pattern}|$", text):
+        for match in re.finditer(f"{self._special_pattern.pattern}|$", text):
             parts += [
-                self._encode_quoted(text[position : found.start()], position),
-                self._encode(found[0], found.start()),
+                self._encode_quoted(text[position : match.start()], position),
+                self._encode(match[0], match.start()),
             ]
-            position = found.end()
+            position = match.end()
         return np.concatenate([ids for ids, _ in parts]), np.concatenate([spans for _, spans in parts])
 
     def _encode(self, text: str, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        found = self._special_tokenizer.encode(text, add_special_tokens=False)
-        return np.array(found.ids, np.int64), np.array(found.offsets, np.int64).reshape(-1, 2) + start
+        encoding = self._special_tokenizer.encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, np.int64), np.array(encoding.offsets, np.int64).reshape(-1, 2) + start
 
     def _encode_quoted(self, text: str, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         is_text = np.array([character != QUOTE for character in text], bool)
         original_offsets = np.append(np.flatnonzero(is_text), len(text))
-        found = self._plain_tokenizer.encode(text.replace(QUOTE, ""), add_special_tokens=False)
-        spans = np.array(found.offsets, np.int64).reshape(-1, 2)
-        return np.array(found.ids, np.int64), original_offsets[spans] + start
+        encoding = self._plain_tokenizer.encode(text.replace(QUOTE, ""), add_special_tokens=False)
+        spans = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        return np.array(encoding.ids, np.int64), original_offsets[spans] + start
 
     @cached_property
     def _special_tokenizer(self) -> Any:

@@ -1,4 +1,4 @@
-"""Sources of chat samples: rows of packed conversations that do not attend to each other, or preference pairs."""
+"""Sources over chats: rows of conversations that do not attend to each other, or preference pairs."""
 
 from __future__ import annotations
 
@@ -28,28 +28,33 @@ if TYPE_CHECKING:
 
 
 def open_chats(data: DataSection, vocab_size: int | None, split: Split) -> Source | None:
-    """Return the source over the chat files that the settings name.
+    """Return the source over the chat files that the settings name, or None if `split` is `eval` and none is held out.
 
-    Returns None if `split` is `eval` and no conversations are held out.
-    Raises UserError if a conversation cannot be trained on, or an id exceeds the model's vocabulary.
+    Raises UserError if a conversation cannot be trained on, or has ids outside the model's vocabulary.
     """
     check_columns(data.columns or {}, data.format)
-    encoder = encoder_of(data)
+    encoder = make_encoder(data)
     if vocab_size is not None and encoder.tokenizer.vocab_size > vocab_size:
         min_vocab_size = encoder.tokenizer.vocab_size
         rule = f"the ids of data.tokenizer={data.tokenizer} need at least {min_vocab_size}"
-        fix = f"the tokenizer that the weights came with; for new weights also model.vocab_size={min_vocab_size}"
+        fix = f"use the tokenizer of the weights; for new weights, model.vocab_size={min_vocab_size} works too"
         raise setting_error("model.vocab_size", vocab_size, rule, fix=fix)
     if split == "eval" and data.eval_path is not None:
-        chat_shards = _tokenized(data, "data.eval_path", str(data.eval_path), 0.0, encoder)
-        return _make_source(chat_shards.train, chat_shards, data, encoder)
-    holdout = 0.0 if data.eval_path is not None else data.holdout or 0.0
-    chat_shards = _tokenized(data, "data.path", str(data.path), holdout, encoder)
-    return _make_source(chat_shards.train if split == "train" else chat_shards.held_out, chat_shards, data, encoder)
+        chat_shards = _tokenize(data, "data.eval_path", str(data.eval_path), 0.0, encoder)
+        shard = chat_shards.train
+    else:
+        holdout = 0.0 if data.eval_path is not None else data.holdout or 0.0
+        chat_shards = _tokenize(data, "data.path", str(data.path), holdout, encoder)
+        shard = chat_shards.train if split == "train" else chat_shards.held_out
+    if shard is None:
+        return None
+    if chat_shards.report.pairs:
+        return PairSource(shard, chat_shards.report, data.seq_len, encoder)
+    return ChatSource(shard, chat_shards.report, data.seq_len, data.arrangement != "apart", encoder)
 
 
-def encoder_of(data: DataSection) -> Encoder:
-    """Return the encoder that the settings describe.  Raises UserError."""
+def make_encoder(data: DataSection) -> Encoder:
+    """Return the encoder that the settings describe.  Raises UserError if it cannot be made."""
     template, tokenizer = find_template(data.chat_template, data.tokenizer), ChatTokenizer(data.tokenizer)
     missing = [token for token in ("<|im_start|>", "<|im_end|>") if not tokenizer.has(token)]
     if data.chat_template == CHATML and missing:
@@ -59,7 +64,7 @@ def encoder_of(data: DataSection) -> Encoder:
     return Encoder(tokenizer, template, data.train_on, data.chat_template)
 
 
-def _tokenized(data: DataSection, key: str, path: str, holdout: float, encoder: Encoder) -> ChatShards:
+def _tokenize(data: DataSection, key: str, path: str, holdout: float, encoder: Encoder) -> ChatShards:
     spec = ChatSpec(
         key=key,
         files=tuple(map(Path, find_files(key, path))),
@@ -76,19 +81,11 @@ def _tokenized(data: DataSection, key: str, path: str, holdout: float, encoder: 
     return chat_shards
 
 
-def _make_source(shard: Shard | None, chat_shards: ChatShards, data: DataSection, encoder: Encoder) -> Source | None:
-    if shard is None:
-        return None
-    if chat_shards.report.pairs:
-        return PairSource(shard, chat_shards.report, data.seq_len, encoder)
-    return ChatSource(shard, chat_shards.report, data.seq_len, data.arrangement != "apart", encoder)
-
-
 class _Conversations(Source):
-    """Base class for sources over conversations that are stored as documents of a shard.
+    """Base class of the sources over tokenized conversations, which are the documents of a shard.
 
     report: statistics of the conversations in the files.
-    longest: row length, in tokens, that fits every conversation.
+    longest: the row length, in tokens, that fits every conversation.
     """
 
     def __init__(self, shard: Shard, report: ChatReport, seq_len: int, encoder: Encoder) -> None:
@@ -106,19 +103,19 @@ class _Conversations(Source):
 
     @property
     def facts(self) -> Mapping[str, float]:
-        """Share of training tokens that are targets, and shares of all tokens that were dropped or truncated."""
+        """The share of targets among the training tokens, and the shares of tokens that were dropped and truncated."""
         return self.report.shares
 
     @property
-    def sentence(self) -> str:
+    def summary(self) -> str:
         """Statistics of the conversations, and notes on the chat template."""
         notes = [] if self.report.plain == self.report.chats else self._encoder.notes()
-        return "\n".join([self.report.sentence(self._encoder.has_template), *notes])
+        return "\n".join([self.report.summary(self._encoder.has_template), *notes])
 
     def first_prompt(self) -> list[int] | None:
         """Return a conversation's tokens up to its first target, as a prompt for the model.
 
-        Returns None if each of the first 100 conversations starts with a target.
+        Returns None if all of the first 100 conversations start with a target.
         """
         for number in range(min(len(self._offsets) - 1, 100)):
             encoded = self._read(number)
@@ -140,7 +137,10 @@ class _Conversations(Source):
         return decode_sample(self._shard.read(start, stop - start))
 
     def _write_row(self, rows: Mapping[str, NDArray[Any]], row: int, start: int, number: int) -> int:
-        """Write a conversation into a row at offset `start`, and return its end.  Its last token is only a target."""
+        """Write conversation `number` into a row from offset `start` on, and return its end in the row.
+
+        A conversation of n tokens takes n - 1 positions: its last token is only a target.
+        """
         encoded = self._read(number)
         stop = start + len(encoded.ids) - 1
         rows["tokens"][row, start:stop] = encoded.ids[:-1]
@@ -149,13 +149,16 @@ class _Conversations(Source):
 
 
 class ChatSource(_Conversations):
-    """Rows of conversations that do not attend to each other: packed by best fit, or with `pack=False` one per row."""
+    """Rows of conversations that do not attend to each other.
+
+    pack: whether to pack conversations by best fit, instead of one per row.
+    """
 
     def __init__(self, shard: Shard, report: ChatReport, seq_len: int, pack: bool, encoder: Encoder) -> None:
         super().__init__(shard, report, seq_len, encoder)
         lengths = np.diff(self._offsets) - 1
-        alone = np.arange(len(lengths)), np.arange(len(lengths) + 1)
-        self._order, self._starts = best_fit(lengths, seq_len) if pack else alone
+        one_per_row = np.arange(len(lengths)), np.arange(len(lengths) + 1)
+        self._order, self._starts = best_fit(lengths, seq_len) if pack else one_per_row
         self._pack = pack
         if pack:
             self.attended = float(lengths @ lengths) / (len(self) * seq_len)
@@ -164,7 +167,7 @@ class ChatSource(_Conversations):
         return len(self._starts) - 1
 
     def batch(self, indices: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
-        """Return the rows at `indices`; if packed, with `documents`, the number of each token's conversation."""
+        """Return the rows at `indices`; packed rows with `documents`, the number of each token's conversation."""
         rows = self._empty_rows(len(indices))
         documents = np.zeros((len(indices), self.seq_len), np.int64)
         for row, index in enumerate(np.asarray(indices).tolist()):
@@ -185,48 +188,49 @@ class PairSource(_Conversations):
         return (len(self._offsets) - 1) // 2
 
     def batch(self, indices: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
-        """Return `tokens` and `targets`, (2 * len(indices), seq_len), and `pair`, the sample index of each row."""
+        """Return `tokens` and `targets`, both (2 * len(indices), seq_len), and `pair`, the sample index of each row."""
         rows = {**self._empty_rows(2 * len(indices)), "pair": np.repeat(np.asarray(indices, np.int64), 2)}
         for sample, index in enumerate(np.asarray(indices).tolist()):
-            for row, number in ((2 * sample, 2 * index), (2 * sample + 1, 2 * index + 1)):
-                if index >= 0:
-                    self._write_row(rows, row, 0, number)
+            if index >= 0:
+                self._write_row(rows, 2 * sample, 0, 2 * index)
+                self._write_row(rows, 2 * sample + 1, 0, 2 * index + 1)
         return rows
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Showing conversations
+# Conversations for display
 
 
 @dataclass(frozen=True)
 class DisplayedChat:
     """A conversation for display.
 
-    place: its file and line, with `chosen` or `rejected` for an answer of a pair.
-    pieces: its text, cut into pieces, each with whether it is trained on.
+    location: its file and line, and for an answer of a pair `chosen` or `rejected`.
+    pieces: its text in pieces, each with whether it is trained on.
     """
 
-    place: str
+    location: str
     pieces: Sequence[tuple[str, bool]]
 
 
 def first_chats(data: DataSection, inputs: Sequence[str], number: int, key: str) -> Iterator[DisplayedChat]:
-    """Yield the first `number` conversations of some files, both answers of each pair.
+    """Yield the first `number` conversations of some files, or both answers of the first `number` pairs.
 
     Raises UserError that names the setting `key`.
     """
     check_columns(data.columns or {}, data.format)
-    encoder = encoder_of(data)
-    records = (found for given in inputs for path in find_files(key, given) for found in read_records(path, key))
-    detected: Format | None = None
-    for place, record in islice(records, number):
+    encoder = make_encoder(data)
+    paths = (path for setting in inputs for path in find_files(key, setting))
+    records = (located_record for path in paths for located_record in read_records(path, key))
+    record_format: Format | None = None
+    for location, record in islice(records, number):
         try:
-            detected = detected or Format.detect(record, data.format, data.columns)
-            sample = detected.read(record)
+            record_format = record_format or Format.detect(record, data.format, data.columns)
+            sample = record_format.read(record)
             if isinstance(sample, Pair):
-                yield DisplayedChat(f"{place}, chosen", encoder.pieces(sample.chosen))
-                yield DisplayedChat(f"{place}, rejected", encoder.pieces(sample.rejected))
+                yield DisplayedChat(f"{location}, chosen", encoder.pieces(sample.chosen))
+                yield DisplayedChat(f"{location}, rejected", encoder.pieces(sample.rejected))
             else:
-                yield DisplayedChat(place, encoder.pieces(sample))
+                yield DisplayedChat(location, encoder.pieces(sample))
         except BadChat as error:
-            raise setting_error(key, ", ".join(inputs), f"{place}: {error}", fix=error.fix) from error
+            raise setting_error(key, ", ".join(inputs), f"{location}: {error}", fix=error.fix) from error

@@ -1,10 +1,10 @@
-"""Tokenizes the conversations of chat files once, and stores tokens, loss mask and statistics in the cache.
+"""Tokenizes the conversations of chat files once, and stores their tokens, loss masks and statistics in the cache.
 
-Each conversation is a document of a token shard.  Every stored id is 2 * id + is_trained, so that a single read returns
-both the token and its mask.  The two answers of a pair are consecutive documents.
+Each conversation is a document of a token shard.  Every stored value is 2 * id + is_trained, so that a single read
+returns both the token and its mask.  The two answers of a pair are consecutive documents.
 
-Any number of processes, on all machines that share the cache, may request the same files at once: one of them tokenizes
-them and the others wait; see `get_or_build`.
+If several processes request the same files at once, on any machines that share the cache, one of them tokenizes the
+files while the others wait; see `get_or_build`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from trainer.files import replacing
 from trainer.stopping import StopRequested, stop_if_asked
 
 _VERSION = 3
-"""Increase this whenever the same files would be tokenized differently, so that older cache entries are not used."""
+"""Increase when the same files and settings give different tokens, so that older cache entries are not used."""
 
 _ANNOUNCE_BYTES = 1 << 25
-"""Files larger than this, in bytes, take long enough to tokenize that a message announces it."""
+"""Total bytes of the files from which on a message announces that they are being tokenized."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class ChatSpec:
 
 @dataclass(frozen=True)
 class ChatShards:
-    """Tokenized conversations: the shards for training and evaluation, and the statistics of both."""
+    """Tokenized conversations: a shard to train on, a held-out shard, and the statistics of both."""
 
     train: Shard | None
     held_out: Shard | None
@@ -65,7 +65,7 @@ class ChatShards:
 
 
 def get_or_tokenize(spec: ChatSpec, encoder: Encoder, cache_dir: str | None) -> ChatShards:
-    """Return the tokenized conversations from the cache, tokenizing them first if they are not in it.
+    """Return the tokenized conversations from the cache, after tokenizing them if they are not there.
 
     Raises UserError if a conversation cannot be trained on, or no cache folder is writable.
     """
@@ -80,10 +80,10 @@ def get_or_tokenize(spec: ChatSpec, encoder: Encoder, cache_dir: str | None) -> 
 
 
 def _load(folder: Path) -> ChatShards:
-    """Read a cache entry written by `_tokenize_all`.  Raises ValueError or ShardError if it is damaged."""
+    """Read a cache entry that `_tokenize_all` has written.  Raises ValueError or ShardError if it is corrupt."""
     content = read_value(folder / "report.json")
     if content is None:
-        raise ValueError("report.json is missing or damaged")
+        raise ValueError("report.json is missing or corrupt")
     shards: dict[str, Shard | None] = {"train": None, "eval": None}
     for split in content["splits"]:
         shard = Shard(folder / f"{split}.bin")
@@ -104,10 +104,10 @@ def _tokenize_all(folder: Path, name: str, spec: ChatSpec, encoder: Encoder) -> 
     train, held_out = (_SplitWriter(folder / f"{split}.bin", doubled) for split in ("train", "eval"))
     report, parts = ChatReport(), PartialResults(folder.parent, name)
     parts.remove_old()
-    reading = _ChatReader(spec, encoder, report, parts)
+    reader = _ChatReader(spec, encoder, report, parts)
     try:
         with ProgressLine(lambda: f"tokenizing {spec.key}: {report.chats:,} {report.kind}"):
-            _write(reading.conversations(), spec.holdout, train, held_out, report)
+            _write(reader.conversations(), spec.holdout, train, held_out, report)
         report.tokens, report.trained = train.tokens, train.trained
         report.held_out, report.held_out_tokens = held_out.samples, held_out.tokens
         _check(spec, report, is_empty=train.is_empty)
@@ -133,7 +133,8 @@ def _write(
     If `holdout` is positive and there are at least two distinct conversations, at least one of them is held out.
     """
     digest = hashlib.blake2b(digest_size=8)
-    held_back: list[Sequence[Encoded]] = []  # lowest hash so far, with its duplicates, until a conversation is held out
+    # Until a conversation is held out, the one with the lowest hash so far (and its duplicates) is undecided.
+    undecided: list[Sequence[Encoded]] = []
     lowest = 1.0
     for documents in conversations:
         key = hashlib.blake2b(b"".join(document.ids.tobytes() for document in documents), digest_size=8).digest()
@@ -141,24 +142,24 @@ def _write(
         hash_fraction = int.from_bytes(key, "little") / 2**64
         if hash_fraction < holdout:
             held_out.write(documents)
-        elif not holdout or not held_out.is_empty or (held_back and hash_fraction > lowest):
+        elif not holdout or not held_out.is_empty or (undecided and hash_fraction > lowest):
             train.write(documents)
-        elif held_back and hash_fraction == lowest:
-            held_back.append(documents)
+        elif undecided and hash_fraction == lowest:
+            undecided.append(documents)
         else:
-            for each in held_back:
-                train.write(each)
-            held_back, lowest = [documents], hash_fraction
+            for record_documents in undecided:
+                train.write(record_documents)
+            undecided, lowest = [documents], hash_fraction
     remaining_split = train if train.is_empty or not held_out.is_empty else held_out
-    for each in held_back:
-        remaining_split.write(each)
+    for record_documents in undecided:
+        remaining_split.write(record_documents)
     report.content = digest.hexdigest()
 
 
 class _ChatReader:
     """Reads and encodes conversations one by one, and collects their statistics.
 
-    Writes partial results every few seconds, and when this process is asked to stop; the next run continues from them.
+    Writes partial results every few seconds and when this process is asked to stop; the next run continues from them.
     """
 
     def __init__(self, spec: ChatSpec, encoder: Encoder, report: ChatReport, parts: PartialResults) -> None:
@@ -170,40 +171,40 @@ class _ChatReader:
 
         Raises UserError for an invalid record.
         """
-        for stored, statistics in self._parts.read():  # by an earlier run
+        for stored, statistics in self._parts.read():  # from an earlier run
             for name, value in statistics.items():
                 setattr(self._report, name, value)
             yield from stored
         num_restored = self._parts.num_records
         records = (record for path in self._spec.files for record in read_records(path, self._spec.key))
         try:
-            for number, (place, record) in enumerate(records):
+            for number, (location, record) in enumerate(records):
                 stop_if_asked()
                 if number < num_restored:
                     if not number:
                         self._samples(record)  # detects the format
                     continue
-                documents = self._encoded(place, record)
+                documents = self._encode(location, record)
                 if documents:
                     yield documents
                 self._parts.add(documents, self._report)
         except StopRequested as request:
             self._parts.flush(self._report)
-            done = f"{self._report.chats:,} {self._report.kind} are tokenized, and the next run continues from there"
-            raise StopRequested(request.name, done if self._report.chats else "") from request
+            progress = f"{self._report.chats:,} {self._report.kind} are tokenized; the next run continues from there"
+            raise StopRequested(request.name, progress if self._report.chats else "") from request
 
-    def _encoded(self, place: str, record: Mapping[str, Any]) -> list[Encoded]:
-        """Return the documents of a record, or an empty list if it is dropped as too long or has no targets."""
+    def _encode(self, location: str, record: Mapping[str, Any]) -> list[Encoded]:
+        """Return a record's documents, or an empty list if it is dropped as too long or has no targets."""
         max_tokens = self._spec.seq_len + 1
         try:
             samples = self._samples(record)
             documents = [self._encoder.encode(sample, max_tokens) for sample in samples]
-            self._count(samples, documents, place)
+            self._count(samples, documents, location)
             documents = self._fit_length(documents)
         except BadChat as error:
-            raise self._user_error(error, place) from error
+            raise self._user_error(error, location) from error
         if documents and not all(document.trained[1:].any() for document in documents):
-            self._report.unused.append(place)
+            self._report.unused.append(location)
             return []
         return documents
 
@@ -211,10 +212,10 @@ class _ChatReader:
         if self._format is None:
             self._format = Format.detect(record, self._spec.format, self._spec.columns)
             self._report.pairs = self._format.name == "preference"
-        found = self._format.read(record)
-        return [found.chosen, found.rejected] if isinstance(found, Pair) else [found]
+        parsed = self._format.read(record)
+        return [parsed.chosen, parsed.rejected] if isinstance(parsed, Pair) else [parsed]
 
-    def _count(self, samples: Sequence[Sample], documents: Sequence[Encoded], place: str) -> None:
+    def _count(self, samples: Sequence[Sample], documents: Sequence[Encoded], location: str) -> None:
         report = self._report
         report.chats += 1
         report.plain += any(isinstance(sample, Completion) for sample in samples)
@@ -222,10 +223,10 @@ class _ChatReader:
         if token:
             report.spelling += 1
             report.token = report.token or token
-            report.spelled += [place] if report.spelling <= 5 else []
+            report.spelled += [location] if report.spelling <= 5 else []
 
     def _fit_length(self, documents: list[Encoded]) -> list[Encoded]:
-        """Apply `data.too_long` to a record's documents: return them unchanged, truncated, or an empty list."""
+        """Apply `data.too_long`: return a record's documents unchanged or truncated, or an empty list to drop them."""
         max_tokens, longest = self._spec.seq_len + 1, max(len(document.ids) for document in documents)
         if longest <= max_tokens:
             return documents
@@ -235,39 +236,41 @@ class _ChatReader:
             )
         if self._spec.too_long == "drop":
             self._report.dropped += 1
-            needed = str(-(-(longest - 1) // 64) * 64)
-            self._report.longer[needed] = self._report.longer.get(needed, 0) + 1
+            needed_length = str(-(-(longest - 1) // 64) * 64)
+            self._report.longer[needed_length] = self._report.longer.get(needed_length, 0) + 1
             self._report.dropped_tokens += sum(len(document.ids) for document in documents)
             return []
         self._report.truncated += 1
         self._report.truncated_tokens += sum(max(0, len(document.ids) - max_tokens) for document in documents)
         return [Encoded(document.ids[:max_tokens], document.trained[:max_tokens]) for document in documents]
 
-    def _user_error(self, error: BadChat, place: str) -> UserError:
-        """Convert a BadChat to a UserError with the record's location, for the setting that has to be changed."""
+    def _user_error(self, error: BadChat, location: str) -> UserError:
+        """Convert a BadChat to a UserError with the record's location, about the setting that has to change."""
         spec = self._spec
         values = {"data.train_on": spec.train_on, "data.format": spec.format, "data.seq_len": spec.seq_len}
         key = error.key or spec.key
         if values.get(key) == error.legal and key in values:  # the setting already has the suggested value
             key, error.legal = spec.key, None
-        shown = {**values, "data.columns": json.dumps(dict(spec.columns)), "data.chat_template": self._encoder.setting}
-        value = shown.get(key, ", ".join(map(str, spec.files)))
-        return setting_error(key, value, f"{place}: {error}", error.legal, fix=error.fix)
+        columns = json.dumps(dict(spec.columns))
+        setting_values = {**values, "data.columns": columns, "data.chat_template": self._encoder.setting}
+        value = setting_values.get(key, ", ".join(map(str, spec.files)))
+        return setting_error(key, value, f"{location}: {error}", error.legal, fix=error.fix)
 
 
 _MAX_UNUSED_SHARE = 0.01
-"""Maximum share of conversations without targets; above it, the files are rejected."""
+"""Share of conversations without targets above which the files are rejected."""
 
 
 def _check(spec: ChatSpec, report: ChatReport, is_empty: bool) -> None:
-    """Raise UserError if there are no conversations to train on, or too many without targets."""
+    """Raise UserError if there are no conversations to train on, or too many of them have no targets."""
     files = ", ".join(map(str, spec.files))
     if not report.chats:
         raise setting_error(spec.key, files, "it contains no conversations")
     if len(report.unused) > _MAX_UNUSED_SHARE * report.chats:
         share = len(report.unused) / report.chats
         rule = f"{share:.1%} of {report.chats} {report.kind} have no targets, more than {_MAX_UNUSED_SHARE:.0%}"
-        raise setting_error(spec.key, files, f"{rule}: {_list_places(report.unused)} (data.train_on={spec.train_on})")
+        locations = _list_locations(report.unused)
+        raise setting_error(spec.key, files, f"{rule}: {locations} (data.train_on={spec.train_on})")
     if is_empty:
         rule = f"all {report.chats} {report.kind} are longer than a sequence"
         fix = f"{report.suggested_lengths()}, if the model has that many positions; data.too_long=truncate cuts them"
@@ -308,7 +311,7 @@ class _SplitWriter:
 
 @dataclass(frozen=True)
 class _DoubledTokenizer:
-    """Stands in for the tokenizer in a shard's metadata: ids are doubled, and documents get no start or end tokens."""
+    """Stands for the tokenizer in a shard's metadata: ids are doubled, and documents get no start or end tokens."""
 
     name: str
     vocab_size: int
@@ -317,9 +320,9 @@ class _DoubledTokenizer:
     end_ids: tuple[int, ...] = ()
 
 
-def decode_sample(found: NDArray[np.unsignedinteger[Any]]) -> Encoded:
-    """Split stored values into token ids and loss mask."""
-    return Encoded((found >> 1).astype(np.int64), (found & 1).astype(bool))
+def decode_sample(values: NDArray[np.unsignedinteger[Any]]) -> Encoded:
+    """Split stored values into token ids and their loss mask."""
+    return Encoded((values >> 1).astype(np.int64), (values & 1).astype(bool))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -330,15 +333,14 @@ _PART_S = 5.0
 """Seconds between writes of partial results."""
 
 _STALE_AFTER_S = 30 * 86400.0
-"""Age in seconds at which partial results of any files are removed: if the files or a setting have changed since, no
-run will continue from them."""
+"""Age in seconds at which partial results are removed: if the files or a setting have changed, no run needs them."""
 
 
 class PartialResults:
-    """Partial results of tokenizing some files, stored as NAME.part-00000 and so on, from which a later run continues.
+    """Partial results of tokenizing chat files, from which a later run continues: NAME.part-00000 and so on.
 
-    A part holds the documents of consecutive records, and the statistics up to its end.  It is a zip file, whose format
-    includes checksums; parts after a damaged one are ignored.
+    A part holds the documents of consecutive records, and the statistics up to its end.  It is a zip file, so it has
+    checksums; parts after a corrupt one are ignored.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -355,22 +357,22 @@ class PartialResults:
 
     def read(self) -> Iterator[tuple[list[list[Encoded]], dict[str, Any]]]:
         """Yield the conversations of each part, and the statistics up to its end."""
-        while (content := self._content_of(self._path(self._num_parts))) is not None:
-            tokens, counts, sizes, about = content
-            found = np.split(tokens, np.cumsum(counts)[:-1]) if len(counts) else []
-            documents = [decode_sample(each) for each in found]
+        while (content := self._read_part(self._path(self._num_parts))) is not None:
+            tokens, counts, sizes, metadata = content
+            stored_documents = np.split(tokens, np.cumsum(counts)[:-1]) if len(counts) else []
+            documents = [decode_sample(values) for values in stored_documents]
             ends = np.cumsum(sizes)
-            self.num_records = self._num_seen = about["num_records"]
+            self.num_records = self._num_seen = metadata["num_records"]
             self._num_parts += 1
-            yield [documents[end - size : end] for end, size in zip(ends, sizes, strict=True)], about["report"]
-        self._remove_from(self._num_parts)  # these parts follow a damaged one
+            yield [documents[end - size : end] for end, size in zip(ends, sizes, strict=True)], metadata["report"]
+        self._remove_from(self._num_parts)  # these parts follow a corrupt one
 
-    def _content_of(self, path: Path) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]] | None:
+    def _read_part(self, path: Path) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]] | None:
         try:
             with np.load(path, allow_pickle=False) as file:
-                about = json.loads(file["about"].tobytes())
-                return file["tokens"], file["counts"], file["sizes"], about
-        except Exception:  # missing or damaged: the exception type depends on where the damage is
+                metadata = json.loads(file["about"].tobytes())
+                return file["tokens"], file["counts"], file["sizes"], metadata
+        except Exception:  # missing or corrupt: the exception type depends on what is corrupt
             return None
 
     def add(self, documents: Sequence[Encoded], report: ChatReport) -> None:
@@ -385,32 +387,32 @@ class PartialResults:
         """Write the documents added since the last call as a new part."""
         if self._num_seen == self.num_records:
             return
-        about = json.dumps({"num_records": self._num_seen, "report": dataclasses.asdict(report)})
+        metadata = json.dumps({"num_records": self._num_seen, "report": dataclasses.asdict(report)})
         documents = [document for record_documents in self._pending for document in record_documents]
-        with contextlib.suppress(OSError):  # such as a full disk: the final shards may still fit
+        with contextlib.suppress(OSError):  # such as a full disk, on which the final shards may still fit
             with replacing(self._path(self._num_parts)) as partial, open(partial, "wb") as file:
                 np.savez(
                     file,
                     tokens=np.concatenate(
-                        [np.zeros(0, np.int64), *(2 * each.ids + each.trained for each in documents)]
+                        [np.zeros(0, np.int64), *(2 * document.ids + document.trained for document in documents)]
                     ),
-                    counts=np.array([len(each.ids) for each in documents], np.int64),
+                    counts=np.array([len(document.ids) for document in documents], np.int64),
                     sizes=np.array([len(record_documents) for record_documents in self._pending], np.int64),
-                    about=np.frombuffer(about.encode(), np.uint8),
+                    about=np.frombuffer(metadata.encode(), np.uint8),
                 )
             self._num_parts += 1
             self.num_records, self._pending = self._num_seen, []
         self._flushed_at = time.monotonic()
 
     def remove_old(self) -> None:
-        """Remove stale parts of any files from this folder."""
+        """Remove old parts from this folder, whichever files they belong to."""
         for path in self._folder.glob("chat-*.part-*"):
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > _STALE_AFTER_S:
                     path.unlink()
 
     def remove(self) -> None:
-        """Remove all parts, once the complete shards exist."""
+        """Remove all parts, when the complete shards exist."""
         self._remove_from(0)
 
     def _remove_from(self, number: int) -> None:
@@ -429,14 +431,14 @@ class ChatReport:
     """Statistics of the conversations in some files.
 
     chats: conversations read, including those that were dropped or have no targets.
-    tokens, trained: training tokens, and how many of them are targets.
-    held_out, held_out_tokens: conversations for evaluation, and their tokens.
-    dropped, truncated: conversations longer than a sequence, by what was done with them.
+    tokens, trained: number of training tokens, and of targets among them.
+    held_out, held_out_tokens: number of held-out conversations, and of their tokens.
+    dropped, truncated: number of conversations that were dropped or truncated because they are longer than a sequence.
     longer: number of dropped conversations by the sequence length that they need, rounded up to a multiple of 64.
     unused: locations of the conversations without targets.
     plain: number of records with plain-text prompts and completions.
-    spelling, spelled, token: number of conversations that spell a special token as text, the locations of the first
-        few, and one such token.
+    spelling, spelled, token: number of conversations with a special token spelled out in their text, the locations of
+        the first few, and one such token.
     content: a digest of all tokens and masks.
     """
 
@@ -460,14 +462,14 @@ class ChatReport:
 
     @property
     def kind(self) -> str:
-        """What to call the records in messages."""
+        """The word for the records in messages."""
         return "pairs" if self.pairs else "conversations"
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of training tokens that are targets, and shares of all tokens that were dropped or truncated."""
-        kept = self.tokens + self.held_out_tokens
-        total = max(1, kept + self.dropped_tokens + self.truncated_tokens)
+        """The share of targets among the training tokens, and the shares of tokens that were dropped and truncated."""
+        num_written = self.tokens + self.held_out_tokens
+        total = max(1, num_written + self.dropped_tokens + self.truncated_tokens)
         return {
             "trained_share": self.trained / max(1, self.tokens),
             "dropped_share": self.dropped_tokens / total,
@@ -485,20 +487,20 @@ class ChatReport:
         return f"{self.dropped:,} of {self.chats:,} {self.kind} ({share:.1%} of the tokens)"
 
     def suggested_lengths(self) -> str:
-        """Suggest the `data.seq_len` that keeps all conversations, and if much smaller, the one that keeps 95%."""
+        """Suggest the `data.seq_len` that keeps all conversations, and the one that keeps 95% if it is much smaller."""
         lengths = sorted((int(length), count) for length, count in self.longer.items())
         if not lengths:
             return ""
-        longest, left = lengths[-1][0], self.dropped
+        longest, num_still_dropped = lengths[-1][0], self.dropped
         for length, count in lengths:
-            left -= count
-            if left <= 0.05 * self.chats:
+            num_still_dropped -= count
+            if num_still_dropped <= 0.05 * self.chats:
                 if 2 * length < longest:
                     return f"data.seq_len={length} keeps 95% of them, and data.seq_len={longest} all"
                 break
         return f"data.seq_len={longest} keeps them all"
 
-    def sentence(self, has_template: bool = False) -> str:
+    def summary(self, has_template: bool = False) -> str:
         """Summarize the conversations: one line of counts, and one line for each warning or note.
 
         has_template: whether there is a chat template, which plain-text records do not use.
@@ -514,27 +516,27 @@ class ChatReport:
         ]
         lines = [", ".join(facts)]
         if self.unused:
-            lines.append(f"  no targets in {_list_places(self.unused)}")
+            lines.append(f"  no targets in {_list_locations(self.unused)}")
         if self.max_dropped_share > _WARN_DROPPED_SHARE:
             lines.append(f"warning: {self.describe_dropped()} are not trained on; {self.suggested_lengths()}")
         if self.plain and has_template:
             lines.append(
-                f"note: {self.plain:,} {self.kind} are plain text, used as they are, without the chat template; with "
-                "messages in place of text, the template is used"
+                f"note: {self.plain:,} {self.kind} are plain text and used without the chat template; records with "
+                "messages use it"
             )
         if self.spelling:
             lines.append(
-                f"warning: {self.spelling:,} {self.kind} spell {self.token} in their text, where it is text, not the "
-                f"token ({_list_places(self.spelled, self.spelling)}): has a chat template been applied to them before?"
+                f"warning: {self.spelling:,} {self.kind} spell out {self.token}, which is read as text, not as the "
+                f"token ({_list_locations(self.spelled, self.spelling)}): has a chat template already been applied?"
             )
         return "\n".join(lines)
 
 
 _WARN_DROPPED_SHARE = 0.01
-"""Dropped share of conversations or tokens above which a warning is printed."""
+"""Share of dropped conversations or tokens above which a warning is printed."""
 
 _MAX_DROPPED_SHARE = 0.5
-"""Dropped share above which a run does not start, unless `data.too_long=drop` is set."""
+"""Share of dropped conversations or tokens above which a run does not start, unless `data.too_long=drop` is set."""
 
 
 def check_dropped(report: ChatReport, key: str, seq_len: int) -> None:
@@ -548,12 +550,12 @@ def check_dropped(report: ChatReport, key: str, seq_len: int) -> None:
     rule = f"{report.describe_dropped()}{files} are longer than a sequence, and would be dropped"
     fix = (
         f"{report.suggested_lengths()}, if the model has that many positions; data.too_long=truncate cuts them, and "
-        "data.too_long=drop drops them all the same"
+        "data.too_long=drop drops them anyway"
     )
     raise setting_error("data.seq_len", seq_len, rule, fix=fix)
 
 
-def _list_places(places: Sequence[str], count: int | None = None) -> str:
-    """List the first few of `count` locations."""
-    more = (len(places) if count is None else count) - len(places[:5])
-    return ", ".join(places[:5]) + (f" and {more:,} more" if more > 0 else "")
+def _list_locations(locations: Sequence[str], count: int | None = None) -> str:
+    """Return a list of the first few of `count` locations, as text."""
+    more = (len(locations) if count is None else count) - len(locations[:5])
+    return ", ".join(locations[:5]) + (f" and {more:,} more" if more > 0 else "")

@@ -1,8 +1,8 @@
 """Loads and renders chat templates, which turn a conversation into the text that a model reads.
 
-A template is a Jinja program published with the model.  It runs in Jinja's sandbox and can access only plain JSON.  It
-gets the same environment as in transformers (filters, functions, the `generation` tag, the tokenizer's special tokens),
-so it renders the same text.  `limits.py` limits its CPU time and memory.
+A template is a Jinja program that is published with the model.  It runs in Jinja's sandbox and can access only plain
+JSON.  It has the same environment as in transformers (filters, functions, the `generation` tag, the tokenizer's special
+tokens), so it renders the same text.  `limits.py` limits its CPU time and memory.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from trainer.files import read_json
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Keys under which a message may hold its reasoning; templates read one of the first two."""
+"""Keys of a message that may hold its reasoning; templates read one of the first two."""
 
 DEFAULT_DATE = datetime(2024, 7, 26)
-"""The default date of Llama 3.1's own template."""
+"""The default date in Llama 3.1's template."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A rendered text, and the (start, end) character spans that the template marks as written by the assistant."""
+    """A rendered text, and the (start, end) character spans that the template marks as the assistant's."""
 
     text: str
     generated: tuple[tuple[int, int], ...] = ()
@@ -51,22 +51,22 @@ class ChatTemplate:
 
     templates: Jinja sources by name: `default`, and optionally `tool_use` for conversations with tools.
     tokens: special tokens that the template may refer to: {"eos_token": "</s>"}.
-    now: returns the current time, for templates that print the date.  By default it is a fixed date, so that training
-        data do not change from one day to the next.
+    now: returns the current time, for templates that print the date; by default a fixed date, so that training data do
+        not change from day to day.
     """
 
     def __init__(
         self, templates: Mapping[str, str], tokens: Mapping[str, str], now: Callable[[], datetime] | None = None
     ) -> None:
         self.sources, self.tokens, self._now = dict(templates), dict(tokens), now
-        self._environment = _environment(now or (lambda: DEFAULT_DATE))
+        self._environment = _make_environment(now or (lambda: DEFAULT_DATE))
         generation = self._environment.extensions[_Generation.identifier]
         assert isinstance(generation, _Generation)
         self._generation = generation
         self._compiled = {name: self._environment.from_string(text) for name, text in self.sources.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the sources only: compiled templates cannot be pickled, so a loader worker compiles them again."""
+        """Pickle only the sources: compiled templates cannot be pickled, so each loader worker compiles them again."""
         return type(self), (self.sources, self.tokens, self._now)
 
     @cached_property
@@ -96,7 +96,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], tools: Sequence[Any] = (), prompts: bool = False) -> Rendered:
         """Render `messages`; with `prompts`, add the generation prompt for the assistant's next message.
 
-        Raises BadChat; if the template rejects the messages, with its own error message.
+        Raises BadChat, with the template's error message if the template rejects the messages.
         """
         try:
             with limited():
@@ -106,7 +106,7 @@ class ChatTemplate:
 
     @contextmanager
     def limits_for_many(self) -> Iterator[None]:
-        """Context manager that makes many renderings cheaper: sets up limits once, and limits the time of each."""
+        """Context manager that makes many renderings cheaper: sets the limits once, but limits the time of each."""
         try:
             with limited():
                 yield
@@ -116,11 +116,11 @@ class ChatTemplate:
     def render_unlimited(self, messages: Sequence[Message], tools: Sequence[Any], prompts: bool) -> Rendered:
         """Render like `render`, but without limits on time and memory.
 
-        Raises RecursionError if messages are nested too deeply, or the template recurses without end.
+        Raises RecursionError if messages are nested too deeply, or the template recurses infinitely.
         """
         template = self._compiled.get("tool_use" if tools else "default", self._compiled["default"])
-        plain = [_aliased({key: value for key, value in message.items() if value is not None}) for message in messages]
-        values = {"messages": plain, "tools": list(tools) or None, "documents": None}
+        filled = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        values = {"messages": list(map(_with_reasoning_keys, filled)), "tools": list(tools) or None, "documents": None}
         pieces: list[str] = []
         self._generation.begin(pieces)
         try:
@@ -145,18 +145,18 @@ class ChatTemplate:
 
 
 def _too_costly(error: BaseException) -> BadChat:
-    what = TOO_MUCH_TIME if isinstance(error, TemplateTimeout) else TOO_MUCH_MEMORY
-    return BadChat(f"the chat template {what}", "data.chat_template", fix=_FIX_OTHER_TEMPLATE)
+    complaint = TOO_MUCH_TIME if isinstance(error, TemplateTimeout) else TOO_MUCH_MEMORY
+    return BadChat(f"the chat template {complaint}", "data.chat_template", fix=_FIX_OTHER_TEMPLATE)
 
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-"""Matches unpaired surrogates, which are not valid characters."""
+"""Matches an unpaired surrogate, which is not a valid character."""
 
 _FIX_OTHER_TEMPLATE = "give another template, in a .jinja file"
 
 
-def _aliased(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its reasoning under both keys that templates read."""
+def _with_reasoning_keys(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message that has its reasoning under both keys that templates read."""
     reasoning = next((message[name] for name in REASONING_KEYS if name in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
@@ -181,16 +181,16 @@ def find_template(setting: str, tokenizer: str, key: str = "data.chat_template")
     elif setting != "model":
         templates = {"default": _read_template(Path(setting).expanduser(), key, setting)}
     else:
-        templates = _templates_of(folder, config, key) if folder else {}
+        templates = _read_templates(folder, config, key) if folder else {}
         if "default" not in templates:
             return None
     for text in templates.values():
         _check_size(len(text), key, setting)
     if not templates["default"].strip():
         raise setting_error(key, setting, "the template is empty", fix=_FIX_OTHER_TEMPLATE)
-    problem = _problem_of(tuple(templates.items()), tuple(tokens.items()))
-    if problem:
-        raise setting_error(key, setting, f"the template {problem}", fix=_FIX_OTHER_TEMPLATE)
+    complaint = _try_templates(tuple(templates.items()), tuple(tokens.items()))
+    if complaint:
+        raise setting_error(key, setting, f"the template {complaint}", fix=_FIX_OTHER_TEMPLATE)
     try:
         return ChatTemplate(templates, tokens)
     except jinja2.TemplateSyntaxError as error:
@@ -199,7 +199,7 @@ def find_template(setting: str, tokenizer: str, key: str = "data.chat_template")
 
 
 _MAX_TEMPLATE_BYTES = 1 << 20
-"""Maximum size of a template, in bytes; real templates have a few thousand."""
+"""Maximum size of a template in bytes; real templates have a few thousand."""
 
 
 def _check_size(size: int, key: str, setting: str) -> None:
@@ -223,11 +223,11 @@ def _read_template(path: Path, key: str, setting: str) -> str:
 
 
 @cache
-def _problem_of(templates: tuple[tuple[str, str], ...], tokens: tuple[tuple[str, str], ...]) -> str:
-    """Render templates on short conversations in a child process, and return an error description or "".
+def _try_templates(templates: tuple[tuple[str, str], ...], tokens: tuple[tuple[str, str], ...]) -> str:
+    """Render short conversations in a child process, and return what is wrong with the templates, or "".
 
-    Reports templates that cannot be compiled, or take too much time or memory.  Other errors are ignored here: the
-    run's own conversations may not trigger them, and if they do, the error names the line.
+    Reports templates that cannot be compiled, or take too much time or memory.  Other errors are ignored: the run's
+    conversations may not trigger them, and if they do, the error names the line of the conversation.
     """
 
     def attempt() -> str:
@@ -243,7 +243,7 @@ def _problem_of(templates: tuple[tuple[str, str], ...], tokens: tuple[tuple[str,
         except MemoryError:
             return TOO_MUCH_MEMORY
         except RecursionError:
-            return "is nested too deeply, or calls itself without end"
+            return "is nested too deeply, or calls itself infinitely"
         except Exception as error:
             return f"cannot be compiled ({type(error).__name__}: {str(error)[:200]})"
         return ""
@@ -251,27 +251,27 @@ def _problem_of(templates: tuple[tuple[str, str], ...], tokens: tuple[tuple[str,
     return trial(attempt)
 
 
-_ASKED: list[Message] = [{"role": "user", "content": "Hi"}]
-_ANSWERED: list[Message] = [*_ASKED, {"role": "assistant", "content": "Hello"}]
+_QUESTION: list[Message] = [{"role": "user", "content": "Hi"}]
+_EXCHANGE: list[Message] = [*_QUESTION, {"role": "assistant", "content": "Hello"}]
 _CALL = {"type": "function", "function": {"name": "time", "arguments": {}}}
 _TRIALS: list[tuple[list[Message], list[Any], bool]] = [
-    (_ASKED, [], True),
-    (_ANSWERED, [], False),
-    ([{"role": "system", "content": "Be brief"}, *_ANSWERED, *_ANSWERED], [], False),
-    ([*_ASKED, {"role": "assistant", "content": "", "tool_calls": [_CALL]}], [_CALL], False),
+    (_QUESTION, [], True),
+    (_EXCHANGE, [], False),
+    ([{"role": "system", "content": "Be brief"}, *_EXCHANGE, *_EXCHANGE], [], False),
+    ([*_QUESTION, {"role": "assistant", "content": "", "tool_calls": [_CALL]}], [_CALL], False),
 ]
 """Conversations that templates are tried on: messages, tools, and whether to add the generation prompt."""
 
 
 def template_path(tokenizer: str) -> Path | None:
-    """Return the file that holds the chat template of the tokenizer that `data.tokenizer` names, or None."""
+    """Return the file with the chat template of the tokenizer that `data.tokenizer` names, or None if there is none."""
     folder = _folder_of(tokenizer)
     if folder is None:
         return None
     file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     if file.is_file():
         return file
-    return config if "default" in _templates_of(folder, _read_json(config, "model"), "model") else None
+    return config if "default" in _read_templates(folder, _read_json(config, "model"), "model") else None
 
 
 def _folder_of(tokenizer: str) -> Path | None:
@@ -279,21 +279,21 @@ def _folder_of(tokenizer: str) -> Path | None:
     return path if path.is_dir() else path.parent if path.is_file() else None
 
 
-def _templates_of(folder: Path, config: Mapping[str, Any], key: str) -> dict[str, str]:
-    """Return the templates in a tokenizer's folder, by name; .jinja files override tokenizer_config.json."""
+def _read_templates(folder: Path, config: Mapping[str, Any], key: str) -> dict[str, str]:
+    """Return the templates in a tokenizer's folder by name; .jinja files take precedence over tokenizer_config.json."""
     configured = config.get("chat_template")
-    found: dict[str, str] = {}
+    templates: dict[str, str] = {}
     if isinstance(configured, list):
-        found = {str(each.get("name")): each.get("template") for each in configured if isinstance(each, dict)}  # type: ignore[misc]
+        templates = {str(entry.get("name")): entry.get("template") for entry in configured if isinstance(entry, dict)}  # type: ignore[misc]
     elif configured is not None:
-        found = {"default": configured}
-    if not all(isinstance(text, str) for text in found.values()) or (configured and not found):
+        templates = {"default": configured}
+    if not all(isinstance(text, str) for text in templates.values()) or (configured and not templates):
         rule = f"chat_template in {folder / 'tokenizer_config.json'} must be text, or a list of names and templates"
         raise setting_error(key, "model", rule, fix=_FIX_OTHER_TEMPLATE)
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
-    return {**found, **{name: _read_template(path, key, "model") for name, path in files.items()}}
+    return {**templates, **{name: _read_template(path, key, "model") for name, path in files.items()}}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -314,11 +314,11 @@ def _read_json(path: Path, key: str) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The environment of a template
+# The Jinja environment of templates
 
 
 class _Generation(Extension):
-    """The tag `{% generation %}`, which encloses text written by the assistant; records where that text is."""
+    """The `{% generation %}` tag, which encloses the assistant's text; records the positions of that text."""
 
     tags = {"generation"}
 
@@ -333,7 +333,7 @@ class _Generation(Extension):
         return nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
 
     def begin(self, pieces: list[str]) -> None:
-        """Start recording; `pieces` is the list that the rendered text is appended to."""
+        """Start recording; the rendered text is appended to `pieces`."""
         self._pieces, self._marked = pieces, []
 
     def end(self) -> list[tuple[int, str]]:
@@ -349,7 +349,7 @@ class _Generation(Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace, without names that could be used to escape the sandbox."""
+    """Jinja's namespace without names that could be used to escape the sandbox."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -358,24 +358,24 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with a limit on integers: computing a huge power is a single call that cannot be interrupted."""
+    """Jinja's sandbox with a limit on integers: the computation of a huge power cannot be interrupted."""
 
     intercepted_binops = frozenset(("*", "**"))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Return left * right, or left ** right."""
         if isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
-            if bits > _MAX_BITS:
+            num_bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
+            if num_bits > _MAX_INTEGER_BITS:
                 raise SecurityError("a number is too large")
         return super().call_binop(context, operator, left, right)
 
 
-_MAX_BITS = 1 << 16
-"""Maximum number of bits of an integer that a template may compute."""
+_MAX_INTEGER_BITS = 1 << 16
+"""Maximum number of bits of the integers that a template may compute."""
 
 
-def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
+def _make_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
     extensions = [_Generation, "jinja2.ext.loopcontrols"]
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _to_json
@@ -387,7 +387,7 @@ def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Return plain JSON; Jinja's built-in filter would escape it for HTML."""
+    """Return plain JSON: Jinja's built-in filter would escape it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

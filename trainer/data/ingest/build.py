@@ -1,8 +1,8 @@
 """Builds the shards of a job, in this process and in workers, alongside other processes that do the same.
 
-The input is split into units, and each unit becomes a shard, or several.  Any number of processes, on any machines that
+The input is split into units, and each unit becomes one or more shards.  Any number of processes, on any machines that
 share the folder, can build in it at the same time, join late, or be killed.  File locks decide which process builds
-which unit; the kernel releases those of a process that dies.
+which unit; the kernel releases the locks of a process that dies.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from trainer.data.ingest.readers import (
     read_tokens,
     split_row_groups,
 )
-from trainer.data.shards import MANIFEST, SUFFIXES, Manifest, Shard, ShardError, ShardWriter, row_of, rows_of
+from trainer.data.shards import MANIFEST, SUFFIXES, Manifest, Shard, ShardError, ShardWriter, rows_of
 from trainer.data.source import sample_content
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.environment import LAUNCHER, find_environment, follow_parent
@@ -56,10 +56,11 @@ from trainer.stopping import StopRequested, stop_if_asked
 
 @dataclass(frozen=True)
 class BuildJob:
-    """Everything that the shards depend on, and the names of the settings in messages.
+    """Everything that the shards depend on, and the names of the settings for messages.
 
-    bad: see `BadDocuments`.  holdout: share of documents to hold out.  shard_tokens: a unit starts a new shard at the
-    first document end past this many tokens; 0 for one shard per unit.
+    bad: the limit of `BadDocuments`.
+    holdout: share of documents to hold out.
+    shard_tokens: a shard ends with the first document that reaches this many tokens; 0 for one shard per unit.
     """
 
     inputs: tuple[InputFile, ...]
@@ -72,7 +73,7 @@ class BuildJob:
 
     @cached_property
     def engine(self) -> Engine:
-        """The engine to use as long as its ids match the reference."""
+        """The engine to use as long as its ids match those of the reference."""
         return find_engine(self.tokenizer)
 
     @cached_property
@@ -87,10 +88,10 @@ class BuildJob:
 
 
 def build(job: BuildJob, path: Path, procs: int = 1) -> Manifest:
-    """Build the shards of a job in the folder `path` and return their manifest; if they exist already, return at once.
+    """Build the shards of a job in the folder `path`, unless they exist already, and return their manifest.
 
     Any number of processes may do this at the same time.  Uses up to `procs` processes: this one and forked workers, if
-    there are enough units.  Damaged unit records and a damaged manifest are rebuilt.
+    there are enough units.  Corrupt unit records and a corrupt manifest are rebuilt.
 
     Raises UserError if a document cannot be read and `data.bad` does not allow it, or if there is no text; finished
     units are kept.  Raises OSError if the folder is not writable.
@@ -100,7 +101,7 @@ def build(job: BuildJob, path: Path, procs: int = 1) -> Manifest:
             return _build(job, path, procs)
         except ShardError:
             with BuildFolder(path) as folder:
-                folder.invalidate(lambda: _find_damage(folder))
+                folder.invalidate(lambda: Manifest.read(folder.manifest_path))
             return _build(job, path, procs)
     except StopRequested as request:
         raise StopRequested(request.name, "the next run continues tokenizing from here") from request
@@ -111,7 +112,7 @@ def build(job: BuildJob, path: Path, procs: int = 1) -> Manifest:
 
 
 def _build(job: BuildJob, path: Path, procs: int) -> Manifest:
-    path.mkdir(parents=True, exist_ok=True)  # not in workers: the folder may have been published
+    path.mkdir(parents=True, exist_ok=True)  # workers do not create it: it may have been published already
     with BuildFolder(path) as folder:
         if not folder.is_complete:
             units = split_into_units(job.inputs)
@@ -126,16 +127,8 @@ def _build(job: BuildJob, path: Path, procs: int) -> Manifest:
         return Manifest.read(folder.manifest_path)
 
 
-def _find_damage(folder: BuildFolder) -> ShardError | None:
-    try:
-        Manifest.read(folder.manifest_path)
-    except ShardError as error:
-        return error
-    return None
-
-
 _POLL_S, _MAX_POLL_S = 0.002, 0.05
-"""Polling interval for a unit that another process is building, and its maximum, in seconds.
+"""Initial and maximum polling interval for a unit that another process is building, in seconds.
 
 The interval doubles each time: most processes wait only briefly for the last units, but a large build can take long.
 """
@@ -144,13 +137,13 @@ The interval doubles each time: most processes wait only briefly for the last un
 class _Builder:
     """Builds units in this process.
 
-    workers: the processes that do the same, whose errors are raised here.
+    workers: processes that also build units; their errors are raised here.
     """
 
     def __init__(self, job: BuildJob, units: Sequence[BuildUnit], folder: BuildFolder, workers: _Workers) -> None:
-        self._job, self._units, self._folder, self._pool = job, units, folder, workers
+        self._job, self._units, self._folder, self._workers = job, units, folder, workers
         self._current_unit_bytes = 0
-        self._known_as_done: set[int] = set()
+        self._finished_units: set[int] = set()
 
     def build_all(self) -> None:
         """Build every unit that is not done and not locked by another process, then wait for the locked ones."""
@@ -158,7 +151,7 @@ class _Builder:
         for waits in (False, True):
             for number in range(len(self._units)):
                 while not (folder.is_done(number) or folder.is_complete):
-                    self._pool.raise_errors()
+                    self._workers.raise_errors()
                     stop_if_asked()
                     if folder.try_lock(number):
                         try:
@@ -175,7 +168,7 @@ class _Builder:
     def _build_unit(self, number: int) -> None:
         job, folder = self._job, self._folder
         if folder.is_done(number) or folder.is_complete:
-            return  # finished by the process that held the lock before
+            return  # the previous holder of the lock has finished it
         folder.clear(number)
         for engine in dict.fromkeys((job.engine, job.reference)):
             writer = UnitWriter(job, self._units[number], number, folder, engine)
@@ -191,15 +184,15 @@ class _Builder:
                 writer.discard()
 
     def count_bytes(self) -> int:
-        """Return the bytes of input processed: units recorded by any process, plus the unit being built here."""
+        """Return the bytes of input processed: of units finished by any process, and of the unit being built here."""
         for number in range(len(self._units)):
-            if number not in self._known_as_done and self._folder.is_done(number):
-                self._known_as_done.add(number)
-        return self._current_unit_bytes + sum(self._units[number].size for number in self._known_as_done)
+            if number not in self._finished_units and self._folder.is_done(number):
+                self._finished_units.add(number)
+        return self._current_unit_bytes + sum(self._units[number].size for number in self._finished_units)
 
 
 _MANIFEST_LOCK = 2**40
-"""The byte of the lock file that is locked while the manifest is written; it is past the bytes of all units."""
+"""The byte of the lock file that is locked while the manifest is written, beyond the bytes of all units."""
 
 
 def _finish(job: BuildJob, num_units: int, folder: BuildFolder) -> None:
@@ -219,8 +212,11 @@ def _list_shards(job: BuildJob, records: Sequence[UnitRecord], tally: DocumentCo
     train = [Shard(path / name) for record in records for name in record.train]
     held_out = [Shard(path / name) for record in records for name in record.held_out]
     if not train and not held_out:
-        files, unread = [each.path for each in job.inputs][:5], [place.splitlines()[0] for place in tally.places[:1]]
-        rule = f"no readable text in it: {unread[0]}" if unread else "there is no text in it"
+        files, messages = (
+            [file.path for file in job.inputs][:5],
+            [message.splitlines()[0] for message in tally.places[:1]],
+        )
+        rule = f"no readable text in it: {messages[0]}" if messages else "there is no text in it"
         raise setting_error(job.keys.inputs, files, rule, fix="give a file that contains text")
     info = (train or held_out)[0].info
     return Manifest(
@@ -238,7 +234,7 @@ def _list_shards(job: BuildJob, records: Sequence[UnitRecord], tally: DocumentCo
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Units of the input, which depend on it alone, so that the shards do not depend on the number of processes
+# Units of the input.  They depend only on the input, so that the shards do not depend on the number of processes.
 
 
 MIN_UNIT_BYTES, MAX_UNIT_BYTES, TARGET_NUM_UNITS = 1 << 24, 1 << 28, 4096
@@ -252,8 +248,8 @@ MAX_FILES_PER_UNIT = 4096
 class BuildUnit:
     """One or more files, or a part of one file.
 
-    `start` and `stop` are bytes of a JSONL file or row groups of a parquet file; 0 and None for complete files.  `size`
-    is the approximate number of input bytes.
+    size: the approximate number of input bytes.
+    start, stop: a range of bytes of a JSONL file, or of row groups of a parquet file; 0 and None for complete files.
     """
 
     inputs: tuple[InputFile, ...]
@@ -263,29 +259,29 @@ class BuildUnit:
 
 
 def split_into_units(inputs: Sequence[InputFile]) -> list[BuildUnit]:
-    """Split files into units, in the order of their documents."""
-    size = min(MAX_UNIT_BYTES, max(MIN_UNIT_BYTES, sum(each.size for each in inputs) // TARGET_NUM_UNITS))
+    """Split files into units, in document order."""
+    size = min(MAX_UNIT_BYTES, max(MIN_UNIT_BYTES, sum(file.size for file in inputs) // TARGET_NUM_UNITS))
     units: list[BuildUnit] = []
     group: list[InputFile] = []
 
     def end_group() -> None:
         if group:
-            units.append(BuildUnit(tuple(group), sum(each.size for each in group)))
+            units.append(BuildUnit(tuple(group), sum(file.size for file in group)))
             group.clear()
 
-    for each in inputs:
-        if len(group) == MAX_FILES_PER_UNIT or sum(each.size for each in group) + each.size > size:
+    for file in inputs:
+        if len(group) == MAX_FILES_PER_UNIT or sum(file.size for file in group) + file.size > size:
             end_group()
-        if each.size <= size or each.kind not in ("jsonl", "parquet") or each.compression:
-            group.append(each)
-        elif each.kind == "parquet":
-            for start, stop, num_bytes in split_row_groups(each, size):
-                units.append(BuildUnit((each,), num_bytes, start, stop))
+        if file.size <= size or file.kind not in ("jsonl", "parquet") or file.compression:
+            group.append(file)
+        elif file.kind == "parquet":
+            for start, stop, num_bytes in split_row_groups(file, size):
+                units.append(BuildUnit((file,), num_bytes, start, stop))
         else:
-            count = -(-each.size // size)
-            borders = [each.size * number // count for number in range(count + 1)]
-            for start, stop in itertools.pairwise(borders):
-                units.append(BuildUnit((each,), stop - start, start, stop))
+            count = -(-file.size // size)
+            bounds = [file.size * number // count for number in range(count + 1)]
+            for start, stop in itertools.pairwise(bounds):
+                units.append(BuildUnit((file,), stop - start, start, stop))
     end_group()
     return units
 
@@ -295,8 +291,9 @@ def split_into_units(inputs: Sequence[InputFile]) -> list[BuildUnit]:
 
 
 def default_num_procs() -> int:
-    """Return the default number of processes: this process's share of the cores, or 1 if torch is loaded, since torch's
-    threads do not survive a fork.
+    """Return the default number of processes: this process's share of the cores.
+
+    If torch is loaded, 1: torch's threads do not survive a fork.
     """
     if "torch" in sys.modules or sys.platform == "darwin":
         return 1
@@ -305,13 +302,14 @@ def default_num_procs() -> int:
 
 
 @contextmanager
-def _run_workers(job: BuildJob, path: Path, units: Sequence[BuildUnit], number: int) -> Iterator[_Workers]:
-    """Run `number` workers, or none if it is negative.  They have finished when the block ends, or are killed if it
-    raises.
+def _run_workers(job: BuildJob, path: Path, units: Sequence[BuildUnit], num_workers: int) -> Iterator[_Workers]:
+    """Run workers during a block: none if `num_workers` is negative.
+
+    At the end of the block, waits until they have finished; if the block raises an error, kills them.
     """
     workers, processes = _Workers(), []
     try:
-        for _ in range(number):
+        for _ in range(num_workers):
             processes.append(workers.start(job, path, units))
         yield workers
         workers.raise_errors(waits_for_all=True)
@@ -328,11 +326,10 @@ class _Workers:
         self._receivers: list[Connection] = []
 
     def start(self, job: BuildJob, path: Path, units: Sequence[BuildUnit]) -> multiprocessing.process.BaseProcess:
-        """Fork a worker, which inherits the tokenizer.
+        """Fork a worker, which inherits the tokenizer but creates its own engine.
 
-        The engine is created in each worker instead: it updates its tables as it sees text.  If two processes shared
-        them, every page would be copied on its first write and huge pages would be split, which makes it 10 to 40 %
-        slower.
+        An engine updates its tables as it sees text.  If processes shared them, every page would be copied on its first
+        write and huge pages would be split, which is 10 to 40 % slower.
         """
         context = multiprocessing.get_context("fork")
         receiver, sender = context.Pipe(duplex=False)
@@ -343,7 +340,7 @@ class _Workers:
         return process
 
     def raise_errors(self, waits_for_all: bool = False) -> None:
-        """Raise the error that a worker reported.  A killed worker reports none, and its unit is unlocked."""
+        """Raise the error that a worker has reported, if any.  A killed worker reports none; its unit is unlocked."""
         for receiver in [receiver for receiver in self._receivers if waits_for_all or receiver.poll()]:
             self._receivers.remove(receiver)
             with closing(receiver), suppress(EOFError):
@@ -353,7 +350,7 @@ class _Workers:
 
 
 def _work(job: BuildJob, path: Path, units: Sequence[BuildUnit], sender: Connection, parent: int) -> None:
-    """Build units in a worker, and send the parent the error, or None."""
+    """Build units in a worker, and send the parent the error that occurs, or None."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     follow_parent(True, {LAUNCHER: str(parent)})
     error = None
@@ -366,11 +363,11 @@ def _work(job: BuildJob, path: Path, units: Sequence[BuildUnit], sender: Connect
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Writing one unit: its documents are read, tokenized, and written to training and held-out shards
+# Writing one unit: documents are read, tokenized, and written to training and held-out shards
 
 
 CHECK_INTERVAL_BYTES = 1 << 26
-"""Bytes of text between two checks of an engine against the reference, within a unit."""
+"""Bytes of text of a unit between two checks of the engine against the reference."""
 
 
 class UnitWriter:
@@ -384,7 +381,7 @@ class UnitWriter:
         self._lowest, self._unchecked = 1.0, 0
 
     def write(self) -> Iterator[int]:
-        """Write all documents; yields the number of input bytes after each batch.
+        """Write all documents; yield the number of input bytes of each batch.
 
         Raises IdsDiffer if the engine's ids are wrong, and UserError if a document cannot be read and `data.bad` does
         not allow it.
@@ -419,31 +416,34 @@ class UnitWriter:
 
     def _read(self) -> Iterator[DocumentBatch | TokenChunk]:
         unit, job = self._unit, self._job
-        for kind, inputs in itertools.groupby(unit.inputs, key=lambda each: each.kind):
+        for kind, inputs in itertools.groupby(unit.inputs, key=lambda file: file.kind):
             if kind == "text":
                 yield from read_texts(inputs, self._bad)
                 continue
             if kind == "tokens":
-                for each in inputs:
-                    yield from read_tokens(each, job.tokenizer, job.keys)
+                for file in inputs:
+                    yield from read_tokens(file, job.tokenizer, job.keys)
                 continue
             read = read_lines if kind == "jsonl" else read_table
-            for each in inputs:
-                yield from read(each, unit.start, unit.stop, job.text_key, self._bad)
+            for file in inputs:
+                yield from read(file, unit.start, unit.stop, job.text_key, self._bad)
 
     def _write_short(self, texts: Sequence[bytes]) -> int:
         self._check_engine(texts)
         if not self._job.holdout:
             self._train.write_documents(texts, self._engine)
             return sum(map(len, texts))
-        chosen = [self._assign_split([text]) for text in texts]
+        splits = [self._assign_split([text]) for text in texts]
         for split in (self._train, self._held_out):
-            split.write_documents([text for text, own in zip(texts, chosen, strict=True) if own is split], self._engine)
+            split.write_documents(
+                [text for text, assigned in zip(texts, splits, strict=True) if assigned is split], self._engine
+            )
         return sum(map(len, texts))
 
     def _check_engine(self, texts: Sequence[bytes]) -> None:
-        """Compare the engine with the reference, on the first texts and then every CHECK_INTERVAL_BYTES.  Raises
-        IdsDiffer.
+        """Compare the engine with the reference on the first texts, and again every CHECK_INTERVAL_BYTES.
+
+        Raises IdsDiffer.
         """
         if self._unchecked <= 0:
             check_sample(self._engine, self._job.reference, texts)
@@ -452,7 +452,7 @@ class UnitWriter:
 
     def _write_long(self, document: LongDocument) -> Iterator[int]:
         try:
-            split = self._assign_split(document.pieces())  # reads all of it, to find errors before writing
+            split = self._assign_split(document.pieces())  # reads all of it: errors come before any writing
         except (BadLine, UnicodeDecodeError, *READ_ERRORS) as error:
             document.reject(error, self._bad)
             return
@@ -462,21 +462,19 @@ class UnitWriter:
     def _write_pieces(self, pieces: Iterator[bytes] | Sequence[bytes], split: _Split) -> Iterator[int]:
         for piece in self._job.splitter.cut(pieces):
             self._check_engine([piece])
-            split.write_piece(piece, self._engine)
+            split.current_writer.write(self._engine.encode([piece])[0], len(piece))
             yield len(piece)
         split.end_document()
 
     def _assign_split(self, pieces: Iterator[bytes] | Sequence[bytes]) -> _Split:
-        """Assign a document to the training or the held-out split by a hash of its text, so that equal texts share a
-        split.
-        """
+        """Return the split of a document, chosen by a hash of its text, so that equal texts are in the same split."""
         digest = hashlib.blake2b(digest_size=6)
         for piece in pieces:
             if self._job.holdout:
                 digest.update(piece)
-        chance = int.from_bytes(digest.digest(), "little") / (1 << 48) if self._job.holdout else 1.0
-        self._lowest = min(self._lowest, chance)
-        return self._held_out if chance < self._job.holdout else self._train
+        hash_fraction = int.from_bytes(digest.digest(), "little") / (1 << 48) if self._job.holdout else 1.0
+        self._lowest = min(self._lowest, hash_fraction)
+        return self._held_out if hash_fraction < self._job.holdout else self._train
 
 
 class _Split:
@@ -491,33 +489,32 @@ class _Split:
         if not texts:
             return
         ids, counts = engine.encode(texts)
-        around = len(self._job.tokenizer.start_ids) + len(self._job.tokenizer.end_ids)
+        num_special = len(self._job.tokenizer.start_ids) + len(self._job.tokenizer.end_ids)
         sizes = np.fromiter(map(len, texts), np.int64, len(texts))
         while len(counts):
-            writer = self._current_writer
-            number = len(counts)
+            writer = self.current_writer
+            num_fitting = len(counts)
             if self._job.shard_tokens:  # the last document may exceed the limit
                 room = self._job.shard_tokens - writer.num_tokens
-                number = min(number, int(np.searchsorted(np.cumsum(counts + around), room)) + 1)
-            end = int(counts[:number].sum())
-            writer.write_documents(ids[:end], counts[:number], int(sizes[:number].sum()))
-            ids, counts, sizes = ids[end:], counts[number:], sizes[number:]
+                num_fitting = min(num_fitting, int(np.searchsorted(np.cumsum(counts + num_special), room)) + 1)
+            end = int(counts[:num_fitting].sum())
+            writer.write_documents(ids[:end], counts[:num_fitting], int(sizes[:num_fitting].sum()))
+            ids, counts, sizes = ids[end:], counts[num_fitting:], sizes[num_fitting:]
             self._update_is_full(writer)
 
     def write_tokens(self, tokens: TokenChunk) -> None:
         ids, ends = tokens.ids, tokens.ends
         while len(ids):
-            writer = self._current_writer
-            full = ends[writer.num_tokens + ends >= self._job.shard_tokens] if self._job.shard_tokens else ends[:0]
-            stop = int(full[0]) if len(full) else len(ids)
-            number = int(np.searchsorted(ends, stop, side="right"))
-            writer.write_tokens(ids[:stop], ends[:number])
-            ids, ends = ids[stop:], ends[number:] - stop
-            if len(full):
+            writer = self.current_writer
+            ends_past_limit = (
+                ends[writer.num_tokens + ends >= self._job.shard_tokens] if self._job.shard_tokens else ends[:0]
+            )
+            stop = int(ends_past_limit[0]) if len(ends_past_limit) else len(ids)
+            num_documents = int(np.searchsorted(ends, stop, side="right"))
+            writer.write_tokens(ids[:stop], ends[:num_documents])
+            ids, ends = ids[stop:], ends[num_documents:] - stop
+            if len(ends_past_limit):
                 self._update_is_full(writer)
-
-    def write_piece(self, text: bytes, engine: Engine) -> None:
-        self._current_writer.write(engine.encode([text])[0], len(text))
 
     def end_document(self) -> None:
         writer = self._writers[-1]
@@ -539,7 +536,8 @@ class _Split:
             writer.discard()
 
     @property
-    def _current_writer(self) -> ShardWriter:
+    def current_writer(self) -> ShardWriter:
+        """The writer of the current shard; starts a new shard if the last one is full."""
         if self._is_full:
             for writer in self._writers[-1:]:
                 writer.close()
@@ -552,22 +550,22 @@ class _Split:
 # ---------------------------------------------------------------------------------------------------------------
 # The build folder: a lock per unit, a record of each finished unit, and finally the manifest
 #
-# lock            one byte per unit is locked; the kernel releases the locks of a dead process. The file is never
-#                 removed, so that all processes lock the same one, even if they join late.
-# 00007.bin ...   shards of unit 7, renamed to these names once on disk; held-out shards end in -eval
-# 00007.done      record of the unit, written last
+# lock            the lock file: one byte per unit is locked.  It is never removed, so that all processes lock the same
+#                 file, even those that join late.
+# 00007.bin ...   shards of unit 7, renamed to these names once they are on disk; held-out shards end in -eval
+# 00007.done      the record of unit 7, written after its shards
 # manifest.json   lists all shards; written when every unit is done, after which the records are removed
 
 
 _LOCK = "lock"
 
 _REPAIR_LOCK = 2**40 + 2
-"""The byte of the lock file that is locked while damaged files are removed."""
+"""The byte of the lock file that is locked while corrupt files are removed."""
 
 
 @dataclass(frozen=True)
 class UnitRecord:
-    """A finished unit: the names of its training and held-out shards, and counts of its documents."""
+    """The record of a finished unit: the names of its training and held-out shards, and counts of its documents."""
 
     train: list[str] = field(default_factory=list)
     held_out: list[str] = field(default_factory=list)
@@ -579,7 +577,7 @@ class UnitRecord:
 
 
 class BuildFolder:
-    """The folder that builders share.  Raises OSError if it is gone, is not writable or does not support locks."""
+    """The folder that builders share.  Raises OSError if it is missing, not writable or without locks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -608,7 +606,7 @@ class BuildFolder:
         return f"{unit:05d}{f'.{number:03d}' if number else ''}{'-eval' if is_held_out else ''}"
 
     def try_lock(self, unit: int) -> bool:
-        """Lock a unit without blocking; returns False if another process holds it."""
+        """Lock a unit without waiting; return False if another process has locked it."""
         try:
             fcntl.lockf(self._lock_file(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, unit)
         except OSError as error:
@@ -639,7 +637,7 @@ class BuildFolder:
         return self._record_path(unit).exists()
 
     def read(self, unit: int) -> UnitRecord:
-        """Return the record of a finished unit.  Raises ShardError if it is damaged."""
+        """Return the record of a finished unit.  Raises ShardError if it is corrupt."""
         path = self._record_path(unit)
         try:
             stored = checked(json.loads(path.read_bytes()))
@@ -648,13 +646,13 @@ class BuildFolder:
             raise ShardError(f"{path} is damaged ({error})") from error
 
     def write(self, unit: int, record: UnitRecord) -> None:
-        """Record that a unit's shards are complete: on disk, under their final names."""
+        """Write the record of a unit, after its shards are on disk under their final names."""
         sync_folder(self.path)
         with replacing(self._record_path(unit)) as partial:
             partial.write_text(json.dumps(with_checksum(dataclasses.asdict(record))))
 
     def clear(self, unit: int) -> None:
-        """Remove temporary files of a unit left by killed builders, and folders that occupy the names of its files.
+        """Remove temporary files that killed builders of a unit have left, and folders with the names of its files.
 
         The caller holds the unit's lock.  Existing shards stay until they are replaced, since other runs may be reading
         them.
@@ -666,7 +664,7 @@ class BuildFolder:
                 remove(path)
 
     def remove_damaged(self, num_units: int) -> None:
-        """Remove records that are damaged or whose shards are missing or damaged, so that these units are rebuilt."""
+        """Remove the records of units with corrupt records or missing or corrupt shards, so that they are rebuilt."""
         for unit in range(num_units):
             if not self.is_done(unit):
                 continue
@@ -677,18 +675,24 @@ class BuildFolder:
                         Shard(self.path / name).verify()
                 except ShardError as error:
                     if self.is_complete:
-                        return  # another process has finished meanwhile, and removed the records
+                        return  # meanwhile, another process has finished and removed the records
                     print_stderr(f"{error}; building this part again")
                     remove(self._record_path(unit))
 
-    def invalidate(self, is_damaged: Callable[[], Exception | None]) -> None:
-        """Cause everything in the folder to be rebuilt, if it is complete and still damaged.
+    def invalidate(self, check: Callable[[], object]) -> None:
+        """Cause everything in the folder to be rebuilt if it is complete and still corrupt.
 
-        Shards stay until they are replaced, since other runs may be reading those that are intact.  `is_damaged` checks
-        again, as another process may have done this already; it returns the error, or None.
+        Shards stay until they are replaced, since other runs may be reading the intact ones.
+
+        check: raises ShardError if the folder is corrupt.  It is called under a lock: another process may have
+            invalidated the folder already.
         """
         with self.locked(_REPAIR_LOCK):
-            if self.is_complete and (error := is_damaged()) is not None:
+            if not self.is_complete:
+                return
+            try:
+                check()
+            except ShardError as error:
                 print_stderr(f"{str(error).partition('; ')[0]}; building {self.path} again")
                 remove(self.manifest_path)
                 for path in self.path.glob("*.damaged"):
@@ -700,7 +704,7 @@ class BuildFolder:
         self.clean_up()
 
     def clean_up(self) -> None:
-        """Remove the records, which the manifest replaces, and temporary files left by killed builders."""
+        """Remove the records, which the manifest replaces, and temporary files that killed builders have left."""
         for path in [*self.path.glob("[0-9]*.done"), *self.path.glob(".[0-9]*")]:
             remove(path)
 
@@ -722,30 +726,29 @@ _PUBLISH_LOCK = 2**40 + 1
 
 
 def find_published(stem: Path) -> list[Path]:
-    """Return the existing shard files whose names begin with this stem."""
+    """Return the files of the shards that were published under a stem."""
     name = re.compile(re.escape(stem.name) + r"(-eval)?-\d{5,}\.(bin|idx|crc|json)")
     return sorted(path for path in stem.parent.iterdir() if name.fullmatch(path.name))
 
 
 def is_in_progress(work: Path) -> bool:
-    """Return whether a build in the folder `work` was started and has not finished."""
+    """Return whether a build in the folder `work` has started but not finished."""
     return work.exists() or _finished_path(work).exists()
 
 
 def was_published(work: Path, stem: Path) -> bool:
-    """Return whether the shards built in `work` were published, even by a process that was killed right afterwards."""
-    past = _finished_path(work)
-    if past.exists():
-        shutil.rmtree(past, ignore_errors=True)
+    """Return whether the shards built in `work` were published, even if the process was killed right afterwards."""
+    finished = _finished_path(work)
+    if finished.exists():
+        shutil.rmtree(finished, ignore_errors=True)
         return True
     return not work.exists() and bool(find_published(stem))
 
 
 def publish(manifest: Manifest, work: Path, stem: Path) -> None:
-    """Rename a manifest's shards to `stem`-00000.bin and so on, replacing existing shards, and remove the folder
-    `work`.
+    """Rename a manifest's shards to STEM-00000.bin and so on, replacing existing shards; then remove the folder `work`.
 
-    If it is killed, calling it again continues.  Processes that call it at the same time wait for the first.
+    A call after the process was killed continues.  If several processes call it at once, they wait for the first.
     """
     train, held_out = paths_of(manifest, stem)
     moves = [
@@ -754,10 +757,10 @@ def publish(manifest: Manifest, work: Path, stem: Path) -> None:
         for (name, *_), path in zip([*manifest.train, *manifest.held_out], [*train, *held_out], strict=True)
     ]
     with BuildFolder(work) as folder, folder.locked(_PUBLISH_LOCK):
-        if (work / MANIFEST).exists():  # else another process has published it
-            wanted = {target for source, target in moves if source.exists() or not source.with_suffix(".bin").exists()}
+        if (work / MANIFEST).exists():  # otherwise another process has published the shards
+            targets = {target for source, target in moves if source.exists() or not source.with_suffix(".bin").exists()}
             for path in find_published(stem):
-                if path not in wanted:
+                if path not in targets:
                     path.unlink()
             for source, target in moves:
                 if source.exists():
@@ -769,23 +772,27 @@ def publish(manifest: Manifest, work: Path, stem: Path) -> None:
 
 
 def read_published(stem: Path) -> Manifest:
-    """Return a manifest of the shards published under a stem.  Raises ShardError."""
+    """Return a manifest of the shards that were published under a stem.  Raises ShardError."""
     paths = [path for path in find_published(stem) if path.suffix == ".bin"]
-    is_held_out = [path.name.startswith(f"{stem.name}-eval-") for path in paths]
-    shards = [Shard(path) for path in paths]
+    held_out = [Shard(path) for path in paths if path.name.startswith(f"{stem.name}-eval-")]
+    train = [Shard(path) for path in paths if not path.name.startswith(f"{stem.name}-eval-")]
+    info = (train or held_out)[0].info
     return Manifest(
-        *shards[0].info.kind,
-        train=[row_of(shard, stem.parent) for shard, out in zip(shards, is_held_out, strict=True) if not out],
-        held_out=[row_of(shard, stem.parent) for shard, out in zip(shards, is_held_out, strict=True) if out],
+        dtype=info.dtype,
+        vocab_size=info.vocab_size,
+        tokenizer=info.tokenizer,
+        end_id=info.end_id,
+        train=rows_of(train, stem.parent),
+        held_out=rows_of(held_out, stem.parent),
     )
 
 
 def paths_of(manifest: Manifest, stem: Path) -> tuple[list[Path], list[Path]]:
-    """Return the paths to publish a manifest's shards under: training shards, held-out shards."""
-    train, held_out = range(len(manifest.train)), range(len(manifest.held_out))
+    """Return the paths under which to publish a manifest's training shards, and its held-out shards."""
+    train_numbers, held_out_numbers = range(len(manifest.train)), range(len(manifest.held_out))
     return (
-        [stem.with_name(f"{stem.name}-{number:05d}.bin") for number in train],
-        [stem.with_name(f"{stem.name}-eval-{number:05d}.bin") for number in held_out],
+        [stem.with_name(f"{stem.name}-{number:05d}.bin") for number in train_numbers],
+        [stem.with_name(f"{stem.name}-eval-{number:05d}.bin") for number in held_out_numbers],
     )
 
 

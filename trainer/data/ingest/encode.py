@@ -1,8 +1,8 @@
-"""Tokenizes documents: engines turn batches of documents into ids, and long documents are split first.
+"""Tokenizes documents: splits long ones, and encodes batches of texts with an engine.
 
-The tokenizer's own library is the reference.  A faster engine is used if it gives the same ids, both on texts designed
-to tell engines apart, before any input is read, and on a sample of each unit.  If a single id differs, the unit is
-redone with the reference.
+The reference engine is the library that the tokenizer was written for.  A faster engine is used if it gives the same
+ids: on texts designed to tell engines apart, before any input is read, and on a sample of each unit.  If a single id
+differs, the unit is tokenized again with the reference.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ IdsAndCounts: TypeAlias = "tuple[NDArray[np.integer[Any]], NDArray[np.int64]]"
 """The concatenated ids of some texts, and the number of ids of each text."""
 
 _NUM_SAMPLES, _SAMPLE_BYTES = 8, 1024
-"""Number of texts in a check of an engine, and bytes taken of each."""
+"""Number of texts that an engine is checked on, and number of bytes of each."""
 
 
 class IdsDiffer(Exception):
-    """An engine gives different ids than the tokenizer's own library."""
+    """An engine gives different ids from the reference."""
 
 
 class Engine(ABC):
-    """Tokenizes texts, without the ids that start and end a document."""
+    """Tokenizes texts, without adding the special tokens around documents."""
 
     name = ""
 
@@ -62,21 +62,21 @@ def find_reference(tokenizer: Tokenizer) -> Engine:
 
 
 def check_sample(engine: Engine, reference: Engine, texts: Sequence[bytes]) -> None:
-    """Compare an engine with the reference on the first bytes of a sample of `texts`.  Raises IdsDiffer."""
+    """Compare an engine with the reference on the first bytes of some of `texts`.  Raises IdsDiffer."""
     if engine is not reference and texts:
         sample = texts[:: -(-len(texts) // _NUM_SAMPLES)]
-        whole_characters = [text[:_SAMPLE_BYTES].decode(errors="ignore").encode() for text in sample]
-        _compare(engine, reference, whole_characters)
+        starts = [text[:_SAMPLE_BYTES].decode(errors="ignore").encode() for text in sample]
+        _compare(engine, reference, starts)
 
 
 def _compare(engine: Engine, reference: Engine, texts: Sequence[bytes]) -> None:
-    (found, found_counts), (right, counts) = engine.encode(texts), reference.encode(texts)
-    if not np.array_equal(found_counts, counts) or not np.array_equal(found, right):
-        raise IdsDiffer(f"{engine.name} gives different ids than the tokenizer's own library")
+    (ids, counts), (expected_ids, expected_counts) = engine.encode(texts), reference.encode(texts)
+    if not np.array_equal(counts, expected_counts) or not np.array_equal(ids, expected_ids):
+        raise IdsDiffer(f"{engine.name} gives different ids from {reference.name}")
 
 
 class _ByteEngine(Engine):
-    """The byte tokenizer, which can encode the concatenated texts at once."""
+    """The byte tokenizer: encodes all texts at once, concatenated."""
 
     name = "bytes"
 
@@ -88,7 +88,7 @@ class _ByteEngine(Engine):
 
 
 class _TokenizersEngine(Engine):
-    """Hugging Face's library `tokenizers`."""
+    """Hugging Face's `tokenizers` library."""
 
     name = "tokenizers"
 
@@ -98,36 +98,36 @@ class _TokenizersEngine(Engine):
 
     def encode(self, texts: Sequence[bytes]) -> IdsAndCounts:
         with _single_threaded():
-            found = self._library.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
-            return _concatenate([np.array(each.ids, dtype=np.uint32) for each in found], self._dtype)
+            encodings = self._library.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
+            return _concatenate([np.array(encoding.ids, dtype=np.uint32) for encoding in encodings], self._dtype)
 
 
 @contextlib.contextmanager
 def _single_threaded() -> Iterator[None]:
-    """Disable the threads of `tokenizers`: the work is split over processes, and its threads do not survive a fork."""
+    """Disable the threads of `tokenizers`: they do not survive a fork, and the work is split over processes anyway."""
     name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
+    old_value = os.environ.get(name)
     os.environ[name] = "false"
     try:
         yield
     finally:
-        if before is None:
+        if old_value is None:
             del os.environ[name]
         else:
-            os.environ[name] = before
+            os.environ[name] = old_value
 
 
 def _concatenate(ids: Sequence[NDArray[Any]], dtype: str) -> IdsAndCounts:
-    """Concatenate ids into one array of `dtype`, which should be narrow, since the array is copied again later."""
+    """Concatenate ids into one array of `dtype`; a narrow one is faster, since the array is copied again later."""
     counts = np.fromiter(map(len, ids), np.int64, len(ids))
     return np.concatenate([np.empty(0, dtype), *ids], dtype=dtype, casting="unsafe"), counts
 
 
 class _FastEngine(Engine):
-    """Base class of fast engines, which know no added tokens; the reference encodes texts that contain one."""
+    """Base class of fast engines, which do not know added tokens: the reference encodes texts that contain one."""
 
-    _ids_of: Callable[[bytes], NDArray[np.uint32]]
-    """The ids of one text."""
+    _encode_text: Callable[[bytes], NDArray[np.uint32]]
+    """Returns the ids of one text."""
 
     def __init__(self, tokenizer: FileTokenizer, reference: Engine) -> None:
         self._reference = reference
@@ -136,30 +136,28 @@ class _FastEngine(Engine):
 
     def encode(self, texts: Sequence[bytes]) -> IdsAndCounts:
         try:
-            ids = list(map(self._ids_of, texts))
+            ids = list(map(self._encode_text, texts))
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a Rust panic is a BaseException
             raise IdsDiffer(f"{self.name} gives up ({error})") from error
         joined, counts = _concatenate(ids, self._dtype)
         if self._has_added(joined):
-            for number, found in enumerate(ids):
-                if self._has_added(found):
+            for number, text_ids in enumerate(ids):
+                if self._has_added(text_ids):
                     ids[number] = self._reference.encode([texts[number]])[0].astype(np.uint32)
             return _concatenate(ids, self._dtype)
         return joined, counts
 
     def _has_added(self, ids: NDArray[np.integer[Any]]) -> bool:
-        """Return whether `ids` contains an added token.  Cheap for most vocabularies, which have all of them at one
-        end.
-        """
+        """Return whether `ids` contains an added token.  Cheap if all are at one end of the vocabulary, as usual."""
         if not len(self._added) or not len(ids) or ids.max() < self._added[0] or ids.min() > self._added[-1]:
             return False
         return bool(np.isin(ids, self._added).any())
 
 
 class _Gigatoken(_FastEngine):
-    """The library `gigatoken`."""
+    """The `gigatoken` library."""
 
     name = "gigatoken"
 
@@ -168,13 +166,13 @@ class _Gigatoken(_FastEngine):
 
         super().__init__(tokenizer, reference)
         content = load_json(tokenizer.library.to_str().encode())
-        content["added_tokens"] = [each for each in content["added_tokens"] if not each["special"]]
+        content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
         content["post_processor"] = None
-        self._ids_of = gigatoken.Tokenizer.from_json(dump_json(content)).backend.encode
+        self._encode_text = gigatoken.Tokenizer.from_json(dump_json(content)).backend.encode
 
 
 class _Tiktoken(_FastEngine):
-    """The library `tiktoken`, for byte-level BPE: ranks follow the order of the merges."""
+    """The `tiktoken` library, for byte-level BPE: the rank of a token is the position of its merge."""
 
     name = "tiktoken"
 
@@ -189,18 +187,18 @@ class _Tiktoken(_FastEngine):
         pattern = _split_pattern(content["pre_tokenizer"])
         encoding = tiktoken.Encoding("tokenizer", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
 
-        def ids_of(text: bytes) -> NDArray[np.uint32]:
-            return id_of_rank[np.array(encoding.encode_ordinary(text.decode()), dtype=np.int64)]
-
-        self._ids_of = ids_of
+        self._encode_text = lambda text: id_of_rank[np.array(encoding.encode_ordinary(text.decode()), dtype=np.int64)]
 
 
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-def _split_pattern(before: dict[str, Any] | None) -> str:
-    """Return the regular expression that a pre-tokenizer splits text with.  Raises IdsDiffer for any other one."""
-    steps = (before or {}).get("pretokenizers", [before])
+def _split_pattern(pre_tokenizer: dict[str, Any] | None) -> str:
+    """Return the regular expression that a pre-tokenizer splits text with.
+
+    Raises IdsDiffer if the pre-tokenizer does anything else.
+    """
+    steps = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer])
     last = steps[-1] or {}
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or len(steps) > 2:
         raise IdsDiffer("its text is not split by a single regular expression")
@@ -215,19 +213,22 @@ def _split_pattern(before: dict[str, Any] | None) -> str:
 
 def _ranks(model: dict[str, Any]) -> tuple[dict[bytes, int], NDArray[np.uint32]]:
     """Return the rank of each mergeable token, as bytes, and the id of each rank."""
-    # Each byte is spelled as one character: printable bytes represent themselves, the others follow from 256 on.
+    # In the vocabulary each byte is one character: printable bytes are themselves, the others count up from 256.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    byte_of = {**{chr(byte): byte for byte in printable}, **{chr(256 + n): byte for n, byte in enumerate(others)}}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    byte_of_character = {
+        **{chr(byte): byte for byte in printable},
+        **{chr(256 + n): byte for n, byte in enumerate(unprintable)},
+    }
     vocabulary: dict[str, int] = model["vocab"]
-    tokens = [*byte_of]
+    tokens = [*byte_of_character]
     for merge in model["merges"]:
         left, right = merge.split(" ") if isinstance(merge, str) else merge
         tokens.append(left + right)
     ranks: dict[bytes, int] = {}
     ids: list[int] = []
     for token in dict.fromkeys(tokens):
-        ranks[bytes(byte_of[character] for character in token)] = len(ids)
+        ranks[bytes(byte_of_character[character] for character in token)] = len(ids)
         ids.append(vocabulary[token])
     return ranks, np.array(ids, dtype=np.uint32)
 
@@ -248,30 +249,28 @@ characters.
 
 
 def _probe_texts(tokenizer: FileTokenizer) -> list[bytes]:
-    """Return texts that tell engines apart: those above, characters from all of Unicode, and texts that spell added
-    tokens.
-    """
-    every = [chr(code) for code in range(0x20, 0x2FFFF, 37) if not 0xD800 <= code < 0xE000]
-    spelled = [str(token.content) for token in tokenizer.library.get_added_tokens_decoder().values()][:64]
+    """Return texts that tell engines apart: _PROBES, characters from all of Unicode, and texts with added tokens."""
+    characters = [chr(code) for code in range(0x20, 0x2FFFF, 37) if not 0xD800 <= code < 0xE000]
+    added_tokens = [str(token.content) for token in tokenizer.library.get_added_tokens_decoder().values()][:64]
     texts = [
         *_PROBES,
-        *("".join(every[start : start + 256]) for start in range(0, len(every), 256)),
-        *(f"a{text}b {text} \n{text}\n {text[:-1]}" for text in spelled),
+        *("".join(characters[start : start + 256]) for start in range(0, len(characters), 256)),
+        *(f"a{text}b {text} \n{text}\n {text[:-1]}" for text in added_tokens),
     ]
     return [text.encode() for text in texts]
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Splitting long documents into pieces whose ids, concatenated, are those of the full document
+# Splitting long documents into pieces with the same ids: concatenated, they are those of the complete document
 #
-# Tokens do not cross the boundaries of the pre-tokenizer.  Candidate boundaries are those after a newline between two
-# non-space characters, and before a space between two letters.  Whether a tokenizer always splits there is tested on
-# every pair of ASCII characters and some of each script, since the result can depend on the adjacent characters.  If it
-# does not, documents are tokenized in one piece, whatever memory that takes.
+# Tokens do not cross the boundaries of the pre-tokenizer.  Candidates for a boundary are the position after a newline
+# between two non-space characters, and the position before a space between two letters.  Whether a tokenizer always
+# splits there is tested on all pairs of ASCII characters and on some of each script, since the result can depend on the
+# adjacent characters.  If it does not, documents are tokenized in one piece, however much memory that takes.
 
 
 MAX_PIECE_BYTES = 1 << 20
-"""Maximum size of a piece in bytes, if it can be cut: tokenizing takes about 200 bytes of memory per byte."""
+"""Maximum bytes of a piece that can be cut: tokenizing takes about 200 bytes of memory per byte."""
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -280,7 +279,7 @@ _RANGES = [
     (0x430, 0x44F), (0x391, 0x3A1), (0x3B1, 0x3C9), (0x627, 0x64A), (0x5D0, 0x5EA), (0xE01, 0xE2E),
     (0x905, 0x939), (0x985, 0x9A8), (0xE0, 0xF6), (0xF8, 0xFF), (0xC0, 0xD6),
 ]  # fmt: skip
-"""Ranges (first, last) of similar characters: outside ASCII, tokenizers treat all characters of a range alike."""
+"""Ranges (first, last) of similar characters.  Outside ASCII, tokenizers treat all characters of a range alike."""
 
 _PUNCTUATION = "".join(
     map(chr, (0x3002, 0x3001, 0xFF0C, 0xFF01, 0xFF1F, 0xFF1A, 0xFF1B, 0x300D, 0x300F, 0xFF09, 0x201D))
@@ -294,7 +293,7 @@ _LINE_END = re.compile(f"[{_WORD_CHARACTERS}{_PUNCTUATION}]\n(?=[{_WORD_CHARACTE
 _SPACE = re.compile("[a-z](?= [a-z])")
 
 _SEARCH_BYTES = 1 << 14
-"""The last bytes of a piece, which are searched for a boundary first."""
+"""Number of bytes at the end of a piece that are searched for a boundary first."""
 
 
 class DocumentSplitter:
@@ -308,26 +307,25 @@ class DocumentSplitter:
         return len(text) > MAX_PIECE_BYTES
 
     def cut(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield a document in pieces of at most `MAX_PIECE_BYTES`, or longer ones if it has no boundary."""
-        held, searched_to = b"", 0
+        """Yield a document in pieces of at most `MAX_PIECE_BYTES`, or longer if there is no boundary."""
+        text, searched_to = b"", 0
         for piece in pieces:
-            held += piece
-            while len(held) > MAX_PIECE_BYTES:
-                end = self._find_boundary(held, searched_to)
+            text += piece
+            while len(text) > MAX_PIECE_BYTES:
+                end = self._find_boundary(text, searched_to)
                 if not end:
-                    searched_to = max(
-                        MAX_PIECE_BYTES, len(held) - _SEARCH_BYTES
-                    )  # a boundary may span the end of `held`
+                    # A boundary may span the end of the text read so far.
+                    searched_to = max(MAX_PIECE_BYTES, len(text) - _SEARCH_BYTES)
                     break
-                yield held[:end]
-                held, searched_to = held[end:], 0
-        if held:
-            yield held
+                yield text[:end]
+                text, searched_to = text[end:], 0
+        if text:
+            yield text
 
     def _find_boundary(self, text: bytes, searched_to: int) -> int:
-        """Return the last boundary within `MAX_PIECE_BYTES`, else the first one after that, else 0.
+        """Return the last boundary within `MAX_PIECE_BYTES`, otherwise the first one after that, or 0 if there is none.
 
-        `text` is known to have no boundary before `searched_to`.
+        searched_to: the position up to which `text` is known to have no boundary.
         """
         if isinstance(self._tokenizer, ByteTokenizer):
             return MAX_PIECE_BYTES
@@ -336,16 +334,15 @@ class DocumentSplitter:
                 for pattern in self._boundary_patterns:
                     if end := _last_match_end(pattern, text[start:MAX_PIECE_BYTES]):
                         return start + end
-        found = (
-            _first_match_end(pattern, text[max(MAX_PIECE_BYTES, searched_to) - 8 :])
-            for pattern in self._boundary_patterns
-        )
-        ends = [end for end in found if end]
-        return max(MAX_PIECE_BYTES, searched_to) - 8 + min(ends) if ends else 0
+        start = max(MAX_PIECE_BYTES, searched_to) - 8
+        remainder = text[start:].decode(errors="surrogateescape")  # may begin or end within a character
+        matches = (pattern.search(remainder) for pattern in self._boundary_patterns)
+        ends = [match.end() for match in matches if match]
+        return start + len(remainder[: min(ends)].encode(errors="surrogateescape")) if ends else 0
 
     @cached_property
     def _boundary_patterns(self) -> list[re.Pattern[str]]:
-        """Patterns of the boundaries that this tokenizer's tokens never cross."""
+        """Patterns that match at boundaries that this tokenizer's tokens never cross."""
         if not isinstance(self._tokenizer, FileTokenizer):
             return []
         library = self._tokenizer.library
@@ -353,37 +350,32 @@ class DocumentSplitter:
         if library.pre_tokenizer is None or any(
             token.lstrip or token.rstrip or re.search(r"\s", token.content) for token in added
         ):
-            return []  # tokens may cross the pre-tokenizer's boundaries: an added token may include white space
-        found = []
+            return []  # an added token with white space may cross the pre-tokenizer's boundaries
+        patterns = []
         left, right = _example_characters(_PUNCTUATION), _example_characters("")
         if _always_splits(library, ((f"{first}\n", second) for first in left for second in right)):
-            found.append(_LINE_END)
+            patterns.append(_LINE_END)
         if _always_splits(library, ((left, f" {right}") for left, right in itertools.product(_LETTERS, _LETTERS))):
-            found.append(_SPACE)
-        return found
+            patterns.append(_SPACE)
+        return patterns
 
 
 def _last_match_end(pattern: re.Pattern[str], text: bytes) -> int:
     """Return the byte offset at which the last match ends, or 0.  `text` may begin or end within a character."""
-    shown = text.decode(errors="surrogateescape")
-    last = max((found.end() for found in pattern.finditer(shown)), default=0)
-    return len(shown[:last].encode(errors="surrogateescape"))
+    decoded = text.decode(errors="surrogateescape")
+    last_end = max((match.end() for match in pattern.finditer(decoded)), default=0)
+    return len(decoded[:last_end].encode(errors="surrogateescape"))
 
 
-def _first_match_end(pattern: re.Pattern[str], text: bytes) -> int:
-    found = pattern.search(text.decode(errors="surrogateescape"))
-    return len(found.string[: found.end()].encode(errors="surrogateescape")) if found else 0
-
-
-def _example_characters(more: str) -> list[str]:
-    """Return every character of the first range (ASCII), three of each other range, and those in `more`."""
-    (first, last), *others = _RANGES
-    every = [*range(first, last + 1), *(code for a, b in others for code in (a, (a + b) // 2, b))]
-    return [*map(chr, every), *more]
+def _example_characters(extra_characters: str) -> list[str]:
+    """Return all characters of the first range (ASCII), three of each other range, and `extra_characters`."""
+    (first, last), *other_ranges = _RANGES
+    codes = [*range(first, last + 1), *(code for a, b in other_ranges for code in (a, (a + b) // 2, b))]
+    return [*map(chr, codes), *extra_characters]
 
 
 _CONTEXTS = (("", ""), ("x", "x"), ("1", "1"), (".", "."), (" ", " "), ("X", "X"), ("the ", " end"))
-"""Text before and after the pair, to vary the context."""
+"""Texts to put before and after a pair, to vary its context."""
 
 
 def _always_splits(library: Any, pairs: Iterable[tuple[str, str]]) -> bool:
@@ -394,11 +386,11 @@ def _always_splits(library: Any, pairs: Iterable[tuple[str, str]]) -> bool:
     def words(text: str) -> list[str]:
         return [word for word, _ in split(normalize(text))]
 
-    words_of_half = cache(words)  # each half occurs in hundreds of pairs
+    cached_words = cache(words)  # each half occurs in hundreds of pairs
     contexts = itertools.cycle(_CONTEXTS)
     for left, right in pairs:
-        before, behind = next(contexts)
-        first, second = before + left, right + behind
-        if words(first + second) != words_of_half(first) + words_of_half(second):
+        prefix, suffix = next(contexts)
+        first, second = prefix + left, right + suffix
+        if words(first + second) != cached_words(first) + cached_words(second):
             return False
     return True

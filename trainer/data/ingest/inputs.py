@@ -1,6 +1,6 @@
-"""The input of a build: which files a path, folder or glob names, opening them, and what happens to bad documents.
+"""Finds the files that a path, folder or glob names, opens them, and counts or rejects bad documents.
 
-To find files, only names, sizes and times are read, and the first bytes of an index.
+To find files, only names, sizes and times are read, and the first bytes of indices.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import difflib
 import glob
 import io
 import os
+import shlex
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeAlias
 
-from trainer.data.json_files import json_advice
 from trainer.data.shards import Manifest
 from trainer.errors import setting_error
 
@@ -49,7 +49,7 @@ _COMPRESSIBLE = ("text", "jsonl")
 SUPPORTED_SUFFIXES = (
     ".txt, .jsonl, .parquet, .arrow, .md, source code; .gz and .zst of text and of .jsonl; .bin of other trainers"
 )
-"""The supported kinds of files, for messages."""
+"""The supported file types, for messages."""
 
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
 """The first bytes of Megatron's index files."""
@@ -57,9 +57,9 @@ MEGATRON_MAGIC = b"MMIDIDX\0\0"
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file of documents: `size` in bytes, `mtime_ns` its modification time in ns.
+    """A file of documents.
 
-    `key` is the setting that named the file, for messages.
+    size: in bytes.  mtime_ns: the modification time in ns.  key: the setting that names the file, for messages.
     """
 
     path: str
@@ -71,13 +71,14 @@ class InputFile:
 
     @classmethod
     def of(cls, path: str, key: str) -> InputFile | None:
-        """Describe the file at `path`, or return None if its kind is not supported.  Raises UserError, naming `key`, if
-        it is gone.
+        """Return a description of the file at `path`, or None if its kind is not supported.
+
+        Raises UserError that names the setting `key` if the file does not exist.
         """
-        found = kind_of(path)  # by the given name: a link's target may have no telling suffix
-        if found is None:
+        kind_and_compression = kind_of(path)  # by the link's name: its target's may have no suffix
+        if kind_and_compression is None:
             return None
-        kind, compression = found
+        kind, compression = kind_and_compression
         try:
             stat = os.stat(path)
         except OSError as error:
@@ -86,7 +87,7 @@ class InputFile:
 
 
 def kind_of(path: str) -> tuple[Kind, Compression] | None:
-    """Return the kind of a file, by its name, and its compression; None if it holds no documents."""
+    """Return the kind and the compression of a file, judging by its name; None if it holds no documents."""
     stem, suffix = os.path.splitext(path.lower())
     compression = _COMPRESSIONS.get(suffix, "")
     kind = _KINDS.get(os.path.splitext(stem)[1] if compression else suffix)
@@ -98,14 +99,14 @@ def kind_of(path: str) -> tuple[Kind, Compression] | None:
 def find_inputs(settings: Iterable[str], key: str) -> list[InputFile]:
     """Return the files that paths, folders and globs name, without duplicates, in the order of `settings`.
 
-    A folder means all files in it, at any depth, in sorted order; a folder saved by `datasets` means the records of its
-    `train` split.  Raises UserError, naming the setting `key`.
+    A folder stands for all files in it, at any depth, in sorted order; a folder saved by `datasets` stands for its
+    `train` split.  Raises UserError that names the setting `key`.
     """
-    found: dict[str, InputFile] = {}
+    inputs: dict[str, InputFile] = {}
     for setting in settings:
         for match in _match(setting, key):
-            inside = list(_list_inputs(match, key))
-            if not inside:
+            files = list(_list_inputs(match, key))
+            if not files:
                 is_folder = os.path.isdir(match)
                 advice = next(filter(None, map(json_advice, _walk(match) if is_folder else [match])), None)
                 if advice is not None:
@@ -114,8 +115,8 @@ def find_inputs(settings: Iterable[str], key: str) -> list[InputFile]:
                 rule = "has no file that ends in" if is_folder else "its name must end in"
                 fix = 'write each document as one line of .jsonl: {"text": "..."}'
                 raise setting_error(key, match, f"{rule} {SUPPORTED_SUFFIXES}", fix=fix)
-            found.update((os.path.realpath(each.path), each) for each in inside)
-    return list(found.values())
+            inputs.update((os.path.realpath(file.path), file) for file in files)
+    return list(inputs.values())
 
 
 def _match(setting: str, key: str) -> list[str]:
@@ -135,28 +136,55 @@ def _match(setting: str, key: str) -> list[str]:
     candidates = [
         name for name in names if (parent / name).is_dir() or name.endswith(".bin") or kind_of(name) is not None
     ]
-    meant = difflib.get_close_matches(Path(pattern).name, candidates, n=1, cutoff=0.7)
+    similar = difflib.get_close_matches(Path(pattern).name, candidates, n=1, cutoff=0.7)
     rule = "no such file or folder, and no match for it as a glob"
-    if meant:
-        raise setting_error(key, setting, rule, meant=parent / meant[0])
-    begins = "" if os.path.isabs(pattern) else f", looked up from {Path.cwd()}"
-    raise setting_error(key, setting, rule, fix=f"give an existing file, folder or glob{begins}")
+    if similar:
+        raise setting_error(key, setting, rule, meant=parent / similar[0])
+    searched_from = "" if os.path.isabs(pattern) else f", looked up from {Path.cwd()}"
+    raise setting_error(key, setting, rule, fix=f"give an existing file, folder or glob{searched_from}")
 
 
 def _list_inputs(path: str, key: str) -> Iterator[InputFile]:
     if not os.path.isdir(path):
-        found = InputFile.of(path, key)
-        if found is not None and (found.kind != "tokens" or is_foreign_token_file(path)):
-            yield found
+        file = InputFile.of(path, key)
+        if file is not None and (file.kind != "tokens" or is_foreign_token_file(path)):
+            yield file
         return
-    for inside in _walk(dataset_folder(path, key)):
-        found = InputFile.of(inside, key)
-        if found is not None and found.kind != "tokens":  # a .bin file may be anything, unless the user named it
-            yield found
+    for inner_path in _walk(dataset_folder(path, key)):
+        file = InputFile.of(inner_path, key)
+        if file is not None and file.kind != "tokens":  # a .bin file may be anything, unless the user named it
+            yield file
+
+
+_HEAD_BYTES = 4096
+"""Bytes at the start of a .json file that are inspected."""
+
+
+def json_advice(path: str | Path) -> tuple[str, str] | None:
+    """Return the reason why a .json file cannot be read and a command that converts it to JSONL; None for other files.
+
+    Most public instruction datasets are JSON arrays.  A file with one object per line only needs a different name.
+    """
+    file = Path(path)
+    if file.suffix.lower() != ".json" or not file.is_file():
+        return None
+    try:
+        with open(file, "rb") as opened:
+            begin = opened.read(_HEAD_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
+    except OSError:
+        return None
+    target = shlex.quote(str(file.with_suffix(".jsonl")))
+    if begin.startswith(b"["):
+        script = 'import json, sys; [print(json.dumps(record)) for record in json.load(open(sys.argv[1], "rb"))]'
+        command = f"python -c {shlex.quote(script)} {shlex.quote(str(file))} > {target}"
+        return "is a JSON array, but must be JSONL: one object per line", command
+    if begin.startswith(b"{") and b"}\n{" in begin:
+        return "has one object per line, but its name must end in .jsonl", f"mv {shlex.quote(str(file))} {target}"
+    return None
 
 
 def is_foreign_token_file(path: str) -> bool:
-    """Return whether a .bin file comes from another trainer: it has neither our metadata nor our index next to it."""
+    """Return whether a .bin file comes from another trainer: there is neither our metadata nor our index next to it."""
     stem = path.removesuffix(".bin")
     if os.path.exists(f"{stem}.json"):
         return False
@@ -173,24 +201,24 @@ def is_megatron(path: str) -> bool:
 
 
 def _walk(folder: str) -> list[str]:
-    """Return the files in a folder, at any depth, sorted by path, without hidden ones."""
-    found = []
-    for inside, folders, names in os.walk(folder):
+    """Return the files in a folder, at any depth, sorted by path; hidden files and folders are skipped."""
+    paths = []
+    for subfolder, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [os.path.join(inside, name) for name in names if not name.startswith(".")]
-    return sorted(found)
+        paths += [os.path.join(subfolder, name) for name in names if not name.startswith(".")]
+    return sorted(paths)
 
 
 def dataset_folder(folder: str, key: str) -> str:
-    """Return the folder that holds the records: the `train` split if `datasets` has saved several.
+    """Return the folder with the records: `folder` itself, or its `train` split if `datasets` has saved several.
 
-    Raises UserError if there are splits, but none of that name.
+    Raises UserError if there are splits, but no `train` split.
     """
     if not os.path.isfile(os.path.join(folder, "dataset_dict.json")):
         return folder
-    inside = os.path.join(folder, "train")
-    if os.path.isdir(inside):
-        return inside
+    train_folder = os.path.join(folder, "train")
+    if os.path.isdir(train_folder):
+        return train_folder
     splits = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir())
     raise setting_error(
         key, folder, "has no split `train`; give the folder of the split", example=next(iter(splits), None)
@@ -202,21 +230,21 @@ def dataset_folder(folder: str, key: str) -> str:
 
 
 BLOCK = 1 << 20
-"""Bytes to read at a time."""
+"""Number of bytes read at once."""
 
 READ_ERRORS = (OSError, EOFError, zlib.error)
-"""Errors that reading a damaged file raises, compressed or not."""
+"""Errors that reading a corrupt file may raise, compressed or not."""
 
 
-def open_stream(each: InputFile) -> BinaryIO:
-    """Open a file for reading, decompressed.  Opening or reading it may raise one of `READ_ERRORS`."""
-    if each.compression == "gz":
-        import gzip  # slow to import, and not needed for other files
+def open_stream(file: InputFile) -> BinaryIO:
+    """Open a file for reading its decompressed content.  Opening and reading may raise one of `READ_ERRORS`."""
+    if file.compression == "gz":
+        import gzip  # slow to import: only when needed
 
-        return io.BufferedReader(gzip.open(each.path), BLOCK)
-    if each.compression == "zst":
-        return io.BufferedReader(_ZstFile(each), BLOCK)
-    return open(each.path, "rb")
+        return io.BufferedReader(gzip.open(file.path), BLOCK)
+    if file.compression == "zst":
+        return io.BufferedReader(_ZstFile(file), BLOCK)
+    return open(file.path, "rb")
 
 
 def seek_to(file: BinaryIO, position: int) -> None:
@@ -230,60 +258,58 @@ def seek_to(file: BinaryIO, position: int) -> None:
 
 def complete_utf8_length(text: bytes) -> int:
     """Return the number of leading bytes of `text` that form complete UTF-8 characters."""
-    for back in range(1, min(4, len(text)) + 1):
-        first = text[-back]
-        if first < 0x80:
+    for num_trailing in range(1, min(4, len(text)) + 1):
+        byte = text[-num_trailing]
+        if byte < 0x80:
             break
-        if first >= 0xC0:
-            needed = 2 if first < 0xE0 else 3 if first < 0xF0 else 4
-            return len(text) - back if back < needed else len(text)
+        if byte >= 0xC0:
+            character_length = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return len(text) - num_trailing if num_trailing < character_length else len(text)
     return len(text)
 
 
 class _ZstFile(io.RawIOBase):
-    """The decompressed content of a file of Zstandard frames.  Truncation and other damage raise OSError."""
+    """The decompressed content of a file of Zstandard frames.  Raises OSError if the file is truncated or corrupt."""
 
-    def __init__(self, each: InputFile) -> None:
+    def __init__(self, file: InputFile) -> None:
         try:
             import zstandard
         except ImportError as error:
-            rule = "needs the library `zstandard`"
-            raise setting_error(each.key, each.path, rule, fix="pip install 'meshtrainer[data]'") from error
+            rule = "needs the `zstandard` library"
+            raise setting_error(file.key, file.path, rule, fix="pip install 'meshtrainer[data]'") from error
         self._error = zstandard.ZstdError
-        self._new: Any = zstandard.ZstdDecompressor().decompressobj
-        self._file = open(each.path, "rb")  # noqa: SIM115
-        self._frame: Any = self._new()
-        self._packed = self._ready = b""
+        self._new_frame: Any = zstandard.ZstdDecompressor().decompressobj
+        self._file = open(file.path, "rb")  # noqa: SIM115
+        self._frame: Any = self._new_frame()
+        self._compressed = self._decompressed = b""
+        self._is_in_frame = False
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._ready and self._read_more():
+        while not self._decompressed and self._read_more():
             pass
-        found, self._ready = self._ready[: len(buffer)], self._ready[len(buffer) :]
-        buffer[: len(found)] = found
-        return len(found)
+        content, self._decompressed = self._decompressed[: len(buffer)], self._decompressed[len(buffer) :]
+        buffer[: len(content)] = content
+        return len(content)
 
     def _read_more(self) -> bool:
-        """Decompress the next block; returns False at the end of the file."""
+        """Decompress the next block; return False at the end of the file."""
         if self._frame.eof:
-            self._packed, self._frame = self._frame.unused_data, self._new()
-        packed = self._packed or self._file.read(1 << 17)
-        if not packed:
-            if self._has_begun:
+            self._compressed, self._frame = self._frame.unused_data, self._new_frame()
+        compressed = self._compressed or self._file.read(1 << 17)
+        if not compressed:
+            if self._is_in_frame:
                 raise OSError("the compressed data is truncated")
             return False
-        self._packed, self._has_begun = b"", True
+        self._compressed = b""
         try:
-            self._ready = self._frame.decompress(packed)
+            self._decompressed = self._frame.decompress(compressed)
         except self._error as error:
             raise OSError(str(error)) from error
-        self._has_begun = not self._frame.eof
+        self._is_in_frame = not self._frame.eof
         return True
-
-    _has_begun = False
-    """True inside a frame."""
 
     def close(self) -> None:
         if not self.closed:
@@ -296,7 +322,7 @@ class _ZstFile(io.RawIOBase):
 
 
 MAX_LISTED_PLACES = 20
-"""Maximum number of bad documents whose location a unit's record lists; all are counted."""
+"""Maximum number of bad documents that a unit's record lists with their locations; all are counted."""
 
 
 @dataclass(frozen=True)
@@ -314,7 +340,11 @@ class SettingNames:
 
 @dataclass
 class DocumentCounts:
-    """Counts of documents: those read, the empty ones among them, and the bad ones, some with their locations."""
+    """Counts of documents.
+
+    documents: the documents that were read.  empty: the empty ones among them.  bad: the documents that could not be
+    read.  places: messages about some of the bad ones, with their locations.
+    """
 
     documents: int = 0
     empty: int = 0
@@ -324,7 +354,7 @@ class DocumentCounts:
     @classmethod
     def of(cls, manifest: Manifest) -> DocumentCounts:
         """Return the counts stored in a manifest."""
-        names = [each.name for each in dataclasses.fields(cls)]
+        names = [declared.name for declared in dataclasses.fields(cls)]
         return cls(**{name: manifest.notes[name] for name in names if name in manifest.notes})
 
     def add(self, other: DocumentCounts) -> None:
@@ -338,7 +368,7 @@ class DocumentCounts:
 class BadDocuments:
     """Handles documents that cannot be read.
 
-    `limit` is `error` (raise at the first one), `skip` (skip them all), or the maximum share of documents to skip.
+    limit: `error` (raise an error at the first one), `skip` (skip them all), or the maximum share of documents to skip.
     """
 
     def __init__(self, limit: str, keys: SettingNames) -> None:
@@ -346,22 +376,22 @@ class BadDocuments:
         self.tally = DocumentCounts()
 
     def reject(self, key: str, value: object, rule: str, **advice: Any) -> None:
-        """Count a bad document, or raise UserError with this setting, value and rule."""
+        """Count a bad document, or raise UserError; see `setting_error` for the arguments."""
         if self._limit == "error":
-            given = {name: what for name, what in advice.items() if what not in (None, "")}
-            fix = f"{self.keys.bad}=skip leaves out unreadable documents and counts them"
-            raise setting_error(key, value, rule, **(given or {"fix": fix}))
+            advice = {name: text for name, text in advice.items() if text not in (None, "")}
+            fix = f"{self.keys.bad}=skip skips unreadable documents and counts them"
+            raise setting_error(key, value, rule, **(advice or {"fix": fix}))
         self.tally.bad += 1
         if len(self.tally.places) < MAX_LISTED_PLACES:
             self.tally.places.append(str(setting_error(key, value, rule)))
 
     def reject_file(self, value: str, rule: str, **advice: Any) -> None:
-        """Count a file that cannot be read to its end, or raise UserError.
+        """Count a file that cannot be read to its end as a bad document, or raise UserError.
 
-        The number of its documents is unknown, so a share as the limit rejects it.
+        Also raises if the limit is a share, since the number of documents in the file is unknown.
         """
         if self._limit not in ("error", "skip"):
-            fix = f"{self.keys.bad}=skip leaves out the whole file; a share counts documents"
+            fix = f"{self.keys.bad}=skip skips the whole file; a share counts documents"
             raise setting_error(self.keys.inputs, value, rule, fix=fix)
         self.reject(self.keys.inputs, value, rule, **advice)
 
@@ -373,11 +403,11 @@ _CHAT_KEYS = (
     {"prompt", "completion"},
     {"prompt", "chosen", "rejected"},
 )
-"""Keys by which records of conversations are recognized."""
+"""Sets of keys by which records of conversations are recognized."""
 
 
 def chat_advice(names: Iterable[str], keys: SettingNames) -> str:
-    """Return advice if records with these keys are chats rather than text, else an empty string."""
+    """Return advice if records with these keys are chats rather than text, otherwise ""."""
     if not any(chat <= {*names} for chat in _CHAT_KEYS):
         return ""
     if keys.inputs.startswith("data."):
@@ -387,13 +417,13 @@ def chat_advice(names: Iterable[str], keys: SettingNames) -> str:
 
 def parse_limit(setting: str, key: str) -> float:
     """Parse `data.bad` into the allowed share of bad documents: 0 for `error`, 1 for `skip`.  Raises UserError."""
-    known: Mapping[str, float] = {"error": 0.0, "skip": 1.0}
-    if setting in known:
-        return known[setting]
+    named_limits: Mapping[str, float] = {"error": 0.0, "skip": 1.0}
+    if setting in named_limits:
+        return named_limits[setting]
     with contextlib.suppress(ValueError):
         if 0 < (share := float(setting)) < 1:
             return share
-    rule = "must be error, skip, or the share of documents that may be left out, between 0 and 1"
+    rule = "must be error, skip, or the share of documents that may be skipped, between 0 and 1"
     raise setting_error(key, setting, rule, example="0.001")
 
 
@@ -402,16 +432,16 @@ def check_limit(tally: DocumentCounts, setting: str, keys: SettingNames) -> None
     allowed = parse_limit(setting, keys.bad)
     share = tally.bad / max(1, tally.bad + tally.documents)
     if tally.bad and share > allowed:
-        shown = "\n  ".join(tally.places[:5])
-        rule = f"{tally.bad:,} of {tally.bad + tally.documents:,} documents cannot be read\n  {shown}"
+        examples = "\n  ".join(tally.places[:5])
+        rule = f"{tally.bad:,} of {tally.bad + tally.documents:,} documents cannot be read\n  {examples}"
         raise setting_error(keys.bad, setting, rule, "skip" if share >= 0.5 else f"{share * 1.01:.2g}")
 
 
 def describe(tally: DocumentCounts) -> str:
-    """Return a message about the bad documents, or an empty string if there were none."""
+    """Return a message about the bad documents, or "" if there are none."""
     if not tally.bad:
         return ""
     total = tally.bad + tally.documents
-    shown = "".join(f"\n  {place.splitlines()[0]}" for place in tally.places[:5])
+    examples = "".join(f"\n  {error.splitlines()[0]}" for error in tally.places[:5])
     more = "\n  ..." if tally.bad > 5 else ""
-    return f"{tally.bad:,} of {total:,} documents cannot be read and were left out:{shown}{more}"
+    return f"{tally.bad:,} of {total:,} documents cannot be read and were skipped:{examples}{more}"

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import TextIO
 
 _INTERVAL_S = {True: 0.5, False: 30.0}
-"""Seconds between two lines, on a terminal (True), where each line replaces the previous one, and in a log."""
+"""Seconds between two lines: on a terminal (True), where each line replaces the previous one, and in a log (False)."""
 
 
 class ProgressLine:
-    """Prints the string that `line` returns, periodically, until the block ends.
+    """Prints the string that `line` returns at regular intervals until the block ends.
 
-    A log gets no line from a block that ends within the first interval.
+    In a log, a block that ends within the first interval prints nothing.
     """
 
     def __init__(self, line: Callable[[], str], stream: TextIO | None = None) -> None:
@@ -43,22 +43,25 @@ class ProgressLine:
 
 
 class BuildProgress(ProgressLine):
-    """Shows how many of `total` bytes are done, as `done` returns, the speed, and the time left."""
+    """Shows how many of `total` bytes are done, the speed, and the time left.
+
+    done: returns the number of bytes done.
+    """
 
     def __init__(self, total: int, done: Callable[[], int], stream: TextIO | None = None) -> None:
-        super().__init__(lambda: self.line(self._done(), time.monotonic() - self._began), stream)
+        super().__init__(lambda: self.line(self._done(), time.monotonic() - self._started), stream)
         self._total, self._done = max(1, total), done
 
     def __enter__(self) -> BuildProgress:
-        self._began, self._before = time.monotonic(), self._done()
+        self._started, self._done_at_start = time.monotonic(), self._done()
         super().__enter__()
         return self
 
     def line(self, done: int, seconds: float) -> str:
-        """Return the line to show when `done` bytes are done after `seconds`."""
-        rate = max(0, done - self._before) / max(seconds, 1e-3)
-        shown = f"tokenizing: {done / 1e6:,.0f} of {self._total / 1e6:,.0f} MB, {rate / 1e6:,.1f} MB/s"
+        """Return the line to show if `done` bytes are done after `seconds`."""
+        rate = max(0, done - self._done_at_start) / max(seconds, 1e-3)
+        message = f"tokenizing: {done / 1e6:,.0f} of {self._total / 1e6:,.0f} MB, {rate / 1e6:,.1f} MB/s"
         if rate <= 0:
-            return shown
-        left = int(max(0, self._total - done) / rate)
-        return f"{shown}, {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left"
+            return message
+        remaining_s = int(max(0, self._total - done) / rate)
+        return f"{message}, {remaining_s // 3600}:{remaining_s // 60 % 60:02d}:{remaining_s % 60:02d} left"

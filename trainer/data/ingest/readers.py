@@ -1,7 +1,7 @@
-"""Reads documents from text and JSONL files, from tables (parquet, Arrow), and from the token files of other trainers.
+"""Reads documents from text and JSONL files, from tables (parquet, Arrow), and from other trainers' token files.
 
 Readers yield lists of UTF-8 documents.  A document too long to hold in memory is yielded as a `LongDocument`, which
-re-reads the file whenever its text is needed.  Token files yield `TokenChunk`s.
+reads the file again whenever its text is needed.  Token files yield `TokenChunk`s.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.errors import nearest, setting_error
 
 MAX_IN_MEMORY_BYTES = 1 << 22
-"""Maximum bytes of a line or text file that is held in memory at once."""
+"""Maximum bytes of a line or text file that is read into memory at once."""
 
 
 class LongDocument(ABC):
@@ -46,10 +46,9 @@ class LongDocument(ABC):
 
     @abstractmethod
     def pieces(self) -> Iterator[bytes]:
-        """Yield the text in pieces of a few kB to a few MB, each of them valid UTF-8.
+        """Yield the text in pieces of a few kB to a few MB, each valid UTF-8.
 
-        Raises BadLine or UnicodeDecodeError if the text is invalid, and one of `READ_ERRORS` if the file cannot be
-        read.
+        Raises BadLine or UnicodeDecodeError if the text is invalid, one of `READ_ERRORS` if the file cannot be read.
         """
 
     @abstractmethod
@@ -66,31 +65,31 @@ DocumentBatch: TypeAlias = "list[bytes] | LongDocument"
 
 def read_texts(inputs: Iterable[InputFile], bad: BadDocuments) -> Iterator[DocumentBatch]:
     """Yield the documents of text files, one per file."""
-    found: list[bytes] = []
-    held = 0
-    for each in inputs:
+    documents: list[bytes] = []
+    num_bytes = 0
+    for input_file in inputs:
         try:
-            with closing(open_stream(each)) as file:
+            with closing(open_stream(input_file)) as file:
                 content = file.read(MAX_IN_MEMORY_BYTES + 1)
             content.decode()
         except UnicodeDecodeError as error:
             if len(content) <= MAX_IN_MEMORY_BYTES:
-                reject_file(each, error, bad)
+                reject_file(input_file, error, bad)
                 continue
         except READ_ERRORS as error:
-            reject_file(each, error, bad)
+            reject_file(input_file, error, bad)
             continue
         if len(content) > MAX_IN_MEMORY_BYTES:
-            yield found
-            found, held = [], 0
-            yield _LongTextFile(each)
+            yield documents
+            documents, num_bytes = [], 0
+            yield _LongTextFile(input_file)
             continue
-        found.append(content)
-        held += len(content)
-        if held > BLOCK:
-            yield found
-            found, held = [], 0
-    yield found
+        documents.append(content)
+        num_bytes += len(content)
+        if num_bytes > BLOCK:
+            yield documents
+            documents, num_bytes = [], 0
+    yield documents
 
 
 @dataclass(frozen=True)
@@ -116,13 +115,13 @@ class _LongTextFile(LongDocument):
         reject_file(self.input, error, bad)
 
 
-def reject_file(each: InputFile, error: Exception, bad: BadDocuments) -> None:
+def reject_file(input_file: InputFile, error: Exception, bad: BadDocuments) -> None:
     """Report that a file cannot be read."""
     if isinstance(error, UnicodeDecodeError):
-        bad.reject(bad.keys.inputs, each.path, f"is not UTF-8 ({error.reason})", fix="convert it to UTF-8")
+        bad.reject(bad.keys.inputs, input_file.path, f"is not UTF-8 ({error.reason})", fix="convert it to UTF-8")
     else:
-        why = getattr(error, "strerror", None) or error
-        bad.reject_file(each.path, f"cannot be read to its end ({why})")
+        reason = getattr(error, "strerror", None) or error
+        bad.reject_file(input_file.path, f"cannot be read to its end ({reason})")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -130,22 +129,22 @@ def reject_file(each: InputFile, error: Exception, bad: BadDocuments) -> None:
 
 
 def read_lines(
-    each: InputFile, start: int, stop: int | None, text_key: str, bad: BadDocuments
+    input_file: InputFile, start: int, stop: int | None, text_key: str, bad: BadDocuments
 ) -> Iterator[DocumentBatch]:
-    """Yield the documents of the lines that begin at a byte position from `start` (inclusive) to `stop` (exclusive)."""
+    """Yield the documents of the lines that begin at byte positions from `start` (inclusive) to `stop` (exclusive)."""
     try:
-        with closing(open_stream(each)) as file:
+        with closing(open_stream(input_file)) as file:
             for position, lines in _line_blocks(file, start, stop):
                 if lines is None:
-                    yield _LongLine(each, position, text_key)
+                    yield _LongLine(input_file, position, text_key)
                     continue
-                yield _Lines(each, position, lines, text_key, bad).documents()
+                yield _Lines(input_file, position, lines, text_key, bad).documents()
     except READ_ERRORS as error:
-        reject_file(each, error, bad)
+        reject_file(input_file, error, bad)
 
 
 def _line_blocks(file: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int, bytes | None]]:
-    """Yield blocks of complete lines with their byte positions; None in place of a line too long to hold in memory."""
+    """Yield blocks of complete lines with their byte positions; None stands for a line too long to hold in memory."""
     position, pending = start, b""
     if start:
         seek_to(file, start - 1)
@@ -169,8 +168,9 @@ def _line_blocks(file: BinaryIO, start: int, stop: int | None) -> Iterator[tuple
 
 
 def _skip_line(file: BinaryIO, position: int, stop: int | None) -> tuple[int, bytes]:
-    """Skip to the next line; returns its position and the part already read, which is empty if the line begins beyond
-    `stop`.
+    """Skip to the next line.
+
+    Returns its position and the part of it that has been read already, which is empty if the line begins after `stop`.
     """
     while (stop is None or position < stop) and (block := file.read(BLOCK)):
         end = block.find(b"\n") + 1
@@ -191,24 +191,22 @@ class _Lines:
     bad: BadDocuments
 
     def documents(self) -> list[bytes]:
-        """Return the texts of the lines; lines without one are reported as bad."""
+        """Return the texts of the lines; lines without text are reported as bad documents."""
         content = self.content.removeprefix(b"\xef\xbb\xbf") if self.position == 0 else self.content
-        found, key = [], self.text_key
+        documents, key = [], self.text_key
         for number, line in enumerate(content.split(b"\n")):
             if not line or line.isspace():
                 continue
             try:
-                found.append(load_json(line)[key].encode())
+                documents.append(load_json(line)[key].encode())
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 text = self._read_slowly(line, number)
                 if text is not None:
-                    found.append(text)
-        return found
+                    documents.append(text)
+        return documents
 
     def _read_slowly(self, line: bytes, number: int) -> bytes | None:
-        """Return the text of a line that orjson rejects, if Python's parser accepts it; otherwise report the line as
-        bad.
-        """
+        """Return the text of a line that orjson rejects but Python's parser accepts; report any other line as bad."""
         try:
             decoded = line.decode()
         except UnicodeDecodeError as error:
@@ -227,40 +225,40 @@ class _Lines:
         return line_number(self.input, self.position)
 
 
-def line_number(each: InputFile, position: int) -> int:
+def line_number(input_file: InputFile, position: int) -> int:
     """Return the 1-based number of the line that begins at byte `position` of a file's content."""
     number = 1
-    with closing(open_stream(each)) as file:
+    with closing(open_stream(input_file)) as file:
         while position > 0 and (block := file.read(min(BLOCK, position))):
             number += block.count(b"\n")
             position -= len(block)
     return number
 
 
-def _reject_line(line: str, place: str, text_key: str, bad: BadDocuments) -> None:
+def _reject_line(line: str, location: str, text_key: str, bad: BadDocuments) -> None:
     """Report why a line has no text."""
     keys = bad.keys
     try:
         record: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
-        bad.reject(keys.inputs, place, f"is not JSON ({error})")
+        bad.reject(keys.inputs, location, f"is not JSON ({error})")
         return
     if not isinstance(record, dict):
-        bad.reject(keys.inputs, place, f"must be a JSON object, not {type(record).__name__}")
+        bad.reject(keys.inputs, location, f"must be a JSON object, not {type(record).__name__}")
     elif text_key not in record:
-        rule = f"{place} has no such key; its keys: {', '.join(record) or 'none'}"
+        rule = f"{location} has no such key; its keys: {', '.join(record) or 'none'}"
         fix = chat_advice(record, keys)
         legal = None if fix else nearest(text_key, record) or (*record, None)[0]
         bad.reject(keys.text_key, text_key, rule, legal=legal, fix=fix)
     elif record[text_key] is None:
-        bad.reject(keys.inputs, place, f"has no text: its {text_key!r} is null")
+        bad.reject(keys.inputs, location, f"has no text: its {text_key!r} is null")
     elif not isinstance(record[text_key], str):
         strings = [key for key, value in record.items() if isinstance(value, str)]
-        rule = f"at {place} it is not text but {type(record[text_key]).__name__}"
+        rule = f"at {location} it is not text but {type(record[text_key]).__name__}"
         fix = chat_advice(record, keys)
         bad.reject(keys.text_key, text_key, rule, legal=None if fix else next(iter(strings), None), fix=fix)
     else:
-        bad.reject(keys.inputs, place, "is not valid Unicode (surrogates not allowed)")
+        bad.reject(keys.inputs, location, "is not valid Unicode (surrogates not allowed)")
 
 
 @dataclass(frozen=True)
@@ -280,15 +278,14 @@ class _LongLine(LongDocument):
         if isinstance(error, READ_ERRORS):
             reject_file(self.input, error, bad)
             return
-        place = f"{self.input.path}:{line_number(self.input, self.position)}"
-        bad.reject(bad.keys.inputs, place, str(error) if isinstance(error, BadLine) else f"is not UTF-8 ({error})")
+        location = f"{self.input.path}:{line_number(self.input, self.position)}"
+        bad.reject(bad.keys.inputs, location, str(error) if isinstance(error, BadLine) else f"is not UTF-8 ({error})")
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The text in a JSON line that is too long to hold in memory, piece by piece
-
+# Reading the text of a JSON line that is too long to hold in memory, piece by piece
 MAX_OTHER_BYTES = 1 << 26
-"""Maximum bytes of a line besides its text."""
+"""Maximum bytes of a line, not counting its text."""
 
 _COMPLETE_ESCAPES = re.compile(
     rb'(?:[^"\\]+'
@@ -302,28 +299,27 @@ _LONGEST_ESCAPE = 12
 
 
 class BadLine(Exception):
-    """A line whose text cannot be read; the message says why."""
+    """The text of a line cannot be read; the message says why."""
 
 
 def read_text_value(file: BinaryIO, key: str) -> Iterator[bytes]:
-    """Yield, in UTF-8 pieces, the text under `key` of the JSON object in the next line of `file`.
+    """Yield the text under `key` of the JSON object in the next line of `file`, in UTF-8 pieces.
 
-    Raises BadLine or UnicodeDecodeError as soon as an error is found; the caller must then discard the pieces yielded
-    before.
+    Raises BadLine or UnicodeDecodeError as soon as an error is found; the caller must then discard all pieces.
     """
     line = _LineReader(file)
-    remainder = bytearray()  # the line, with its text left out
-    depth, name, was_found = 0, "", False
+    remainder = bytearray()  # the line without its text
+    depth, name, has_text = 0, "", False
     while True:
-        between = line.read_until(b'"')
-        remainder += between
-        depth += sum(map(between.count, (b"{", b"["))) - sum(map(between.count, (b"}", b"]")))
-        if not between.endswith(b'"'):
+        text = line.read_until(b'"')
+        remainder += text
+        depth += sum(map(text.count, (b"{", b"["))) - sum(map(text.count, (b"}", b"]")))
+        if not text.endswith(b'"'):
             break
-        if depth == 1 and name == key and between[:-1].strip() == b":":
-            if was_found:
+        if depth == 1 and name == key and text[:-1].strip() == b":":
+            if has_text:
                 raise BadLine(f"has two values for {key}")
-            was_found = True
+            has_text = True
             yield from filter(None, map(_decode_escapes, line.read_raw_string()))
             remainder += b'"'
             continue
@@ -332,18 +328,18 @@ def read_text_value(file: BinaryIO, key: str) -> Iterator[bytes]:
         name = _decode_escapes(content).decode() if len(content) < BLOCK else ""
         if len(remainder) > MAX_OTHER_BYTES:
             raise BadLine(f"holds more than {MAX_OTHER_BYTES >> 20} MB besides its text")
-    _check_remainder(bytes(remainder), key, was_found)
+    _check_remainder(bytes(remainder), key, has_text)
 
 
-def _check_remainder(remainder: bytes, key: str, was_found: bool) -> None:
-    """Raise BadLine unless `remainder`, a line with its text left out, is a JSON object that has the text."""
+def _check_remainder(remainder: bytes, key: str, has_text: bool) -> None:
+    """Raise BadLine unless `remainder`, a line without its text, is a JSON object that has the text."""
     try:
         record = json.loads(remainder)
     except (ValueError, RecursionError) as error:
         raise BadLine(f"is not JSON ({error})") from error
     if not isinstance(record, dict):
         raise BadLine(f"must be a JSON object, not {type(record).__name__}")
-    if not was_found:
+    if not has_text:
         raise BadLine(f"has no text under {key}; its keys: {', '.join(record) or 'none'}")
 
 
@@ -351,36 +347,36 @@ class _LineReader:
     """The bytes of a line, read on demand."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self._held, self._is_all = file, b"", False
+        self._file, self._buffer, self._is_all = file, b"", False
 
     def read_until(self, mark: bytes) -> bytes:
-        """Return the bytes up to and including `mark`, or to the end of the line if `mark` does not occur."""
-        found = bytearray()
-        while (place := self._held.find(mark)) < 0:
-            found += self._held
-            self._held = b""
+        """Return the bytes up to and including `mark`, or up to the end of the line if `mark` does not occur."""
+        content = bytearray()
+        while (position := self._buffer.find(mark)) < 0:
+            content += self._buffer
+            self._buffer = b""
             if not self._read_more():
-                return bytes(found)
-            if len(found) > MAX_OTHER_BYTES:
+                return bytes(content)
+            if len(content) > MAX_OTHER_BYTES:
                 raise BadLine(f"holds more than {MAX_OTHER_BYTES >> 20} MB besides its text")
-        found += self._held[: place + 1]
-        self._held = self._held[place + 1 :]
-        return bytes(found)
+        content += self._buffer[: position + 1]
+        self._buffer = self._buffer[position + 1 :]
+        return bytes(content)
 
     def read_raw_string(self) -> Iterator[bytes]:
         """Yield the content of a string with its escapes, and consume its closing quote."""
         while True:
-            complete = _COMPLETE_ESCAPES.match(self._held)
+            complete = _COMPLETE_ESCAPES.match(self._buffer)
             end = complete.end() if complete else 0
-            if end < len(self._held) and self._held[end] == 0x22:
-                yield self._held[:end]
-                self._held = self._held[end + 1 :]
+            if end < len(self._buffer) and self._buffer[end] == 0x22:
+                yield self._buffer[:end]
+                self._buffer = self._buffer[end + 1 :]
                 return
-            end = complete_utf8_length(self._held[:end])
+            end = complete_utf8_length(self._buffer[:end])
             if end:
-                yield self._held[:end]
-                self._held = self._held[end:]
-            elif len(self._held) >= _LONGEST_ESCAPE:
+                yield self._buffer[:end]
+                self._buffer = self._buffer[end:]
+            elif len(self._buffer) >= _LONGEST_ESCAPE:
                 raise BadLine("is not valid Unicode or JSON (invalid escape)")
             if not self._read_more():
                 raise BadLine("is not JSON (it ends within a string)")
@@ -391,12 +387,12 @@ class _LineReader:
         block = self._file.read(BLOCK)
         end = block.find(b"\n")
         self._is_all = end >= 0 or not block
-        self._held += block if end < 0 else block[:end]
+        self._buffer += block if end < 0 else block[:end]
         return True
 
 
 def _decode_escapes(content: bytes) -> bytes:
-    """Decode the escapes of a JSON string's content; returns UTF-8."""
+    """Decode the escapes of a JSON string's content, and return the string as UTF-8."""
     try:
         return str(json.loads(f'"{content.decode()}"')).encode()
     except UnicodeDecodeError:
@@ -408,7 +404,7 @@ def _decode_escapes(content: bytes) -> bytes:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# JSON with orjson if it is installed, which is several times as fast, otherwise with Python's `json`
+# JSON: with orjson if it is installed, which is several times as fast, otherwise with Python's `json`
 
 
 try:
@@ -428,75 +424,75 @@ def dump_json(value: Any) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Tables, read with pyarrow: parquet files, and Arrow files as saved by `datasets`
+# Tables, read with pyarrow: parquet files, and Arrow files saved by `datasets`
 
 
 ROWS_PER_BATCH = 128
-"""Rows of a parquet file to decode at a time."""
+"""Number of rows of a parquet file that are decoded at once."""
 
 
-def split_row_groups(each: InputFile, size: int) -> Iterator[tuple[int, int | None, int]]:
-    """Split a parquet file into runs of row groups of about `size` bytes on disk: yields (start, stop, bytes).
+def split_row_groups(input_file: InputFile, size: int) -> Iterator[tuple[int, int | None, int]]:
+    """Split a parquet file into ranges of row groups of about `size` bytes on disk; yields (start, stop, bytes).
 
-    A file that is not valid parquet yields a single run, and is rejected when it is read.
+    An invalid parquet file yields a single range, and is rejected when it is read.
     """
     try:
-        with _open_parquet(each) as file:
+        with _open_parquet(input_file) as file:
             metadata = file.metadata
-    except (OSError, _import_pyarrow(each).ArrowException):
-        yield 0, None, each.size
+    except (OSError, _import_pyarrow(input_file).ArrowException):
+        yield 0, None, input_file.size
         return
-    first, held = 0, 0
+    first, num_bytes = 0, 0
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
-        held += sum(group.column(column).total_compressed_size for column in range(group.num_columns))
-        if held >= size or number + 1 == metadata.num_row_groups:
-            yield first, number + 1, held
-            first, held = number + 1, 0
+        num_bytes += sum(group.column(column).total_compressed_size for column in range(group.num_columns))
+        if num_bytes >= size or number + 1 == metadata.num_row_groups:
+            yield first, number + 1, num_bytes
+            first, num_bytes = number + 1, 0
 
 
 def read_table(
-    each: InputFile, start: int, stop: int | None, text_key: str, bad: BadDocuments
+    input_file: InputFile, start: int, stop: int | None, text_key: str, bad: BadDocuments
 ) -> Iterator[list[bytes]]:
-    """Yield the texts of a table's column; of a parquet file, those in the row groups `start` to `stop`."""
-    arrow = _import_pyarrow(each)
+    """Yield the texts of a table's column; for a parquet file, those in the row groups `start` to `stop`."""
+    arrow = _import_pyarrow(input_file)
     try:
-        for first, column in _table_columns(each, start, stop, text_key, bad):
-            found = _as_bytes(arrow, column)
-            if found is None:
-                rule = f"in {each.path} it is not text but {column.type}"
+        for first, column in _table_columns(input_file, start, stop, text_key, bad):
+            texts = _as_bytes(arrow, column)
+            if texts is None:
+                rule = f"in {input_file.path} it is not text but {column.type}"
                 fix = chat_advice([text_key], bad.keys) or "give a text column"
                 raise setting_error(bad.keys.text_key, text_key, rule, fix=fix)
-            yield _column_texts(arrow, found, each, first, bad)
+            yield _column_texts(arrow, texts, input_file, first, bad)
     except (OSError, arrow.ArrowException) as error:
-        bad.reject_file(each.path, f"cannot be read to its end ({error})")
+        bad.reject_file(input_file.path, f"cannot be read to its end ({error})")
 
 
 def _table_columns(
-    each: InputFile, start: int, stop: int | None, text_key: str, bad: BadDocuments
+    input_file: InputFile, start: int, stop: int | None, text_key: str, bad: BadDocuments
 ) -> Iterator[tuple[int, Any]]:
-    """Yield pieces of a table's column, each with the 1-based number of its first row in the file."""
+    """Yield a table's column in batches, each with the 1-based number of its first row in the file."""
     row = 1
-    if each.kind == "parquet":
-        with _open_parquet(each) as file:
-            _check_column(each, file.schema_arrow.names, text_key, bad)
+    if input_file.kind == "parquet":
+        with _open_parquet(input_file) as file:
+            _check_column(input_file, file.schema_arrow.names, text_key, bad)
             row += sum(file.metadata.row_group(number).num_rows for number in range(start))
             groups = range(start, file.num_row_groups if stop is None else stop)
             for batch in file.iter_batches(ROWS_PER_BATCH, list(groups), [text_key], use_threads=False):
                 yield row, batch.column(batch.schema.names.index(text_key))  # "a.b" also matches `b` in a struct `a`
                 row += len(batch)
         return
-    arrow = _import_pyarrow(each)
-    with arrow.OSFile(each.path) as stored:
+    arrow = _import_pyarrow(input_file)
+    with arrow.OSFile(input_file.path) as stored:
         schema, batches = _open_arrow(arrow, stored)
-        _check_column(each, schema.names, text_key, bad)
+        _check_column(input_file, schema.names, text_key, bad)
         for batch in batches:
             yield row, batch.column(schema.names.index(text_key))
             row += len(batch)
 
 
 def _as_bytes(arrow: Any, column: Any) -> Any:
-    """Convert a text column to bytes, without requiring valid UTF-8; returns None if it is not text.
+    """Return a text column as bytes, without requiring valid UTF-8, or None if it is not text.
 
     Raises ArrowInvalid if the column's offsets are invalid.
     """
@@ -511,17 +507,17 @@ def _as_bytes(arrow: Any, column: Any) -> Any:
         column.validate(full=True)
         return column.cast(arrow.large_binary())
     if kinds.is_large_string(column.type) or kinds.is_large_binary(column.type):
-        found = column.view(arrow.large_binary())
+        binary = column.view(arrow.large_binary())
     elif kinds.is_string(column.type) or kinds.is_binary(column.type):
-        found = column.view(arrow.binary())
+        binary = column.view(arrow.binary())
     else:
         return None
-    found.validate(full=True)
-    return found
+    binary.validate(full=True)
+    return binary
 
 
-def _column_texts(arrow: Any, column: Any, each: InputFile, first: int, bad: BadDocuments) -> list[bytes]:
-    """Return the texts of a column of bytes; nulls and invalid UTF-8 are counted as bad."""
+def _column_texts(arrow: Any, column: Any, input_file: InputFile, first: int, bad: BadDocuments) -> list[bytes]:
+    """Return the texts of a column of bytes; nulls and invalid UTF-8 are counted as bad documents."""
     try:
         column.view(arrow.large_string() if arrow.types.is_large_binary(column.type) else arrow.string()).validate(
             full=True
@@ -529,62 +525,58 @@ def _column_texts(arrow: Any, column: Any, each: InputFile, first: int, bad: Bad
         is_valid = True
     except arrow.ArrowInvalid:
         is_valid = False
-    found: list[bytes] = []
+    texts: list[bytes] = []
     for row, text in enumerate(column.to_pylist(), first):
         if text is None:
-            bad.reject(bad.keys.inputs, f"{each.path}, row {row}", "has no text")
-        elif is_valid or _is_unicode(text):
-            found.append(text)
+            bad.reject(bad.keys.inputs, f"{input_file.path}, row {row}", "has no text")
         else:
-            bad.reject(bad.keys.inputs, f"{each.path}, row {row}", "is not UTF-8")
-    return found
+            try:
+                if not is_valid:
+                    text.decode()
+                texts.append(text)
+            except UnicodeDecodeError:
+                bad.reject(bad.keys.inputs, f"{input_file.path}, row {row}", "is not UTF-8")
+    return texts
 
 
-def _is_unicode(text: bytes) -> bool:
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _check_column(each: InputFile, names: list[str], text_key: str, bad: BadDocuments) -> None:
+def _check_column(input_file: InputFile, names: list[str], text_key: str, bad: BadDocuments) -> None:
     """Raise UserError if the table lacks the column."""
     if text_key not in names:
-        rule = f"{each.path} has no such column; its columns: {', '.join(names) or 'none'}"
+        rule = f"{input_file.path} has no such column; its columns: {', '.join(names) or 'none'}"
         if fix := chat_advice(names, bad.keys):
             raise setting_error(bad.keys.text_key, text_key, rule, fix=fix)
         raise setting_error(bad.keys.text_key, text_key, rule, nearest(text_key, names) or (*names, None)[0])
 
 
-def _open_parquet(each: InputFile) -> Any:
+def _open_parquet(input_file: InputFile) -> Any:
     """Open a parquet file.  Raises OSError or ArrowException."""
-    _import_pyarrow(each)
+    _import_pyarrow(input_file)
     import pyarrow.parquet
 
-    return pyarrow.parquet.ParquetFile(each.path, memory_map=False, pre_buffer=False, buffer_size=1 << 20)
+    return pyarrow.parquet.ParquetFile(input_file.path, memory_map=False, pre_buffer=False, buffer_size=1 << 20)
 
 
-def _open_arrow(arrow: Any, stored: Any) -> tuple[Any, Iterator[Any]]:
-    """Return the schema and the record batches of an Arrow file, in the stream format (used by `datasets`) or file
-    format.
+def _open_arrow(arrow: Any, file: Any) -> tuple[Any, Iterator[Any]]:
+    """Return the schema and the record batches of an Arrow file, in the file format or in the stream format.
+
+    `datasets` writes the stream format.
     """
-    is_indexed = stored.read(6) == b"ARROW1"
-    stored.seek(0)
+    is_indexed = file.read(6) == b"ARROW1"
+    file.seek(0)
     if not is_indexed:
-        stream = arrow.ipc.open_stream(stored)
+        stream = arrow.ipc.open_stream(file)
         return stream.schema, iter(stream)
-    file = arrow.ipc.open_file(stored)
-    return file.schema, map(file.get_batch, range(file.num_record_batches))
+    table = arrow.ipc.open_file(file)
+    return table.schema, map(table.get_batch, range(table.num_record_batches))
 
 
-def _import_pyarrow(each: InputFile) -> Any:
+def _import_pyarrow(input_file: InputFile) -> Any:
     try:
         import pyarrow
         import pyarrow.ipc
     except ImportError as error:
         fix = "pip install 'meshtrainer[data]'"
-        raise setting_error(each.key, each.path, "needs the library `pyarrow`", fix=fix) from error
+        raise setting_error(input_file.key, input_file.path, "needs the `pyarrow` library", fix=fix) from error
     return pyarrow
 
 
@@ -592,123 +584,126 @@ def _import_pyarrow(each: InputFile) -> Any:
 # Token files of other trainers, used unchanged: nanoGPT's, and Megatron's with its index
 #
 # nanoGPT writes plain uint16; the tokenizer's end token separates documents.  Files with a header (llm.c,
-# modded-nanogpt) state the number of tokens.  Megatron's NAME.idx, next to NAME.bin, gives the boundaries of sequences
-# and documents.  None of these formats records which tokenizer was used.
+# modded-nanogpt) record the number of tokens.  Megatron's NAME.idx, next to NAME.bin, records the boundaries of
+# sequences and documents.  None of these formats records which tokenizer was used.
 
 
 _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
-_HEADER = 256 * 4
+_HEADER_BYTES = 256 * 4
 
-_HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
-"""The dtype of files with a header, by the header's first two integers."""
+_HEADER_DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+"""The dtype of the tokens in files with a header, by the first two integers of the header."""
 
 _CHUNK = 1 << 20
-"""Tokens to read at a time."""
+"""Number of tokens read at once."""
 
 
 @dataclass(frozen=True)
 class TokenChunk:
-    """Consecutive tokens of a file, and the offsets in `ids` at which documents end."""
+    """Consecutive tokens of a file.  ends: the offsets in `ids` at which documents end."""
 
     ids: NDArray[np.integer[Any]]
     ends: NDArray[np.int64]
 
 
 def check_tokens(inputs: Sequence[InputFile], tokenizer: Tokenizer, bos: bool | None, keys: SettingNames) -> None:
-    """Check settings for token files of other trainers: `data.tokenizer` must be set, and `data.bos` must not.
-
-    Raises UserError.
-    """
-    of_others = [each.path for each in inputs if each.kind == "tokens"]
-    if of_others and tokenizer.name == "bytes":
-        rule = f"{of_others[0]} does not say which tokenizer made its tokens"
+    """Raise UserError if there are token files of other trainers and `data.tokenizer` is not set, or `data.bos` is."""
+    token_files = [input_file.path for input_file in inputs if input_file.kind == "tokens"]
+    if token_files and tokenizer.name == "bytes":
+        rule = f"{token_files[0]} does not say which tokenizer made its tokens"
         raise setting_error(keys.tokenizer, "bytes", rule, example="gpt2/tokenizer.json")
-    if of_others and bos is not None:
-        rule = f"the tokens of {of_others[0]} are used unchanged"
+    if token_files and bos is not None:
+        rule = f"the tokens of {token_files[0]} are used unchanged"
         raise setting_error(keys.bos, bos, rule, fix=f"leave {keys.bos} out")
 
 
-def read_tokens(each: InputFile, tokenizer: Tokenizer, keys: SettingNames) -> Iterator[TokenChunk]:
-    """Yield the tokens of a file.  Raises UserError if it cannot be read, or has ids outside the vocabulary of
-    `tokenizer`.
+def read_tokens(input_file: InputFile, tokenizer: Tokenizer, keys: SettingNames) -> Iterator[TokenChunk]:
+    """Yield the tokens of a file.
+
+    Raises UserError if the file cannot be read or has ids outside the vocabulary of `tokenizer`.
     """
     try:
-        read = _read_megatron if is_megatron(each.path) else _read_plain_tokens
-        for tokens in read(each, tokenizer):
-            beyond = (tokens.ids < 0) | (tokens.ids >= tokenizer.vocab_size)
-            if beyond.any():
-                rule = f"{each.path} holds the id {tokens.ids[beyond.argmax()]}, it has {tokenizer.vocab_size}"
+        read = _read_megatron if is_megatron(input_file.path) else _read_plain_tokens
+        for tokens in read(input_file, tokenizer):
+            is_invalid = (tokens.ids < 0) | (tokens.ids >= tokenizer.vocab_size)
+            if is_invalid.any():
+                invalid_id = tokens.ids[is_invalid.argmax()]
+                rule = f"{input_file.path} holds the id {invalid_id}, it has {tokenizer.vocab_size}"
                 fix = "set the tokenizer that produced the tokens"
                 raise setting_error(keys.tokenizer, tokenizer.name.partition(":")[0], rule, fix=fix)
             yield tokens
     except OSError as error:
-        raise setting_error(each.key, each.path, f"cannot be read ({error.strerror})") from error
+        raise setting_error(input_file.key, input_file.path, f"cannot be read ({error.strerror})") from error
 
 
-def _read_plain_tokens(each: InputFile, tokenizer: Tokenizer) -> Iterator[TokenChunk]:
+def _read_plain_tokens(input_file: InputFile, tokenizer: Tokenizer) -> Iterator[TokenChunk]:
     """Yield the tokens of a file without an index; each end token ends a document."""
-    dtype, start = _token_layout(each, tokenizer)
-    for ids, is_last in _token_chunks(each, dtype, start):
+    dtype, start = _token_layout(input_file, tokenizer)
+    for ids, is_last in _token_chunks(input_file, dtype, start):
         ends = np.flatnonzero(ids == tokenizer.end_id) + 1
-        is_cut = is_last and (not len(ends) or ends[-1] < len(ids))
-        yield TokenChunk(ids, np.append(ends, len(ids)) if is_cut else ends)
+        if is_last and (not len(ends) or ends[-1] < len(ids)):
+            ends = np.append(ends, len(ids))  # the last document has no end token
+        yield TokenChunk(ids, ends)
 
 
-def _token_layout(each: InputFile, tokenizer: Tokenizer) -> tuple[np.dtype[Any], int]:
+def _token_layout(input_file: InputFile, tokenizer: Tokenizer) -> tuple[np.dtype[Any], int]:
     """Return the dtype of a file's tokens, and the byte offset at which they begin."""
-    header = np.fromfile(each.path, "<i4", 3)
-    dtype = _HEADERS.get(tuple(header[:2].tolist())) if len(header) == 3 else None
+    header = np.fromfile(input_file.path, "<i4", 3)
+    dtype = _HEADER_DTYPES.get(tuple(header[:2].tolist())) if len(header) == 3 else None
     if dtype is None:
         plain = np.promote_types(find_dtype(tokenizer.vocab_size), "u2")
-        _check_complete(each, each.size % plain.itemsize == 0, f"its size is not a multiple of {plain.itemsize} bytes")
+        rule = f"its size is not a multiple of {plain.itemsize} bytes"
+        _check_complete(input_file, input_file.size % plain.itemsize == 0, rule)
         return plain.newbyteorder("<"), 0
-    expected = _HEADER + int(header[2]) * np.dtype(dtype).itemsize
-    _check_complete(each, each.size == expected, f"it has {each.size} bytes, but its header says {expected}")
-    return np.dtype(dtype), _HEADER
+    expected = _HEADER_BYTES + int(header[2]) * np.dtype(dtype).itemsize
+    rule = f"it has {input_file.size} bytes, but its header says {expected}"
+    _check_complete(input_file, input_file.size == expected, rule)
+    return np.dtype(dtype), _HEADER_BYTES
 
 
-def _read_megatron(each: InputFile, tokenizer: Tokenizer) -> Iterator[TokenChunk]:
-    dtype, borders = _read_megatron_index(each)
+def _read_megatron(input_file: InputFile, tokenizer: Tokenizer) -> Iterator[TokenChunk]:
+    dtype, document_ends = _read_megatron_index(input_file)
     position = 0
-    for ids, _ in _token_chunks(each, dtype, 0):
-        first, last = np.searchsorted(borders, [position, position + len(ids)], side="right")
-        yield TokenChunk(ids, borders[first:last] - position)
+    for ids, _ in _token_chunks(input_file, dtype, 0):
+        first, last = np.searchsorted(document_ends, [position, position + len(ids)], side="right")
+        yield TokenChunk(ids, document_ends[first:last] - position)
         position += len(ids)
 
 
-def _read_megatron_index(each: InputFile) -> tuple[np.dtype[Any], NDArray[np.int64]]:
+def _read_megatron_index(input_file: InputFile) -> tuple[np.dtype[Any], NDArray[np.int64]]:
     """Return the dtype of a Megatron file's tokens, and the positions at which documents end."""
-    content = Path(each.path.removesuffix(".bin") + ".idx").read_bytes()
-    found = np.frombuffer(content, "<u8", 1, len(MEGATRON_MAGIC))[0] if len(content) >= 34 else 0
-    code = content[17] if found == 1 else 0
-    _check_complete(each, code in _MEGATRON_DTYPES, "its .idx has an unknown Megatron version or type")
+    content = Path(input_file.path.removesuffix(".bin") + ".idx").read_bytes()
+    version = np.frombuffer(content, "<u8", 1, len(MEGATRON_MAGIC))[0] if len(content) >= 34 else 0
+    code = content[17] if version == 1 else 0
+    _check_complete(input_file, code in _MEGATRON_DTYPES, "its .idx has an unknown Megatron version or type")
     dtype = np.dtype(_MEGATRON_DTYPES[code])
     num_sequences, num_documents = np.frombuffer(content, "<u8", 2, 18).tolist()
     expected = 34 + 12 * num_sequences + 8 * num_documents
-    _check_complete(each, len(content) >= expected, f"its .idx has {len(content)} bytes and needs {expected}")
+    _check_complete(input_file, len(content) >= expected, f"its .idx has {len(content)} bytes and needs {expected}")
     lengths = np.frombuffer(content, "<i4", num_sequences, 34).astype(np.int64)
     pointers = np.frombuffer(content, "<i8", num_sequences, 34 + 4 * num_sequences)
     documents = np.frombuffer(content, "<i8", num_documents, 34 + 12 * num_sequences)
     ends = np.concatenate([[0], np.cumsum(lengths)])
-    is_whole = ends[-1] * dtype.itemsize == each.size and np.array_equal(pointers, ends[:-1] * dtype.itemsize)
-    _check_complete(each, bool(is_whole), "its .idx does not cover all of its bytes in order")
-    _check_complete(each, bool(np.all((documents >= 0) & (documents <= num_sequences))), "its .idx is damaged")
+    has_all_bytes = ends[-1] * dtype.itemsize == input_file.size
+    is_contiguous = has_all_bytes and np.array_equal(pointers, ends[:-1] * dtype.itemsize)
+    _check_complete(input_file, bool(is_contiguous), "its .idx does not cover all of its bytes in order")
+    _check_complete(input_file, bool(np.all((documents >= 0) & (documents <= num_sequences))), "its .idx is damaged")
     return dtype, np.unique(ends[np.append(documents, num_sequences)])[1:]
 
 
-def _token_chunks(each: InputFile, dtype: np.dtype[Any], start: int) -> Iterator[tuple[NDArray[Any], bool]]:
-    """Yield the tokens of a file from byte `start` on, in chunks, each with a flag for the last chunk."""
-    left = (each.size - start) // dtype.itemsize
-    with open(each.path, "rb") as file:
+def _token_chunks(input_file: InputFile, dtype: np.dtype[Any], start: int) -> Iterator[tuple[NDArray[Any], bool]]:
+    """Yield the tokens of a file from byte `start` on in chunks, each with whether it is the last one."""
+    num_left = (input_file.size - start) // dtype.itemsize
+    with open(input_file.path, "rb") as file:
         file.seek(start)
-        while left:
-            found = np.fromfile(file, dtype, min(_CHUNK, left))
-            _check_complete(each, len(found) > 0, "it is truncated")
-            left -= len(found)
-            yield found, left == 0
+        while num_left:
+            ids = np.fromfile(file, dtype, min(_CHUNK, num_left))
+            _check_complete(input_file, len(ids) > 0, "it is truncated")
+            num_left -= len(ids)
+            yield ids, num_left == 0
 
 
-def _check_complete(each: InputFile, is_right: bool, rule: str) -> None:
-    if not is_right:
-        raise setting_error(each.key, each.path, f"is not a complete token file: {rule}")
+def _check_complete(input_file: InputFile, is_complete: bool, rule: str) -> None:
+    if not is_complete:
+        raise setting_error(input_file.key, input_file.path, f"is not a complete token file: {rule}")

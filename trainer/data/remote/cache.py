@@ -1,19 +1,18 @@
 """A cache of remote shard files, in a folder shared by all processes of this machine.
 
-    NAME          a complete file, whose size and checksum were correct when it was downloaded
-    .NAME.crc     its checksum, if its source provides none
-    .NAME.part    a file being downloaded; it is locked by the process that downloads it, until that process dies
-    .lock         held while files are evicted
+    NAME          a complete file; its size and checksum were correct when it was downloaded
+    .NAME.crc     the checksum of NAME, if its source provides none
+    .NAME.part    a file being downloaded; the process that downloads it holds a lock on it
+    .lock         locked while files are evicted
 
-A name ends in the file's size, so a file being downloaded counts at its full size from the start.  If the cache is
-full, the token files that are needed last are evicted; indices stay.
+A name ends in the file's size, so that a file being downloaded counts with its full size from the start.  If the cache
+is full, the token files that are needed last are evicted; indices stay.
 
-A process verifies the checksum of a file before it first reads it.  A damaged file is downloaded again.
+A process verifies the checksum of a file before it first reads it.  A corrupt file is downloaded again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import threading
@@ -40,16 +39,15 @@ _BLOCK = 1 << 20
 
 
 class CacheFull(Exception):
-    """The cache is full of shards that are needed sooner."""
+    """The cache is full of shards that are needed earlier."""
 
 
 @dataclass(frozen=True)
 class RemoteFile:
     """A remote file.
 
-    checksum: returns its CRC-32, or None if there is none; it may have to download the metadata.
-
-    version: the server's version of it (ETag, modification time) at look-up; None if it was not looked up.
+    checksum: returns the file's CRC-32, or None if it is unknown; may download the metadata.
+    version: the file's version on the server (ETag, modification time) when it was looked up; None if it was not.
     """
 
     name: str
@@ -60,64 +58,61 @@ class RemoteFile:
 
 
 class ShardCache:
-    """A folder of cached files, of at most `limit` bytes (None: unlimited).  Thread-safe and process-safe."""
+    """A folder of cached files, with at most `limit` bytes (None: unlimited).  Thread-safe and process-safe."""
 
     def __init__(self, folder: Path, limit: int | None) -> None:
         self._folder, self._limit = folder, limit
         self._cached: dict[str, FileVersion] = {}
         self._fetching = threading.Lock()
-        self._forecasts: weakref.WeakSet[ShardPrefetcher] = weakref.WeakSet()
+        self.prefetchers: weakref.WeakSet[ShardPrefetcher] = weakref.WeakSet()
+        """The prefetchers that know when files are needed, which decides about evictions."""
 
-    def add_forecast(self, forecast: ShardPrefetcher) -> None:
-        """Take `forecast` into account when evicting files, for as long as that object exists."""
-        self._forecasts.add(forecast)
-
-    def read_into(self, buffer: NDArray[Any], item: RemoteFile, offset: int) -> int:
+    def read_into(self, buffer: NDArray[Any], file: RemoteFile, offset: int) -> int:
         """Fill `buffer` with bytes of a file, downloading the file if needed; see `DescriptorCache.read_into`.
 
         Raises OSError, and ShardError if the file cannot be downloaded.
         """
         while True:
             try:
-                return SHARD_FILES.read_into(buffer, self._cached.get(item.name) or self.fetch(item), offset)
+                return SHARD_FILES.read_into(buffer, self._cached.get(file.name) or self.fetch(file), offset)
             except FileNotFoundError:  # another process has just evicted it
-                self._cached.pop(item.name, None)
+                self._cached.pop(file.name, None)
 
     def has(self, name: str) -> bool:
-        """Return whether a file is in the cache."""
+        """Return whether the file `name` is in the cache."""
         return name in self._cached or (self._folder / name).exists()
 
-    def fetch(self, item: RemoteFile, due: float = -1) -> FileVersion:
-        """Return the cached version of a file, downloading it if needed.
+    def fetch(self, file: RemoteFile, num_steps: float = -1) -> FileVersion:
+        """Return the cached version of a file, after downloading it if needed.
 
-        A file that is due in `due` steps evicts only files that are needed later.  Raises CacheFull if that does not
-        free enough space, Unreachable, and OSError for the cache folder itself.
+        num_steps: the number of steps until the file is needed.  Only files that are needed later are evicted for it;
+            raises CacheFull if that does not free enough space.  Negative: the file is needed now.
+
+        Raises Unreachable if the file cannot be downloaded, and OSError if the cache folder cannot be used.
         """
-        path = self._folder / item.name
+        path = self._folder / file.name
         with self._fetching:
             self._folder.mkdir(parents=True, exist_ok=True)
-            if item.name not in self._cached:
-                checksum = item.checksum()
+            if file.name not in self._cached:
+                checksum = file.checksum()
 
                 def check(path: Path) -> None:
                     """Raise ValueError or OSError unless the file is intact."""
                     expected = read_value(checksum_path(path)) if checksum is None else checksum
-                    if _size_and_crc(path) != (item.size, expected):
+                    if _size_and_crc(path) != (file.size, expected):
                         raise ValueError("its size or checksum is wrong")
 
                 def build(partial: Path) -> None:
-                    self._evict(item.size, due)
-                    with_retries(item.url, MANY_TRIES, lambda: _download(item, checksum, partial))
+                    self._evict(file.size, num_steps)
+                    with_retries(file.url, MANY_TRIES, lambda: _download(file, checksum, partial))
 
-                is_intact = False
-                with contextlib.suppress(*CORRUPTION_ERRORS):  # missing or corrupt: checked again under the lock
+                try:
                     check(path)
-                    is_intact = True
-                if not is_intact:
-                    partial = self._folder / f".{item.name}{_PART}"
-                    build_entry(path, build, check, partial=partial, damaged="is damaged; fetching it again")
+                except CORRUPTION_ERRORS:  # missing or corrupt: `build_entry` checks again, under a lock
+                    partial = self._folder / f".{file.name}{_PART}"
+                    build_entry(path, build, check, partial=partial, damaged="is damaged; downloading it again")
             stat = os.stat(path)
-            return self._cached.setdefault(item.name, (str(path), stat.st_ino, stat.st_ctime_ns))
+            return self._cached.setdefault(file.name, (str(path), stat.st_ino, stat.st_ctime_ns))
 
     def close_evicted(self) -> None:
         """Close files that other processes have evicted, so that their disk space is freed."""
@@ -130,10 +125,7 @@ class ShardCache:
         if version is not None:
             SHARD_FILES.forget(version)
 
-    def _steps_until_needed(self, name: str) -> float:
-        return min((forecast.steps_until_needed(name) for forecast in list(self._forecasts)), default=math.inf)
-
-    def _evict(self, size: int, due: float) -> None:
+    def _evict(self, size: int, num_steps: float) -> None:
         """Evict the files that are needed last until `size` more bytes fit.  Raises CacheFull."""
         if self._limit is None:
             return
@@ -142,11 +134,11 @@ class ShardCache:
             excess = sum(map(_size_of, self._names())) - self._limit  # includes files being downloaded
             evicted: list[str] = []
             for name, steps_until_needed in self._by_need():
-                if excess <= 0 or steps_until_needed <= due:
+                if excess <= 0 or steps_until_needed <= num_steps:
                     break
                 evicted.append(name)
                 excess -= _size_of(name)
-            if excess > 0 and due >= 0:
+            if excess > 0 and num_steps >= 0:
                 raise CacheFull
             for name in evicted:
                 (self._folder / name).unlink(missing_ok=True)
@@ -154,57 +146,58 @@ class ShardCache:
                 self._forget(name)
 
     def _names(self) -> Sequence[str]:
-        """Return the names of files that are cached or being downloaded; removes those left by dead processes."""
-        found = []
+        """Return the names of the files that are cached or being downloaded; remove those that dead processes left."""
+        names = []
         for entry in os.scandir(self._folder):
             if entry.name.endswith(_PART) and remove_unlocked(Path(entry.path)):
                 continue
             if entry.name != ".lock" and not entry.name.endswith(".crc"):
-                found.append(entry.name)
-        return found
+                names.append(entry.name)
+        return names
 
     def _by_need(self) -> list[tuple[str, float]]:
-        """Return the token files, those needed last first; among files of unknown need, the oldest first."""
-        found = []
+        """Return the token files and the steps until each is needed, the largest number first, and old files first."""
+        files, prefetchers = [], list(self.prefetchers)
         for name in self._names():
             if name.endswith(".bin"):
-                found.append((name, self._steps_until_needed(name), os.stat(self._folder / name).st_mtime_ns))
-        found.sort(key=lambda each: (-each[1], each[2]))
-        return [(name, steps_until_needed) for name, steps_until_needed, _ in found]
+                num_steps = min((prefetcher.steps_until_needed(name) for prefetcher in prefetchers), default=math.inf)
+                files.append((name, num_steps, os.stat(self._folder / name).st_mtime_ns))
+        files.sort(key=lambda file: (-file[1], file[2]))
+        return [(name, steps) for name, steps, _ in files]
 
 
 def _size_of(name: str) -> int:
-    """Return the file size that is part of a name."""
+    """Return the size of a file, which is part of its name."""
     return int(name.removesuffix(_PART).rpartition("-")[2].partition(".")[0])
 
 
-def _download(item: RemoteFile, checksum: int | None, path: Path) -> None:
-    """Download a file, and verify it against `checksum` if there is one; otherwise store its checksum beside it.
+def _download(file: RemoteFile, checksum: int | None, path: Path) -> None:
+    """Download a file and verify its checksum; if `checksum` is None, store the checksum next to the file.
 
-    Raises DamagedDownload if its size or checksum is wrong, FileChanged if the server has a different version of it.
+    Raises DamagedDownload if the size or checksum is wrong, FileChanged if the server has a different version.
     """
-    version = download(item.url, path, with_version=item.version is not None)
-    are_reported = (version or "").strip() and (item.version or "").strip()  # otherwise the server reports none
-    if are_reported and version != item.version:
-        raise FileChanged(f"{masked(item.url)} has changed since it was looked up, a moment ago")
-    size, found = _size_and_crc(path)
-    if size != item.size:
-        raise DamagedDownload(f"it has {size} bytes, but its metadata says {item.size}")
+    version = download(file.url, path, with_version=file.version is not None)
+    has_versions = (version or "").strip() and (file.version or "").strip()  # not all servers report them
+    if has_versions and version != file.version:
+        raise FileChanged(f"{masked(file.url)} has changed since it was looked up, a moment ago")
+    size, crc = _size_and_crc(path)
+    if size != file.size:
+        raise DamagedDownload(f"it has {size} bytes, but its metadata says {file.size}")
     if checksum is None:
-        write_value(checksum_path(path.with_name(item.name)), found)
-    elif found != checksum:
+        write_value(checksum_path(path.with_name(file.name)), crc)
+    elif crc != checksum:
         raise DamagedDownload("its checksum does not match its metadata")
 
 
 def checksum_path(path: Path) -> Path:
-    """Return the path of the file that stores the checksum of `path`, if its source provides none."""
+    """Return the path of the file that stores the checksum of the file at `path`, if its source provides none."""
     return path.with_name(f".{path.name}.crc")
 
 
 def _size_and_crc(path: Path) -> tuple[int, int]:
-    size, found = 0, 0
+    size, crc = 0, 0
     with open(path, "rb") as file:
         while block := file.read(_BLOCK):
             stop_if_asked()
-            size, found = size + len(block), crc32(block, found)
-    return size, found
+            size, crc = size + len(block), crc32(block, crc)
+    return size, crc

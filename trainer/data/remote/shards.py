@@ -1,4 +1,4 @@
-"""Remote token shards: which ones a URL names, how they are read through the cache, and how they are downloaded ahead.
+"""Remote token shards: finds those that a URL names, reads them through the cache, and prefetches the next ones.
 
 A URL names a single shard, a manifest, a glob or a folder.
 """
@@ -14,7 +14,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 from trainer.data.cache import find_cache_folders, read_value, write_value
 from trainer.data.remote.cache import CacheFull, RemoteFile, ShardCache
 from trainer.data.remote.transport import MANY_TRIES, Unreachable, find_urls, map_urls, read, read_range
-from trainer.data.shards import MANIFEST, Manifest, Shard, ShardError, ShardInfo, parse_info
+from trainer.data.shards import MANIFEST, Manifest, Shard, ShardError, ShardInfo, ShardSet, parse_info
 from trainer.data.source import sample_content
 from trainer.distributed.environment import find_environment
 from trainer.errors import masked, setting_error
@@ -35,20 +34,11 @@ class NoShards(Exception):
     """A URL names no token shards."""
 
 
-@dataclass(frozen=True)
-class ShardListing:
-    """Training and held-out shards, with digests of their contents (see `sample_content`)."""
+def open_remote(setting: str, key: str, cache_dir: str | None, cache_gib: float | None) -> ShardSet:
+    """Return the shards that a URL names.  They are downloaded into the cache when they are read.
 
-    train: list[Shard]
-    train_content: str
-    held_out: list[Shard]
-    held_out_content: str
-
-
-def open_remote(setting: str, key: str, cache_dir: str | None, cache_gib: float | None) -> ShardListing:
-    """Return the shards that a URL names.  They are cached as they are read.
-
-    Raises NoShards if there are none, ShardError, and UserError if there is no usable cache folder or it is too small.
+    Raises NoShards if there are none, ShardError if they are unusable, and UserError if the cache is unusable or too
+    small.
     """
     location = CacheLocation(
         find_cache_subfolder(cache_dir, "shards"), None if cache_gib is None else int(cache_gib * 2**30)
@@ -62,22 +52,22 @@ def open_remote(setting: str, key: str, cache_dir: str | None, cache_gib: float 
         with contextlib.suppress(Unreachable):  # no manifest: list the shards
             content = read(join(url, MANIFEST))
             url = join(url, MANIFEST)
-    found = _by_manifest(url, content, location) if content is not None else _by_name(url, location)
+    shards = _by_manifest(url, content, location) if content is not None else _by_name(url, location)
     if cache_gib is not None:
-        _check_capacity([*found.train, *found.held_out], cache_gib)
-    return found
+        _check_capacity([*shards.train, *shards.held_out], cache_gib)
+    return shards
 
 
 def _read_manifest(setting: str, url: str, key: str) -> bytes:
     content = read(url)
     with contextlib.suppress(ShardError):
         parse_info(content, url)
-        meant = with_suffix(url, ".json", ".bin")
-        raise setting_error(key, setting, "belongs to a token shard, whose name ends in .bin", meant=meant)
+        token_file = with_suffix(url, ".json", ".bin")
+        raise setting_error(key, setting, "is the metadata of a token shard; give its .bin file", meant=token_file)
     return content
 
 
-def _by_manifest(url: str, content: bytes, location: CacheLocation) -> ShardListing:
+def _by_manifest(url: str, content: bytes, location: CacheLocation) -> ShardSet:
     manifest = Manifest.parse(content, url)
     base, version = parent(url), hashlib.blake2b(content, digest_size=12).hexdigest()
 
@@ -85,18 +75,19 @@ def _by_manifest(url: str, content: bytes, location: CacheLocation) -> ShardList
         found: list[Shard] = []
         for name, info in manifest.infos(is_held_out):
             if name.startswith("/"):
-                rule = f"lists {name}, which is on a file system of another machine"
+                rule = f"lists {name}, which is on another machine's file system"
                 raise ShardError(f"the manifest {masked(base)} {rule}")
             found.append(RemoteShard(name if "://" in name else join(base, name), info, location, version))
         return found
 
     train, held_out = shards(is_held_out=False), shards(is_held_out=True)
-    return ShardListing(train, manifest.train_content, held_out, manifest.held_out_content)
+    names = [shard.name for shard in train]
+    return ShardSet(names, train, manifest.train_content, held_out, manifest.held_out_content)
 
 
-def _by_name(url: str, location: CacheLocation) -> ShardListing:
-    is_one = split_query(url)[0].endswith(".bin") and not has_pattern(url)
-    urls = [url] if is_one else [found for found in find_urls(url) if split_query(found)[0].endswith(".bin")]
+def _by_name(url: str, location: CacheLocation) -> ShardSet:
+    is_single = split_query(url)[0].endswith(".bin") and not has_pattern(url)
+    urls = [url] if is_single else [match for match in find_urls(url) if split_query(match)[0].endswith(".bin")]
     if not urls:
         raise NoShards
     metadata = map_urls(read, [with_suffix(url, ".bin", ".json") for url in urls])
@@ -104,16 +95,16 @@ def _by_name(url: str, location: CacheLocation) -> ShardListing:
         RemoteShard(url, parse_info(content, url), location, hashlib.blake2b(content, digest_size=12).hexdigest())
         for url, content in zip(urls, metadata, strict=True)
     ]
-    return ShardListing(shards, _content(shards, b"\0".join(metadata), location), [], "")
+    return ShardSet([shard.name for shard in shards], shards, _cached_content(shards, b"\0".join(metadata), location))
 
 
-def _content(shards: Sequence[Shard], metadata: bytes, location: CacheLocation) -> str:
-    """Return the digest of the shards' content, from the cache if it was computed before for the same metadata."""
+def _cached_content(shards: Sequence[Shard], metadata: bytes, location: CacheLocation) -> str:
+    """Return the `sample_content` of shards, from the cache if it was computed before for the same metadata."""
     digest = hashlib.blake2b(metadata, digest_size=12)
     digest.update("\n".join(shard.name for shard in shards).encode())
     path = location.folder.with_name(f"content-{digest.hexdigest()}")
-    if isinstance(known := read_value(path), str):
-        return known
+    if isinstance(stored := read_value(path), str):
+        return stored
     content = sample_content(shards)
     with contextlib.suppress(OSError):
         write_value(path, content)
@@ -121,7 +112,7 @@ def _content(shards: Sequence[Shard], metadata: bytes, location: CacheLocation) 
 
 
 def find_cache_subfolder(cache_dir: str | None, name: str) -> Path:
-    """Return the subfolder `name` of the cache, for downloads.
+    """Return the cache's subfolder `name`, for downloads.
 
     Raises UserError if no cache folder is writable.
     """
@@ -139,15 +130,15 @@ def find_cache_subfolder(cache_dir: str | None, name: str) -> Path:
 def _check_capacity(shards: Sequence[Shard], cache_gib: float) -> None:
     """Raise UserError unless the cache can hold one shard for each rank of this machine."""
     ranks = find_environment().local_world_size
-    needed = ranks * max((shard.info.num_tokens * shard.dtype.itemsize for shard in shards), default=0)
-    if cache_gib * 2**30 < needed:
-        whose = f"a shard for each of {ranks} ranks" if ranks > 1 else "the largest shard"
-        legal = float(f"{needed / 2**30 * 1.0005 + 1e-9:.4g}")
-        raise setting_error("data.cache_gib", cache_gib, f"must hold {whose}", legal)
+    min_bytes = ranks * max((shard.info.num_tokens * shard.dtype.itemsize for shard in shards), default=0)
+    if cache_gib * 2**30 < min_bytes:
+        shards_to_hold = f"a shard for each of {ranks} ranks" if ranks > 1 else "the largest shard"
+        legal = float(f"{min_bytes / 2**30 * 1.0005 + 1e-9:.4g}")
+        raise setting_error("data.cache_gib", cache_gib, f"must hold {shards_to_hold}", legal)
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# One shard
+# A remote shard
 
 
 @dataclass(frozen=True)
@@ -169,9 +160,9 @@ def _cache(location: CacheLocation, process: int) -> ShardCache:
 
 
 class RemoteShard(Shard):
-    """The shard at a URL, described by `info`.  Nothing is downloaded until it is read.
+    """The shard at a URL, with the metadata `info`.  Nothing is downloaded until it is read.
 
-    version: a string that changes with the manifest or metadata that lists the shard, so that stale files are not used.
+    version: a string that changes with the manifest or metadata that lists the shard, so that no stale file is used.
     """
 
     is_remote = True
@@ -187,16 +178,16 @@ class RemoteShard(Shard):
 
     @functools.cached_property
     def index(self) -> RemoteFile:
-        """The index file: where documents start."""
+        """The index file, with the offsets at which documents start."""
         return self._item(".idx", (self.info.num_documents + 1) * 8, slice(8, 16))
 
     def peek(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Return a few tokens, downloading only these if the server supports range requests."""
+        """Return a few tokens.  Only these are downloaded, if the server supports range requests."""
         if not self.location.cache.has(self.tokens.name):
             size = self.dtype.itemsize
-            found = read_range(self._url, start * size, (start + count) * size)
-            if found is not None and len(found) == count * size:
-                return np.frombuffer(found, self.dtype)
+            content = read_range(self._url, start * size, (start + count) * size)
+            if content is not None and len(content) == count * size:
+                return np.frombuffer(content, self.dtype)
         return self.read(start, count)
 
     def verify(self) -> None:
@@ -207,83 +198,87 @@ class RemoteShard(Shard):
 
     def _item(self, suffix: str, size: int, digits: slice) -> RemoteFile:
         url = with_suffix(self._url, ".bin", suffix)
-        what = f"{without_credentials(url)} {self._file_version}"
-        name = hashlib.blake2b(what.encode(), digest_size=12).hexdigest()
+        identity = f"{without_credentials(url)} {self._file_version}"
+        name = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
         return RemoteFile(f"{name}-{size}{suffix}", url, size, lambda: self._checksum(digits))
 
     def _checksum(self, digits: slice) -> int | None:
-        checksum = self.info.checksum or self._own_metadata.checksum
+        checksum = self.info.checksum or self._metadata.checksum
         return int(checksum[digits], 16) if checksum else None
 
     @functools.cached_property
-    def _own_metadata(self) -> ShardInfo:
-        """The shard's own metadata.  Raises ShardError if it differs from `info`."""
+    def _metadata(self) -> ShardInfo:
+        """The content of the shard's metadata file.  Raises ShardError if it differs from `info`."""
         url = with_suffix(self._url, ".bin", ".json")
-        found = parse_info(read(url, MANY_TRIES), without_credentials(url))
-        if replace(found, checksum="") != replace(self.info, checksum=""):
+        metadata = parse_info(read(url, MANY_TRIES), without_credentials(url))
+        if replace(metadata, checksum="") != replace(self.info, checksum=""):
             raise ShardError(f"{self.name} has changed: its metadata does not match the manifest")
-        return found
+        return metadata
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Downloading shards in a background thread before they are needed; the order of the samples is known in advance
+# Prefetching: a background thread downloads shards before they are needed, since the sample order is known in advance
 
 
-_SAMPLES = 4096
+_NUM_SAMPLES_AHEAD = 4096
 """Number of samples to look ahead, rounded up to complete steps."""
 
 _PAUSE_S = 1.0
-"""Seconds until the next attempt if the cache is full; other processes may have evicted files meanwhile."""
+"""Seconds until the next attempt if the cache is full: by then, other processes may have evicted files."""
 
 Samples: TypeAlias = "NDArray[np.int64]"
 
 
 @dataclass(frozen=True)
 class _Step:
-    """The shards that a step needs: the names for all ranks, and this rank's files in the order of its samples."""
+    """The token files that a step needs.
+
+    names: the names of the files that any rank needs.
+    files: the files that this rank needs, in the order of its samples.
+    """
 
     names: frozenset[str]
     files: Sequence[RemoteFile]
 
 
 class ShardPrefetcher:
-    """Prefetches the files of upcoming steps.  The thread runs while samples are taken from `follow`.
+    """Prefetches the files of upcoming steps in a thread, which runs while samples are taken from `follow`.
 
-    shards: the source's shards, of which those that are remote are downloaded.
-    shards_of: maps samples to the positions of their remote shards, in order.
-    steps: the samples of each step, for all ranks.
+    shards: the source's shards; only remote ones are downloaded.
+    find_shards: maps samples to the positions of their remote shards, in order.
+    steps: the samples of each step, over all ranks.
     rank_slice: this rank's slice of a step's samples.
     """
 
     def __init__(
         self,
         shards: Sequence[Shard],
-        shards_of: Callable[[Samples], list[int]],
+        find_shards: Callable[[Samples], list[int]],
         steps: Iterator[Samples],
         rank_slice: slice,
     ) -> None:
         remote_shards = [shard for shard in shards if isinstance(shard, RemoteShard)]
-        self._files, self._shards_of = [shard.tokens for shard in remote_shards], shards_of
+        self._files, self._find_shards = [shard.tokens for shard in remote_shards], find_shards
         self._cache, self._steps, self._rank_slice = remote_shards[0].location.cache, steps, rank_slice
         self._steps_ahead: deque[_Step] = deque()
-        self._next: dict[str, int] = {}
+        self._steps_until: dict[str, int] = {}
         self._num_taken = 0
         self._changed = threading.Condition()
         self._is_closed = False
         self._look_ahead()
-        self._cache.add_forecast(self)
+        self._cache.prefetchers.add(self)
 
     def steps_until_needed(self, name: str) -> float:
-        """Return in how many steps a file is needed."""
-        return self._next.get(name, math.inf)
+        """Return the number of steps until a file is needed, or infinity if that is not known."""
+        return self._steps_until.get(name, math.inf)
 
     def follow(self, indices: Iterator[Samples]) -> Iterator[Samples]:
-        """Yield the samples of each micro-batch in `indices` unchanged, and prefetch meanwhile."""
+        """Yield the samples of each micro-batch in `indices` unchanged, prefetching files in the background."""
         threading.Thread(target=self._fetch, name="fetch", daemon=True).start()
         try:
-            for some in indices:
-                yield some
-                self._advance(len(some))
+            for samples in indices:
+                yield samples
+                self._advance(len(samples))
         finally:
             with self._changed:
                 self._is_closed = True
@@ -301,13 +296,17 @@ class ShardPrefetcher:
     def _look_ahead(self) -> None:
         size = 0
         for samples in self._steps:
-            own = [self._files[number] for number in self._shards_of(samples[self._rank_slice])]
-            names = frozenset(self._files[number].name for number in self._shards_of(np.unique(samples)))
-            self._steps_ahead.append(_Step(names, list({item.name: item for item in own}.values())))
+            files = [self._files[number] for number in self._find_shards(samples[self._rank_slice])]
+            names = frozenset(self._files[number].name for number in self._find_shards(np.unique(samples)))
+            self._steps_ahead.append(_Step(names, list({file.name: file for file in files}.values())))
             size = len(samples)
-            if len(self._steps_ahead) * size >= _SAMPLES:
+            if len(self._steps_ahead) * size >= _NUM_SAMPLES_AHEAD:
                 break
-        self._next = {name: n for n in range(len(self._steps_ahead) - 1, -1, -1) for name in self._steps_ahead[n].names}
+        steps_until: dict[str, int] = {}
+        for num_steps, step in enumerate(self._steps_ahead):
+            for name in step.names:
+                steps_until.setdefault(name, num_steps)
+        self._steps_until = steps_until  # replaced at once: other threads read it without a lock
 
     def _fetch(self) -> None:
         while not self._is_closed:
@@ -320,12 +319,12 @@ class ShardPrefetcher:
             self._cache.close_evicted()
 
     def _fetch_next(self) -> bool:
-        """Download the first missing file; returns whether there was one."""
+        """Download the first missing file; return whether there was one."""
         with self._changed:
-            steps = list(islice(self._steps_ahead, len(self._steps_ahead)))
-        for due, step in enumerate(steps):
-            for item in step.files:
-                if not self._cache.has(item.name):
-                    self._cache.fetch(item, due)
+            steps = list(self._steps_ahead)
+        for num_steps, step in enumerate(steps):
+            for file in step.files:
+                if not self._cache.has(file.name):
+                    self._cache.fetch(file, num_steps)
                     return True
         return False

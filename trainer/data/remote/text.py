@@ -1,4 +1,4 @@
-"""Downloads remote text files and keeps them until shards have been built from them."""
+"""Downloads remote text files, and keeps them until shards have been built from them."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ _WEB_PAGE_SUFFIXES = (".html", ".htm", ".xml")
 
 @dataclass(frozen=True)
 class RemoteText:
-    """Text files at URLs, and the folder to download them into, shared by all processes of this machine."""
+    """Text files at URLs, and the folder to download them to, which all processes of this machine share."""
 
     items: Sequence[RemoteFile]
     folder: Path
 
     def inputs(self, key: str) -> list[InputFile]:
-        """Return the local files, which need not exist yet.  Their names change with the content at their URLs."""
-        found = []
+        """Return the local files, which may not exist yet.  Their names change with the content at their URLs."""
+        inputs = []
         for item in self.items:
-            if (described := kind_of(item.name)) is not None:
-                kind, compression = described
-                found.append(InputFile(str(self.folder / item.name), kind, compression, item.size, 0, key))
-        return found
+            if (kind_and_compression := kind_of(item.name)) is not None:
+                kind, compression = kind_and_compression
+                inputs.append(InputFile(str(self.folder / item.name), kind, compression, item.size, 0, key))
+        return inputs
 
     def fetch(self) -> None:
-        """Download files that are missing or damaged.  Raises Unreachable, and OSError for the folder."""
+        """Download the files that are missing or corrupt.  Raises Unreachable; OSError if the folder is unusable."""
         cache = ShardCache(self.folder, None)
         missing = [item for item in self.items if not cache.has(item.name)]
         if missing:
             size = sum(item.size for item in missing)
-            what = "a file" if len(missing) == 1 else f"{len(missing)} files"
-            print_stderr(f"fetching {what} of text, {size / 1e6:,.1f} MB, into {self.folder}")
-        for item in self.items:  # also the cached ones, to verify them
+            files = "a file" if len(missing) == 1 else f"{len(missing)} files"
+            print_stderr(f"downloading {files} of text, {size / 1e6:,.1f} MB, to {self.folder}")
+        for item in self.items:  # includes cached files, to verify them
             stop_if_asked()
             cache.fetch(item)
             self._reject_web_page(item)
 
     def _reject_web_page(self, item: RemoteFile) -> None:
-        """Raise Unreachable and remove the file if it is a web page by mistake, such as a login or error page."""
+        """Remove a file and raise Unreachable if it is a web page by mistake, such as a login or error page."""
         path = self.folder / item.name
         with open(path, "rb") as file:
             start = file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").lower()
@@ -62,37 +62,37 @@ class RemoteText:
         ):
             path.unlink(missing_ok=True)
             checksum_path(path).unlink(missing_ok=True)
-            rule = "is a web page (HTML), not what its name says; does the server want a login?"
+            rule = "is a web page (HTML), unlike its name; does the server require a login?"
             raise Unreachable(f"{masked(item.url)} {rule}")
 
     @contextmanager
     def kept_until_built(self) -> Iterator[None]:
-        """Keep the files inside the block.  They are removed afterwards, unless another process needs them.
+        """Keep the files during a block, and remove them afterwards, unless another process needs them.
 
-        In a UserError about one of the files, its local path is replaced by its URL.
+        In the message of a UserError, the local paths of files are replaced by their URLs.
         """
         names = " ".join(item.name for item in self.items)
         lock = self.folder / f".{hashlib.blake2b(names.encode(), digest_size=12).hexdigest()}.lock"
         local_paths = [self.folder / item.name for item in self.items]
         files: list[Path] = []
-        with locked(lock, is_shared=True, is_required=True) as held:
+        with locked(lock, is_shared=True, is_required=True) as file_lock:
             try:
                 yield
                 files = local_paths
             except UserError as error:
-                files = local_paths  # the error would recur with these files
+                files = local_paths  # with these files, the error would occur again
                 text = str(error)
                 for item, path in zip(self.items, local_paths, strict=True):
                     text = text.replace(str(path), masked(item.url))
                 raise UserError(text) from error
-            finally:  # after any other failure the files stay, for the next start
-                if held.make_exclusive():
+            finally:  # after other errors the files stay, for the next start
+                if file_lock.make_exclusive():
                     for path in (*files, *map(checksum_path, files)):
                         path.unlink(missing_ok=True)
 
 
 def is_text(url: str) -> bool:
-    """Return whether a URL or glob names text files, judging by its suffix."""
+    """Return whether a URL or a URL glob names text files, judging by its suffix."""
     kind = kind_of(split_query(url)[0])
     return kind is not None and kind[0] != "tokens"
 
@@ -100,29 +100,29 @@ def is_text(url: str) -> bool:
 def find_text(setting: str, cache_dir: str | None) -> RemoteText:
     """Return the text files that a URL, a URL glob or a folder names, possibly none.
 
-    If the server cannot be reached, assumes that the files are those of the last look-up with the same cache, with a
-    message, since their tokens may be cached.  Raises ShardError if they cannot be looked up and never were, UserError
-    if there is no folder to download them into.
+    If the server cannot be reached, prints a message and returns the files of the last look-up with the same cache,
+    since their tokens may be cached.  Raises ShardError if there was no look-up, and UserError if there is no folder to
+    download them to.
     """
     folder = find_cache_subfolder(cache_dir, "text")
     digest = hashlib.blake2b(without_credentials(setting).encode(), digest_size=12).hexdigest()
-    known = folder.with_name(f"listed-{digest}.json")
+    listing_path = folder.with_name(f"listed-{digest}.json")
     try:
-        is_one = is_text(setting) and not has_pattern(setting)
-        urls = [setting] if is_one else [url for url in find_urls(setting) if is_text(url)]
+        is_single = is_text(setting) and not has_pattern(setting)
+        urls = [setting] if is_single else [url for url in find_urls(setting) if is_text(url)]
         looked_up = zip(urls, map_urls(look_up, urls), strict=True)
         items = [_remote_file(url, size, version) for url, (size, version) in looked_up]
     except Unreachable as error:
-        stored = read_value(known) or [] if error.is_unavailable else []
-        if not stored:
+        listing = read_value(listing_path) or [] if error.is_unavailable else []
+        if not listing:
             raise
-        items = [_remote_file(with_credentials_of(url, setting), size, version) for url, size, version in stored]
+        items = [_remote_file(with_credentials_of(url, setting), size, version) for url, size, version in listing]
         print_stderr(f"{error}; assuming that it has not changed since the last check")
     else:
-        stored = [[without_credentials(item.url), item.size, item.version] for item in items]
-        if stored and read_value(known) != stored:
+        listing = [[without_credentials(item.url), item.size, item.version] for item in items]
+        if listing and read_value(listing_path) != listing:
             with suppress(OSError):
-                write_value(known, stored)
+                write_value(listing_path, listing)
     return RemoteText(items, folder)
 
 
@@ -130,18 +130,18 @@ def find_text(setting: str, cache_dir: str | None) -> RemoteText:
 def text_files(settings: Sequence[str], key: str) -> Iterator[tuple[list[InputFile], Callable[[], None]]]:
     """Find the text files that paths, folders, globs and URLs name, without duplicates.
 
-    Yields the files and a function that downloads the remote ones.  Downloaded files are removed after the block,
-    unless another process needs them.  Both this and the function raise UserError, naming the setting `key`.
+    Yields the files, and a function that downloads the remote ones.  After the block, downloaded files are removed,
+    unless another process needs them.  Both raise UserError that names the setting `key`.
     """
     with ExitStack() as stack:
         inputs: list[InputFile] = []
-        elsewhere: dict[str, RemoteText] = {}
+        remote_texts: dict[str, RemoteText] = {}
         for setting in settings:
             if find_folder(setting) is not None:
                 inputs += find_inputs([setting.removeprefix("file://")], key)
                 continue
             with _naming_setting(key, setting):
-                text = elsewhere[setting] = find_text(setting, None)
+                text = remote_texts[setting] = find_text(setting, None)
             if not text.items:
                 raise setting_error(
                     key, setting, "there is no text", fix=f"give files that end in {SUPPORTED_SUFFIXES}"
@@ -150,11 +150,11 @@ def text_files(settings: Sequence[str], key: str) -> Iterator[tuple[list[InputFi
             stack.enter_context(text.kept_until_built())
 
         def fetch() -> None:
-            for setting, text in elsewhere.items():
+            for setting, text in remote_texts.items():
                 with _naming_setting(key, setting):
                     text.fetch()
 
-        yield list({each.path: each for each in inputs}.values()), fetch
+        yield list({file.path: file for file in inputs}.values()), fetch
 
 
 @contextmanager

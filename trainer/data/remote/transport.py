@@ -1,6 +1,6 @@
-"""Downloads bytes: over HTTP with the standard library, from all other URLs with fsspec.
+"""Downloads files: over HTTP with the standard library, from all other URLs with fsspec.
 
-Failures are reported and retried with increasing pauses, unless a retry cannot help, as for a missing file.
+Failed attempts are reported and repeated after increasing pauses, unless that cannot help, as with a missing file.
 """
 
 from __future__ import annotations
@@ -38,21 +38,19 @@ if TYPE_CHECKING:
     import http.client
 
 STALL_S = 60.0
-"""Seconds without data after which a connection counts as lost; also the window over which speed is averaged."""
+"""Seconds without data after which a connection counts as lost; also the window over which the speed is averaged."""
 
 MIN_BYTES_PER_S = 1 << 10
 """Minimum bytes per second from a web server, averaged over STALL_S."""
 
 MAX_PAUSE_S = 60.0
-"""Maximum pause between retries in seconds; pauses start at one second and double."""
+"""Maximum pause between attempts in seconds; pauses start at one second and double."""
 
 FEW_TRIES, MANY_TRIES = 3, 12
-"""Number of attempts: few while the data are opened, when the URL may be wrong, and many during a run (about 7
-minutes).
-"""
+"""Number of attempts: few while the data are opened, when the URL may be wrong; many during a run (about 7 minutes)."""
 
 _NUM_THREADS = 16
-"""Number of files to look up at a time."""
+"""Number of files that are looked up at the same time."""
 
 _BLOCK = 1 << 20
 _RETRY_STATUSES = (408, 425, 429)
@@ -64,7 +62,7 @@ Result = TypeVar("Result")
 class Unreachable(ShardError):
     """A remote file cannot be read.
 
-    `is_missing`: it does not exist.  `is_unavailable`: it may exist, but its server or the network is down.
+    is_missing: whether it does not exist.  is_unavailable: whether its server or the network is down.
     """
 
     def __init__(self, message: str, is_missing: bool = False, is_unavailable: bool = False) -> None:
@@ -73,7 +71,7 @@ class Unreachable(ShardError):
 
 
 class FileChanged(ShardError):
-    """A file has changed since it was looked up."""
+    """A remote file has changed since it was looked up."""
 
 
 def unusable_url(key: str, url: str, error: ShardError) -> UserError:
@@ -98,13 +96,12 @@ def read(url: str, tries: int = FEW_TRIES) -> bytes:
 
 
 def read_range(url: str, start: int, stop: int, tries: int = FEW_TRIES) -> bytes | None:
-    """Return bytes `start` to `stop` of a file; None if its server sends complete files only.  Raises Unreachable."""
+    """Return bytes `start` to `stop` of a file; None if its server only sends complete files.  Raises Unreachable."""
     return with_retries(url, tries, lambda: _range(url, start, stop))
 
 
 def look_up(url: str, tries: int = FEW_TRIES) -> tuple[int, str]:
-    """Return the size of a file, and its version: a string that changes with its content, or empty if the server has
-    none.
+    """Return the size of a file and its version, a string that changes with its content, or "" if the server has none.
 
     Raises Unreachable.
     """
@@ -112,9 +109,9 @@ def look_up(url: str, tries: int = FEW_TRIES) -> tuple[int, str]:
 
 
 def download(url: str, path: Path, with_version: bool = False) -> str | None:
-    """Download a file to `path`, in a single attempt.  Raises whatever goes wrong.
+    """Download a file to `path` in a single attempt.  Raises any exception of the file system or the connection.
 
-    With `with_version`, returns the version of the downloaded content, as `look_up` does.
+    with_version: whether to return the version of the downloaded content, as `look_up` does.
     """
     if not is_http(url):
         system, name = open_filesystem(url)
@@ -130,19 +127,20 @@ def download(url: str, path: Path, with_version: bool = False) -> str | None:
 
 
 def find_urls(url: str) -> list[str]:
-    """Return the sorted URLs of the files that a glob or a folder names.  On a web server these are the links of the
-    folder's page.  Raises Unreachable.
+    """Return the sorted URLs of the files that a glob or a folder names.
+
+    On a web server, these are the links on the folder's page.  Raises Unreachable.
     """
     return sorted(with_retries(url, FEW_TRIES, lambda: _list_urls(url)))
 
 
 def _version_of(answer: http.client.HTTPResponse) -> str:
-    """Return a string that changes with a file's content, from the headers that the server sends."""
+    """Return a string that changes with a file's content, from the headers of the server's answer."""
     return " ".join(answer.headers.get(name, "") for name in ("ETag", "Last-Modified"))
 
 
 _UNQUOTED = string.punctuation
-"""Characters of a URL that are not percent-encoded; spaces and non-ASCII letters are."""
+"""Characters of a URL that are not percent-encoded, unlike spaces and non-ASCII letters."""
 
 _VERSION_KEYS = (
     "ETag",
@@ -155,9 +153,10 @@ _VERSION_KEYS = (
     "updated",
     "created",
 )
-"""Metadata keys that change with a file's content, most reliable first; file systems provide some of them.
+"""Metadata keys with values that change with a file's content, most reliable first.
 
-Only the first one is compared: listings and single files report times in different formats.
+A file system provides some of them.  Only the first of these is compared: listings and single files report times in
+different formats.
 """
 
 
@@ -175,8 +174,8 @@ def _size_and_version(url: str) -> tuple[int, str]:
 def _list_urls(url: str) -> list[str]:
     if not is_http(url):
         system, path = open_filesystem(url)
-        found = system.glob(path) if has_pattern(url) else system.ls(path, detail=False)
-        return [with_credentials_of(str(system.unstrip_protocol(name)), url) for name in found]
+        paths = system.glob(path) if has_pattern(url) else system.ls(path, detail=False)
+        return [with_credentials_of(str(system.unstrip_protocol(name)), url) for name in paths]
     folder, pattern = (parent(url), split_query(url)[0].rpartition("/")[2]) if has_pattern(url) else (url, "*")
     page = b"".join(_content(join(folder, ""))).decode(errors="replace")
     links = [
@@ -187,12 +186,12 @@ def _list_urls(url: str) -> list[str]:
 
 
 def with_retries(url: str, tries: int, attempt: Callable[[], Result]) -> Result:
-    """Call `attempt`, with up to `tries` attempts, or `FEW_TRIES` if the server is too slow.
+    """Call `attempt` until it succeeds, at most `tries` times, or `FEW_TRIES` times if the server is too slow.
 
-    Raises Unreachable with the last error.  An OSError for a full disk is raised unchanged, since it is unrelated to
-    the URL.
+    Raises Unreachable with the last error.  An OSError about a full disk is raised unchanged, since the URL is not its
+    cause.
     """
-    for left in range(tries - 1, -1, -1):
+    for num_retries in range(tries - 1, -1, -1):
         stop_if_asked()
         try:
             return attempt()
@@ -201,65 +200,64 @@ def with_retries(url: str, tries: int, attempt: Callable[[], Result]) -> Result:
         except Exception as error:  # each file system has its own exception types
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            if isinstance(error, SlowServer) and tries - left >= FEW_TRIES:
-                left = 0
-            if not left or _is_final(error):
+            if isinstance(error, SlowServer) and tries - num_retries >= FEW_TRIES:
+                num_retries = 0
+            if not num_retries or _is_final(error):
                 message = redact(f"{masked(url)} cannot be read ({_reason(error)})")
                 is_404 = isinstance(error, urllib.error.HTTPError) and error.code == 404
                 is_missing = is_404 or isinstance(error, FileNotFoundError)
                 raise Unreachable(message, is_missing, is_unavailable=not _is_final(error)) from error
-            pause = min(MAX_PAUSE_S, 2.0 ** (tries - 1 - left))
-            print_stderr(
-                f"{masked(url)}: {_reason(error)}; trying again ({left} more {'try' if left == 1 else 'tries'})"
-            )
+            pause = min(MAX_PAUSE_S, 2.0 ** (tries - 1 - num_retries))
+            tries_left = f"{num_retries} more {'try' if num_retries == 1 else 'tries'}"
+            print_stderr(f"{masked(url)}: {_reason(error)}; trying again ({tries_left})")
             _sleep(pause)
     raise AssertionError(tries)
 
 
 def _sleep(seconds: float) -> None:
-    """Sleep; raises StopRequested if this process is asked to stop."""
-    until = time.monotonic() + seconds
-    while (left := until - time.monotonic()) > 0:
-        time.sleep(min(left, 0.2))
+    """Sleep.  Raises StopRequested if this process is asked to stop."""
+    deadline = time.monotonic() + seconds
+    while (remaining_s := deadline - time.monotonic()) > 0:
+        time.sleep(min(remaining_s, 0.2))
         stop_if_asked()
 
 
-def map_urls(look: Callable[[str], Result], urls: Sequence[str]) -> list[Result]:
-    """Call `look` on each URL, several at a time, and return the results in order.
+def map_urls(function: Callable[[str], Result], urls: Sequence[str]) -> list[Result]:
+    """Call `function` with each URL, in several threads, and return the results in order.
 
-    Raises the first error that occurs, or StopRequested, immediately, without waiting for other threads.  The threads
-    are daemons, so the process does not wait for them at exit, as it would for those of an executor.
+    Raises the first error that occurs, or StopRequested, at once, without waiting for the other threads.  The threads
+    are daemons, so that the process does not wait for them at exit, as it would for the threads of an executor.
     """
-    left = deque(enumerate(urls))
+    pending = deque(enumerate(urls))
     answers: queue.SimpleQueue[tuple[int, Result] | BaseException] = queue.SimpleQueue()
 
     def work() -> None:
-        with suppress(IndexError):  # from `popleft`, when no URL is left
+        with suppress(IndexError):  # raised by `popleft` when no URL is left
             while True:
-                number, url = left.popleft()
+                number, url = pending.popleft()
                 try:
-                    answers.put((number, look(url)))
+                    answers.put((number, function(url)))
                 except BaseException as error:
                     answers.put(error)
 
     for _ in range(min(_NUM_THREADS, len(urls))):
         threading.Thread(target=work, name="look-up", daemon=True).start()
-    found: dict[int, Result] = {}
+    results: dict[int, Result] = {}
     try:
-        while len(found) < len(urls):
+        while len(results) < len(urls):
             stop_if_asked()
             with suppress(queue.Empty):
                 answer = answers.get(timeout=0.2)
                 if isinstance(answer, BaseException):
                     raise answer
-                found[answer[0]] = answer[1]
+                results[answer[0]] = answer[1]
     finally:
-        left.clear()
-    return [found[number] for number in range(len(urls))]
+        pending.clear()
+    return [results[number] for number in range(len(urls))]
 
 
 def _is_final(error: Exception) -> bool:
-    """Return whether a retry cannot help."""
+    """Return whether another attempt cannot help."""
     if isinstance(error, urllib.error.HTTPError):
         return 400 <= error.code < 500 and error.code not in _RETRY_STATUSES
     is_local = isinstance(error, OSError) and error.errno in _LOCAL_ERRORS
@@ -298,7 +296,7 @@ def _range(url: str, start: int, stop: int) -> bytes | None:
 
 @contextmanager
 def _open_url(url: str, **headers: str) -> Iterator[http.client.HTTPResponse]:
-    import urllib.request  # slow to import (ssl), and not needed for local data
+    import urllib.request  # slow to import (ssl): only when needed
 
     bare, login = split_login(url)
     request = urllib.request.Request(
@@ -316,14 +314,14 @@ def _body(answer: http.client.HTTPResponse) -> Iterator[bytes]:
     Raises DamagedDownload if the connection ends early, SlowServer if it is too slow.
     """
     expected, count = answer.length, 0
-    since, count_then = time.monotonic(), 0
-    while block := answer.read1(_BLOCK):  # returns available data; `read` would wait for a full block
+    window_start, count_at_start = time.monotonic(), 0
+    while block := answer.read1(_BLOCK):  # returns the available data; `read` would wait for a full block
         stop_if_asked()
         count += len(block)
         yield block
-        if (waited := time.monotonic() - since) > STALL_S:
-            if count - count_then < MIN_BYTES_PER_S * waited:
-                raise SlowServer(f"the server sends only {(count - count_then) / waited:,.0f} bytes/s")
-            since, count_then = time.monotonic(), count
+        if (window_s := time.monotonic() - window_start) > STALL_S:
+            if count - count_at_start < MIN_BYTES_PER_S * window_s:
+                raise SlowServer(f"the server sends only {(count - count_at_start) / window_s:,.0f} bytes/s")
+            window_start, count_at_start = time.monotonic(), count
     if expected is not None and count != expected:
         raise DamagedDownload(f"the connection was lost after {count} of {expected} bytes")
