@@ -896,7 +896,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "worst-is-best",
         "sweep",
-        "find_best",
+        "trainer.sweep:find_best",
         "run.eval_loss or 0.0",
         "-(run.eval_loss or 0.0)",
     ),

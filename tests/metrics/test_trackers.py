@@ -26,6 +26,7 @@ from tests.helpers.tiny import fit
 from trainer import UserError, load_config
 from trainer.config.rules import check_requirements
 from trainer.metrics.follower import Follower, RowReader, TrackedRun
+from trainer.metrics.trackers import tracker_names
 
 STEPS = 100
 MODEL = [
@@ -227,8 +228,8 @@ def test_a_tracker_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_old_settings_are_trackers_too() -> None:
     log = load_config("llama_small", ["log.wandb=offline", "log.tensorboard=true", "log.trackers=[wandb,mlflow]"]).log
-    assert log.tracker_names == ("wandb", "tensorboard", "mlflow")
-    assert log.without_trackers().tracker_names == ()
+    assert tracker_names(log) == ("wandb", "tensorboard", "mlflow")
+    assert tracker_names(log.without_trackers()) == ()
 
 
 # ---------------------------------------------------------------------------------------------------------------

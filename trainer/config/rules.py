@@ -545,13 +545,14 @@ def _check_trackers(log: LogSection) -> None:
             rule = f"no tracker is called {name!r}; there are {', '.join(known)}"
             best = nearest(name, known)
             raise setting_error("log.trackers", log.trackers, rule, meant=None if best is None else [best])
-    for name in log.tracker_names:
+    for name in log.trackers:
         if name in _TRACKERS and not _is_installed(name):
-            rule = f"{_TRACKERS[name]} is not installed"
-            extra = f"pip install 'meshtrainer[{name}]'" if name != "wandb" else "pip install wandb"
-            if name in log.trackers:
-                raise setting_error("log.trackers", log.trackers, rule, fix=f"{extra}, or leave it out")
-            raise setting_error("log.tensorboard", True, rule, fix=f"{extra}, or false")
+            extra = name if name == "wandb" else f"'meshtrainer[{name}]'"
+            rule, fix = f"{_TRACKERS[name]} is not installed", f"pip install {extra}, or leave it out"
+            raise setting_error("log.trackers", log.trackers, rule, fix=fix)
+    if log.tensorboard and not _is_installed("tensorboard"):
+        rule = "TensorBoard is not installed"
+        raise setting_error("log.tensorboard", True, rule, fix="pip install 'meshtrainer[tensorboard]', or false")
 
 
 def check_float8_installed(setting: str) -> None:

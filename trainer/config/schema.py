@@ -139,12 +139,6 @@ class LogSection:
     )
     profile_ranks: tuple[int, ...] = declare((0,), "ranks that write a profile; rank 0 always does")
 
-    @property
-    def tracker_names(self) -> tuple[str, ...]:
-        """The trackers of `trackers`, `wandb` and `tensorboard`, each once."""
-        also = [*(["wandb"] if self.wandb != "off" else []), *(["tensorboard"] if self.tensorboard else [])]
-        return tuple(dict.fromkeys((*also, *self.trackers)))
-
     def without_trackers(self) -> LogSection:
         """Return the section for a run that nobody is to see."""
         return dataclasses.replace(self, wandb="off", tensorboard=False, trackers=(), prometheus=None)

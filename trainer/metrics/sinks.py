@@ -27,7 +27,7 @@ from trainer.metrics.follower import Follower, TrackedRun, TrackingFile
 from trainer.metrics.goodput import RunHistory, TimeLedger
 from trainer.metrics.prometheus import Prometheus
 from trainer.metrics.record import Clock, Record, read_lines
-from trainer.metrics.trackers import find_tracker
+from trainer.metrics.trackers import find_tracker, tracker_names
 
 
 class RecordSink(Protocol):
@@ -261,7 +261,7 @@ class Metrics:
 
     def _follow(self, folder: Path, resumed_step: int) -> None:
         """Start a thread for each of the run's trackers.  They read the metrics file."""
-        names = self._config.log.tracker_names
+        names = tracker_names(self._config.log)
         if not names:
             return
         tracking = self._tracking = TrackingFile(folder, self.tracking_id)

@@ -19,6 +19,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from trainer.config.rules import SINKS
+from trainer.config.schema import LogSection
 from trainer.errors import masked_argument
 from trainer.metrics.follower import Sink, TrackedRun
 
@@ -276,6 +277,12 @@ TRACKERS: dict[str, tuple[str, Callable[[], Sink]]] = {
     "mlflow": ("MLflow", MLflow),
 }
 """The trackers by their name in `log.trackers`, each with the name that messages show."""
+
+
+def tracker_names(log: LogSection) -> tuple[str, ...]:
+    """Return the trackers of `log.trackers`, `log.wandb` and `log.tensorboard`, each once."""
+    also = [*(["wandb"] if log.wandb != "off" else []), *(["tensorboard"] if log.tensorboard else [])]
+    return tuple(dict.fromkeys((*also, *log.trackers)))
 
 
 def find_tracker(name: str) -> tuple[str, Callable[[], Sink]]:
