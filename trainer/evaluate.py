@@ -66,6 +66,8 @@ _EVALUATION_OVERRIDES = {
     "checkpoint.dir": "null",
     "log.wandb": "off",
     "log.tensorboard": "false",
+    "log.trackers": "[]",
+    "log.prometheus": "null",
     "log.profile_steps": "null",
 }
 """Overrides of the run's settings: an evaluation runs on any number of ranks and stores nothing."""

@@ -380,6 +380,9 @@ COMMANDS = {
     "export": "trainer.export",
     "report": "trainer.report.__main__",
     "widths": "trainer.widths",
+    "runs": "trainer.runs",
+    "sweep": "trainer.sweep",
+    "submit": "trainer.submit",
 }
 """The subcommands of `meshtrainer`, and the modules with their `command_line` functions."""
 
@@ -392,6 +395,9 @@ _COMMANDS_OF_OTHER_TOOLS = {
     **dict.fromkeys(("convert", "merge", "push", "upload"), "export"),
     **dict.fromkeys(("new", "create", "scaffold"), "init"),
     **dict.fromkeys(("estimate", "estimate-memory"), "plan"),
+    **dict.fromkeys(("list", "ls", "status", "ps"), "runs"),
+    **dict.fromkeys(("sbatch", "queue"), "submit"),
+    **dict.fromkeys(("grid", "multirun", "hpo", "tune"), "sweep"),
 }
 """Names that other tools use for these subcommands."""
 

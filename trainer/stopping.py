@@ -210,6 +210,12 @@ def _reset_after_fork() -> None:
 os.register_at_fork(after_in_child=_reset_after_fork)
 
 
+def leave_signals_to_handlers() -> None:
+    """Cancel the active PromptStop: this process has work to end in order, however long that takes."""
+    for prompt in list(_active):
+        prompt.cancel()
+
+
 def stop_if_asked() -> None:
     """Raise StopRequested if a signal has arrived and there is nothing to save yet.
 

@@ -15,7 +15,7 @@ import torch
 from trainer import export, load_config
 from trainer.errors import EXIT_INTERRUPTED, run_command
 from trainer.files import checked
-from trainer.metrics.sinks import _stored_id
+from trainer.metrics.follower import TrackingFile
 from trainer.plan.machine import calibration_path, write_calibration
 from trainer.report import __main__ as report
 from trainer.run import run_trainer
@@ -94,9 +94,11 @@ def test_calibration_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.M
     assert checked(json.loads(path.read_text())) == {"memory": 1.0}
 
 
-def test_an_empty_name_in_weights_and_biases_is_none(tmp_path: Path) -> None:
+def test_an_empty_file_of_trackers_is_none(tmp_path: Path) -> None:
     """A disk that was full as the run began has left the file empty."""
-    (tmp_path / "id").touch()
-    name = _stored_id(tmp_path, None)
-    assert name
-    assert _stored_id(tmp_path, "another") == name
+    (tmp_path / TrackingFile.NAME).touch()
+    first = TrackingFile(tmp_path, None)
+    assert first.id
+    first.note("mine", 7)
+    again = TrackingFile(tmp_path, "another")
+    assert (again.id, again.sent("mine"), again.sent("other")) == (first.id, 7, 0)

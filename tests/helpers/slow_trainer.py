@@ -10,19 +10,19 @@ import torch
 
 from tests.helpers.gate import pass_gate
 from trainer import RunConfig, Trainer, register
+from trainer.metrics.follower import Follower
 from trainer.metrics.record import Record
-from trainer.metrics.sinks import WandB
 from trainer.recipe import find_recipe
 
 
 class SlowTrainer(Trainer):
     """Pauses for MESHTRAINER_TEST_REST_S seconds after each step, and waits at a gate if there is one.
 
-    At its end it waits for Weights & Biases for MESHTRAINER_TEST_PATIENCE_S seconds.
+    MESHTRAINER_TEST_PATIENCE_S is how long its end waits for a tracker.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        WandB.FINISH_S = float(os.environ.get("MESHTRAINER_TEST_PATIENCE_S", WandB.FINISH_S))
+        Follower.FINISH_S = float(os.environ.get("MESHTRAINER_TEST_PATIENCE_S", Follower.FINISH_S))
         super().__init__(config)
 
     def on_step(self, record: Record) -> None:

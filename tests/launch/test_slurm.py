@@ -154,6 +154,44 @@ def attempts(folder: Path) -> str:
     return (folder / "attempts.log").read_text()
 
 
+def test_a_submitted_run_trains_is_preempted_and_ends(cluster: Cluster, undisturbed: Ran, tmp_path: Path) -> None:
+    """By `meshtrainer submit`, from the recipe alone; then the same command has nothing left to do."""
+    folder = tmp_path / "run"
+    size = [
+        "--nodes=2",
+        "--gpus=0",
+        "--ranks=2",
+        "--cpus=1",
+        "--time=00:30:00",
+        f"--option=--output={cluster.folder}/%j.out",
+    ]
+    settings = tiny_overrides(*OVERRIDES, "mesh.replicate=2", "mesh.shard=2", f"run.dir={folder}", "run.name=submitted")
+    command = [sys.executable, "-m", "trainer.submit", "slurm", *size, "recipe=llama_small", *settings]
+    env = {"OMP_NUM_THREADS": "1", "MESHTRAINER_TEST_REST_S": "0.1"}
+    (job,) = re.findall(r"^Submitted batch job (\d+)$", cluster.call(*command, env=env))
+    wait_for_step(cluster, job, folder, 10)
+    assert cluster.job(job)["JobName"] == "submitted"
+    cluster.call("scancel", "--signal=USR1", "--batch", job)
+    assert_finished(cluster, job, folder, undisturbed, restarts=1)
+    (again,) = re.findall(r"^Submitted batch job (\d+)$", cluster.call(*command, env=env))
+    assert cluster.wait_for_end(again)["JobState"] == "COMPLETED", cluster.log(again)
+    assert len(ends_and_starts(folder)) == 4, "two attempts, and no more"
+
+
+def test_a_submitted_sweep(cluster: Cluster, tmp_path: Path) -> None:
+    """A job array, and afterwards one report with the best run named."""
+    folder = tmp_path / "sweep"
+    size = ["--gpus=0", "--ranks=1", "--cpus=1", "--time=00:30:00", f"--option=--output={cluster.folder}/%A_%a.out"]
+    overrides = tiny_overrides(*MODEL, "train.steps=10", "optim.lr=1e-4,1e-2")
+    command = [sys.executable, "-m", "trainer.sweep", f"--dir={folder}", "recipe=llama_small", *overrides]
+    (array,) = re.findall(r"^Submitted batch job (\d+)$", cluster.call(*command, "--slurm", "--nodes=1", *size))
+    for number in (0, 1):
+        assert cluster.wait_for_end(f"{array}_{number}")["JobState"] == "COMPLETED", cluster.log(f"{array}_{number}")
+    output = cluster.call(*command, "--report")
+    assert output.splitlines()[-1].startswith("best: lr=1e-2, loss ")
+    assert (folder / "report.html").is_file()
+
+
 def test_notice_during_the_start(cluster: Cluster, undisturbed: Ran, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     job = submit(cluster, folder)

@@ -63,7 +63,7 @@ class Run:
         metrics = SimpleNamespace(
             latest={},
             open=lambda path, step: self.say("open metrics"),
-            wandb_id=None,
+            tracking_id=None,
             before={},
             clock=SimpleNamespace(now=lambda: 0.0, at=lambda seconds: 0.0),
             start=lambda facts: self.say("start block"),

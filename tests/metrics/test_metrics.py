@@ -44,10 +44,12 @@ from trainer.metrics.console import (
     readable_count,
     readable_duration,
 )
+from trainer.metrics.follower import Follower
 from trainer.metrics.record import Record
-from trainer.metrics.sinks import JsonLines, TensorBoard, WandB
+from trainer.metrics.sinks import JsonLines
 from trainer.metrics.step_metrics import peak_memory_gib
 from trainer.metrics.terminal import Terminal
+from trainer.metrics.trackers import TensorBoard
 
 NULL = type(None)
 FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
@@ -301,12 +303,14 @@ def test_failing_tensorboard_does_not_end_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("tensorboard")
-    sink = TensorBoard(tmp_path, 0)
-    monkeypatch.setattr(sink, "_writer", None)  # any error of the client will do
-    for step in (1, 2):
-        sink.write(Record(kind="train", step=step, loss=1.0))
-    sink.close()
-    assert capsys.readouterr().err.count("continuing without them") == 1
+
+    def fail(*_: Any) -> None:
+        raise OSError("any error of the client will do")
+
+    monkeypatch.setattr(TensorBoard, "write", fail)
+    found = fit(tmp_path, "train.steps=3", "log.tensorboard=true")
+    assert of("train", found, "step") == [1, 2, 3]
+    assert capsys.readouterr().err.count("warning: TensorBoard failed; continuing") == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -351,8 +355,13 @@ class FakeWandb(types.ModuleType):
     def define_metric(self, *names: str, **options: Any) -> None:
         pass
 
-    def log(self, values: dict[str, Any]) -> None:
+    def log(self, values: dict[str, Any], step: int) -> None:
+        assert values["step"] == step
         self._called("log", values)
+
+    @property
+    def step(self) -> int:
+        return 0
 
     def finish(self) -> None:
         self._called("finish")
@@ -406,8 +415,8 @@ def test_failing_wandb_neither_stops_nor_delays_training(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert WandB.FINISH_S < 15
-    monkeypatch.setattr(WandB, "FINISH_S", 0.5)  # what it waits for at most, at the end; scaled down for the test
+    assert Follower.FINISH_S < 15
+    monkeypatch.setattr(Follower, "FINISH_S", 0.5)  # what it waits for at most, at the end; scaled down for the test
     fake = use_wandb(trouble, hangs)
     found = fit(tmp_path, "train.steps=4", "log.wandb=online")  # the fake hangs for a minute
     assert found[-1]["time"] - found[0]["time"] < 30

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import http.server
-import json
 import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.helpers.fake_wandb import FakeWandbServer
 from tests.helpers.forked import REPOSITORY, popen
 from tests.helpers.gate import wait_until
 from tests.helpers.ranks import Ran, tiny_overrides
-from trainer.metrics.sinks import WandB
+from trainer.metrics.follower import Follower
 
 STEPS = 20
 PATIENCE_S = 3.0
@@ -125,7 +122,7 @@ def test_unreachable_at_the_start(port_that: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("port_that", ["refuses", "never answers"], indirect=True)
 @pytest.mark.parametrize("command", [COMMAND, ("-c", SCRIPT)], ids=["command line", "script"])
 def test_unreachable_at_the_start_with_the_full_wait(command: Sequence[str], port_that: int, tmp_path: Path) -> None:
-    unreachable(command, port_that, tmp_path, WandB.FINISH_S)
+    unreachable(command, port_that, tmp_path, Follower.FINISH_S)
 
 
 def unreachable(command: Sequence[str], port_that: int, folder: Path, patience_s: float) -> None:
@@ -136,7 +133,7 @@ def unreachable(command: Sequence[str], port_that: int, folder: Path, patience_s
 
 @pytest.mark.campaign
 def test_its_service_is_killed(tmp_path: Path) -> None:
-    run = Started(tmp_path / "run", "offline", 1, 1.0, patience_s=WandB.FINISH_S)
+    run = Started(tmp_path / "run", "offline", 1, 1.0, patience_s=Follower.FINISH_S)
     run.wait_for('"step": 4,')
     while not (services := run.processes("wandb-core")):  # it takes its time to start
         assert run.process.poll() is None, run.output()
@@ -146,75 +143,23 @@ def test_its_service_is_killed(tmp_path: Path) -> None:
     assert run.output().count("warning: Weights & Biases") == 1
 
 
-class Server(http.server.ThreadingHTTPServer):
-    """As much of a W&B server as the client needs; `mute` leaves it waiting."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.losses: list[float | None] = []
-        self.is_mute = threading.Event()
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Server
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if self.server.is_mute.is_set():
-            time.sleep(60)
-        answer: dict[str, Any] = {}
-        if self.path.endswith("/file_stream"):
-            history = json.loads(body).get("files", {}).get("wandb-history.jsonl", {"content": []})
-            self.server.losses += [json.loads(line).get("train/loss") for line in history["content"]]
-        if self.path == "/graphql":
-            asked = json.loads(body)
-            answer = {"data": self._data(asked["query"], asked["variables"])}
-        text = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    do_PUT = do_POST  # noqa: N815
-
-    def _data(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
-        if "upsertBucket" in query:
-            project = {"id": "1", "name": "project", "entity": {"id": "2", "name": "entity"}}
-            bucket = {"id": "3", "name": variables["name"], "displayName": "run", "config": "{}", "project": project}
-            return {"upsertBucket": {"bucket": bucket, "inserted": True}}
-        if "createRunFiles" in query:
-            host, port = self.server.server_address[:2]
-            files = [{"name": name, "uploadUrl": f"http://{host!s}:{port}/file"} for name in variables["files"]]
-            return {"createRunFiles": {"runID": "3", "uploadHeaders": [], "files": files}}
-        return {}
-
-
 @pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server()
+def server() -> Iterator[FakeWandbServer]:
+    server = FakeWandbServer()
     yield server
-    server.shutdown()
-    server.server_close()
+    server.stop()
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("loss", ["", "gone", "mute"])
-def test_the_server_is_lost_in_mid_run(loss: str, server: Server, tmp_path: Path) -> None:
+def test_the_server_is_lost_in_mid_run(loss: str, server: FakeWandbServer, tmp_path: Path) -> None:
     patience_s = PATIENCE_S if loss else 60.0  # where all is well nothing is waited for
     run = Started(tmp_path / "run", "online", server.server_address[1], 0.1, patience_s=patience_s)
     run.wait_for('"step": 8,')
     if loss == "mute":
         server.is_mute.set()
     elif loss == "gone":
-        server.shutdown()
-        server.server_close()
+        server.stop()
     assert run.end() < MORE_S
     assert run.output().count("warning: Weights & Biases") == bool(loss)
     if not loss:

@@ -112,7 +112,7 @@ _ADVICE_FOR_NAME = {
     "lambda_auto_wrap_policy": "set fsdp.wrap=my_package.my_module:function",
     "sync_module_states": "leave it out: each rank builds or loads its own shard",
     "fsdp_config": "set keys such as fsdp.wrap and mesh.shard, on the command line or in a recipe file",
-    "report_to": "set log.wandb=online, or log.tensorboard=true",
+    "report_to": "set log.trackers, for example to [wandb,tensorboard]",
     "warmup": "set schedule.warmup_steps, or schedule.warmup_ratio",
     "load_in_4bit": "4-bit weights are not supported; lora.rank=16 lora.base_dtype=bfloat16 halves them",
     "load_in_8bit": "8-bit weights are not supported; lora.rank=16 lora.base_dtype=bfloat16 halves them",

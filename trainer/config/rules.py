@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from fractions import Fraction
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from trainer.config.mesh import (
     with_context,
 )
 from trainer.config.pretrained import check_no_gguf
-from trainer.config.schema import AUTO, MODEL, DataSection, LoraSection, RunConfig
+from trainer.config.schema import AUTO, MODEL, DataSection, LogSection, LoraSection, RunConfig
 from trainer.errors import UserError, choice_error, nearest, setting_error
 
 
@@ -579,9 +580,7 @@ def check_sources(config: RunConfig) -> None:
 
 def check_requirements(config: RunConfig, device_type: str) -> None:
     """Raise UserError for a missing library or compiler.  device_type: `cpu` or `cuda`."""
-    if config.log.tensorboard and not _is_installed("tensorboard"):
-        rule = "TensorBoard is not installed"
-        raise setting_error("log.tensorboard", True, rule, fix="pip install 'meshtrainer[tensorboard]', or false")
+    _check_trackers(config.log)
     check_float8_installed(config.train.float8)
     if config.train.compile is True:
         _check_compilers("train.compile", True, device_type, "train.compile=false")
@@ -592,6 +591,30 @@ def check_requirements(config: RunConfig, device_type: str) -> None:
         # With bfloat16 weights or moments, the optimizer step is a compiled kernel.
         if dtype != "float32" and device_type == "cuda" and not config.fsdp.cpu_offload:
             _check_compilers(key, dtype, device_type, f"{key}=float32")
+
+
+SINKS = "meshtrainer.sinks"
+"""Entry-point group in which other distributions list their trackers."""
+_TRACKERS = {"wandb": "Weights & Biases", "tensorboard": "TensorBoard", "trackio": "Trackio", "mlflow": "MLflow"}
+"""The trackers of this package: the library that each needs, and the name of the product."""
+
+
+def _check_trackers(log: LogSection) -> None:
+    """Raise UserError if there is no such tracker, or its library is not installed."""
+    known = list(dict.fromkeys((*_TRACKERS, *(point.name for point in entry_points(group=SINKS)))))
+    for name in log.trackers:
+        if name not in known:
+            rule = f"no tracker is called {name!r}; there are {', '.join(known)}"
+            best = nearest(name, known)
+            raise setting_error("log.trackers", log.trackers, rule, meant=None if best is None else [best])
+    for name in log.trackers:
+        if name in _TRACKERS and not _is_installed(name):
+            extra = name if name == "wandb" else f"'meshtrainer[{name}]'"
+            rule, fix = f"{_TRACKERS[name]} is not installed", f"pip install {extra}, or leave it out"
+            raise setting_error("log.trackers", log.trackers, rule, fix=fix)
+    if log.tensorboard and not _is_installed("tensorboard"):
+        rule = "TensorBoard is not installed"
+        raise setting_error("log.tensorboard", True, rule, fix="pip install 'meshtrainer[tensorboard]', or false")
 
 
 def check_float8_installed(setting: str) -> None:

@@ -101,7 +101,7 @@ class RunSection:
 
 @dataclass(frozen=True)
 class LogSection:
-    """Logging: to the console, files, TensorBoard and Weights & Biases."""
+    """Logging: to the console, files, trackers such as Weights & Biases, and Prometheus."""
 
     every: int = declare(10, "steps between progress lines", at_least=1)
     wandb: Literal["off", "offline", "online"] = declare(
@@ -112,8 +112,19 @@ class LogSection:
             **dict.fromkeys(("false", "no", "0", "disabled", "none"), "off"),
         },
     )
-    wandb_project: str = declare("meshtrainer", "project in Weights & Biases")
+    trackers: tuple[str, ...] = declare(
+        (),
+        "where curves are shown: wandb, tensorboard, trackio, mlflow, or an installed tracker of your own, for example "
+        "[wandb,mlflow]",
+    )
+    wandb_project: str = declare("meshtrainer", "project in Weights & Biases and Trackio, experiment in MLflow")
     tensorboard: bool = declare(False, "write TensorBoard events to run.dir/tensorboard")
+    prometheus: int | None = declare(
+        None,
+        "port on which rank 0 serves metrics for Prometheus; 0: any free one; null: none",
+        at_least=0,
+        at_most=65535,
+    )
     sample_tokens: int = declare(0, "tokens of sample text generated at the end; 0: none", at_least=0)
     prompts: tuple[str, ...] = declare(
         (),
@@ -128,6 +139,10 @@ class LogSection:
         "null: none",
     )
     profile_ranks: tuple[int, ...] = declare((0,), "ranks that write a profile; rank 0 always does")
+
+    def without_trackers(self) -> LogSection:
+        """Return the section for a run that nobody is to see."""
+        return dataclasses.replace(self, wandb="off", tensorboard=False, trackers=(), prometheus=None)
 
     def due(self, step: int) -> bool:
         """Return whether to print a progress line for step `step`."""

@@ -31,6 +31,7 @@ RECORD_FILES = (
     "metrics_superseded.jsonl",
     "console.log",
     "samples.txt",
+    "trackers.json",
     "tensorboard",
     "wandb",
     "profile",

@@ -133,7 +133,7 @@ def dry_run_config(config: RunConfig, env: Environment) -> Iterator[RunConfig]:
             config,
             run=replace(config.run, dir=str(folder / config.run.name), on_end=None),
             checkpoint=replace(config.checkpoint, dir=None, resume=resume),
-            log=replace(config.log, wandb="off", tensorboard=False),
+            log=config.log.without_trackers(),
         )
     finally:
         if inherited is None:

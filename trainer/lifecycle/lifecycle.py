@@ -124,7 +124,7 @@ class Lifecycle:
         resumed_step = record["resumed_step"] or 0
         for work in (self._folder.begin, lambda: self._metrics.open(self._folder.metrics, resumed_step)):
             self._world.agreed(partial(self._folder.using, work))
-        self._metrics.wandb_id = self._world.broadcast(self._metrics.wandb_id)
+        self._metrics.tracking_id = self._world.broadcast(self._metrics.tracking_id)
         self._enter("begin")
         if self._world.is_main:
             notice = self._folder.path / NOTICE

@@ -68,7 +68,7 @@ class Resume:
         own_path = f"{self._checkpoints.storage}/{name_of(restored.manifest.step)}"
         self.is_same_run = self._world.broadcast(is_same_location(restored.path, own_path))
         if not self.is_same_run or self._world.broadcast(self.earlier_attempts.is_copied(restored)):
-            self._metrics.wandb_id = None  # that of the other run
+            self._metrics.tracking_id = None  # that of the other run
         self._must_supersede = is_running
         if self._world.is_main:
             for name, damage in restored.damaged.items():
@@ -183,7 +183,7 @@ class Resume:
             subject = "earlier run" if starts_over else f"checkpoints after step {step}"
             self._metrics.say(f"moved the {subject} to {moved_to}")
         if not is_running and self.earlier_attempts.copied_from():
-            self._folder.move_aside(["wandb"])  # it refers to the original's run in Weights & Biases
+            self._folder.move_aside(["wandb", "trackers.json"])  # they identify the original in its trackers
 
 
 def _write_temporary(folder: Path, text: str) -> str:

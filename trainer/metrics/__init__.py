@@ -1,5 +1,5 @@
 """Metrics: one record per step, reduced once across ranks and sent to the sinks.
 
-The sinks are the console, metrics.jsonl, Weights & Biases and TensorBoard; only rank 0 has them.  A sink that loses its
-server never stops or delays training.
+Only rank 0 has sinks: metrics.jsonl, the console, Prometheus, and trackers such as Weights & Biases, which follow
+metrics.jsonl in threads of their own.  A tracker that loses its server never stops or delays training.
 """

@@ -1,7 +1,7 @@
-"""Sinks for metrics records: `metrics.jsonl`, `samples.txt`, TensorBoard and Weights & Biases.
+"""Where the records of a run go: `metrics.jsonl`, `samples.txt`, the console, trackers and Prometheus.
 
-`Metrics` creates a run's sinks and sends each record to all of them.  The console sink is in `console.py`.  To add a
-sink, write a class with the methods of `Sink` and create it in `Metrics.open`.
+`Metrics` creates those of a run and sends each record to all of them.  The console is in `console.py`; trackers such as
+Weights & Biases follow `metrics.jsonl` (`follower.py`).
 """
 
 from __future__ import annotations
@@ -12,28 +12,29 @@ import io
 import json
 import math
 import os
-import queue
-import signal
+import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO, cast
 
 from trainer.config import RunConfig
-from trainer.errors import masked_argument, print_stderr, redact, setting_error
+from trainer.errors import print_stderr, redact
 from trainer.files import append_and_sync, content_of, write_atomically
 from trainer.metrics.console import ConsoleSink, LogFile, NonBlockingStream, PlainScreen, find_screen
+from trainer.metrics.follower import Follower, TrackedRun, TrackingFile
 from trainer.metrics.goodput import RunHistory, TimeLedger
+from trainer.metrics.prometheus import Prometheus
 from trainer.metrics.record import Clock, Record, read_lines
+from trainer.metrics.trackers import find_tracker, tracker_names
 
 
-class Sink(Protocol):
-    """Receives every record of a run, on rank 0.
+class RecordSink(Protocol):
+    """Receives every record of a run.
 
-    Training calls `write` directly, so it must neither raise nor wait for a server or the reader of a pipe.  `close` is
-    called once, at the end of the run.
+    Training calls `write` directly, so it must not raise, nor wait for a server or the reader of a pipe.  `close` is
+    called once, at the end of the run.  What may wait is a `Sink` (`follower.py`).
     """
 
     def write(self, record: Record) -> None: ...
@@ -190,158 +191,6 @@ class SampleFile:
         self._text.close()
 
 
-class TensorBoard:
-    """Writes event files to `run.dir/tensorboard`.  A resumed run purges events past its checkpoint."""
-
-    def __init__(self, folder: Path, resumed_step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            rule = "TensorBoard is not installed: pip install 'meshtrainer[tensorboard]'"
-            raise setting_error("log.tensorboard", True, rule, False) from error
-        self._failed = False
-        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)  # type: ignore[no-untyped-call]
-
-    def write(self, record: Record) -> None:
-        if record.kind in _PLOTTED and not self._failed:
-            try:
-                for name, value in _numbers(record).items():
-                    self._writer.add_scalar(f"{record.kind}/{name}", value, record.step)  # type: ignore[no-untyped-call]
-                self._writer.flush()  # type: ignore[no-untyped-call]
-            except Exception as error:  # of the file system or the client: the run continues without events
-                self._failed = True
-                warn(f"TensorBoard events cannot be written; continuing without them: {error}")
-
-    def close(self) -> None:
-        with contextlib.suppress(Exception):
-            self._writer.close()  # type: ignore[no-untyped-call]
-
-
-class WandB:
-    """Logs to Weights & Biases in a separate thread that training never waits for.
-
-    Measured with wandb 0.31: if the server is unreachable at the start, the client blocks for 101 s; if the connection
-    is lost during the run, `finish` does not return within 130 s.  In both cases this sink drops records with a single
-    warning, and the end of the run waits at most `FINISH_S`.
-    """
-
-    FINISH_S = 10.0
-    _TEARDOWN_S = 1.0
-    _QUEUE_SIZE = 10_000
-
-    def __init__(self, config: RunConfig, warn: Callable[[str], None], restored_id: str | None = None) -> None:
-        self._config, self._warn = config, warn
-        self._folder = config.run_dir / "wandb"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self.id = _stored_id(self._folder, restored_id)
-        self._records: queue.Queue[Record | None] = queue.Queue(self._QUEUE_SIZE)
-        self._has_timed_out = False
-        self._other_services = _service_pids()
-        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
-        self._thread.start()
-
-    def write(self, record: Record) -> None:
-        with contextlib.suppress(queue.Full):  # the thread is stuck or has exited with a warning
-            self._records.put_nowait(record)
-
-    def close(self) -> None:
-        self.write(None)  # type: ignore[arg-type]
-        self._thread.join(self.FINISH_S)
-        if self._thread.is_alive():
-            self._has_timed_out = True
-            self._warn(f"Weights & Biases did not finish within {self.FINISH_S:.0f} s; the run ends without it")
-            # The client offers no other way to stop its service process at this point, which would otherwise outlive
-            # this process by up to a minute while it retries.  The data remains in the run folder for `wandb sync`.
-            for pid in _service_pids() - self._other_services:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            teardown = threading.Thread(target=self._tear_down, name="wandb-teardown", daemon=True)
-            teardown.start()
-            teardown.join(self._TEARDOWN_S)
-
-    def _tear_down(self) -> None:
-        """Remove the client's exit hook, which would wait for the service when the interpreter exits."""
-        import wandb
-
-        with contextlib.suppress(Exception):
-            wandb.teardown()
-
-    def _work(self) -> None:
-        try:
-            run = self._start()
-            while (record := self._records.get()) is not None:
-                if record.kind in _PLOTTED:
-                    run.log({f"{record.kind}/{k}": v for k, v in _numbers(record).items()} | {"step": record.step})
-            run.finish()
-        except Exception as error:  # a failure of W&B must not stop training
-            if not self._has_timed_out:
-                self._warn(f"Weights & Biases failed; continuing without it: {type(error).__name__}: {error}")
-
-    def _start(self) -> Any:
-        import wandb
-
-        settings = wandb.Settings(
-            init_timeout=60,
-            finish_timeout=self.FINISH_S,
-            console="off",
-            silent=True,
-            x_disable_meta=any(masked_argument(word) != word for word in sys.argv),  # it includes the command line
-        )
-        run = wandb.init(
-            project=self._config.log.wandb_project,
-            name=self._config.run.name,
-            id=self.id,
-            resume="allow",
-            dir=str(self._folder),
-            mode=self._config.log.wandb if self._config.log.wandb == "offline" else "online",
-            config=self._config.to_dict(),
-            settings=settings,
-        )
-        run.define_metric("step")
-        run.define_metric("*", step_metric="step")
-        return run
-
-
-def _service_pids() -> set[int]:
-    """Return the process IDs of the W&B service processes that this process started."""
-    pids = set()
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            name, _, fields = path.read_text(errors="replace").rpartition(")")
-            if name.endswith("(wandb-core") and int(fields.split()[1]) == os.getpid():
-                pids.add(int(path.parent.name))
-    return pids
-
-
-def _stored_id(folder: Path, restored: str | None) -> str:
-    """Return the W&B run ID, created once and stored in the folder so that a resumed run continues its curves."""
-    path = folder / "id"
-    run_id = path.read_text() if path.exists() else ""
-    if not run_id:  # no file, or an empty one because the disk was full
-        run_id = restored or os.urandom(4).hex()
-        write_atomically(path, run_id)
-    return run_id
-
-
-_PLOTTED = ("train", "eval", "norms")
-"""Record kinds that are plotted over steps."""
-
-
-def _numbers(record: Record) -> dict[str, float]:
-    """Return the numeric fields of a record, with per-layer fields flattened to `grad_norm/<layer>`."""
-    flat: dict[str, Any] = {}
-    for name, value in record.items():
-        if isinstance(value, dict):
-            flat |= {f"{name}/{key}": item for key, item in value.items()}
-        else:
-            flat[name] = value
-    return {
-        name: value
-        for name, value in flat.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in ("step", "time")
-    }
-
-
 def warn(message: str) -> None:
     """Print a warning to stderr."""
     print_stderr(f"warning: {message}")
@@ -370,21 +219,23 @@ class Metrics:
             self.console = ConsoleSink(config.train.steps, find_screen(stream), stream.close)
         self._log: ConsoleSink | None = None
         self._log_file: LogFile | None = None
-        self._sinks: list[Sink] = []
+        self._sinks: list[RecordSink] = []
         self._ledger = TimeLedger()
         self.before: dict[str, Any] = {}
         """Fields of the start record: lost steps and wall time of earlier attempts, and this attempt's clock."""
         self.latest: dict[str, Record] = {}
-        """The last record of each kind, on rank 0; empty on other ranks."""
-        self.wandb_id: str | None = None
-        """ID of the run in Weights & Biases, or None before one exists.  The same on all ranks, and saved in
-        checkpoints so that every attempt continues the same W&B run."""
+        """The last record of each kind.  Empty on ranks other than 0."""
+        self._prometheus: Prometheus | None = None
+        self._tracking: TrackingFile | None = None
+        self.tracking_id: str | None = None
+        """ID of the run in its trackers, or None if it has none.  The same on all ranks, and saved in checkpoints so
+        that every attempt continues the same run there."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"wandb_id": self.wandb_id}
+        return {"wandb_id": self.tracking_id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.wandb_id = state["wandb_id"]
+        self.tracking_id = state["wandb_id"]
 
     def open(self, path: Path, resumed_step: int) -> None:
         """Open all sinks, including the metrics file at `path`, for a run that continues after `resumed_step`."""
@@ -401,20 +252,27 @@ class Metrics:
         self._sinks = [file, self.console, self._log]
         if self._config.log.prompts:
             self._sinks.append(SampleFile(path.parent / SAMPLES))
-        if self._config.log.tensorboard:
-            self._sinks.append(TensorBoard(path.parent / "tensorboard", resumed_step))
-        if self._config.log.wandb != "off":
-            sink = WandB(self._config, warn, self.wandb_id)
-            self.wandb_id = sink.id
-            self._sinks.append(sink)
+        if self._config.log.prometheus is not None:
+            self._prometheus = Prometheus(self._config.log.prometheus, self._config.run.name, warn)
+            self._sinks.append(self._prometheus)
+            if self._prometheus.port:
+                self.say(f"metrics for Prometheus: http://{socket.gethostname()}:{self._prometheus.port}/metrics")
+        self._follow(path.parent, resumed_step)
+
+    def _follow(self, folder: Path, resumed_step: int) -> None:
+        """Start a thread for each of the run's trackers.  They read the metrics file."""
+        names = tracker_names(self._config.log)
+        if not names:
+            return
+        tracking = self._tracking = TrackingFile(folder, self.tracking_id)
+        self.tracking_id = tracking.id
+        run = TrackedRun(tracking.id, folder, self._config, resumed_step)
+        self._sinks += [Follower(name, *find_tracker(name), run, tracking, warn) for name in names]
 
     def go_back(self, step: int) -> None:
-        """Drop the lines past `step` from the metrics file, because those steps will be repeated.
-
-        The other sinks show the repeated steps twice.
-        """
+        """Drop the lines past `step` from the metrics file, because those steps will be repeated."""
         for sink in self._sinks:
-            if isinstance(sink, JsonLines):
+            if isinstance(sink, (JsonLines, Follower)):
                 sink.go_back(step)
 
     def move_to(self, folder: Path) -> None:
@@ -423,8 +281,10 @@ class Metrics:
         Their contents are preserved.  TensorBoard event files and W&B's local files are not moved.
         """
         for sink in self._sinks:
-            if isinstance(sink, (JsonLines, SampleFile)):
+            if isinstance(sink, (JsonLines, SampleFile, Follower)):
                 sink.move_to(folder)
+        if self._tracking is not None:
+            self._tracking.move_to(folder)
         if self._log_file is not None:
             self._log_file.move_to(folder / LOG)
 
@@ -463,8 +323,13 @@ class Metrics:
     def progress(self, step: int) -> None:
         if self.console is not None:
             self.console.progress(step)
+        if self._prometheus is not None:
+            self._prometheus.progress(step)
 
     def close(self) -> None:
+        for sink in self._sinks:
+            if isinstance(sink, Follower):
+                sink.finish()  # all at once: each may take a while
         for sink in self._sinks:
             sink.close()
         self._sinks, self._log, self._log_file = [], None, None

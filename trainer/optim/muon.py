@@ -605,9 +605,10 @@ class _Step:
         for piece, place in bucket.placed(bucket.to_holders):
             places[piece.matrix].append((piece, place))
         for (rows, columns), indices in bucket.mine_by_shape().items():
-            batch = _assembled([parts.pop(i) for i in indices], rows, columns)
-            done = orthogonalize(batch, self._optimizer._coefficients)
-            del batch
+            # Not named, so that its memory is free once the iterations have begun.
+            done = orthogonalize(
+                _assembled([parts.pop(i) for i in indices], rows, columns), self._optimizer._coefficients
+            )
             for i, matrix in zip(indices, done.unbind(), strict=True):
                 for piece, place in places[i]:
                     sent[place].view(piece.rows, piece.columns).copy_(piece.of(matrix))

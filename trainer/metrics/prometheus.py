@@ -1,0 +1,149 @@
+"""Serves a run's current state to Prometheus: `http://HOST:PORT/metrics`, on rank 0, in Prometheus' text format.
+
+The page has what an alert or a dashboard needs: is it stepping, how well, and where does the time go.  Everything else
+is in `metrics.jsonl`.
+"""
+
+from __future__ import annotations
+
+import http.server
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from trainer.metrics.goodput import TimeLedger
+from trainer.metrics.record import Record
+
+PREFIX = "meshtrainer"
+
+_GAUGES = (
+    ("loss", "loss", "Loss of the last recorded step."),
+    ("grad_norm", "grad_norm", "Gradient norm of the last recorded step, before clipping."),
+    ("lr", "learning_rate", "Learning rate of the last recorded step."),
+    ("tokens_per_s", "tokens_per_second", "Tokens per second of all ranks."),
+    ("step_s", "step_seconds", "Mean seconds of a step."),
+    ("data_s", "data_wait_seconds", "Mean seconds of a step spent waiting for data."),
+    ("mfu", "mfu", "Model FLOPs utilisation."),
+    ("peak_memory_gib", "peak_memory_gib", "Peak memory of a rank, the largest over ranks, in GiB."),
+)
+"""Fields of `train` records: the field, the name of the metric, and its help."""
+
+
+class Prometheus:
+    """A sink whose page an HTTP server shows.  If the port cannot be used, `warn` says so and the run goes on."""
+
+    def __init__(self, port: int, run: str, warn: Callable[[str], None]) -> None:
+        """port: 0 takes a free one.  run: the run's name, a label of every metric."""
+        self._run = run
+        self._lock = threading.Lock()
+        self._ledger = TimeLedger()
+        self._latest: dict[str, Record] = {}
+        self._step = 0
+        self._stepped_at = 0.0
+        self._server: _Server | None = None
+        try:
+            self._server = _Server(port, self.page)
+        except (OSError, OverflowError) as error:
+            warn(f"log.prometheus={port}: cannot be served ({error}); continuing without it")
+
+    @property
+    def port(self) -> int:
+        """The port that is served, or 0 if none is."""
+        return 0 if self._server is None else int(self._server.server_address[1])
+
+    def progress(self, step: int) -> None:
+        """Note that a step has completed."""
+        self._step, self._stepped_at = step, time.time()
+
+    def write(self, record: Record) -> None:
+        with self._lock:
+            self._ledger.add(record)
+            self._latest[record.kind] = record
+            if record.kind == "start":
+                self._step = record.get("resumed_step") or 0
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+
+    def page(self) -> str:
+        """Return the page in Prometheus' text format."""
+        with self._lock:
+            return "".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        train, evaluation = self._latest.get("train"), self._latest.get("eval")
+        self._ledger.add(Record(time=time.time()))
+        total = self._ledger.total()
+        yield from self._metric("step", "Completed steps.", self._step)
+        yield from self._metric(
+            "last_step_timestamp_seconds", "When the last step completed: its age is that of a stall.", self._stepped_at
+        )
+        if train is not None:
+            yield from self._metric("tokens_total", "Target tokens so far.", train["tokens"], kind="counter")
+            yield from self._metric("skipped_steps_total", "Skipped steps.", train.get("skipped"), kind="counter")
+            for field, name, meaning in _GAUGES:
+                yield from self._metric(name, meaning, train.get(field))
+        if evaluation is not None:
+            yield from self._metric("eval_loss", "Loss of the last evaluation.", evaluation["loss"])
+        yield from self._metric("goodput", "Share of wall time in steps that count, over all attempts.", total.share)
+        yield from self._metric("restarts_total", "Restarts.", total.restarts, kind="counter")
+        yield from self._metric(
+            "lost_steps_total", "Steps that were repeated after a crash.", total.lost_steps, kind="counter"
+        )
+        name = f"{PREFIX}_time_seconds"
+        yield f"# HELP {name} Wall time of all attempts by what it went to; all but update is a stall.\n"
+        yield f"# TYPE {name} gauge\n"
+        for part, seconds in {**total.parts(), "other_s": total.other_s}.items():
+            yield f'{name}{{run="{_escaped(self._run)}",part="{part.removesuffix("_s")}"}} {seconds:.10g}\n'
+
+    def _metric(self, name: str, meaning: str, value: Any, kind: str = "gauge") -> Iterator[str]:
+        if not isinstance(value, (int, float)):
+            return
+        number = value if isinstance(value, int) else _spelled(value)
+        yield f"# HELP {PREFIX}_{name} {meaning}\n# TYPE {PREFIX}_{name} {kind}\n"
+        yield f'{PREFIX}_{name}{{run="{_escaped(self._run)}"}} {number}\n'
+
+
+def _spelled(value: float) -> str:
+    if math.isfinite(value):
+        return f"{value:.10g}"
+    return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    """Answers GET /metrics in threads that end with the process."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, port: int, page: Callable[[], str]) -> None:
+        super().__init__(("", port), _Handler)
+        self.page = page
+        threading.Thread(target=self.serve_forever, name="prometheus", args=(0.2,), daemon=True).start()
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    timeout = 10.0
+    server: _Server
+
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] not in ("/", "/metrics"):
+            self.send_error(404)
+            return
+        content = self.server.page().encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        pass  # the console is the run's

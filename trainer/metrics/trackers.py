@@ -1,0 +1,293 @@
+"""The trackers of `log.trackers`: Weights & Biases, TensorBoard, Trackio, MLflow, and those of entry points.
+
+Each is a `Sink` (`follower.py`).  Where they store the run is decided by their own environment variables, such as
+WANDB_BASE_URL, TRACKIO_DIR or MLFLOW_TRACKING_URI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from trainer.config.rules import SINKS
+from trainer.config.schema import LogSection
+from trainer.errors import masked_argument
+from trainer.metrics.follower import Sink, TrackedRun
+
+
+class TensorBoard:
+    """Event files in `run.dir/tensorboard`.  A resumed run purges the events past its checkpoint."""
+
+    def open(self, run: TrackedRun) -> int:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._folder = run.folder / "tensorboard"
+        self._writer = SummaryWriter(str(self._folder), purge_step=run.resumed_step + 1)  # type: ignore[no-untyped-call]
+        return run.resumed_step
+
+    def rewind(self, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(self._folder), purge_step=step + 1)  # type: ignore[no-untyped-call]
+
+    def write(self, step: int, values: Mapping[str, float], time: float) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step, walltime=time)  # type: ignore[no-untyped-call]
+        self._writer.flush()  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+
+class WandB:
+    """Weights & Biases, online or offline.  The step of a row there is the run's.
+
+    Measured with wandb 0.31: if the server is unreachable at the start, the client blocks for 101 s; if the connection
+    is lost during the run, `finish` does not return within 130 s.
+    """
+
+    FINISH_S = 10.0
+    """What its client may take to end a run, seconds."""
+    _TEARDOWN_S = 1.0
+
+    def open(self, run: TrackedRun) -> int:
+        import wandb
+
+        folder = run.folder / "wandb"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._others = _services()
+        is_offline = run.config.log.wandb == "offline"
+        stored = _last_stored_step(folder, run.id) if is_offline else 0
+        settings = wandb.Settings(
+            init_timeout=60,
+            finish_timeout=self.FINISH_S,
+            console="off",
+            silent=True,
+            x_disable_meta=any(masked_argument(word) != word for word in sys.argv),  # it includes the command line
+        )
+        self._run = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=run.id,
+            resume="allow",
+            dir=str(folder),
+            mode="offline" if is_offline else "online",
+            config=run.config.to_dict(),
+            settings=settings,
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        return stored if is_offline else max(0, self._run.step - 1)  # the server gives the step that comes next
+
+    def write(self, step: int, values: Mapping[str, float], time: float) -> None:
+        self._run.log({**values, "step": step}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def abandon(self) -> None:
+        """End the client's service process, which would outlive this process by up to a minute while it retries.
+
+        The client offers no other way at this point.  The data remains in the run folder for `wandb sync`.
+        """
+        import wandb
+
+        for service in _services() - self._others:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(service, signal.SIGKILL)
+
+        def tear_down() -> None:
+            """Remove the client's exit hook, which would wait for the service at interpreter exit."""
+            with contextlib.suppress(Exception):
+                wandb.teardown()
+
+        ending = threading.Thread(target=tear_down, name="wandb-teardown", daemon=True)
+        ending.start()
+        ending.join(self._TEARDOWN_S)
+
+
+def _services() -> set[int]:
+    """Return the process IDs of the W&B service processes that this process started."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            name, _, rest = path.read_text(errors="replace").rpartition(")")
+            if name.endswith("(wandb-core") and int(rest.split()[1]) == os.getpid():
+                found.add(int(path.parent.name))
+    return found
+
+
+def _last_stored_step(folder: Path, run_id: str) -> int:
+    """Return the last step in the client's files of earlier offline attempts, or 0.
+
+    If an attempt is killed, its service dies with rows in memory that it was given: 10 of 36 in a test.  So the files
+    alone tell which steps `wandb sync` will find.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+
+    last = 0
+    for path in folder.glob(f"wandb/offline-run-*/run-{run_id}.wandb"):
+        for content in _stored_records(path.read_bytes()):
+            if b"_step" in content:
+                record = Record()
+                record.ParseFromString(content)
+                for item in record.history.item:
+                    if "_step" in (item.key, *item.nested_key):
+                        last = max(last, int(float(item.value_json)))
+    return last
+
+
+def _stored_records(data: bytes) -> Iterator[bytes]:
+    """Yield the records of a file of the W&B client, as far as they are complete.
+
+    Its format is that of LevelDB's log, after a header of 7 bytes: blocks of 32 KiB with fragments of records
+    (https://github.com/google/leveldb/blob/main/doc/log_format.md).
+    """
+    block, header = 1 << 15, 7
+    position, parts = header, b""
+    while position + header <= len(data):
+        if block - position % block < header:
+            position += block - position % block
+            continue
+        length, kind = struct.unpack_from("<HB", data, position + 4)
+        position += header
+        if kind not in (1, 2, 3, 4) or position + length > len(data):
+            return
+        parts = data[position : position + length] if kind in (1, 2) else parts + data[position : position + length]
+        position += length
+        if kind in (1, 4):
+            yield parts
+
+
+class Trackio:
+    """Trackio: a local database (TRACKIO_DIR), a server (TRACKIO_SERVER_URL) or a Space (TRACKIO_SPACE_ID).
+
+    Runs are found by their name there, so the ID is part of it.
+    """
+
+    _REACH_S = 10.0
+
+    def open(self, run: TrackedRun) -> int:
+        import trackio
+        import trackio.run
+        import trackio.utils
+        from trackio.sqlite_storage import SQLiteStorage
+
+        server = os.environ.get("TRACKIO_SERVER_URL")
+        if server and not os.environ.get("TRACKIO_SPACE_ID"):
+            # Its client would go on without the server, and could not say which steps are there.
+            url = urlsplit(server)
+            port = url.port or (443 if url.scheme == "https" else 80)
+            socket.create_connection((url.hostname or "", port), timeout=self._REACH_S).close()
+        for module in (trackio, trackio.run, trackio.utils):  # it prints on the run's console
+            module.print = lambda *words, **options: None  # type: ignore[attr-defined]
+        self._run = trackio.init(
+            project=run.project,
+            name=f"{run.name}-{run.id}",
+            resume="allow",
+            config=run.config.to_dict(),
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        # What a killed attempt kept in the local database for the server is sent by the client itself.
+        kept = SQLiteStorage.get_max_step_for_run(run.project, self._run.name, run_id=self._run.id)
+        return max(0, kept or 0, self._run._next_step - 1)
+
+    def write(self, step: int, values: Mapping[str, float], time: float) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """MLflow, with any store (MLFLOW_TRACKING_URI).  The run is found by its tag `meshtrainer.id`."""
+
+    _DEFAULTS = {
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_LOGGING_LEVEL": "WARNING",  # the console is the run's
+        # Its own retries pause for minutes, and create a run twice if an answer was lost: Follower tries again.
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    }
+    _MAX_METRICS, _MAX_PARAMS, _MAX_CHARS = 900, 100, 6000
+    """Limits of MLflow for one request, and for a parameter's value."""
+
+    def open(self, run: TrackedRun) -> int:
+        for name, value in self._DEFAULTS.items():
+            os.environ.setdefault(name, value)
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self._client = MlflowClient()
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.project
+        known = self._client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known is not None else self._client.create_experiment(name)
+        tag = "meshtrainer.id"
+        found = self._client.search_runs([experiment], f"tags.`{tag}` = '{run.id}'", order_by=["start_time ASC"])
+        for extra in found[1:]:  # empty, from a request whose answer was lost
+            self._client.delete_run(extra.info.run_id)
+        if found:
+            self._id = found[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+            return int(found[0].data.metrics.get("step", 0))
+        self._id = self._client.create_run(experiment, run_name=run.name, tags={tag: run.id}).info.run_id
+        values = [
+            Param(f"{section}.{key}", str(value)[: self._MAX_CHARS])
+            for section, keys in run.config.to_dict().items()
+            for key, value in keys.items()
+        ]
+        for start in range(0, len(values), self._MAX_PARAMS):
+            self._client.log_batch(self._id, params=values[start : start + self._MAX_PARAMS])
+        return 0
+
+    def write(self, step: int, values: Mapping[str, float], time: float) -> None:
+        from mlflow.entities import Metric
+
+        # `step` comes last: a resumed run reads from it how far the run got.  A repeated request changes nothing, since
+        # it has the same times.
+        metrics = [Metric(_legal(name), value, round(time * 1000), step) for name, value in values.items()]
+        metrics.append(Metric("step", step, round(time * 1000), step))
+        for start in range(0, len(metrics), self._MAX_METRICS):
+            self._client.log_batch(self._id, metrics=metrics[start : start + self._MAX_METRICS])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def _legal(name: str) -> str:
+    """Return the name with the characters that MLflow does not allow replaced."""
+    return "".join(char if char.isalnum() or char in "_-. /:" else "_" for char in name)
+
+
+TRACKERS: dict[str, tuple[str, Callable[[], Sink]]] = {
+    "wandb": ("Weights & Biases", WandB),
+    "tensorboard": ("TensorBoard", TensorBoard),
+    "trackio": ("Trackio", Trackio),
+    "mlflow": ("MLflow", MLflow),
+}
+"""The trackers by their name in `log.trackers`, each with the name that messages show."""
+
+
+def tracker_names(log: LogSection) -> tuple[str, ...]:
+    """Return the trackers of `log.trackers`, `log.wandb` and `log.tensorboard`, each once."""
+    also = [*(["wandb"] if log.wandb != "off" else []), *(["tensorboard"] if log.tensorboard else [])]
+    return tuple(dict.fromkeys((*also, *log.trackers)))
+
+
+def find_tracker(name: str) -> tuple[str, Callable[[], Sink]]:
+    """Return the shown name of a tracker, and what creates it: the ones here, or those of entry points."""
+    if name in TRACKERS:
+        return TRACKERS[name]
+    (point,) = [point for point in entry_points(group=SINKS) if point.name == name][:1]
+    return name, lambda: point.load()()

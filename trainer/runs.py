@@ -1,0 +1,223 @@
+"""List the runs in a folder: how far each is, how well it does, and what to do next.
+
+    python -m trainer.runs              the runs in runs/
+    python -m trainer.runs FOLDER       those in another folder, and in folders of it, such as a sweep's
+    python -m trainer.runs --json       one object a run
+
+Read-only, and needs no torch.  The run that was active last comes first.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config import read_yaml
+from trainer.errors import (
+    EXIT_FINISHED,
+    EXIT_USER_ERROR,
+    CommandParser,
+    UserError,
+    print_stdout,
+    redact,
+    run_command,
+    setting_error,
+)
+from trainer.lifecycle.folder import is_owned, read_status
+from trainer.metrics.goodput import find_goodput
+from trainer.metrics.record import read_records
+from trainer.tables import table_lines
+
+_TAIL_BYTES = 1 << 16
+"""How much of the end of a metrics file is read for the latest records."""
+_MAX_DEPTH = 4
+"""How deep below the given folder runs are looked for."""
+_RECORDS = ("metrics.jsonl", "status.json")
+
+
+@dataclass
+class RunSummary:
+    """One run, as its folder tells."""
+
+    folder: str
+    name: str
+    state: str
+    """`running`, `finished`, `stopped`, `failed`, `killed`, or `unknown`."""
+    step: int
+    num_steps: int | None
+    loss: float | None
+    """Loss of the last recorded step: the mean over the steps since the line before."""
+    eval_loss: float | None
+    """Loss of the last evaluation."""
+    goodput: float | None
+    reason: str
+    next: str
+    """What to do next: a command, or where to look."""
+    active: float
+    """When its files last changed, seconds since the epoch."""
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Return the folders of runs in a folder, or the folder itself if it is one, the most recently active first."""
+    return sorted(_walk(folder, _MAX_DEPTH), key=_active, reverse=True)
+
+
+def _walk(folder: Path, depth: int) -> Iterator[Path]:
+    if any((folder / name).is_file() for name in _RECORDS):
+        yield folder
+    elif depth:
+        with os.scandir(folder) as entries:
+            inside = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+        for name in inside:
+            if not name.startswith("."):
+                yield from _walk(folder / name, depth - 1)
+
+
+def _active(folder: Path) -> float:
+    return max((path.stat().st_mtime for name in _RECORDS if (path := folder / name).exists()), default=0.0)
+
+
+def summarize(folder: Path) -> RunSummary:
+    """Read a run's folder.  No file needs to be complete: the run may be in progress, or may have been killed."""
+    status, latest = read_status(folder), _latest_records(folder / "metrics.jsonl")
+    state = str(status.get("state") or "unknown")
+    if state == "running" and not is_owned(folder):
+        state = "killed"
+    config = _read_config(folder / "config.yaml")
+    steps = [int(record["step"]) for record in (status, *latest.values()) if _is_number(record.get("step"))]
+    train = latest.get("train", {})
+    reason = redact(str(status.get("reason") or ""))
+    num_nodes = latest.get("start", {}).get("nodes") or 1
+    return RunSummary(
+        folder=str(folder),
+        name=str(config.get("run", {}).get("name") or folder.absolute().name),
+        state=state,
+        step=max(steps, default=0),
+        num_steps=config.get("train", {}).get("steps"),
+        loss=_finite(train.get("mean_loss"), train.get("loss")),
+        eval_loss=_finite(latest.get("eval", {}).get("loss")),
+        goodput=_goodput(folder / "metrics.jsonl", latest, state),
+        reason=reason,
+        next=_next_step(folder, state, latest.get("start", {}).get("world_size") or 1, num_nodes),
+        active=_active(folder),
+    )
+
+
+def _latest_records(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the last record of each kind.  Reads the end of the file, and all of it only if that lacks one."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return {}
+    found: dict[str, dict[str, Any]] = {}
+    for line in reversed(lines):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            found.setdefault(str(record.get("kind")), record)
+    if size > _TAIL_BYTES and not {"train", "eval", "start"} <= found.keys():
+        for _, record in read_records(path):
+            if record.get("kind") in ("train", "eval", "start"):
+                found[str(record["kind"])] = record
+    return found
+
+
+def _goodput(path: Path, latest: Mapping[str, Mapping[str, Any]], state: str) -> float | None:
+    end = latest.get("end", {})
+    if state in ("finished", "stopped") and _is_number(end.get("goodput_total")):
+        return float(end["goodput_total"])
+    if not path.is_file():
+        return None
+    return find_goodput(record for _, record in read_records(path)).share
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        values = read_yaml(path)
+    except (OSError, UserError):
+        return {}
+    return {key: value for key, value in values.items() if isinstance(value, dict)}
+
+
+def _next_step(folder: Path, state: str, world_size: int, num_nodes: int) -> str:
+    """Return what to do next with a run in this state."""
+    where = shlex.quote(str(folder))
+    if state == "running":
+        return f"python -m trainer.report {where} --watch"
+    if state == "finished":
+        return f"python -m trainer.generate {where} --prompt TEXT"
+    if state == "failed" and read_status(folder).get("exit_code") == EXIT_USER_ERROR:
+        return f"correct what {where}/console.log says, then start it again"
+    if num_nodes > 1:
+        return "submit the same job again: it continues from its last checkpoint"
+    ranks = f" nproc={world_size}" if world_size > 1 else ""
+    again = f"python -m trainer.run recipe={where}{ranks}"
+    return again if state != "failed" else f"see {where}/console.log, then: {again}"
+
+
+def _finite(*values: Any) -> float | None:
+    return next((float(value) for value in values if _is_number(value)), None)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def table_of(runs: Sequence[RunSummary], folder: Path) -> list[str]:
+    """Return the lines of the table of runs, and the next step of each below it."""
+    heads = ["run", "state", "step", "loss", "held-out", "goodput"]
+    rows = [
+        [
+            os.path.relpath(run.folder, folder) if Path(run.folder) != folder else run.name,
+            run.state,
+            f"{run.step}/{run.num_steps}" if run.num_steps else str(run.step),
+            "" if run.loss is None else f"{run.loss:.4f}",
+            "" if run.eval_loss is None else f"{run.eval_loss:.4f}",
+            "" if run.goodput is None else f"{100 * run.goodput:.0f} %",
+        ]
+        for run in runs
+    ]
+    return table_lines(heads, rows, text_columns=(0, 1))
+
+
+def command_line(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    parser = CommandParser(prog="python -m trainer.runs", description=__doc__)
+    parser.add_argument("folder", nargs="?", default="runs", help="where to look for runs (default: runs)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    chosen = parser.parse_args(argv)
+    return run_command(lambda: _show(Path(chosen.folder), chosen.json))
+
+
+def _show(folder: Path, as_json: bool) -> int:
+    if not folder.is_dir():
+        raise setting_error("folder", folder, "is not a folder", example="runs")
+    runs = [summarize(path) for path in find_runs(folder)]
+    if as_json:
+        print_stdout(json.dumps([asdict(run) for run in runs]))
+        return EXIT_FINISHED
+    if not runs:
+        raise setting_error("folder", folder, "has no runs", fix="give the folder that holds your run folders")
+    print_stdout("\n".join(table_of(runs, folder)))
+    print_stdout("\nnext:")
+    for run in runs:
+        reason = f" ({run.reason})" if run.reason and run.state in ("failed", "stopped") else ""
+        print_stdout(f"  {os.path.relpath(run.folder, folder) if Path(run.folder) != folder else run.name}{reason}")
+        print_stdout(f"    {run.next}")
+    return EXIT_FINISHED
+
+
+if __name__ == "__main__":
+    sys.exit(command_line())

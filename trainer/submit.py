@@ -1,0 +1,378 @@
+"""Submit a run to a cluster: write its job from the recipe, and send it.
+
+    meshtrainer submit slurm recipe=llama3_8b mesh.shard=node        sbatch
+    meshtrainer submit k8s --image REGISTRY/IMAGE recipe=llama3_8b   kubectl apply, of a JobSet
+    meshtrainer submit local recipe=llama_small                      this machine, all of its GPUs
+    meshtrainer submit slurm --dry-run recipe=llama3_8b > my.sbatch  only print it
+
+The number of nodes is --nodes, or that of the mesh in the settings, or the fewest on which the run fits, as planned.
+Settings are checked before anything is sent.  The job saves when it is given notice, and continues from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from trainer.config import RunConfig, check_config, load_config
+from trainer.config.command_line import Arguments, no_recipe, parse
+from trainer.errors import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    CommandParser,
+    UserError,
+    print_stderr,
+    print_stdout,
+    run_command,
+    setting_error,
+)
+from trainer.recipe import add_working_folder_to_path
+
+_USAGE = "usage: meshtrainer submit slurm|k8s|local recipe=NAME [section.key=value ...]"
+_MAX_NODES = 512
+
+
+@dataclass(frozen=True)
+class ClusterJob:
+    """A run as a job: what it trains, and what it needs."""
+
+    name: str
+    arguments: Sequence[str]
+    """Arguments of `trainer.run`: the recipe and the overrides, the run folder among them."""
+    num_nodes: int
+    gpus: int
+    """GPUs of a node; 0 for a run on CPUs."""
+    ranks_per_node: int
+    cpus: int
+    """CPUs of each rank."""
+    time: str
+    """Time limit, HH:MM:SS."""
+    python: str
+    scheduler_options: Sequence[str] = ()
+    """Further options of the scheduler, such as `--account=mine`."""
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Slurm
+
+
+def batch_file(job: ClusterJob, array: str = "", setup: Sequence[str] = (), further: str = "") -> str:
+    """Return the batch file of a job.
+
+    array: the task numbers and limit of a job array, such as `0-5%2`.  setup: lines of bash before the command.
+    further: more arguments, as bash reads them.
+    """
+    size = f"--nodes={job.num_nodes} --ntasks-per-node={job.ranks_per_node}"
+    size += f" --gpus-per-node={job.gpus}" if job.gpus else ""
+    lines = [
+        "#!/usr/bin/env bash",
+        f"#SBATCH --job-name={_one_word(job.name)}",
+        *([f"#SBATCH --array={array}"] if array else []),
+        f"#SBATCH {size} --cpus-per-task={job.cpus}",
+        f"#SBATCH --time={job.time} --signal=B:USR1@300",
+        f"#SBATCH --requeue --open-mode=append --output={'%x-%A_%a.log' if array else '%x-%j.log'}",
+        *(f"#SBATCH {option}" for option in job.scheduler_options),
+        *setup,
+        "# Signals stay blocked until Python has installed its handlers, so that an early notice is not lost.",
+        f"exec env --block-signal=USR1,TERM {shlex.quote(job.python)} -m trainer.slurm \\",
+        f"  {shlex.join(job.arguments)} {further}".rstrip(),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def send_to_slurm(text: str) -> int:
+    """Submit a batch file with sbatch, print the job's number, and return the exit code."""
+    return _send(["sbatch"], text, "sbatch", "submit on a machine that has Slurm's commands, or use --dry-run")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Kubernetes
+
+
+@dataclass(frozen=True)
+class Pod:
+    """What a job on Kubernetes needs besides its size."""
+
+    image: str
+    claim: str
+    """The volume claim with data and runs."""
+    mount: str
+    """Where its files are in the container."""
+
+
+def job_set(job: ClusterJob, pod: Pod) -> dict[str, Any]:
+    """Return the JobSet (https://jobset.sigs.k8s.io, 0.6 or later) of a job, as launch/kubernetes.yaml explains it."""
+    name = _dns_label(job.name)
+    arguments = shlex.join(job.arguments)
+    command = (
+        f'set -- {arguments}; python -m trainer.run "$@" --print-config || exit; '
+        f"exec torchrun --nnodes={job.num_nodes} --nproc-per-node={job.ranks_per_node} --rdzv-backend=c10d "
+        f'--rdzv-id="{name}-$ATTEMPT" --rdzv-endpoint={name}-node-0-0.{name}:29500 -m trainer.run "$@"'
+    )
+    limits: dict[str, Any] = {"nvidia.com/gpu": job.gpus} if job.gpus else {"cpu": job.ranks_per_node * job.cpus}
+    attempt = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
+    container = {
+        "name": "trainer",
+        "image": pod.image,
+        "env": [
+            {"name": "ATTEMPT", "valueFrom": {"fieldRef": {"fieldPath": attempt}}},
+            {"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": "570"},
+        ],
+        "command": ["bash", "-c"],
+        "args": [command],
+        "resources": {"limits": limits},
+        "volumeMounts": [{"name": "data", "mountPath": pod.mount}, {"name": "shm", "mountPath": "/dev/shm"}],
+    }
+    spec = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": 600,
+        "containers": [container],
+        "volumes": [
+            {"name": "data", "persistentVolumeClaim": {"claimName": pod.claim}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    mistake = {"action": "FailJob", "onExitCodes": {"containerName": "trainer", "operator": "In", "values": [2]}}
+    template = {
+        "spec": {
+            "parallelism": job.num_nodes,
+            "completions": job.num_nodes,
+            "completionMode": "Indexed",
+            "backoffLimit": 0,
+            "activeDeadlineSeconds": _seconds(job.time),
+            "podFailurePolicy": {"rules": [mistake]},
+            "template": {"spec": spec},
+        }
+    }
+    rule = {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name},
+        "spec": {
+            "failurePolicy": {"maxRestarts": 20, "rules": [rule]},
+            "replicatedJobs": [{"name": "node", "replicas": 1, "template": template}],
+        },
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The size of a job
+
+
+def find_num_nodes(config: RunConfig, ranks_per_node: int, device: str) -> int:
+    """Return the number of nodes for a run: those of its mesh if that is fixed, else the fewest on which it fits.
+
+    Raises UserError if the mesh does not fill whole nodes, or nothing fits.
+    """
+    replicate, shard = config.mesh.replicate, config.mesh.shard
+    if shard == "node":
+        shard = ranks_per_node
+    if isinstance(shard, int) and replicate > 0 and shard > 0:
+        ranks = replicate * shard
+        if replicate * shard > ranks_per_node and ranks % ranks_per_node:
+            rule = f"mesh.replicate x mesh.shard is {ranks}, which is not a number of nodes with {ranks_per_node} ranks"
+            raise setting_error("--gpus", ranks_per_node, rule)
+        if config.mesh.shard != "node" or replicate > 1:
+            return max(1, ranks // ranks_per_node)
+    if device == "cpu":
+        return 1
+    return _fewest_nodes(config, ranks_per_node, device)
+
+
+def _fewest_nodes(config: RunConfig, ranks_per_node: int, device: str) -> int:
+    from trainer.config import resolve_context_method
+    from trainer.plan.machine import find_machine
+    from trainer.plan.plan import make_plan, without_data
+    from trainer.plan.search import NothingFits, fastest_choice, uses_auto
+
+    machine = find_machine(device, config.run.memory_gib, ranks_per_node)
+    error = UserError("")
+    num_nodes = 1
+    while num_nodes <= _MAX_NODES:
+        ranks = num_nodes * ranks_per_node
+        try:
+            mesh = check_config(without_data(config), ranks, ranks_per_node)
+            resolved = resolve_context_method(without_data(config), ranks_per_node)
+            plan = fastest_choice(resolved, mesh, machine).plan if uses_auto(resolved) else None
+            if (plan or make_plan(resolved, mesh, machine)).fits:
+                print_stderr(
+                    f"{num_nodes} x {ranks_per_node} {machine.name}: the fewest nodes on which it fits, as planned"
+                )
+                return num_nodes
+        except NothingFits:
+            pass
+        except UserError as mistake:  # of this number of ranks
+            error = mistake
+        num_nodes *= 2
+    raise setting_error(
+        "--nodes", "auto", f"the run fits on no number of nodes up to {_MAX_NODES}: {error or 'too little memory'}",
+        fix="see python -m trainer.plan recipe=NAME ranks=N, then give --nodes",
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def add_size_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that set a job's size and limits."""
+    parser.add_argument("--nodes", type=int, metavar="N", help="nodes (default: of the mesh, or as few as it fits on)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of a node (default: 8; 0 with run.device=cpu)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="ranks of a node (default: its GPUs, or 1 on CPUs)")
+    parser.add_argument("--cpus", type=int, default=12, metavar="N", help="CPUs of each rank (default: 12)")
+    parser.add_argument("--time", default="24:00:00", help="time limit, HH:MM:SS (default: 24:00:00)")
+    parser.add_argument("--device", default="h100", help="GPU that the planner assumes (default: h100)")
+    parser.add_argument("--python", default=sys.executable, help="Python of the job on Slurm (default: this one)")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="OPTION", help="one more #SBATCH option, --option=--account=me"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the job instead of sending it")
+
+
+def make_job(options: argparse.Namespace, arguments: Arguments) -> ClusterJob:
+    """Return the job of the command line, after checking its settings.  Raises UserError."""
+    if arguments.recipe is None:
+        raise no_recipe(_USAGE, arguments.overrides)
+    if arguments.nproc is not None:
+        raise setting_error("nproc", arguments.nproc, "a job takes --nodes and --gpus instead")
+    config = load_config(arguments.recipe, arguments.overrides, arguments.allow_import, needs_weights=False)
+    is_cpu = config.run.device == "cpu"
+    gpus = (0 if is_cpu else 8) if options.gpus is None else options.gpus
+    ranks = options.ranks or gpus or 1
+    for name, value, least in (
+        ("nodes", options.nodes, 1),
+        ("gpus", gpus, 0),
+        ("ranks", ranks, 1),
+        ("cpus", options.cpus, 1),
+    ):
+        if value is not None and value < least:
+            raise setting_error(f"--{name}", value, f"must be at least {least}", least)
+    _seconds(options.time)
+    num_nodes = options.nodes or find_num_nodes(config, ranks, "cpu" if is_cpu else options.device)
+    check_config(config, num_nodes * ranks, ranks)
+    has_folder = any(item.startswith("run.dir=") for item in arguments.overrides)
+    own = [] if has_folder else [f"run.dir={config.run.dir}"]
+    return ClusterJob(
+        name=config.run.name,
+        arguments=[f"recipe={arguments.recipe}", *own, *arguments.overrides],
+        num_nodes=num_nodes,
+        gpus=gpus,
+        ranks_per_node=ranks,
+        cpus=options.cpus,
+        time=options.time,
+        python=options.python,
+        scheduler_options=options.option,
+    )
+
+
+def _seconds(time: str) -> int:
+    """Return the seconds of HH:MM:SS.  Raises UserError."""
+    found = re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", time)
+    if found is None:
+        raise setting_error("--time", time, "must have the form HH:MM:SS", example="24:00:00")
+    hours, minutes, seconds = map(int, found.groups())
+    return 3600 * hours + 60 * minutes + seconds
+
+
+def _one_word(name: str) -> str:
+    return re.sub(r"[^\w.+-]+", "-", name)
+
+
+def _dns_label(name: str) -> str:
+    """Return the name as Kubernetes accepts it: at most 40 lower-case letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-") or "run"
+
+
+def _send(command: Sequence[str], text: str, program: str, fix: str) -> int:
+    try:
+        done = subprocess.run(command, input=text, text=True, stdout=subprocess.PIPE)
+    except FileNotFoundError as error:
+        raise UserError(f"{program}: no such program here\n  to fix: {fix}") from error
+    print_stdout(done.stdout.rstrip())
+    return EXIT_FINISHED if done.returncode == 0 else EXIT_FAILED
+
+
+def command_line(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    parser = CommandParser(prog="meshtrainer submit", description=__doc__)
+    parser.add_argument("where", choices=list(_SENDERS), help="slurm, k8s, or this machine")
+    add_size_options(parser)
+    parser.add_argument("--image", help="on Kubernetes: the container's image")
+    parser.add_argument("--claim", default="training-data", help="on Kubernetes: the volume claim with data and runs")
+    parser.add_argument("--mount", default="/data", help="on Kubernetes: where its files are (default: /data)")
+    parser.add_argument(
+        "arguments", nargs="*", metavar="key=value", help="recipe=NAME and overrides, as of trainer.run"
+    )
+    options, further = parser.parse_known_intermixed_args(argv)
+    return run_command(lambda: _submit(options, [*options.arguments, *further]))
+
+
+def _submit(options: argparse.Namespace, words: Sequence[str]) -> int:
+    add_working_folder_to_path()
+    arguments = parse(words)
+    return _SENDERS[options.where](options, arguments)
+
+
+def _submit_to_slurm(options: argparse.Namespace, arguments: Arguments) -> int:
+    text = batch_file(make_job(options, arguments))
+    if options.dry_run:
+        print_stdout(text, end="")
+        return EXIT_FINISHED
+    return send_to_slurm(text)
+
+
+def _submit_to_kubernetes(options: argparse.Namespace, arguments: Arguments) -> int:
+    if not options.image:
+        raise UserError(
+            "--image: a job on Kubernetes needs the image to run\n  for example: --image=registry/image:tag"
+        )
+    job = make_job(options, arguments)
+    text = yaml.safe_dump(job_set(job, Pod(options.image, options.claim, options.mount)), sort_keys=False, width=10_000)
+    if options.dry_run:
+        print_stdout(text, end="")
+        return EXIT_FINISHED
+    return _send(["kubectl", "apply", "-f", "-"], text, "kubectl", "install kubectl, or use --dry-run")
+
+
+def _run_here(options: argparse.Namespace, arguments: Arguments) -> int:
+    """Run on this machine, in place of this process, so that signals and the exit code are the run's own."""
+    ranks = options.ranks or options.gpus or _num_gpus_here() or 1
+    if options.nodes not in (None, 1):
+        raise setting_error("--nodes", options.nodes, "this machine is one node", 1)
+    if arguments.recipe is None:
+        raise no_recipe(_USAGE, arguments.overrides)
+    check_config(load_config(arguments.recipe, arguments.overrides, arguments.allow_import), ranks, ranks)
+    command = ["-m", "trainer.run", f"recipe={arguments.recipe}", *arguments.overrides, f"nproc={ranks}"]
+    if options.dry_run:
+        print_stdout(shlex.join([options.python, *command]))
+        return EXIT_FINISHED
+    sys.stdout.flush()
+    os.execv(options.python, [options.python, *command])
+
+
+def _num_gpus_here() -> int:
+    try:
+        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
+    except FileNotFoundError:
+        return 0
+    return len(listed.stdout.splitlines()) if listed.returncode == 0 else 0
+
+
+_SENDERS: Mapping[str, Callable[[argparse.Namespace, Arguments], int]] = {
+    "slurm": _submit_to_slurm,
+    "k8s": _submit_to_kubernetes,
+    "local": _run_here,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(command_line())

@@ -1,0 +1,369 @@
+"""Train one run for each combination of settings, compare them, and name the best.
+
+    meshtrainer sweep recipe=llama_small optim.lr=1e-4,3e-4,1e-3                 three runs, one after the other
+    meshtrainer sweep recipe=llama_small optim.lr=1e-4,3e-4 run.seed=1,2 --parallel 2
+    meshtrainer sweep recipe=llama3_8b optim.lr=1e-4,3e-4 --slurm --nodes 2      a Slurm job array
+
+A key with several values, separated by commas, is varied; a list in brackets is one value.  The runs are folders of
+--dir (default: runs/sweep).  The same command again continues: finished runs stay, the others go on from their
+checkpoints.
+The best run has the lowest loss of its last evaluation, or of its last record if there are no evaluations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import itertools
+import json
+import math
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+
+from trainer.config import check_config, load_config
+from trainer.config.command_line import Arguments, no_recipe, parse
+from trainer.errors import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_STOPPED,
+    CommandParser,
+    print_stderr,
+    print_stdout,
+    run_command,
+    setting_error,
+)
+from trainer.files import write_atomically
+from trainer.lifecycle.folder import read_status
+from trainer.recipe import add_working_folder_to_path
+from trainer.runs import RunSummary, summarize, table_of
+from trainer.stopping import leave_signals_to_handlers
+from trainer.submit import ClusterJob, add_size_options, batch_file, make_job, send_to_slurm
+
+SWEEP = "sweep.json"
+"""File in the sweep's folder with its settings and runs."""
+REPORT = "report.html"
+_MAX_RUNS = 1000
+_LOOK_S = 0.5
+
+
+@dataclass
+class Trial:
+    """One run of a sweep."""
+
+    folder: Path
+    setting: tuple[str, ...]
+    """The overrides in which it differs from the other runs."""
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    @property
+    def state(self) -> str:
+        return str(read_status(self.folder).get("state") or "")
+
+    @property
+    def output(self) -> Path:
+        """What the run prints.  Its processes hold a lock on the file, which tells a restarted sweep that they live."""
+        return self.folder / "output.log"
+
+    @property
+    def is_active(self) -> bool:
+        """True while it trains: started here, or by an earlier attempt of the sweep that was killed."""
+        if self.process is not None and self.process.poll() is None:
+            return True
+        return self.process is None and _is_locked(self.output)
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+@dataclass
+class Sweep:
+    """The runs of a sweep, in the order in which they are started."""
+
+    folder: Path
+    recipe: str
+    fixed: list[str]
+    """Overrides that all runs share."""
+    trials: list[Trial]
+
+    def overrides(self, trial: Trial) -> list[str]:
+        return [*self.fixed, *trial.setting, f"run.name={trial.folder.name}", f"run.dir={trial.folder}"]
+
+    def write(self) -> None:
+        """Store what the sweep is, so that another one in the same folder is refused."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.folder / SWEEP, json.dumps(self.described(), indent=1) + "\n")
+
+    def described(self) -> dict[str, object]:
+        runs = [{"folder": trial.folder.name, "setting": list(trial.setting)} for trial in self.trials]
+        return {"recipe": self.recipe, "fixed": self.fixed, "runs": runs}
+
+
+def make_sweep(arguments: Arguments, folder: Path) -> Sweep:
+    """Return the sweep of a command line.  Raises UserError if no key has several values, or too many have."""
+    if arguments.recipe is None:
+        raise no_recipe("usage: meshtrainer sweep recipe=NAME section.key=value,value,... ", arguments.overrides)
+    fixed, axes = [], dict[str, list[str]]()
+    for override in arguments.overrides:
+        key, _, text = override.partition("=")
+        values = split_values(text)
+        if key in ("run.dir", "run.name"):
+            raise setting_error(key, text, "each run of a sweep has its own", fix=f"use --dir (now {folder})")
+        if len(values) == 1:
+            fixed.append(override)
+        else:
+            axes[key] = list(dict.fromkeys(values))
+    if not axes:
+        rule = "no key has several values"
+        raise setting_error("sweep", " ".join(arguments.overrides), rule, fix="for example: optim.lr=1e-4,3e-4,1e-3")
+    settings = [
+        tuple(f"{key}={value}" for key, value in zip(axes, values, strict=True))
+        for values in itertools.product(*axes.values())
+    ]
+    if len(settings) > _MAX_RUNS:
+        raise setting_error("sweep", len(settings), f"is more than {_MAX_RUNS} runs", _MAX_RUNS)
+    return Sweep(folder, arguments.recipe, fixed, [Trial(folder / name_of(one), one) for one in settings])
+
+
+def split_values(text: str) -> list[str]:
+    """Split the text of a value at commas outside brackets, braces and quotes: `1e-4,3e-4`, but not `[1,2]`."""
+    values, depth, quote = [""], 0, ""
+    for char in text:
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "\"'":
+            quote = char
+        depth += (char in "[{(") - (char in "]})") if not quote else 0
+        if char == "," and depth == 0 and not quote:
+            values.append("")
+        else:
+            values[-1] += char
+    return values if all(value.strip() for value in values) else [text]
+
+
+def name_of(setting: Sequence[str]) -> str:
+    """Return the folder's name of a run: the last part of each key with its value, `lr=3e-4,seed=1`."""
+    parts = []
+    for override in setting:
+        key, _, value = override.partition("=")
+        parts.append(f"{key.rpartition('.')[2]}={re.sub(r'[^A-Za-z0-9_.+-]+', '-', value).strip('-')}")
+    return ",".join(parts)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Runs beside each other
+
+
+class Supervisor:
+    """Trains the runs of a sweep on this machine, `parallel` at a time.
+
+    A signal is passed on to the runs, which save and exit; the sweep then ends with 75 and can be started again.
+    """
+
+    def __init__(self, sweep: Sweep, parallel: int, nproc: int | None) -> None:
+        self._sweep, self._parallel, self._nproc = sweep, parallel, nproc
+        self._num_failed = self._num_stopped = 0
+        self._is_stopping = False
+
+    def run(self) -> int:
+        """Train every run that has not finished; return the exit code of the sweep."""
+        waiting = [trial for trial in self._sweep.trials if trial.state != "finished"]
+        leave_signals_to_handlers()  # the runs take their time to save
+        before = {
+            number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        }
+        try:
+            active: list[Trial] = []
+            while active or (waiting and not self._is_stopping):
+                for trial in [trial for trial in active if not trial.is_active]:
+                    active.remove(trial)
+                    self._note_end(trial, waiting)
+                while waiting and len(active) < self._parallel and not self._is_stopping:
+                    active.append(self._start(waiting.pop(0)))
+                time.sleep(_LOOK_S)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if self._num_failed:
+            return EXIT_FAILED
+        return EXIT_STOPPED if self._num_stopped or self._is_stopping else EXIT_FINISHED
+
+    def _start(self, trial: Trial) -> Trial:
+        """Start a run, unless an earlier attempt of the sweep has left it training."""
+        if trial.is_active:
+            print_stdout(f"{trial.folder.name}: is already training")
+            return trial
+        trial.folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "trainer.run", f"recipe={self._sweep.recipe}", *self._sweep.overrides(trial)]
+        command += [f"nproc={self._nproc}"] if self._nproc else []
+        with open(trial.output, "ab") as output:
+            fcntl.flock(output, fcntl.LOCK_EX)
+            # A session of its own: Ctrl-C reaches it through this process, once.
+            trial.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+        print_stdout(f"{trial.folder.name}: started")
+        return trial
+
+    def _note_end(self, trial: Trial, waiting: list[Trial]) -> None:
+        """Note how a run ended; one that an earlier attempt of the sweep left training may have to be started again."""
+        state = trial.state
+        if trial.process is None:
+            if state != "finished":
+                waiting.insert(0, trial)
+                return
+        elif trial.process.returncode == EXIT_STOPPED:
+            state = "stopped"
+            self._num_stopped += 1
+        elif trial.process.returncode != EXIT_FINISHED:
+            state = "failed"
+            self._num_failed += 1
+            print_stderr(f"{trial.folder.name}: exit code {trial.process.returncode}, see {trial.output}")
+            print_stderr("\n".join(f"  {line}" for line in trial.output.read_text(errors="replace").splitlines()[-4:]))
+        print_stdout(f"{trial.folder.name}: {state}")
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if not self._is_stopping:
+            self._is_stopping = True
+            print_stderr(f"{signal.Signals(number).name}: the runs save and stop; the same command continues")
+        for trial in self._sweep.trials:
+            if trial.process is not None and trial.process.poll() is None:
+                trial.process.send_signal(signal.SIGTERM)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# A job array
+
+
+def array_file(sweep: Sweep, job: ClusterJob, parallel: int | None) -> str:
+    """Return the batch file of a Slurm job array with one job for each run.  job: any of them."""
+    settings = [shlex.join([*trial.setting, f"run.name={trial.folder.name}"]) for trial in sweep.trials]
+    setup = [
+        f"FOLDERS=({shlex.join(str(trial.folder) for trial in sweep.trials)})",
+        f"SETTINGS=({shlex.join(settings)})",
+        "export RUN_DIR=${FOLDERS[$SLURM_ARRAY_TASK_ID]}",
+        'eval "setting=(${SETTINGS[$SLURM_ARRAY_TASK_ID]})"',
+    ]
+    shared = replace(job, name=sweep.folder.name, arguments=[f"recipe={sweep.recipe}", *sweep.fixed])
+    limit = f"%{parallel}" if parallel else ""
+    return batch_file(shared, f"0-{len(sweep.trials) - 1}{limit}", setup, '"${setting[@]}"')
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The outcome
+
+
+def find_best(runs: Sequence[RunSummary]) -> RunSummary | None:
+    """Return the finished run with the lowest loss, of evaluations if all have them; None if none has finished."""
+    done = [run for run in runs if run.state == "finished" and score_of(run) is not None]
+    if any(run.eval_loss is None for run in done):
+        return min(done, key=lambda run: run.loss if run.loss is not None else float("inf"), default=None)
+    return min(done, key=lambda run: run.eval_loss or 0.0, default=None)
+
+
+def score_of(run: RunSummary) -> float | None:
+    """Return the loss by which a run is compared, or None if it has none yet."""
+    return run.eval_loss if run.eval_loss is not None else run.loss
+
+
+def show_outcome(sweep: Sweep) -> None:
+    """Print the table of the runs and the best one, and write the report that compares them."""
+    runs = [summarize(trial.folder) for trial in sweep.trials if (trial.folder / "metrics.jsonl").exists()]
+    if not runs:
+        return
+    best = find_best(runs)
+    scores = {run.folder: math.inf if (score := score_of(run)) is None else score for run in runs}
+    ordered = sorted(runs, key=lambda run: (run.state != "finished", scores[run.folder]))
+    print_stdout("\n".join(["", *table_of(ordered, sweep.folder)]))
+    page = sweep.folder / REPORT
+    command = [sys.executable, "-m", "trainer.report", *(run.folder for run in runs), "--out", str(page)]
+    made = subprocess.run(command, capture_output=True, text=True)
+    if made.returncode == 0:
+        print_stdout(f"\nreport: {page}")
+    else:
+        print_stderr(f"warning: no report could be written: {made.stderr.strip()}")
+    if best is not None:
+        print_stdout(f"best: {Path(best.folder).name}, loss {score_of(best):.4f}: {best.folder}")
+
+
+def command_line(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    parser = CommandParser(prog="meshtrainer sweep", description=__doc__)
+    parser.add_argument("--dir", default="runs/sweep", help="folder for the runs (default: runs/sweep)")
+    parser.add_argument("--parallel", type=int, metavar="N", help="runs at a time (default: 1; on Slurm: all)")
+    parser.add_argument("--slurm", action="store_true", help="submit a Slurm job array instead of training here")
+    parser.add_argument("--report", action="store_true", help="only compare the runs as they are now")
+    add_size_options(parser)
+    parser.add_argument(
+        "arguments", nargs="*", metavar="key=value", help="recipe=NAME and overrides, with several values"
+    )
+    options, further = parser.parse_known_intermixed_args(argv)
+    return run_command(lambda: _sweep(options, [*options.arguments, *further]))
+
+
+def _refuse_another(sweep: Sweep) -> None:
+    """Raise UserError if another sweep is in the folder, so that its runs are not mixed with these."""
+    path = sweep.folder / SWEEP
+    try:
+        stored = json.loads(path.read_text())
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise setting_error(
+            "--dir", sweep.folder, f"its {SWEEP} cannot be read ({error})", fix="use another --dir"
+        ) from error
+    if stored != sweep.described():
+        rule = f"holds another sweep, see {path}"
+        raise setting_error("--dir", sweep.folder, rule, example=f"{sweep.folder}-2")
+
+
+def _sweep(options: argparse.Namespace, words: Sequence[str]) -> int:
+    add_working_folder_to_path()
+    arguments = parse(words)
+    if options.parallel is not None and options.parallel < 1:
+        raise setting_error("--parallel", options.parallel, "must be at least 1", 1)
+    sweep = make_sweep(arguments, Path(options.dir))
+    _refuse_another(sweep)
+    for trial in sweep.trials:  # a mistake in any run is found before the first one starts
+        config = load_config(sweep.recipe, sweep.overrides(trial), arguments.allow_import)
+        if not options.slurm:  # a job's number of ranks is checked by `make_job`
+            ranks = arguments.nproc or 1
+            check_config(config, ranks, ranks)
+    if options.report:
+        show_outcome(sweep)
+        return EXIT_FINISHED
+    if options.slurm:
+        job = make_job(options, Arguments(sweep.recipe, sweep.overrides(sweep.trials[0])))
+        text = array_file(sweep, job, options.parallel)
+        if options.dry_run:
+            print_stdout(text, end="")
+            return EXIT_FINISHED
+        sweep.write()
+        return send_to_slurm(text)
+    if options.dry_run:
+        for trial in sweep.trials:
+            print_stdout(shlex.join(["python", "-m", "trainer.run", f"recipe={sweep.recipe}", *sweep.overrides(trial)]))
+        return EXIT_FINISHED
+    sweep.write()
+    code = Supervisor(sweep, options.parallel or 1, arguments.nproc).run()
+    show_outcome(sweep)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(command_line())
