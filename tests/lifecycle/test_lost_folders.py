@@ -173,11 +173,11 @@ def test_kind_of_loss_is_recognized(tmp_path: Path) -> None:
     folder.rename(other)
     loss = owner.find_loss()
     assert loss is not None
-    assert (loss.moved_to, loss.what) == (other, f"was renamed to {other}")
+    assert (loss.moved_to, loss.event) == (other, f"was renamed to {other}")
     folder.mkdir()
     loss = owner.find_loss()
     assert loss is not None
-    assert loss.what == f"was renamed to {other}"
+    assert loss.event == f"was renamed to {other}"
     folder.rmdir()
     other.rename(folder)
     assert owner.find_loss() is None, "it is back"
@@ -186,7 +186,7 @@ def test_kind_of_loss_is_recognized(tmp_path: Path) -> None:
     folder.rmdir()
     loss = owner.find_loss()
     assert loss is not None
-    assert (loss.moved_to, loss.what) == (None, "was deleted")
+    assert (loss.moved_to, loss.event) == (None, "was deleted")
     owner.release()
 
 

@@ -294,7 +294,7 @@ def test_rows_of_merged_experts_are_read_from_separate_tensors(folders: Any) -> 
     name = "model.layers.1.mlp.experts.gate_up_proj"
     whole = load_there(folders("qwen3_moe"))[0].state_dict()[name]
     asked: list[str] = []
-    files = source._made._source  # type: ignore[attr-defined]
+    files = source._converted._source  # type: ignore[attr-defined]
     read = files.read
     files.read = lambda name, *rows: asked.append(name) or read(name, *rows)
     assert torch.equal(source.read(name, 1, 3), whole[1:3])
@@ -415,7 +415,7 @@ def test_tokenizer_of_the_folder_is_used(folders: Any, tmp_path: Path) -> None:
             r"model\.attention=flash_attention_2: transformers cannot compute attention this way \(",
         ),
         ({"init_from": "model"}, r"train\.init_from=\S+: model\.name=hf takes its weights from model\.path\n"),
-        ({"model_type": "lama"}, r"model\.path=\S+: transformers \S+ has no .* of its model_type=lama; it has llama"),
+        ({"model_type": "lama"}, r"model\.path=\S+: transformers \S+ has no .* for model_type=lama; it has llama"),
         ({"quantization_config": {"bits": 4}}, r"quantization_config: quantized weights are not supported"),
         ({"seq_len": 129}, r"data\.seq_len=129: is longer than model\.max_seq_len=128"),
         (

@@ -26,7 +26,7 @@ from torchdata.stateful_dataloader import stateful_dataloader
 
 from tests.helpers.forked import REPOSITORY
 
-MOST_USES = 51
+MOST_USES = 58
 
 PRIVATE: dict[str, Callable[[], object]] = {
     # tensors, storages, operators
@@ -88,6 +88,7 @@ PRIVATE: dict[str, Callable[[], object]] = {
     "torch.utils._pytree": lambda: pytree.tree_unflatten([3], pytree.tree_flatten([1])[1]) == [3],
     "torch.utils._pytree.tree_leaves": lambda: pytree.tree_leaves({"a": [1, 2]}) == [1, 2],
     "torch.utils._pytree.tree_map_only": lambda: pytree.tree_map_only(int, str, [1, "a"]) == ["1", "a"],
+    "_compiled_call_impl": lambda: nn.Module()._compiled_call_impl is None,
     # torchdata
     "_workers": lambda: "self._workers" in inspect.getsource(stateful_dataloader),
 }

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="some of the drawn models are transformers models")
 
-from tests.fuzz import CONTEXT_MESHES, MESHES, draw, parse_seeds, run_case, write_material
+from tests.fuzz import CONTEXT_MESHES, EXPERT_MESHES, MESHES, draw, parse_seeds, run_case, write_material
 
 SEEDS = range(40)
 """Those of the campaign."""
@@ -22,7 +22,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_seeds_are_deterministic_and_cover_all_options(tmp_path: Path) -> None:
     cases = [draw(seed, tmp_path) for seed in range(200)]
     assert cases == [draw(seed, tmp_path) for seed in range(200)]
-    assert {case.mesh for case in cases} == {*MESHES, *CONTEXT_MESHES}
+    assert {case.mesh for case in cases} == {*MESHES, *CONTEXT_MESHES, *EXPERT_MESHES}
     text = " ".join(str(case) for case in cases)
     models, data = ["llama", "gpt2", "qwen3", "moe", "hf"], ["chat", "dpo", "mixture", "masked", "apart"]
     for word in [*models, *data, "sgd", "muon", "lora", "dropout", "ema", "bf16"]:

@@ -288,7 +288,7 @@ def test_end_of_turn_ends_samples_generated_text_and_the_exports_text(train_on: 
         assert set(json.loads((tmp_path / "out" / name).read_text())["eos_token_id"]) == ends
     for path in (tmp_path / "run", tmp_path / "out"):
         with ExitStack() as stack:
-            assert open_generator(str(path), torch.device("cpu"), stack).ends(tokenizer) == ends
+            assert open_generator(str(path), torch.device("cpu"), stack).end_ids(tokenizer) == ends
 
 
 OWN_TEMPLATE = "{% for m in messages %}{{ '[INST]' + m.content + '[/INST]' }}{% endfor %}"

@@ -94,7 +94,7 @@ class Prometheus:
         yield from self._metric(
             "lost_steps_total", "Steps that were repeated after a crash.", total.lost_steps, kind="counter"
         )
-        name = f"{PREFIX}_time_seconds"
+        name = "_".join((PREFIX, "time_seconds"))
         yield f"# HELP {name} Wall time of all attempts by what it went to; all but update is a stall.\n"
         yield f"# TYPE {name} gauge\n"
         for part, seconds in {**total.parts(), "other_s": total.other_s}.items():

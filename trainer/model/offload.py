@@ -176,6 +176,9 @@ class _Call:
 
 _DONE = object()
 
+_COMPILED_CALL = "_compiled_call_impl"
+"""Where `Module.compile` puts what a module's call then runs; hooks inside it would be compiled with it."""
+
 
 class ActivationOffload:
     """The offloading of one model's blocks; `attach` starts it.
@@ -209,8 +212,9 @@ class ActivationOffload:
         for block, is_offloaded in zip(self._blocks, self._is_offloaded, strict=True):
             if id(block) not in watched:
                 continue
-            if block._compiled_call_impl is not None:
-                block._compiled_call_impl = self._watched(block, block._compiled_call_impl, is_offloaded)
+            compiled = getattr(block, _COMPILED_CALL)
+            if compiled is not None:
+                setattr(block, _COMPILED_CALL, self._watched(block, compiled, is_offloaded))
             else:
                 block.forward = self._watched(block, block.forward, is_offloaded)  # type: ignore[method-assign]
 
