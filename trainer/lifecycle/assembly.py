@@ -97,7 +97,7 @@ def assemble_run(trainer: Trainer, start_time: float) -> TrainingRun:
     """Create the parts of `trainer`.  Collective.
 
     The order matters: checkpoints store the parts of the state, and each step exchanges votes, in the order in which
-    they are registered here.  started: when the Trainer was created, by `time.monotonic`.
+    they are registered here.  start_time: when the Trainer was created, by `time.monotonic`.
     """
     config, world, model, optimizer = trainer.config, trainer.world, trainer.model, trainer.optimizer
     skips = SkipCounter(config.train.max_skipped_updates, config.schedule.name == "range")
