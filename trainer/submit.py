@@ -303,7 +303,7 @@ def _send(command: Sequence[str], text: str, program: str, fix: str) -> int:
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = CommandParser(prog="meshtrainer submit", description=__doc__)
+    parser = CommandParser(prog="python -m trainer.submit", description=__doc__)
     parser.add_argument("where", choices=list(_SENDERS), help="slurm, k8s, or this machine")
     add_size_options(parser)
     parser.add_argument("--image", help="on Kubernetes: the container's image")

@@ -303,7 +303,7 @@ def show_outcome(sweep: Sweep) -> None:
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = CommandParser(prog="meshtrainer sweep", description=__doc__)
+    parser = CommandParser(prog="python -m trainer.sweep", description=__doc__)
     parser.add_argument("--dir", default="runs/sweep", help="folder for the runs (default: runs/sweep)")
     parser.add_argument("--parallel", type=int, metavar="N", help="runs at a time (default: 1; on Slurm: all)")
     parser.add_argument("--slurm", action="store_true", help="submit a Slurm job array instead of training here")

@@ -61,12 +61,12 @@ def test_nodes_of_the_mesh(settings: list[str], expected: str, capsys: pytest.Ca
     assert directives(text)["--nodes"] == expected
 
 
-@pytest.mark.slow
+@pytest.mark.campaign  # half a minute of planning
 def test_nodes_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """The fewest nodes, by powers of two, of which `trainer.plan` says that the run fits, and of half as many not."""
-    settings = ["recipe=llama3_70b", "mesh.replicate=1", "mesh.shard=-1", "train.global_batch_size=1024"]
-    data = ["data.source=synthetic", "data.path=null"]
-    num_nodes = int(directives(printed(capsys, "slurm", *settings, *data))["--nodes"])
+    settings = ["recipe=llama3_8b", "mesh.replicate=1", "mesh.shard=-1", "train.global_batch_size=1024"]
+    settings += ["run.memory_gib=56", "data.source=synthetic"]
+    num_nodes = int(directives(printed(capsys, "slurm", *settings))["--nodes"])
     from trainer.plan.__main__ import command_line as plan
 
     assert plan([*settings, f"ranks={8 * num_nodes}", "device=h100"]) == 0
