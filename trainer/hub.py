@@ -146,7 +146,7 @@ def name_of(path: str) -> str | None:
 
 
 def cached_path(name: HubName) -> Path | None:
-    """Return the path in the cache of what a pinned name stands for, or None if it is not there."""
+    """Return the path in the cache of that a pinned name refers to, or None if it is not there."""
     path = _snapshot(name, name.revision or "") / name.path
     return path if name.is_pinned and path.exists() else None
 
@@ -343,7 +343,7 @@ class Repository:
 def open_repository(name: HubName, setting: str, pins: Mapping[tuple[str, str], str] | None = None) -> Repository:
     """Return the commit of the repository that `name` means.
 
-    A commit is taken as it stands.  Of a branch or tag, `pins` decides, which a resumed run has stored; then the
+    A commit is used as given.  A branch or tag is looked up in `pins`, which a resumed run has stored; then the
     process that started this one; then the server.  If that cannot be reached, the commit that the cache has is used,
     and a line says so; with HF_HUB_OFFLINE nobody is asked.
 

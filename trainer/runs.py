@@ -38,7 +38,7 @@ from trainer.tables import table_lines
 _TAIL_BYTES = 1 << 16
 """How much of the end of a metrics file is read for the latest records."""
 _MAX_DEPTH = 4
-"""How deep below the given folder runs are looked for."""
+"""How many levels below the given folder are searched for runs."""
 _RECORDS = ("metrics.jsonl", "status.json")
 
 

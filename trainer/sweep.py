@@ -166,7 +166,7 @@ def name_of(setting: Sequence[str]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Runs beside each other
+# Several runs at a time
 
 
 class Supervisor:

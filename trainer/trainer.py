@@ -232,9 +232,8 @@ class Trainer:
                 return
             random_state = self.state.random.state_dict()
             batches = iter(self.loader)
-            self.state.random.load_state_dict(
-                random_state
-            )  # creating the iterator of a custom loader may draw random numbers
+            # Creating the iterator of a custom loader may draw random numbers.
+            self.state.random.load_state_dict(random_state)
             self.accounts.restart()
             while not self.horizon.is_reached(self.state.step) and not self.stopping:
                 self.resume.confirm(self.state.step)

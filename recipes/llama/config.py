@@ -10,7 +10,7 @@ from trainer.recipe import declare
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The fields of a Llama model."""
+    """Architecture and initialization settings of a Llama model."""
 
     vocab_size: int = declare(257, "size of the vocabulary", at_least=1, at_most=2**31 - 1)
     dim: int = declare(192, "width of the residual stream", at_least=1, at_most=2**20)
@@ -21,12 +21,14 @@ class LlamaConfig:
     max_seq_len: int = declare(131072, "maximum sequence length", at_least=1)
     rope_theta: float = declare(500000.0, "base of the rotary frequencies", above=0)
     rope_factor: float = declare(
-        1.0, "frequency scaling of Llama 3.1: factor by which the context is extended; 1: none", at_least=1
+        1.0, "Llama 3.1 RoPE scaling: factor by which the context is extended; 1 disables it", at_least=1
     )
     rope_low_freq: float = declare(
-        1.0, "wavelengths longer than the original context / this are scaled in full", above=0
+        1.0, "wavelengths above rope_original_len divided by this are scaled by the full factor", above=0
     )
-    rope_high_freq: float = declare(4.0, "wavelengths shorter than the original context / this are not scaled", above=0)
+    rope_high_freq: float = declare(
+        4.0, "wavelengths below rope_original_len divided by this are left unscaled", above=0
+    )
     rope_original_len: int = declare(8192, "context length before scaling", at_least=1)
     norm_eps: float = declare(1e-5, "epsilon of RMSNorm", above=0)
     tie_embeddings: bool = declare(False, "share weights between the embedding and the output head")
@@ -37,16 +39,24 @@ def check(config: LlamaConfig) -> None:
     """Validate combinations of fields.  Raises UserError."""
     if config.dim % config.num_heads or config.dim // config.num_heads % 2:
         legal = [n for n in range(1, config.dim + 1) if config.dim % n == 0 and config.dim // n % 2 == 0]
-        best = min(legal, key=lambda n: abs(n - config.num_heads)) if legal else None
-        rule = f"must divide model.dim={config.dim} into heads of even size (RoPE turns pairs)"
-        if best is None:
-            raise setting_error("model.dim", config.dim, "must be even (RoPE turns pairs)", config.dim + 1)
-        raise setting_error("model.num_heads", config.num_heads, rule, best)
+        closest = min(legal, key=lambda n: abs(n - config.num_heads)) if legal else None
+        rule = f"must divide model.dim={config.dim} into heads of even size (RoPE rotates dimensions in pairs)"
+        if closest is None:
+            raise setting_error(
+                "model.dim", config.dim, "must be even (RoPE rotates dimensions in pairs)", config.dim + 1
+            )
+        raise setting_error("model.num_heads", config.num_heads, rule, closest)
     if config.num_heads % config.num_kv_heads:
         legal = [n for n in range(1, config.num_heads + 1) if config.num_heads % n == 0]
-        best = min(legal, key=lambda n: abs(n - config.num_kv_heads))
-        rule = f"must divide model.num_heads={config.num_heads}: each key head serves as many query heads"
-        raise setting_error("model.num_kv_heads", config.num_kv_heads, rule, best)
+        closest = min(legal, key=lambda n: abs(n - config.num_kv_heads))
+        rule = (
+            f"must divide model.num_heads={config.num_heads}: every key/value head must serve the same number of "
+            "query heads"
+        )
+        raise setting_error("model.num_kv_heads", config.num_kv_heads, rule, closest)
     if config.rope_factor != 1.0 and config.rope_low_freq >= config.rope_high_freq:
-        rule = f"must be below model.rope_high_freq={config.rope_high_freq}: wavelengths between them are blended"
+        rule = (
+            f"must be below model.rope_high_freq={config.rope_high_freq}: wavelengths between the two cutoffs are "
+            "interpolated"
+        )
         raise setting_error("model.rope_low_freq", config.rope_low_freq, rule, config.rope_high_freq / 4)

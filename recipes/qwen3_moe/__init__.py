@@ -1,6 +1,6 @@
 """Qwen3 mixture-of-experts models: Qwen3 with the feed-forward layers replaced by routed experts.
 
-Source: Yang et al. 2025, "Qwen3 Technical Report", arXiv:2505.09388; the published configurations.
+Sources: Yang et al. 2025, "Qwen3 Technical Report", arXiv:2505.09388, and the published model configurations.
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ from trainer.recipe import Recipe, register
 
 
 def flops(config: Qwen3MoeConfig, seq_len: float) -> float:
-    """Return model FLOPs per token of forward and backward: 6 per active matrix weight, plus causal attention."""
+    """Return the model's FLOPs per token, forward plus backward: 6 per active matrix weight, plus causal attention.
+
+    seq_len: the mean number of tokens that attention spans, which need not be an integer.
+    """
     attention = 2 * config.dim * config.head_dim * (config.num_heads + config.num_kv_heads)
     experts = config.num_experts * config.dim + 3 * config.num_chosen * config.dim * config.expert_dim
     matrices = config.num_layers * (attention + experts) + config.dim * config.vocab_size
+    # Queries with keys and weights with values: two products, of which the causal mask leaves half.
     scores = config.num_layers * config.num_heads * config.head_dim * seq_len
     return 6.0 * (matrices + scores)
 

@@ -205,7 +205,7 @@ def test_folder_of_a_run_is_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixtu
     (folder / "config.yaml").write_text("model: {name: llama}\n")
     assert run.main([f"recipe={folder}", "--print-config"]) == 0
     assert run.main([f"recipe={folder}/nothing"]) == 2
-    assert f"recipe={folder}/nothing: no such folder\n  to fix: give a run folder" in capsys.readouterr().err
+    assert f"recipe={folder}/nothing: no such file or folder\n  to fix: give a run folder" in capsys.readouterr().err
 
 
 def test_failing_module_is_named_with_its_line(

@@ -288,7 +288,7 @@ def call_in_step_4(ranks: int) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["experts", pytest.param("experts backward", marks=pytest.mark.campaign)])
 def test_a_rank_that_is_killed_inside_an_exchange(place: str, tmp_path: Path) -> None:
-    """It is named, and the run goes on with another number of ranks that share out the experts."""
+    """It is named, and the run continues with another value of `mesh.expert`."""
     own = ["recipe=qwen3_moe_small", "model.name=tests.helpers.own_recipes:moe_faulty"]
     own += merged(TINY, ["train.steps=6", "checkpoint.every=2", "checkpoint.mode=sync", "run.step_timeout_s=20"])
     fault = Fault(rank=1, inside=place, then="SIGKILL", first=call_in_step_4(2), last=call_in_step_4(2))

@@ -769,7 +769,7 @@ def test_profile_during_a_different_profiler(tmp_path: Path, capsys: pytest.Capt
 
 
 def train_with_a_slow_disk(folder: Path) -> int:
-    """Take so long to write the profile that the other rank asks for a reason and is told to keep waiting."""
+    """Take so long to write the profile that the other rank asks why, and keeps waiting."""
 
     def slow(*arguments: Any, **options: Any) -> Any:
         until = time.monotonic() + 120

@@ -24,9 +24,10 @@ from tests.helpers.gate import wait_until
 from tests.helpers.ranks import Ran, tiny_overrides
 from tests.helpers.tiny import fit
 from trainer import UserError, load_config
+from trainer.config import rules
 from trainer.config.rules import check_requirements
 from trainer.metrics.follower import Follower, RowReader, TrackedRun
-from trainer.metrics.trackers import tracker_names
+from trainer.metrics.trackers import TRACKERS, tracker_names
 
 STEPS = 100
 MODEL = [
@@ -42,7 +43,7 @@ MODEL = [
 
 
 class Kept:
-    """A tracker that keeps what it is told, and may be in trouble."""
+    """A tracker that records what it receives, and may fail."""
 
     made: list[Kept] = []
     opens_fail = 0
@@ -317,3 +318,8 @@ def test_its_server_is_away_for_a_minute(tracker: trackers.Tracker, tmp_path: Pa
     assert max(after - before for before, after in itertools.pairwise(times)) < 8, "no step waited"
     assert_every_step_arrived_once(folder, tracker)
     assert Path(f"{folder}.log").read_text().count("warning") <= 1
+
+
+def test_configuration_knows_the_trackers_that_can_be_opened() -> None:
+    """Two tables, because checking a configuration must not import the trackers."""
+    assert set(rules._TRACKERS) == set(TRACKERS)

@@ -64,7 +64,7 @@ def test_device_without_float8_is_rejected(way: str, monkeypatch: pytest.MonkeyP
         apply_float8(blocks, way, "cpu")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
-    with pytest.raises(UserError, match=r"compute capability (8\.9|9\.0) or more; A100 has 8\.0"):
+    with pytest.raises(UserError, match=r"compute capability (8\.9|9\.0) or higher; A100 has 8\.0"):
         apply_float8(blocks, way, "cuda")
 
 
@@ -118,7 +118,7 @@ def test_unsuitable_layers_are_not_converted() -> None:
     block = nn.Sequential(nn.Linear(16, 24), _Own(16, 16), nn.Linear(16, 32))
     assert apply_float8([block], "tensorwise", "cpu", emulate=True) == 1
     assert [type(child).__name__ for child in block] == ["Linear", "_Own", "Float8Linear"]
-    with pytest.raises(UserError, match="no block has a linear layer with sizes that are multiples of 16"):
+    with pytest.raises(UserError, match="no block has a linear layer whose dimensions are both multiples of 16"):
         apply_float8([nn.Sequential(nn.Linear(16, 24))], "tensorwise", "cpu", emulate=True)
 
 

@@ -186,7 +186,7 @@ def test_offline_without_a_copy_and_a_server_that_is_down(
 def test_a_cut_connection_and_damage_are_mended(
     fake: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A connection that breaks goes on where it broke.  A partial file that is damaged is fetched again."""
+    """A broken connection resumes at the byte where it broke.  A partial file that is damaged is fetched again."""
     part = next(iter(weight_bytes(folder)))
     content = (folder / part).read_bytes()
     blobs = tmp_path / "home/hub/models--tiny--llama/blobs"

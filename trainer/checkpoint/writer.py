@@ -1,12 +1,14 @@
-"""Saves checkpoints: collects the state, copies it, writes, verifies, publishes and prunes.
+"""Saves checkpoints: snapshots the state, writes and verifies the files, publishes them, and prunes old checkpoints.
 
-Training pauses only while the state is collected and copied.  A background thread on each rank then writes, using a
-separate channel for its collectives.  Every rank writes its files and flushes them to disk; rank 0 checks that nothing
-is missing, writes the manifest, publishes, and only then prunes.  All ranks report the same message for an error on any
-of them.  A failed attempt is deleted, and published checkpoints are untouched.  If a rank dies during a save, or if the
-deletion fails as well, the unpublished folder remains until the next start of the run deletes it.
+A background save pauses training only while the state is collected and copied.  A thread on each rank then writes,
+using a separate channel for its collectives.  Every rank writes its files and flushes them to disk; rank 0 checks that
+nothing is missing, writes the manifest and publishes the checkpoint.  Obsolete checkpoints are deleted after that, or
+before the save if the disk is too full for it; at least one good one remains.  If any rank fails, all ranks report the
+same error, and the files of the failed save are deleted.  If a rank dies during a save, or if that deletion fails as
+well, the unpublished folder remains until the run is next started.
 
-Read `Checkpoints.start` and `Checkpoints._save` first: the functions that they call follow in the same order.
+Read `Checkpoints.start` and `Checkpoints._save` first.  Collecting, planning, staging and writing have sections of
+their own below.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ _FREE_MARGIN = 1.02
 
 @dataclass(frozen=True)
 class SaveResult:
-    """The outcome of one save, the same on all ranks except for the times."""
+    """The outcome of one save: the same on all ranks, except for the times and for `warning`, which only rank 0 has."""
 
     step: int
     path: str
@@ -120,7 +122,7 @@ class RankReport:
 
 
 class Checkpoints:
-    """The checkpoints in one folder.  All ranks must call each method, unless it says otherwise."""
+    """The checkpoints in one folder.  Methods documented as collective must be called by all ranks."""
 
     def __init__(
         self, storage: Storage, world: World, section: CheckpointSection, metric: str, run_info: RunInfo

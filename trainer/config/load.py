@@ -1,4 +1,4 @@
-"""Reads recipe files and stored configurations, and converts values to their types, with OmegaConf."""
+"""Reads recipe files and stored configurations with OmegaConf; declares the keys, and converts and checks values."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from trainer.recipe import check_import, check_number, load_recipes, union_membe
 
 
 def find_recipe_file(recipe: str) -> Path:
-    """Return the YAML file of a recipe or run folder.  Raises UserError, which suggests the nearest recipe name."""
+    """Return the path of the YAML file that `recipe` refers to.  Raises UserError, with a suggestion, if none does."""
     if not recipe:
         raise setting_error("recipe", recipe, _IS_EMPTY, example="llama_small")
     if recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_dir():
         path = Path(recipe)
         if not path.is_file():
             suggestion = nearest(path.stem, recipe_files())
-            fix = "" if suggestion else f"give its path from {os.getcwd()}, or start from {_TEMPLATE}"
+            fix = "" if suggestion else f"give its path relative to {os.getcwd()}, or start from {_TEMPLATE}"
             raise setting_error("recipe", recipe, "no such file", meant=suggestion, fix=fix)
         return path
     files = recipe_files()
@@ -59,7 +59,7 @@ def find_recipe_file(recipe: str) -> Path:
         return Path(recipe) / CONFIG
     if os.sep in recipe:
         fix = f"give a run folder, a path ending in .yaml, or one of {', '.join(sorted(files))}"
-        raise setting_error("recipe", recipe, "no such folder", fix=fix)
+        raise setting_error("recipe", recipe, "no such file or folder", fix=fix)
     raise choice_error("recipe", recipe, sorted(files), "a path ending in .yaml, a run folder, or one of")
 
 
@@ -103,7 +103,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def flat_keys(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a recipe file's sections, as section.key, with their values.  Raises UserError if it has none.
+    """Yield the keys of a recipe file's sections, as section.key, with their values.
+
+    Raises UserError for unknown and malformed sections.
 
     path: the file, for messages.
     """

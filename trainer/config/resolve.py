@@ -1,8 +1,9 @@
-"""Resolves a recipe and a command line to a RunConfig: decides the value of every key, in a fixed order.
+"""Resolves a recipe and a command line into a RunConfig, by a fixed sequence of passes.
 
-Defaults < recipe files < command line.  Then `PASSES`, one after another, fill in values that follow from other
-settings, from files, from the data or from the device.  A pass is a function of the configuration so far and the
-`Resolution`.  `Resolution.origins` records where the value of each key came from, for `--print-config --why`.
+The command line overrides recipe files, which override defaults.  `PASSES` run at fixed stages, some of them before
+these sources are merged: they fill in, replace, drop or check values that follow from other settings, from files, from
+the data or from the device.  A pass maps its stage's input (see `Stage`) and the `Resolution` to a new version of that
+input.  `Resolution.origins` records where the value of each key came from, for `--print-config --why`.
 """
 
 from __future__ import annotations
@@ -424,8 +425,8 @@ _MODEL_KEYS = ("model.path", "train.init_from", "data.tokenizer")
 def fetched_models(keys: Keys, resolution: Resolution) -> Keys:
     """Replace models of the Hugging Face Hub by their folders in its cache, and .gguf files by folders made of them.
 
-    First of the keys, since others depend on what the folders hold.  What is stored with the run are the names, pinned
-    to a commit: a run that resumes stays with the commit that it began with, whatever its name stands for now.  A
+    Runs before the passes that look into the folders.  What is stored with the run are the names, pinned
+    to a commit: a run that resumes stays with the commit that it began with, wherever the branch points now.  A
     configuration that a checkpoint stores is only looked up in the cache.
 
     Raises UserError if a model cannot be fetched or converted.
@@ -900,7 +901,7 @@ class Pass:
 
     name: str
     decide: Any
-    """`decide(config, given) -> config`, or "package.module:function" for one that needs the data or the device."""
+    """`decide(config, resolution) -> config`, or "package.module:function" if it needs the data or the device."""
     stage: Stage
     reason: str
     for_stored: bool = False

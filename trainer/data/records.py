@@ -74,7 +74,7 @@ def _in_json(file: TextIO) -> Iterator[tuple[int, Any]]:
 
 
 _SEPARATORS = re.compile(r"[\s,\[\]]*")
-"""What stands between the records: those of an array, or lines.  A record itself is an object."""
+"""What separates the records: the commas of an array, or line ends.  A record itself is an object."""
 
 
 def _in_csv(file: TextIO, delimiter: str) -> Iterator[tuple[int, Mapping[str, Any]]]:

@@ -37,7 +37,7 @@ def find_experts(model: nn.Module, recipe: Recipe) -> dict[str, nn.Module]:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether a dotted name matches a pattern, in which `*` stands for one part."""
+    """Return whether a dotted name matches a pattern, in which `*` matches one part."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(want in ("*", part) for part, want in zip(parts, wanted, strict=True))
 

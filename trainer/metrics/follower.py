@@ -23,7 +23,7 @@ from trainer.metrics.record import Record
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told about the run."""
+    """What a tracker receives about the run."""
 
     id: str
     """Identifies the run in every tracker, through all attempts: it is stored in the run folder and in checkpoints."""
@@ -262,7 +262,7 @@ class Follower:
             self._wake.set()
 
     def go_back(self, step: int) -> None:
-        """Note that the steps after `step` will be repeated.  Only trackers with a method `rewind` show them anew."""
+        """Note that the steps after `step` will be repeated.  Only trackers with a method `rewind` replace them."""
         self._back_to = step
         self._wake.set()
 
@@ -296,7 +296,7 @@ class Follower:
                 self._sink = self._sink or self._make()
                 self._follow(self._sink)
                 return
-            except Exception as error:  # whatever a tracker raises, the run goes on
+            except Exception as error:  # whatever a tracker raises, the run continues
                 text = f"{type(error).__name__}: {error}"
                 if isinstance(error, ImportError):
                     self._complain(f"{self._name} failed; continuing without it: {text}")

@@ -32,7 +32,7 @@ _GAUGES = (
 
 
 class Prometheus:
-    """A sink whose page an HTTP server shows.  If the port cannot be used, `warn` says so and the run goes on."""
+    """A sink whose page an HTTP server shows.  If the port cannot be used, `warn` says so and the run continues."""
 
     def __init__(self, port: int, run: str, warn: Callable[[str], None]) -> None:
         """port: 0 takes a free one.  run: the run's name, a label of every metric."""

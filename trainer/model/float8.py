@@ -1,9 +1,10 @@
-"""Runs the matrix products of linear layers in float8, with torchao.
+"""Converts linear layers to run their matrix products in float8, using torchao.
 
 Only this module imports torchao, and only when it is needed.
 
-Weights, gradients and saved activations keep their dtype: a layer casts its input, its weight and the incoming
-gradient, scaled to the range of float8 per tensor or per row.  This module does not depend on recipes or meshes.
+Weights, gradients and saved activations keep their dtype: for each matrix product, the layer casts its input, weight
+and incoming gradient to float8, with one scale per tensor or per row.  This module does not depend on recipes or
+meshes.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from trainer.config.rules import check_float8_installed
 from trainer.errors import setting_error
 
 _MULTIPLE = 16
-"""The kernel needs both sizes of a matrix to be multiples of this (torch._scaled_mm)."""
+"""torch._scaled_mm requires both dimensions of the weight to be multiples of this."""
 
 
 def apply_float8(blocks: Sequence[nn.Module], setting: str, device_type: str, emulate: bool = False) -> int:
-    """Replace the linear layers inside `blocks` by torchao's, in place.  Returns the number of replaced layers.
+    """Replace the linear layers inside `blocks` with torchao's, in place.  Returns the number of replaced layers.
 
-    `setting`: none, tensorwise or rowwise.  Names, parameters and initialization do not change.  Layers with a size
-    that is not a multiple of 16 are left alone, and so are subclasses that override `forward`, and blocks that are a
-    single layer.  Layers outside the blocks are left alone: float8 is known to hurt the head.  With `emulate`,
-    products are computed in float32 from rounded inputs, on any device, for tests.
+    `setting`: none, tensorwise or rowwise.  Names, parameters and initialization do not change.  Skipped:
+    layers with a dimension that is not a multiple of 16, subclasses that override `forward`, blocks that are themselves
+    a linear layer, and layers outside the blocks, since float8 is known to degrade the output head.  With `emulate`,
+    products are computed in float32 from inputs rounded to float8, on any device, for tests.
 
     Raises UserError if torchao is missing, if the GPU has no float8 support, or if no layer can be replaced.
     """
@@ -47,19 +48,21 @@ def apply_float8(blocks: Sequence[nn.Module], setting: str, device_type: str, em
                     parent.register_module(name, _float8_layer(child, setting, emulate))
                     num_replaced += 1
     if not num_replaced:
-        rule = f"no block has a linear layer with sizes that are multiples of {_MULTIPLE}"
-        raise setting_error("train.float8", setting, rule, "none")
+        rule = f"no block has a linear layer whose dimensions are both multiples of {_MULTIPLE}"
+        raise setting_error("train.float8", setting, rule, fix="set train.float8=none")
     return num_replaced
 
 
 def _check_device(setting: str, device_type: str) -> None:
+    required = (9, 0) if setting == "rowwise" else (8, 9)
+    minimum = ".".join(map(str, required))
     if device_type != "cuda":
-        rule = f"needs a GPU with float8 support (compute capability 8.9 or more); this run is on {device_type}"
-        raise setting_error("train.float8", setting, rule, "none")
-    capability, required = torch.cuda.get_device_capability(), (9, 0) if setting == "rowwise" else (8, 9)
+        rule = f"needs a GPU with float8 support (compute capability {minimum} or higher); this run is on {device_type}"
+        raise setting_error("train.float8", setting, rule, fix="set train.float8=none")
+    capability = torch.cuda.get_device_capability()
     if capability < required:
-        actual, minimum = (".".join(map(str, version)) for version in (capability, required))
-        rule = f"needs a GPU of compute capability {minimum} or more; {torch.cuda.get_device_name()} has {actual}"
+        actual = ".".join(map(str, capability))
+        rule = f"needs a GPU of compute capability {minimum} or higher; {torch.cuda.get_device_name()} has {actual}"
         raise setting_error("train.float8", setting, rule, "none")
 
 

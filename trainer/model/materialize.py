@@ -1,10 +1,10 @@
-"""Initializes models that were built on the meta device, with the same weights on every mesh.
+"""Initializes models built on the meta device, to identical weights on any mesh.
 
-A sharded model is filled module by module.  Each module's own tensors are temporarily full tensors on the CPU,
-initialized by the recipe's ordinary code with the generator seeded by (seed, module name); each rank keeps its shard.
-Of a large tensor only that shard is drawn, by advancing the generator past the other rows; for the same reason, several
-threads can share the work.  No rank holds more than its shards plus one module, there is no communication, and the
-weights depend only on the seed, not on the mesh or the device, whose own generator would give different values.  This
+A sharded model is filled module by module.  Each module's own tensors are temporarily replaced by full tensors on the
+CPU, initialized by the recipe's ordinary code with the generator seeded from (seed, module name); each rank keeps its
+shard.  For a large tensor only the shard's rows are drawn, by advancing the generator past the others, which also lets
+several threads share the work.  No rank holds more than its shards plus one module, there is no communication, and the
+weights depend only on the seed, not on the mesh or the device.  (A GPU's generator would give different values.) This
 module does not depend on particular recipes.
 """
 
@@ -48,11 +48,11 @@ def materialize(
     adapters, this is `module.reset_parameters()`.  Tied parameters are filled once, by the first module that owns them.
     Values are computed on the CPU and moved to `device`; with `cpu_offload`, parameters stay on the CPU.
 
-    Parameters for whose name `is_loaded_later` is true are not drawn; they are NaN until they are loaded.  Buffers are
-    always filled.
+    Parameters for which `is_loaded_later(name)` is true are not initialized; they are NaN until they are loaded.
+    Buffers are always filled.
 
-    Raises UserError naming every parameter and buffer that was not filled.  All ranks raise it, since each of them sees
-    full tensors.
+    Raises UserError naming every parameter and buffer that was not filled.  All ranks raise it, since every
+    rank runs the whole initialization.
     """
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     on_meta = {name for name, tensor in named if tensor.is_meta}
@@ -372,7 +372,7 @@ def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _memory_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first and last address of a tensor's memory."""
+    """Return the addresses of a tensor's memory: the first, and the one past the last."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()
 
@@ -469,7 +469,7 @@ def _power(exponent: int) -> npt.NDArray[np.uint8]:
 
 
 def _square(polynomial: int) -> int:
-    """Return the square of a polynomial; over GF(2) this inserts a zero between any two coefficients."""
+    """Return the square of a polynomial; over GF(2) this inserts a zero between adjacent coefficients."""
     data = np.frombuffer(polynomial.to_bytes(polynomial.bit_length() // 8 + 1, "little"), dtype=np.uint8)
     bits = np.unpackbits(data, bitorder="little")
     spread = np.zeros(2 * len(bits), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""Reads a run folder (its attempts, metrics and current state), and computes the series that the page draws.
+"""Reads a run folder (its attempts, metrics and current state), and computes the series that the HTML report plots.
 
 No file is assumed to be complete: the run may be in progress, or may have been killed while writing a line.
 """
@@ -34,15 +34,15 @@ _STANDARD = frozenset((*TRAIN_FIELDS, *EVAL_FIELDS))
 
 @dataclass
 class Attempt:
-    """One attempt of a run, from its start record to its end record, or to its last record if it has no end record."""
+    """One attempt at a run, from its start record to its end record, or to its last record if it has no end record."""
 
     facts: Mapping[str, Any]
-    """The start record."""
+    """The start record, without invalid numbers."""
     reached: int = 0
     lost_steps: int = 0
     """Number of steps that the next attempt had to repeat."""
     ended: str = ""
-    """`finished`, `stopped`, `failed`, `running`, or `killed` if there is no end record."""
+    """`finished`, `stopped` or `failed`; without an end record, `running` if its process is alive, else `killed`."""
     wall_s: float = 0.0
     update_s: float = 0.0
 

@@ -1,10 +1,9 @@
 """Operations across tokens: attention and positions.
 
-A model that uses only these functions to mix or count tokens keeps packed documents separate: `attend` lets a token
-attend only to earlier tokens of its own document, and `positions` counts from 0 in each document.  Without documents,
-each row is one document.  Such a model also supports context parallelism, where each rank holds a slice of every
-sequence: the model is called with the slice, and both functions refer to the full sequence.  This package does not
-depend on models or meshes.
+A model that uses only these functions to mix tokens or number their positions keeps packed documents separate: `attend`
+lets a token attend only to earlier tokens of its own document, and `positions` counts from 0 in each document.  If no
+documents are given, each row counts as one.  Such a model also supports context parallelism, where each rank holds a
+slice of every sequence: the model is called with the slice, and both functions still operate on the full sequence.
 
 Shape suffixes: B batch, T time, N query heads, K key and value heads, H head size.
 """
@@ -40,7 +39,7 @@ __all__ = [
     "whole",
 ]
 
-sliced, whole = use_slices, full_sequences  # the old names; remove them after one version
+sliced, whole = use_slices, full_sequences  # deprecated aliases; remove in the next release
 
 
 def attend(
@@ -50,15 +49,18 @@ def attend(
     documents: Documents | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Return causal attention of each token within its document, (B, N, T, H); query heads may share key heads.
+    """Return the output of causal attention within each document, of shape (B, N, T, H).
 
-    On a GPU in half precision, one kernel processes all documents without host sync.  On a CPU, a loop over the
-    documents computes only what is needed, unless they are tiny.  All other cases, including compiled code on a CPU,
-    use a mask.  dropout: the share of attention weights to drop.
+    Query heads may share key and value heads.  Without documents, attention is plain causal attention.  With them, on a
+    GPU in half precision and without dropout, one kernel processes all documents, with no host sync if the batch has
+    `borders`.  On a CPU, a loop over the documents computes only what is needed, unless they are tiny.  All other
+    batches with documents, including those in compiled code on a CPU, use a mask.  dropout: the fraction of attention
+    weights to drop.
 
-    With context parallelism T is the length of a slice.  Collectives of the ranks that share sequences: an all-gather
-    of keys and values, repeated in the backward pass unless the block saves them, and one reduce-scatter in the
-    backward pass; or, by heads, two all-to-alls forward and two backward.
+    With context parallelism T is the length of a slice.  Collectives among the ranks that split a sequence between
+    them: an all-gather of keys and values, repeated in the backward pass unless activations are kept, and one
+    reduce-scatter in the backward pass.  With `mesh.context_method=heads` instead: two all-to-alls forward and two
+    backward.
     """
     if isinstance(documents, Cache):
         return attend_cached(q_BNTH, *documents.extend(k_BKTH, v_BKTH))
@@ -71,7 +73,8 @@ def attend(
 def positions(
     tokens_BT: torch.Tensor, given_BT: torch.Tensor | None = None, documents: Documents | None = None
 ) -> torch.Tensor:
-    """Return the positions of tokens: `given_BT` if not None, otherwise counted from 0 in each document or row.
+    """Return the positions of tokens: `given_BT` if not None, otherwise counted from 0 in each document or row
+    of the full sequence.  With a `Cache` they continue after the tokens that it holds.
 
     The shape is (B, T), or (T,) if all rows have the same positions.
     """

@@ -105,7 +105,7 @@ def kind_of(path: str) -> tuple[Kind, Compression] | None:
 def find_inputs(settings: Iterable[str], key: str) -> list[InputFile]:
     """Return the files that paths, folders and globs name, without duplicates, in the order of `settings`.
 
-    A folder stands for all files in it, at any depth, in sorted order; a folder saved by `datasets` stands for its
+    A folder means all files in it, at any depth, in sorted order; a folder saved by `datasets` means its
     `train` split.  Raises UserError that names the setting `key`.
     """
     inputs: dict[str, InputFile] = {}

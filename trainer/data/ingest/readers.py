@@ -146,7 +146,7 @@ def read_lines(
 
 
 def _line_blocks(file: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int, bytes | None]]:
-    """Yield blocks of complete lines with their byte positions; None stands for a line too long to hold in memory."""
+    """Yield blocks of complete lines with their byte positions; None means a line too long for memory."""
     position, pending = start, b""
     if start:
         seek_to(file, start - 1)

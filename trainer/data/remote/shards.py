@@ -1,6 +1,6 @@
-"""Remote token shards: finds those that a URL names, reads them through the cache, and prefetches the next ones.
+"""Remote token shards: finds the shards at a URL, reads them through a cache, and prefetches upcoming ones.
 
-A URL names a single shard, a manifest, a glob or a folder.
+A URL may point to one shard, to a manifest or to a folder, or be a glob.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from trainer.urls import has_pattern, join, parent, split_query, with_suffix, wi
 
 
 class NoShards(Exception):
-    """A URL names no token shards."""
+    """Raised when a URL has no token shards."""
 
 
 def open_remote(setting: str, key: str, cache_dir: str | None, cache_gib: float | None) -> ShardSet:
-    """Return the shards that a URL names.  They are downloaded into the cache when they are read.
+    """Return the shards at a URL, the value `setting` of the key `key`.
+
+    Each is downloaded into the cache when it is first read.
 
     Raises NoShards if there are none, ShardError if they are unusable, and UserError if the cache is unusable or too
     small.
@@ -50,7 +52,7 @@ def open_remote(setting: str, key: str, cache_dir: str | None, cache_gib: float 
     if url_path.endswith(".json"):
         content = _read_manifest(setting, url, key)
     elif not url_path.endswith(".bin") and not has_pattern(url):
-        with contextlib.suppress(Unreachable):  # no manifest: list the shards
+        with contextlib.suppress(Unreachable):  # missing, or unreadable: list the folder
             content = read(join(url, MANIFEST))
             url = join(url, MANIFEST)
     shards = _by_manifest(url, content, location) if content is not None else _by_name(url, location)
