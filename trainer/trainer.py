@@ -256,7 +256,7 @@ class Trainer:
         """Return and log the mean loss over the held-out targets; None if there is no held-out data.
 
         A stop request aborts the evaluation and returns None; `fit` repeats it after the next start.  Collectives:
-        those of the forward passes, and one small CPU all-reduce per batch.
+        those of the forward passes, one small CPU all-reduce per batch, and one of the sums at the end.
         """
         if self.eval_loader is None:
             return None

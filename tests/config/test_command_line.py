@@ -103,6 +103,12 @@ def test_why_shows_the_origin_of_each_value(
     _, comments = explained("recipe=llama_small", "optim.lr_by_width=true", "lora.rank=2", capsys=capsys)
     formula = "0.004 x (2000 / 96) ** 0.78 x 10 for adapters"
     assert comments["optim.lr"] == f"scaled lr: {formula} (conf/llama_small.yaml)"
+    # A rate from a different file than the one that scales it is pointed out.
+    Path("scales.yaml").write_text("recipe: llama_small\noptim: {lr: 0.1, lr_by_width: true}\n")
+    Path("child.yaml").write_text("recipe: scales.yaml\noptim: {lr: 0.2}\n")
+    assert load_with_origins("scales.yaml")[1].notes == []
+    (note,) = load_with_origins("child.yaml")[1].notes
+    assert note.startswith("optim.lr=0.2 (child.yaml) is scaled by the model's width: 0.2 x (2000 / 96) ** 0.78;")
     # still YAML, of the same values, and a recipe file
     assert yaml.safe_load(text) == yaml.safe_load(config.to_yaml())
     Path("printed.yaml").write_text(text)

@@ -732,7 +732,12 @@ def scaled_lr(config: RunConfig, resolution: Resolution) -> RunConfig:
         raise setting_error("optim.lr_by_width", True, rule, fix="give optim.lr")
     scaled = optim.lr * (2000 / width) ** 0.78 * (10 if config.lora.rank else 1)
     formula = f"{optim.lr:g} x (2000 / {width}) ** 0.78" + (" x 10 for adapters" if config.lora.rank else "")
-    resolution.origins["optim.lr"] = f"scaled lr: {formula} ({resolution.origins.get('optim.lr', 'default')})"
+    origin = resolution.origins.get("optim.lr", "default")
+    if origin != resolution.origins.get("optim.lr_by_width") and "optim.lr_by_width" not in resolution.assignments:
+        # The rate is from a different file than the one that scales it.
+        fix = "set optim.lr_by_width=false to use it unscaled"
+        resolution.notes.append(f"optim.lr={optim.lr:g} ({origin}) is scaled by the model's width: {formula}; {fix}")
+    resolution.origins["optim.lr"] = f"scaled lr: {formula} ({origin})"
     return replace(config, optim=replace(optim, lr=float(f"{scaled:.2e}"), lr_by_width=False))
 
 
