@@ -146,7 +146,7 @@ def name_of(path: str) -> str | None:
 
 
 def cached_path(name: HubName) -> Path | None:
-    """Return the path in the cache of that a pinned name refers to, or None if it is not there."""
+    """Return the path in the cache that a pinned name refers to, or None if it is not there."""
     path = _snapshot(name, name.revision or "") / name.path
     return path if name.is_pinned and path.exists() else None
 

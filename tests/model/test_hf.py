@@ -349,7 +349,7 @@ def test_folder_without_weights_gets_random_ones(folders: Any, tmp_path: Path) -
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     assert not config_of(tmp_path).fresh
     with pytest.raises(UserError, match=r"^model\.path=.* only pytorch_model\.bin: pickle files are not read"):
-        load_config("llama_small", overrides(tmp_path))
+        load_config("llama_small", [*overrides(tmp_path), f"run.dir={tmp_path / 'run'}"])
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -24,6 +24,12 @@ GGUF = "m.gguf: is not a complete GGUF file"
 WITHOUT = {"pickles": PICKLES, "config": NOTHING, "shard": PART, "gguf": GGUF, "adapter": NOTHING, "partial": NOTHING}
 
 
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that would resume needs no initial weights, and runs/llama_small may exist in the repository."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """Return the folder of a chat model with its weights and a file of chats."""
