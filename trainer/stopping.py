@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -180,9 +181,18 @@ class PromptStop:
         if not self.name or not isinstance(unraisable.exc_value, (StopRequested, KeyboardInterrupt)):
             self._previous_hook(unraisable)
             return
-        timer = threading.Timer(_RERAISE_S, self._raise_in_main_thread, [signal.Signals[self.name]])
-        timer.daemon = True
-        timer.start()
+        threading.Thread(target=self._raise_again, args=[signal.Signals[self.name]], daemon=True).start()
+
+    def _raise_again(self, number: int) -> None:
+        """Raise a request in the main thread once it has left `_on_unraisable`, which no exception can leave either."""
+        is_in_hook = True
+        while is_in_hook:
+            time.sleep(_RERAISE_S)
+            frame = sys._current_frames().get(self._main_thread)
+            while frame is not None and frame.f_code is not PromptStop._on_unraisable.__code__:
+                frame = frame.f_back
+            is_in_hook = frame is not None
+        self._raise_in_main_thread(number)
 
     def _end(self, name: str) -> NoReturn:
         hook = threading.Thread(target=self.before_exit or (lambda: None), daemon=True)

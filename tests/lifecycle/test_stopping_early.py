@@ -54,6 +54,17 @@ STUCK = {
             Freed()
             time.sleep(0.005)
     """,
+    # The request is raised again at once, while the interpreter still reports the first one.
+    "in a destructor, at once": """
+        from trainer import stopping
+        stopping._RERAISE_S = 0.0
+        class Freed:
+            def __del__(self):
+                time.sleep(0.02)
+        while True:
+            Freed()
+            time.sleep(0.005)
+    """,
     "in C": "hashlib.pbkdf2_hmac('sha512', b'', b'', 2**31 - 1)",
 }
 """Work that asks nobody whether it is to stop."""
