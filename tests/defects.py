@@ -826,7 +826,7 @@ DEFECTS: list[Defect] = [
         "checkpoint-not-held",
         "read-during-training",
         "StoredWeights.__init__",
-        "storage = PinnedStorage(storage.path, [COMMIT, *self.manifest.files])",
+        "storage = PinnedStorage(storage.path, [MANIFEST, *self.manifest.files])",
         "storage = PinnedStorage(storage.path, [])",
     ),
     Defect(

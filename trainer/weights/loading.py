@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.reader import StoredWeights, find_checkpoint, open_checkpoint
-from trainer.checkpoint.state_parts import join
-from trainer.config import RunConfig, config_from_yaml, declared_by_yaml, stored_value
+from trainer.checkpoint.state_parts import join_state
+from trainer.config import RunConfig, config_from_yaml, declared_model, stored_value
 from trainer.config.location import Location, fetched, locate
 from trainer.config.pretrained import (
     CONFIG,
@@ -155,7 +155,7 @@ def _open_initial_weights(config: RunConfig, channel: Channel) -> _InitialWeight
     # Rank 0 decides: each rank could find a different newest checkpoint of a live run.
     location: Location = channel.broadcast(channel.agreed(lambda: find() if channel.is_main else None))
     allow = config.checkpoint.allow_changes
-    source = channel.agreed(lambda: open_source(location, config.recipe, config.model, "train.init_from", allow))
+    source = channel.agreed(lambda: open_weights(location, config.recipe, config.model, "train.init_from", allow))
     return _InitialWeights(source, "train.init_from", location, location.path)
 
 
@@ -196,7 +196,7 @@ def model_of_folder(location: Location, device: torch.device | str = "cpu") -> n
     model_type = read_config(folder, "path")["model_type"]
     is_known = any(recipe.hf and recipe.hf.model_type == model_type for recipe in all_recipes())
     recipe, model_config = model_config_of(folder, all_recipes()) if is_known else any_model_of(folder)
-    source = open_source(location, recipe, model_config, "path")
+    source = open_weights(location, recipe, model_config, "path")
     return load_unsharded(build_meta_model(recipe, model_config), recipe, source, torch.device(device))
 
 
@@ -229,7 +229,7 @@ def load_unsharded(model: nn.Module, recipe: Recipe, source: WeightSource, devic
 # Opening
 
 
-def open_source(
+def open_weights(
     location: Location,
     recipe: Recipe,
     model_config: Any,
@@ -258,7 +258,7 @@ def open_source(
     else:
         stored = open_checkpoint(location.path)
         where = f"{stored.storage}/config.yaml"
-        declared = declared_by_yaml(stored.config_yaml, recipe.name, where) if checks else None
+        declared = declared_model(stored.config_yaml, recipe.name, where) if checks else None
         source = with_merged_adapters(stored, recipe, model_config)
     if declared is not None:
         declared.check(model_config, allow_changes or ())
@@ -293,7 +293,7 @@ def open_base(stored: StoredWeights, recipe: Recipe, model_config: Any, path: st
             f"{stored.description}: has adapters for the weights of {base_path}, which is missing\n"
             "  to fix: move it back, or export with --base and the folder where it is now"
         )
-    source = open_source(locate(base_path), recipe, model_config, "base")
+    source = open_weights(locate(base_path), recipe, model_config, "base")
     names = find_weights(build_meta_model(recipe, model_config), source, "base").values()
     checksum = combine_checksums([checksum_lines(source, names)])
     if checksum != identity["checksum"]:
@@ -309,5 +309,5 @@ def model_files_of(source: WeightSource) -> Origin:
         origin.files = read_model_files(source.description)
     elif isinstance(source, StoredWeights) and ORIGIN in source.parts:
         keys = [key for key in source.layout if key.startswith(f"{ORIGIN}.")]
-        origin.load_state_dict(join(source.parts[ORIGIN], {key: source.read_stored(key) for key in keys}))
+        origin.load_state_dict(join_state(source.parts[ORIGIN], {key: source.read_stored(key) for key in keys}))
     return origin
