@@ -253,7 +253,7 @@ class ExpertBalance:
 
     def __init__(self, model: nn.Module, world: World, log: Callable[[str, torch.Tensor, float], None]) -> None:
         """`log(name, value, over)` is `Trainer.log`."""
-        self._balance, self._world, self._log = find_balance(model), world, log
+        self.model, self._balance, self._world, self._log = model, find_balance(model), world, log
         self._biases = [m.bias for m in model.modules() if isinstance(m, Choice) and m.bias is not None]
 
     @torch.no_grad()
