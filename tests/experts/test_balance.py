@@ -17,16 +17,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.experts.test_expert_parallel import EXCHANGE, FOUR, GATHER, TWO, assert_planned, config_of, measure, plan_of
 from tests.helpers.ranks import run_ranks
 from tests.trainer.test_exactness import relative
-from trainer import Trainer
+from trainer import Trainer, load_weights
+from trainer.config import MeshShape
 from trainer.experts import Balance, Choice, ExpertBalance, Load, find_balance, load_of
+from trainer.export import command_line as main
 from trainer.loss import IGNORE
+from trainer.plan.experts import advice_on_balance
 from trainer.plan.kernels import work_of
+from trainer.plan.machine import find_machine
+from trainer.plan.plan import Plan, make_plan, without_data
 from trainer.plan.step import Step, Watcher
 
 CAMPAIGN = pytest.mark.campaign
 BIAS = ["model.balance_rate=0.01"]
 LAST = ["model.balance=0.1", "model.balance_shares=last"]
-EXACT = ["model.balance=0.1"]
+EXACT = ["model.balance=0.1", "model.balance_shares=exact"]
 WITHIN = ["model.sequence_balance=0.1", "model.z_loss=0.01"]
 ALL = [*BIAS, *LAST, *WITHIN]
 STEPS = 8
@@ -364,7 +369,7 @@ MORE_PLANNED = [
     *(EXACT, [*EXACT, "train.micro_batch_size=2"], [*EXACT, "fsdp.reshard_after_forward=never"]),
     *([*EXACT, TWO, EXCHANGE], [*EXACT, FOUR, EXCHANGE, "fsdp.accumulate=sharded"]),
     *([*EXACT, "fsdp.reshard_after_forward=always"], [*EXACT, "fsdp.prefetch_forward=1"], BIAS),
-    [*EXACT, "mesh.context=2"],
+    [*EXACT, "mesh.context=2", "mesh.context_method=heads"],
 ]
 
 
@@ -380,3 +385,44 @@ def test_a_run_does_what_was_planned(runs: list[list[str]], tmp_path: Path) -> N
         flops = sum(rank[number][1] for rank in ranks) / len(ranks)
         print(run, planned.total / flops)
         assert planned.total == pytest.approx(flops, rel=0.01), run
+
+
+LARGE = [
+    *("model.dim=2048", "model.num_layers=8", "model.num_heads=16", "model.num_kv_heads=4", "model.head_dim=128"),
+    *("model.expert_dim=768", "model.num_experts=64", "model.num_chosen=4", "fsdp.param_dtype=bfloat16"),
+    *("data.seq_len=4096", "train.activation_checkpoint=full", "train.global_batch_size=64"),
+]
+
+
+def test_the_planner_knows_what_balance_costs() -> None:
+    """With full recomputation a forward pass more makes five passes of four; a bias or the last shares cost nothing."""
+
+    def planned(*overrides: str) -> Plan:
+        return make_plan(without_data(config_of("x", *LARGE, *overrides)), MeshShape(1, 16), find_machine("h100"))
+
+    none, exact, last, bias = (planned(*balance) for balance in ([], EXACT, LAST, BIAS))
+    assert exact.num_micro_batches == 4
+    assert exact.time.compute_s == pytest.approx(1.25 * none.time.compute_s, rel=0.03)
+    assert last.time.total_s == pytest.approx(none.time.total_s, rel=0.03)
+    assert bias.time.total_s == pytest.approx(none.time.total_s, rel=0.01)
+    assert exact.memory.peak.total == pytest.approx(last.memory.peak.total, rel=0.01)
+    (said,) = advice_on_balance(exact)
+    assert f"{exact.time.total_s:.3g} s per step instead of {last.time.total_s:.3g}" in said
+    assert not [*advice_on_balance(last), *advice_on_balance(planned(*EXACT, "train.micro_batch_size=4"))]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Exports
+
+
+@pytest.mark.slow
+def test_a_bias_is_not_lost_silently(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Hugging Face's qwen3_moe has no bias: the start says so, and an export is rejected.  Ours is used everywhere."""
+    trainer = Trainer(config_of(tmp_path / "run", *BIAS, "train.steps=3"))
+    assert trainer.fit() == 0
+    assert "warning: this model cannot be exported: Hugging Face's qwen3_moe has no" in capfd.readouterr().out
+    assert main([str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    assert "has no layers.0.moe.choice.bias" in capfd.readouterr().err
+    loaded = load_weights(tmp_path / "run")
+    assert [m.bias.tolist() for m in loaded.modules() if isinstance(m, Choice)] == biases_of(trainer)
+    assert any(value for layer in biases_of(trainer) for value in layer)
