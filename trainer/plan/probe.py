@@ -28,7 +28,7 @@ from trainer.config import RunConfig, find_slices
 from trainer.config.rules import compiles_when_planned
 from trainer.data.opening import open_source
 from trainer.errors import UserError, setting_error
-from trainer.experts import Estimate, fake_tensors, find_experts, imagine_group
+from trainer.experts import Estimate, fake_tensors, find_balance, find_experts, imagine_group
 from trainer.loss import by_row, find_loss
 from trainer.model.network import build_network, flops_of
 from trainer.model.offload import ActivationOffload, offloaded_blocks
@@ -166,9 +166,22 @@ def _trace(
             (loss * 1.0).sum().backward()
             del loss
             recorder.mark("end", len(units))
-    events = tuple(without_block_marks(repetition.repeated(recorder.events)))
+            balance = find_balance(model)
+            if balance is not None and balance.needs_totals:
+                with torch.no_grad():
+                    loss_of(batch)
+    all_events = [*without_block_marks(repetition.repeated(recorder.events))]
+    num_events = next(number for number, event in enumerate(all_events, start=1) if event.mark == "end")
     facts = _without_unused(facts, repetition.with_skipped(meter.unused(model)))
-    return Trace(events, facts, buffer_bytes, 2 * 8 * math.prod(shape)).with_grouped(estimate.filled)
+    return Trace(
+        tuple(all_events[:num_events]),
+        facts,
+        buffer_bytes,
+        input_bytes=2 * 8 * math.prod(shape),
+        # Nothing is saved for a backward pass, so it never needs more memory than the forward passes after it.
+        counting=tuple(replace(e, before=Segment(work=e.before.work)) for e in all_events[num_events:]),
+        load_bytes=0 if balance is None else 8 * balance.num_layers * balance.num_experts,
+    ).with_grouped(estimate.filled)
 
 
 def _checkpoint(

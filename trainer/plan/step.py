@@ -109,7 +109,7 @@ class Watcher:
     def offload(self, num_bytes: int) -> None: ...  # waits for the copies of the block before
     def prefetch(self, num_bytes: int) -> None: ...
     def wait_for_prefetch(self) -> None: ...
-    def finish_backward(self) -> None: ...
+    def finish(self) -> None: ...  # the micro-batch
 
 
 @dataclass(frozen=True)
@@ -249,11 +249,24 @@ class Step:
 
     def run(self) -> None:
         """Run the micro-batches.  The second one that accumulates represents all later ones that do."""
+        if self.num_micro_batches > 1 and self.trace.counting:
+            self._counting_pass(repeats=1)
+            self._counting_pass(repeats=self.num_micro_batches - 1)
         if self.num_micro_batches > 1:
             self._micro_batch(is_last=False, repeats=1)
         if self.num_micro_batches > 2:
             self._micro_batch(is_last=False, repeats=self.num_micro_batches - 2)
         self._micro_batch(is_last=True, repeats=1)
+
+    def _counting_pass(self, repeats: int) -> None:
+        self.watcher.begin(repeats)
+        for event in self.trace.counting:
+            self._compute(event.before, event.unit, is_backward=False, adds_in_place=False)
+            if event.mark == "pre_forward":
+                self._pre_forward(self._groups[event.unit])
+            elif event.mark == "post_forward":
+                self._post_forward(self._groups[event.unit], is_backward=False)
+        self.watcher.finish()
 
     def _micro_batch(self, is_last: bool, repeats: int) -> None:
         self.watcher.begin(repeats)
@@ -552,4 +565,4 @@ class Step:
         self._order.clear()
         while self._reducing:
             self.watcher.free("reduction buffers", self._reducing.popleft())
-        self.watcher.finish_backward()
+        self.watcher.finish()
