@@ -48,5 +48,5 @@ def unpack_into(weights: torch.Tensor, packed: torch.Tensor, values: torch.Tenso
     (num_rows, width), row_bytes = weights.shape, packed.shape[1]
     grid = (num_rows, triton.cdiv(width * bits // 8, _TILE))
     if num_rows:
-        with torch.cuda.device(weights.device):
+        with torch.cuda.device_of(weights):
             _unpack[grid](packed, packed.view(torch.float32), values, weights, width, row_bytes, bits, block, _TILE)
