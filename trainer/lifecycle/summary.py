@@ -121,7 +121,8 @@ def _weights_facts(config: RunConfig, initial_weights_source: str, resume: Resum
             if resume.step is not None
             else f"drawn at random (run.seed={config.run.seed})"
         )
-        return f"{base_weights}, frozen; adapters of rank {rank} {adapters}"
+        packed = f", packed as {config.lora.base_dtype}" if config.lora.packs else ""
+        return f"{base_weights}, frozen{packed}; adapters of rank {rank} {adapters}"
     if config.has_reference_model:
         reference = parts.get(REFERENCE)
         path = reference.path if isinstance(reference, BaseWeights) and reference.path else "the same weights"

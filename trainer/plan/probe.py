@@ -32,6 +32,7 @@ from trainer.experts import Estimate, fake_tensors, find_balance, find_experts, 
 from trainer.loss import by_row, find_loss
 from trainer.model.network import build_network, flops_of
 from trainer.model.offload import ActivationOffload, offloaded_blocks
+from trainer.model.packed import num_weights
 from trainer.model.parameters import tied_names
 from trainer.model.recompute import OperatorId
 from trainer.model.shard import apply_activation_checkpointing, forbid_view_outputs, saved_by_budget
@@ -290,6 +291,7 @@ def _unit_facts(
 ) -> tuple[UnitFacts, ...]:
     """Return the units in forward order, then the root, each with the parameters that no unit inside it holds."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    weights = num_weights(model)
     assigned: set[int] = set()
     facts: dict[int, UnitFacts] = {}
     innermost_first = sorted(enumerate(units), key=lambda pair: -pair[1].depth)
@@ -310,6 +312,7 @@ def _unit_facts(
                         *moments.get(id(parameter), (0, 0)),
                         muon_blocks.get(id(parameter)),
                         id(parameter) in of_experts,
+                        0 if parameter.is_floating_point() else weights[id(parameter)],
                     )
                 )
         facts[number] = UnitFacts(name, tuple(parameters), is_embedding_unit(modules, model))
@@ -337,7 +340,8 @@ def _make_fake(model: nn.Module, compute_dtype: torch.dtype, left_out: set[int])
         if id(module) in left_out:
             continue
         for name, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
-            fake = torch.empty(parameter.shape, dtype=compute_dtype)
+            is_packed = not parameter.is_floating_point()
+            fake = torch.empty(parameter.shape, dtype=parameter.dtype if is_packed else compute_dtype)
             module.register_parameter(name, nn.Parameter(fake, requires_grad=parameter.requires_grad))
         for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))

@@ -141,6 +141,7 @@ def _sizes_of(parameters: Sequence[ParameterFacts], layout: Layout, parts: int) 
     trained = [parameter for parameter in parameters if parameter.is_trained]
     padded = [layout.division(parameter).gathered_numel(parameter.shape) for parameter in parameters]
     stored = [n // parts * parameter.element_size for n, parameter in zip(padded, parameters, strict=True)]
+    gathered = [n * parameter.gathered_size(layout.param_size) for n, parameter in zip(padded, parameters, strict=True)]
     trained_numel = sum(layout.division(parameter).gathered_numel(parameter.shape) for parameter in trained)
     element_size = trained[0].element_size if trained else 4
     own_numel = [parameter.numel // layout.division(parameter).expert for parameter in trained]
@@ -151,19 +152,17 @@ def _sizes_of(parameters: Sequence[ParameterFacts], layout: Layout, parts: int) 
     ]
     return _Sizes(
         stored=tuple(stored),
-        unsharded=tuple(n * layout.param_size for n in padded),
+        unsharded=tuple(gathered),
         cast=tuple(
-            n * layout.param_size * (parameter.element_size != layout.param_size)
-            for n, parameter in zip(padded, parameters, strict=True)
+            size * (parameter.element_size != parameter.gathered_size(layout.param_size))
+            for size, parameter in zip(gathered, parameters, strict=True)
         ),
         gradients=sum(own_numel) * layout.param_size,
         accumulated=tuple(numel * layout.reduce_size for numel in own_numel),
         reduced=trained_numel * layout.reduce_size,
         final=trained_numel // parts * element_size,
         rearranged=sum(
-            n * layout.param_size
-            for n, parameter in zip(padded, parameters, strict=True)
-            if layout.division(parameter).dim
+            size for size, parameter in zip(gathered, parameters, strict=True) if layout.division(parameter).dim
         ),
         rearranged_gradients=sum(rearranged),
         largest_rearranged_gradient=max(rearranged, default=0),
