@@ -7,7 +7,7 @@ token, S tokens of the batch, M token-expert pairs (S x A).
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,9 @@ from trainer import experts, sequence
 from trainer.experts import BalanceLoss, choices_of, grouped_mm
 from trainer.loss import IGNORE
 from trainer.sequence import Documents
+
+if TYPE_CHECKING:
+    from trainer.recipes.deepseek_v3.config import DeepseekV3Config
 
 
 class Load(NamedTuple):
@@ -34,7 +37,7 @@ class Load(NamedTuple):
 class Experts(nn.Module):
     """SwiGLU feed-forward experts with stacked weights."""
 
-    def __init__(self, config: Qwen3MoeConfig) -> None:
+    def __init__(self, config: Qwen3MoeConfig | DeepseekV3Config) -> None:
         super().__init__()
         self.std, self.out_std = config.init_std, config.init_std / math.sqrt(2 * config.num_layers)
         self.w1 = nn.Parameter(torch.empty(config.num_experts, config.expert_dim, config.dim))

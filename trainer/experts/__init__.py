@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from trainer.experts.balance import BalanceLoss, global_balance
 from trainer.experts.dispatch import Estimate, ExpertGroup, choices_of, mix
-from trainer.experts.grouped import GROUPED, GROUPED_PRODUCT, fake_tensors, grouped_mm, grouped_outer
+from trainer.experts.grouped import GROUPED, GROUPED_PRODUCT, fake_tensors, grouped_bias, grouped_mm, grouped_outer
 from trainer.experts.sharing import find_experts, imagine_group, share_out, watched
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "fake_tensors",
     "find_experts",
     "global_balance",
+    "grouped_bias",
     "grouped_mm",
     "grouped_outer",
     "imagine_group",
