@@ -19,7 +19,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 from trainer.errors import UserError, choice_error, nearest, setting_error
 
@@ -237,6 +237,42 @@ def declare(default: Any, meaning: str, **limits: Any) -> Any:
     `train.init_from`.
     """
     return field(default=default, metadata={"meaning": meaning, **limits})
+
+
+@dataclass(frozen=True)
+class BalanceConfig:
+    """Base class of a configuration of a mixture of experts, with the settings that keep the load of its experts even.
+
+    See `trainer.experts.Balance` and `trainer.experts.Choice`.
+    """
+
+    balance: float = declare(
+        0.0, "coefficient of the load-balancing loss over the global batch; 0: none", at_least=0, free=True
+    )
+    balance_shares: Literal["exact", "last"] = declare(
+        "exact",
+        "expert shares in that loss: of this step, which takes one more forward pass if there are several "
+        "micro-batches, or of the step before, at no cost",
+        free=True,
+    )
+    balance_rate: float | None = declare(
+        None,
+        "how far the bias on the choice of an expert moves after each step, to even out the load; 0: it stays as it "
+        "is; null: no bias",
+        at_least=0,
+        free=True,
+    )
+    sequence_balance: float = declare(
+        0.0, "coefficient of the load-balancing loss within each sequence; 0: none", at_least=0, free=True
+    )
+    z_loss: float = declare(
+        0.0, "coefficient of the squared log-sum-exp of the router's logits; 0: none", at_least=0, free=True
+    )
+
+    @property
+    def needs_probs(self) -> bool:
+        """Whether a loss needs the router's probabilities."""
+        return self.balance > 0 or self.sequence_balance > 0
 
 
 def check_number(

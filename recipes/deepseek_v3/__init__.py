@@ -24,7 +24,7 @@ def flops(config: DeepseekV3Config, seq_len: float) -> float:
     attention = dim * (config.kv_rank + config.rope_dim) + from_latents + num_heads * value_dim * dim
     attention += dim * queries if config.q_rank is None else config.q_rank * (dim + queries)
     experts = config.num_experts * dim + 3 * (config.num_chosen + config.num_shared) * dim * config.expert_dim
-    num_dense = min(config.num_layers, config.num_dense_layers)
+    num_dense = config.num_dense_layers
     matrices = config.num_layers * attention + num_dense * 3 * dim * config.ffn_dim
     matrices += (config.num_layers - num_dense) * experts + dim * config.vocab_size
     # Queries with keys and weights with values: two products, of which the causal mask leaves half.

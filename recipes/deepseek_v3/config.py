@@ -5,13 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainer.errors import setting_error
-from trainer.recipe import declare
+from trainer.recipe import BalanceConfig, declare
 
 
 @dataclass(frozen=True)
-class DeepseekV3Config:
+class DeepseekV3Config(BalanceConfig):
     """The fields of a DeepSeek-V3 model."""
 
+    balance_rate: float = declare(
+        0.0,
+        "how far the bias on the choice of an expert moves after each step, to even out the load; 0: it stays as it is",
+        at_least=0,
+        free=True,
+    )
     vocab_size: int = declare(257, "size of the vocabulary", at_least=1, at_most=2**31 - 1)
     dim: int = declare(192, "width of the residual stream", at_least=1, at_most=2**20)
     num_layers: int = declare(4, "transformer blocks", at_least=1, at_most=2**16)
@@ -58,6 +64,9 @@ def check(config: DeepseekV3Config) -> None:
     """Validate combinations of fields.  Raises UserError."""
     if config.rope_dim % 2:
         raise setting_error("model.rope_dim", config.rope_dim, "must be even (RoPE turns pairs)", config.rope_dim + 1)
+    if config.num_dense_layers >= config.num_layers:
+        rule = f"must be less than model.num_layers={config.num_layers}: some blocks must have experts"
+        raise setting_error("model.num_dense_layers", config.num_dense_layers, rule, config.num_layers - 1)
     if config.num_chosen_groups > config.num_groups:
         rule = f"must be at most model.num_groups={config.num_groups}"
         raise setting_error("model.num_chosen_groups", config.num_chosen_groups, rule, config.num_groups)

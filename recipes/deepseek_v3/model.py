@@ -27,6 +27,8 @@ from trainer.recipes.deepseek_v3.config import DeepseekV3Config
 from trainer.recipes.qwen3_moe.model import Experts
 
 from trainer import experts, sequence
+from trainer.experts import Balance, Choice, Load, load_of
+from trainer.loss import IGNORE
 from trainer.sequence import Documents
 
 _LATENT_EPS = 1e-6
@@ -85,22 +87,17 @@ class LatentAttention(nn.Module):
         return self.wo(merge_heads(sequence.attend(q_BNTH, k_BNTH, v_BNTV, documents, scale=self.scale)))
 
 
-class GroupedChoice(nn.Module):
+class GroupedChoice(Choice):
     """Chooses the experts of each token from a few groups: those whose two best experts have the highest scores.
 
-    A bias on the choice, but not on the weights, evens out the load of experts (section 2.1.2).
+    Always with a bias on the choice (section 2.1.2).
     """
 
     bias: torch.Tensor
 
     def __init__(self, config: DeepseekV3Config) -> None:
-        super().__init__()
-        self.num_chosen = config.num_chosen
+        super().__init__(config.num_experts, config.num_chosen, has_bias=True)
         self.num_groups, self.num_chosen_groups = config.num_groups, config.num_chosen_groups
-        self.register_buffer("bias", torch.zeros(config.num_experts, dtype=torch.float32))
-
-    def reset_parameters(self) -> None:
-        self.bias.zero_()
 
     def forward(self, scores_SE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores of each token's experts, and these experts, both (S, A)."""
@@ -120,21 +117,33 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, config: DeepseekV3Config) -> None:
         super().__init__()
-        self.normalize, self.scale = config.normalize_chosen, config.route_scale
+        self.config = config
         out_std = config.init_std / math.sqrt(2 * config.num_layers)
         self.router = Router(config.dim, config.num_experts, std=config.init_std)
         self.choice = GroupedChoice(config)
         self.shared = FeedForward(config.dim, config.num_shared * config.expert_dim, config.init_std, out_std)
         self.experts = Experts(config)
 
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        x_SD = x_BTD.flatten(0, 1)
-        weights_SA, chosen_SA = self.choice(self.router(x_SD).sigmoid())
-        if self.normalize:
+    def forward(self, x_BTD: torch.Tensor, counts_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
+        """Return the output, and the load over the tokens that `counts_BT` marks (None if `counts_BT` is None)."""
+        config, x_SD = self.config, x_BTD.flatten(0, 1)
+        logits_SE = self.router(x_SD)
+        scores_SE = logits_SE.sigmoid()
+        weights_SA, chosen_SA = self.choice(scores_SE)
+        if config.normalize_chosen:
             weights_SA = weights_SA / (weights_SA.sum(-1, keepdim=True) + 1e-20)
-        weights_SA = (self.scale * weights_SA).to(x_SD.dtype)
-        out_SD = experts.mix(self.experts, x_SD, chosen_SA, weights_SA)
-        return out_SD.view_as(x_BTD) + self.shared(x_BTD)
+        weights_SA = (config.route_scale * weights_SA).to(x_SD.dtype)
+        out_BTD = experts.mix(self.experts, x_SD, chosen_SA, weights_SA).view_as(x_BTD) + self.shared(x_BTD)
+        if counts_BT is None:
+            return out_BTD, None
+        load = load_of(
+            chosen_SA,
+            counts_BT,
+            config.num_experts,
+            scores_SE / scores_SE.sum(-1, keepdim=True) if config.needs_probs else None,
+            logits_SE if config.z_loss else None,
+        )
+        return out_BTD, load
 
 
 class DeepseekV3Block(nn.Module):
@@ -152,15 +161,24 @@ class DeepseekV3Block(nn.Module):
             out_std = config.init_std / math.sqrt(2 * config.num_layers)
             self.feed_forward = FeedForward(config.dim, config.ffn_dim, config.init_std, out_std)
 
-    def forward(self, x_BTD: torch.Tensor, positions: torch.Tensor, documents: Documents | None) -> torch.Tensor:
+    def forward(
+        self,
+        x_BTD: torch.Tensor,
+        positions: torch.Tensor,
+        documents: Documents | None,
+        counts_BT: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Load]:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), positions, documents)
-        feed_forward = self.moe if self.has_experts else self.feed_forward
-        return x_BTD + feed_forward(self.ffn_norm(x_BTD))
+        if not self.has_experts:
+            return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
+        out_BTD, load = self.moe(self.ffn_norm(x_BTD), counts_BT)
+        return x_BTD + out_BTD if load is None else (x_BTD + out_BTD, load)
 
 
 class DeepseekV3(nn.Module):
     """DeepSeek-V3: maps `tokens` (B, T) to logits (B, T, vocabulary), or with `targets` (B, T) to the summed loss.
 
+    In training, the loss includes those of the routers (`trainer.experts.Balance`).
     `documents` (B, T) prevents attention across documents in a row; `positions` and `borders` follow from it.
     """
 
@@ -173,6 +191,16 @@ class DeepseekV3(nn.Module):
         self.head = Head(norm, config.dim, config.vocab_size, std=config.init_std)
         if config.tie_embeddings:
             self.head.output.weight = self.tok_embeddings.weight
+        self.balance = Balance(
+            config.num_layers - config.num_dense_layers,
+            config.num_experts,
+            config.num_chosen,
+            loss=config.balance,
+            shares=config.balance_shares,
+            sequence_loss=config.sequence_balance,
+            z_loss=config.z_loss,
+            rate=config.balance_rate,
+        )
 
     def forward(
         self,
@@ -185,6 +213,14 @@ class DeepseekV3(nn.Module):
         packed = Documents.of(documents, borders)
         positions = sequence.positions(tokens, positions, packed)
         x_BTD = self.tok_embeddings(tokens)
-        for layer in self.layers:
+        if targets is None or not self.training:
+            for layer in self.layers:
+                x_BTD = layer(x_BTD, positions, packed)
+            return self.head(x_BTD, targets)
+        num_dense, loads = self.config.num_dense_layers, []
+        for layer in self.layers[:num_dense]:
             x_BTD = layer(x_BTD, positions, packed)
-        return self.head(x_BTD, targets)
+        for layer in self.layers[num_dense:]:
+            x_BTD, load = layer(x_BTD, positions, packed, targets != IGNORE)
+            loads.append(load)
+        return self.head(x_BTD, targets) + self.balance(loads)

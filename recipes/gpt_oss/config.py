@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from trainer.recipes.qwen3.config import check_heads
 
 from trainer.errors import setting_error
-from trainer.recipe import declare
+from trainer.recipe import BalanceConfig, declare
 
 
 @dataclass(frozen=True)
-class GptOssConfig:
+class GptOssConfig(BalanceConfig):
     """The fields of a gpt-oss model."""
 
     vocab_size: int = declare(257, "size of the vocabulary", at_least=1, at_most=2**31 - 1)

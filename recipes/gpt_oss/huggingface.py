@@ -52,6 +52,9 @@ FIELDS = {
 }
 """For each of our fields: its name in config.json, and the default if it is missing there."""
 
+BALANCE = 0.001
+"""Load-balancing coefficient if config.json has none, and the one written if `model.balance` is 0."""
+
 YARN = {
     "rope_factor": ("factor", 32.0),
     "rope_original_len": ("original_max_position_embeddings", 4096),
@@ -67,6 +70,7 @@ def config(config: GptOssConfig) -> dict[str, Any]:
     return {
         **{entry: getattr(config, field) for field, (entry, _) in FIELDS.items()},
         "layer_types": [kinds[layer % 2] for layer in range(config.num_layers)],
+        "router_aux_loss_coef": config.balance or BALANCE,
         **yarn_entries(config, YARN),
     }
 
@@ -78,6 +82,8 @@ def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
     """
     check_quantization(content, "mxfp4")
     fields = {field: content.get(entry, default) for field, (entry, default) in FIELDS.items()}
+    is_balanced = content.get("output_router_logits", False)
+    fields["balance"] = content.get("router_aux_loss_coef", BALANCE) if is_balanced else 0.0
     for layer, kind in enumerate(content.get("layer_types") or ()):
         if kind != (expected := "full_attention" if layer % 2 else "sliding_attention"):
             raise UserError(f"layer_types: layer {layer} has {kind}; in this recipe it has {expected}")

@@ -25,7 +25,8 @@ from trainer.recipes._layers import (
 from trainer.recipes.gpt_oss.config import GptOssConfig
 
 from trainer import experts, sequence
-from trainer.experts import grouped_bias, grouped_mm
+from trainer.experts import Balance, Choice, Load, grouped_bias, grouped_mm, load_of
+from trainer.loss import IGNORE
 from trainer.sequence import Documents
 
 
@@ -105,15 +106,28 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, config: GptOssConfig) -> None:
         super().__init__()
-        self.num_chosen = config.num_chosen
+        self.config = config
         self.router = Router(config.dim, config.num_experts, std=config.init_std, bias=True)
+        self.choice = Choice(config.num_experts, config.num_chosen, has_bias=config.balance_rate is not None)
         self.experts = Experts(config)
 
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        x_SD = x_BTD.flatten(0, 1)
-        scores_SA, chosen_SA = self.router(x_SD).topk(self.num_chosen)
-        weights_SA = scores_SA.softmax(-1).to(x_SD.dtype)
-        return experts.mix(self.experts, x_SD, chosen_SA, weights_SA).view_as(x_BTD)
+    def forward(self, x_BTD: torch.Tensor, counts_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
+        """Return the output, and the load over the tokens that `counts_BT` marks (None if `counts_BT` is None)."""
+        config, x_SD = self.config, x_BTD.flatten(0, 1)
+        logits_SE = self.router(x_SD)
+        logits_SA, chosen_SA = self.choice(logits_SE)
+        weights_SA = logits_SA.softmax(-1).to(x_SD.dtype)
+        out_BTD = experts.mix(self.experts, x_SD, chosen_SA, weights_SA).view_as(x_BTD)
+        if counts_BT is None:
+            return out_BTD, None
+        load = load_of(
+            chosen_SA,
+            counts_BT,
+            config.num_experts,
+            logits_SE.softmax(-1) if config.needs_probs else None,
+            logits_SE if config.z_loss else None,
+        )
+        return out_BTD, load
 
 
 class GptOssBlock(nn.Module):
@@ -126,14 +140,22 @@ class GptOssBlock(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.moe = MixtureOfExperts(config)
 
-    def forward(self, x_BTD: torch.Tensor, positions: torch.Tensor, documents: Documents | None) -> torch.Tensor:
+    def forward(
+        self,
+        x_BTD: torch.Tensor,
+        positions: torch.Tensor,
+        documents: Documents | None,
+        counts_BT: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Load]:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), positions, documents)
-        return x_BTD + self.moe(self.ffn_norm(x_BTD))
+        out_BTD, load = self.moe(self.ffn_norm(x_BTD), counts_BT)
+        return x_BTD + out_BTD if load is None else (x_BTD + out_BTD, load)
 
 
 class GptOss(nn.Module):
     """gpt-oss: maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the summed loss.
 
+    In training, the loss includes those of the routers (`trainer.experts.Balance`).
     `documents` (B, T) prevents attention across documents in a row; `positions` and `borders` follow from it.
     """
 
@@ -146,6 +168,16 @@ class GptOss(nn.Module):
         self.head = Head(norm, config.dim, config.vocab_size, std=config.init_std)
         if config.tie_embeddings:
             self.head.output.weight = self.tok_embeddings.weight
+        self.balance = Balance(
+            config.num_layers,
+            config.num_experts,
+            config.num_chosen,
+            loss=config.balance,
+            shares=config.balance_shares,
+            sequence_loss=config.sequence_balance,
+            z_loss=config.z_loss,
+            rate=config.balance_rate,
+        )
 
     def forward(
         self,
@@ -158,6 +190,12 @@ class GptOss(nn.Module):
         packed = Documents.of(documents, borders)
         positions = sequence.positions(tokens, positions, packed)
         x_BTD = self.tok_embeddings(tokens)
+        if targets is None or not self.training:
+            for layer in self.layers:
+                x_BTD = layer(x_BTD, positions, packed)
+            return self.head(x_BTD, targets)
+        loads = []
         for layer in self.layers:
-            x_BTD = layer(x_BTD, positions, packed)
-        return self.head(x_BTD, targets)
+            x_BTD, load = layer(x_BTD, positions, packed, targets != IGNORE)
+            loads.append(load)
+        return self.head(x_BTD, targets) + self.balance(loads)

@@ -29,7 +29,7 @@ from tests.weights.test_huggingface import (
 from trainer import load_config, load_weights
 from trainer.data.loader import TrainLoader
 from trainer.data.source import Source
-from trainer.experts import BalanceLoss, grouped_mm
+from trainer.experts import grouped_mm
 from trainer.export import command_line as main
 from trainer.plan.probe import _trace as trace
 
@@ -161,14 +161,6 @@ def test_rotary_embedding_needs_no_copy() -> None:
     angles = torch.arange(5.0)[:, None] * 100.0 ** -(torch.arange(4) / 4)
     pairs = torch.view_as_complex(torch.stack(x.chunk(2, dim=-1), -1)) * torch.polar(torch.ones(5, 4), angles)
     torch.testing.assert_close(turned, torch.cat((pairs.real, pairs.imag), -1))
-
-
-def test_balance_loss_is_smallest_for_uniform_experts() -> None:
-    """It is then the coefficient times the number of chosen experts, for each token."""
-    balance = BalanceLoss(0.5, num_experts=4, num_chosen=2, num_layers=3)
-    even = balance(torch.tensor([15, 15, 15, 15]), torch.full((4,), 7.5))
-    assert float(even) == pytest.approx(0.5 * 2 * 10)
-    assert float(balance(torch.tensor([30, 30, 0, 0]), torch.tensor([15.0, 15.0, 0.0, 0.0]))) > float(even)
 
 
 @pytest.mark.slow

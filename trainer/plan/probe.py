@@ -28,10 +28,11 @@ from trainer.config import RunConfig, find_slices
 from trainer.config.rules import compiles_when_planned
 from trainer.data.opening import open_source
 from trainer.errors import UserError, setting_error
-from trainer.experts import Estimate, fake_tensors, find_experts, imagine_group
+from trainer.experts import Estimate, fake_tensors, find_balance, find_experts, imagine_group
 from trainer.loss import by_row, find_loss
 from trainer.model.network import build_network, flops_of
 from trainer.model.offload import ActivationOffload, offloaded_blocks
+from trainer.model.packed import num_weights
 from trainer.model.parameters import tied_names
 from trainer.model.recompute import OperatorId
 from trainer.model.shard import apply_activation_checkpointing, forbid_view_outputs, saved_by_budget
@@ -166,9 +167,22 @@ def _trace(
             (loss * 1.0).sum().backward()
             del loss
             recorder.mark("end", len(units))
-    events = tuple(without_block_marks(repetition.repeated(recorder.events)))
+            balance = find_balance(model)
+            if balance is not None and balance.needs_totals:
+                with torch.no_grad():
+                    loss_of(batch)
+    all_events = [*without_block_marks(repetition.repeated(recorder.events))]
+    num_events = next(number for number, event in enumerate(all_events, start=1) if event.mark == "end")
     facts = _without_unused(facts, repetition.with_skipped(meter.unused(model)))
-    return Trace(events, facts, buffer_bytes, 2 * 8 * math.prod(shape)).with_grouped(estimate.filled)
+    return Trace(
+        tuple(all_events[:num_events]),
+        facts,
+        buffer_bytes,
+        input_bytes=2 * 8 * math.prod(shape),
+        # Nothing is saved for a backward pass, so it never needs more memory than the forward passes after it.
+        counting=tuple(replace(e, before=Segment(work=e.before.work)) for e in all_events[num_events:]),
+        load_bytes=0 if balance is None else 8 * balance.num_layers * balance.num_experts,
+    ).with_grouped(estimate.filled)
 
 
 def _checkpoint(
@@ -277,6 +291,7 @@ def _unit_facts(
 ) -> tuple[UnitFacts, ...]:
     """Return the units in forward order, then the root, each with the parameters that no unit inside it holds."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    weights = num_weights(model)
     assigned: set[int] = set()
     facts: dict[int, UnitFacts] = {}
     innermost_first = sorted(enumerate(units), key=lambda pair: -pair[1].depth)
@@ -297,6 +312,7 @@ def _unit_facts(
                         *moments.get(id(parameter), (0, 0)),
                         muon_blocks.get(id(parameter)),
                         id(parameter) in of_experts,
+                        0 if parameter.is_floating_point() else weights[id(parameter)],
                     )
                 )
         facts[number] = UnitFacts(name, tuple(parameters), is_embedding_unit(modules, model))
@@ -324,7 +340,8 @@ def _make_fake(model: nn.Module, compute_dtype: torch.dtype, left_out: set[int])
         if id(module) in left_out:
             continue
         for name, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
-            fake = torch.empty(parameter.shape, dtype=compute_dtype)
+            is_packed = not parameter.is_floating_point()
+            fake = torch.empty(parameter.shape, dtype=parameter.dtype if is_packed else compute_dtype)
             module.register_parameter(name, nn.Parameter(fake, requires_grad=parameter.requires_grad))
         for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from trainer.checkpoint.state_parts import StatePart
 from trainer.config.pretrained import CONFIG, INDEX, WEIGHTS, check_links, fields_of, find_huggingface
@@ -367,12 +368,26 @@ def _list_tensors(
             continue
         source_dtype = dtypes[stored]
         # A buffer, such as the bias on the choice of experts, may need its precision.
-        is_cast = dtype is not None and source_dtype.is_floating_point and name in parameters
-        stored_dtype = dtype if is_cast and dtype is not None else source_dtype
+        is_cast = source_dtype.is_floating_point and name in parameters
+        stored_dtype = dtype if dtype is not None and is_cast else source_dtype
         tensors.append(ExportedTensor(stored, exported_name, shapes[name], stored_dtype))
+    if buffers := buffers_without_name(model, recipe, model_config):
+        type_name = find_huggingface(recipe).model_type_of(model_config)
+        raise UserError(f"Hugging Face's {type_name} has no {', '.join(buffers)}: without it the model is another one")
     if unnamed:
         raise UserError(f"recipe {recipe.name!r}: hf.names lacks {', '.join(unnamed)}")
     return tensors
+
+
+def buffers_without_name(model: nn.Module, recipe: Recipe, model_config: Any) -> list[str]:
+    """Return the persistent buffers of `model` that its Hugging Face counterpart does not have, such as the biases on
+    the choice of experts in a model type without them.  Empty for recipes without a mapping of names.
+    """
+    if recipe.hf is None or recipe.hf.stored is not None:
+        return []
+    names = HuggingFaceNames(recipe, model_config)
+    buffers = [name for name, weight in named_weights(model).items() if not isinstance(weight, nn.Parameter)]
+    return [name for name in buffers if names.to_huggingface(name) is None]
 
 
 def _split(tensors: Sequence[ExportedTensor], max_bytes: int) -> dict[str, list[ExportedTensor]]:

@@ -26,6 +26,7 @@ from trainer.config.pretrained import CONFIG, INDEX, MAX_INDEX_BYTES, WEIGHTS, c
 from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import read_json
 from trainer.model.network import HuggingFaceNames, MappedTensor
+from trainer.model.packed import find_packings
 from trainer.model.parameters import local, local_box, tied_names
 from trainer.recipe import Recipe, StoredTensors
 from trainer.recipe import WeightSource as WeightSource
@@ -39,7 +40,7 @@ BLOCK_BYTES = 64 * 2**20
 def fill(
     model: nn.Module, source: WeightSource, setting: str = "weights", only: Callable[[str], bool] | None = None
 ) -> None:
-    """Copy the weights of `source` into `model`, in place and in the model's own dtypes.
+    """Copy the weights of `source` into `model`, in place and in the model's own dtypes; packed ones are packed.
 
     `only` is a predicate on our names.  If given, only matching weights are copied, and others may be missing or extra
     in the source.
@@ -52,27 +53,37 @@ def fill(
     `find_weights`).  Raises UserError on the ranks with NaN or infinity in their rows of a parameter; warns of matrices
     in which this rank's rows are all zero.  Errors of the source while reading may be raised on a single rank.
     """
-    model_weights, dtypes = named_weights(model), source.dtypes
+    model_weights, packings = named_weights(model), find_packings(model)
+    shapes, dtypes = source.shapes, source.dtypes
     is_finite: dict[str, torch.Tensor] = {}
     is_zero: dict[str, torch.Tensor] = {}
     for name, stored in find_weights(model, source, setting, only).items():
-        weight = model_weights[name].detach()
+        weight, packing = model_weights[name].detach(), packings.get(name)
         box = local_box(weight)
+        scales = [torch.empty(0, device=weight.device)]
         if box is None:
             assert isinstance(weight, DTensor)
             full = source.read(stored)
+            if packing is not None:
+                full = packing.pack(full.to(weight.device))
+                scales.append(packing.scales(full).flatten())
             parts = distribute_tensor(full, weight.device_mesh, weight.placements, src_data_rank=None)
             local(weight).copy_(local(parts))
         elif weight.ndim == 0:
             local(weight).copy_(source.read(stored))
         else:
             (first, last), held = box[0], (slice(None), *(slice(*span) for span in box[1:]))
-            for start, stop in row_blocks(weight.shape, dtypes[stored], first, last):
-                local(weight)[start - first : stop - first].copy_(source.read(stored, start, stop)[held])
+            for start, stop in row_blocks(shapes[stored], dtypes[stored], first, last):
+                rows = source.read(stored, start, stop)
+                if packing is not None:
+                    rows = packing.pack(rows.to(weight.device))
+                    scales.append(packing.scales(rows).flatten())
+                local(weight)[start - first : stop - first].copy_(rows[held])
         if isinstance(model_weights[name], nn.Parameter):  # a buffer may well hold -inf, as a causal mask does
-            is_finite[stored] = torch.isfinite(local(weight)).all()
-            if weight.ndim > 1 and local(weight).numel():
-                is_zero[stored] = ~local(weight).any()
+            checked = local(weight) if packing is None else torch.cat(scales)
+            is_finite[stored] = torch.isfinite(checked).all()
+            if weight.ndim > 1 and checked.numel():
+                is_zero[stored] = ~checked.any()
     if is_finite and not torch.stack([*is_finite.values()]).all():
         listed = _listed(name for name, flag in is_finite.items() if not flag)
         raise UserError(
@@ -104,8 +115,9 @@ def find_weights(
     shapes, and weights that are tied in the model but different in the source.  Persistent buffers may be missing in
     the source.
     """
-    source_shapes = source.shapes
+    source_shapes, packings = source.shapes, find_packings(model)
     model_weights = {name: tuple(weight.shape) for name, weight in named_weights(model).items()}
+    model_weights |= {name: (*model_weights[name][:-1], packing.width) for name, packing in packings.items()}
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     groups = {group[0]: group for group in tied_names(model)}
     aliases = {alias for group in groups.values() for alias in group[1:]}
