@@ -119,6 +119,7 @@ class HuggingFaceNames:
         self._hf = find_huggingface(recipe)
         names = self._hf.names(model_config) if callable(self._hf.names) else self._hf.names
         self._pairs = list(names.items())
+        self._left_out = self._hf.left_out(model_config) if self._hf.left_out else {}
         for ours, theirs in self._pairs:
             if ours.count("*") + isinstance(theirs, Stacked) != theirs.count("*"):
                 raise UserError(
@@ -150,6 +151,13 @@ class HuggingFaceNames:
         """Return whether Hugging Face's tensor `name` can be ignored."""
         full_names = (name, self._hf.prefix + name)
         return any(_translate(n, ignored, ignored) for n in full_names for ignored in self._hf.ignored)
+
+    def left_out(self, name: str) -> str | None:
+        """Return which part of a published model Hugging Face's tensor `name` belongs to, if our model lacks it."""
+        full_names = (name, self._hf.prefix + name)
+        return next(
+            (part for begin, part in self._left_out.items() if any(n.startswith(begin) for n in full_names)), None
+        )
 
 
 def _translate(name: str, pattern: str, other: str) -> tuple[str, str | None] | None:

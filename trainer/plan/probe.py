@@ -357,6 +357,8 @@ def _make_fake(model: nn.Module, compute_dtype: torch.dtype, left_out: set[int])
 
 
 _LONGEST_PERIOD = 16
+_MOST_DIFFERENT = 4
+"""Blocks at the beginning of a model that may differ from the others."""
 
 
 class NotRepeated(Exception):
@@ -566,17 +568,30 @@ def _find_runs(model: nn.Module, checkpointed: set[int], offloaded: set[int]) ->
             continue
         counted = _counted_settings(blocks)
         kinds = [(id(block) in offloaded, _kind(block, counted, shared, checkpointed)) for block in blocks]
-        for period in range(1, min(_LONGEST_PERIOD, len(blocks) // 4) + 1):
-            if all(kinds[n] == kinds[n - period] for n in range(period, len(blocks))):
-                num_skipped = (len(blocks) - 3 * period) // period * period
-                if num_skipped < 2 * period:  # with fewer, there is no second gap between blocks to compare
-                    break
-                prefix = f"{parent_name}." if parent_name else ""
-                names = tuple(f"{prefix}{name}" for name, _ in parent.named_children())
-                runs.append(_BlockRun(blocks, names, period, num_skipped))
-                inside |= {id(module) for block in blocks for module in block.modules()}
-                break
+        found = _longest_repetition(kinds)
+        if found is None:
+            continue
+        first, period = found
+        num_skipped = (len(blocks) - first - 3 * period) // period * period
+        if num_skipped < 2 * period:  # with fewer, there is no second gap between blocks to compare
+            continue
+        prefix = f"{parent_name}." if parent_name else ""
+        names = tuple(f"{prefix}{name}" for name, _ in parent.named_children())
+        runs.append(_BlockRun(blocks[first:], names[first:], period, num_skipped))
+        inside |= {id(module) for block in blocks for module in block.modules()}
     return runs
+
+
+def _longest_repetition(kinds: Sequence[Any]) -> tuple[int, int] | None:
+    """Return from which block on, and with which period, the kinds of blocks repeat to the end; None if they do not.
+
+    The first few blocks may differ from all others, as those without experts do.
+    """
+    for first in range(min(_MOST_DIFFERENT, len(kinds) - 4) + 1):
+        for period in range(1, min(_LONGEST_PERIOD, (len(kinds) - first) // 4) + 1):
+            if all(kinds[n] == kinds[n - period] for n in range(first + period, len(kinds))):
+                return first, period
+    return None
 
 
 def _kind(block: nn.Module, counted: set[tuple[str, str]], shared: set[int], checkpointed: set[int]) -> Any:

@@ -100,7 +100,9 @@ def load_initial_weights(model: nn.Module, origin: Origin, config: RunConfig, ch
     if source is None:
         note = f"; {path} has none that are used" if path else ""
         return f"drawn at random (run.seed={config.run.seed}){note}"
-    return name_of_source(str(Path(path).absolute())) if path and "://" not in path else path or source.description
+    where = name_of_source(str(Path(path).absolute())) if path and "://" not in path else path or source.description
+    remarks = source.remarks if isinstance(source, SafetensorsFolder) else []
+    return "; ".join([where, *remarks])
 
 
 def load_base(model: nn.Module, config: RunConfig, channel: Channel) -> BaseWeights:
