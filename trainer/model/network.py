@@ -164,11 +164,18 @@ def _translate(name: str, pattern: str, other: str) -> tuple[str, str | None] | 
 
 
 def flops_of(config: RunConfig, model: nn.Module, seq_len: float) -> float:
-    """Return the model FLOPs per token of a training step, including the forward pass of a reference model, if any."""
+    """Return the model FLOPs per token of a training step, including the forward passes that the objective needs."""
     total = flops_per_token(config.recipe, config.model, model, seq_len)
-    return total + (
-        _flops_if_all_trained(config.recipe, config.model, model, seq_len) / 3 if config.rows_per_sample > 1 else 0.0
-    )
+    return total + forward_passes(config) * _flops_if_all_trained(config.recipe, config.model, model, seq_len) / 3
+
+
+def forward_passes(config: RunConfig) -> int:
+    """Return the number of forward passes without gradients, of models like the trained one, for each micro-batch.
+
+    One of the reference, and for a statistic over the global batch another one of each model.
+    """
+    reference = "reference" in config.objective.needs
+    return reference + (1 + reference) * config.objective.has_statistic
 
 
 def _flops_if_all_trained(recipe: Recipe, model_config: Any, model: nn.Module, seq_len: float) -> float:
