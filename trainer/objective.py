@@ -63,6 +63,8 @@ class Objective:
 
     rows: sequences per sample.  With two, row 2i is the first of sample i, and row 2i + 1 the second.
     needs: what `Rows` must hold besides `logps` and `lengths`.
+    outputs: number of outputs of a new head, which takes the place of the output projection; 0: it stays.  May be a
+        property.
     better: for the fields that it logs, which direction is better; `eval.metric` may name any of them.
     context: whether its loss is a sum over tokens, so that ranks may hold slices of sequences (`mesh.context`).
     trainer: the Trainer class that computes what the objective needs, as "package.module:class".
@@ -70,6 +72,7 @@ class Objective:
 
     rows: ClassVar[int] = 1
     needs: ClassVar[tuple[Need, ...]] = ()
+    outputs: ClassVar[int] = 0
     better: ClassVar[Mapping[str, Direction]] = {}
     context: ClassVar[bool] = False
     trainer: ClassVar[str | None] = "trainer.objective_trainer:ObjectiveTrainer"
@@ -84,11 +87,6 @@ class Objective:
         An objective that overrides this costs one more forward pass, without gradients.
         """
         raise NotImplementedError
-
-    @property
-    def outputs(self) -> int:
-        """The number of outputs of a new head that takes the place of the output projection; 0: it stays."""
-        return 0
 
     @property
     def has_statistic(self) -> bool:

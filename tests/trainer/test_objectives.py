@@ -19,10 +19,11 @@ from torch import nn
 from tests.helpers.ranks import merged, run_ranks
 from tests.model.test_lora import config_of
 from tests.trainer.test_dpo import SEQ_LEN, Pairs, log_probabilities
-from tests.weights.test_pretrained import folder_of
+from tests.weights.test_pretrained import SOURCE, folder_of
 from trainer import load_weights
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
-from trainer.data.source import Fingerprint, Source
+from trainer.data.source import IGNORE, Fingerprint, Source
+from trainer.model.parameters import local
 from trainer.objective import Objective, Rows, find_objective
 from trainer.objective_trainer import ObjectiveTrainer
 
@@ -34,7 +35,10 @@ SETTINGS = {
     "simpo": {"beta": 2.0, "gamma": 0.6},
     "orpo": {"beta": 0.3},
     "kto": {"beta": 0.4, "good_weight": 1.0, "bad_weight": 1.4},
+    "reward": {"centering": 0.01},
+    "classify": {"num_labels": 3},
 }
+OF_SCORES = ("reward", "classify")
 MESHES = {
     "one": (1, ["train.micro_batch_size=1"]),
     "two": (2, ["train.micro_batch_size=2"]),
@@ -57,7 +61,30 @@ class Labelled(Pairs):
         return Fingerprint(len(self), 1, 0, "labelled")
 
 
+class ScoredPairs(Pairs):
+    """Pairs of answers that are scored at their last token, where the target is 0."""
+
+    def batch(self, indices: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
+        batch = super().batch(indices)
+        places = np.arange(SEQ_LEN) == ((batch["targets"] != IGNORE) * np.arange(SEQ_LEN)).argmax(1)[:, None]
+        is_padding = (batch["targets"] == IGNORE).all(1, keepdims=True)
+        return {**batch, "targets": np.where(places & ~is_padding, 0, IGNORE)}
+
+
+class Classes(ScoredPairs):
+    """Texts of three classes, which are the targets at their last tokens."""
+
+    rows_per_sample, num_labels = 1, 3
+
+    def batch(self, indices: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
+        chosen = {name: rows[::2] for name, rows in super().batch(indices).items()}
+        labels = np.where(indices < 0, 0, indices % 3).astype(np.int64)
+        return {**chosen, "targets": np.where(chosen["targets"] == 0, labels[:, None], IGNORE), "labels": labels}
+
+
 def source_of(objective: Objective) -> Source:
+    if "scores" in objective.needs:
+        return Classes() if "labels" in objective.needs else ScoredPairs()
     return Labelled() if "labels" in objective.needs else Pairs()
 
 
@@ -141,8 +168,29 @@ def objective_of(name: str) -> Objective:
     return find_objective(name)(**SETTINGS[name])
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_losses_of_samples_follow_the_formulas(name: str) -> None:
+def scores_loss(name: str, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the loss of each sample, by the probabilities that its scores stand for."""
+    weights = scores.exp()
+    if name == "reward":
+        chosen, rejected = weights[0::2, 0], weights[1::2, 0]
+        return -(chosen / (chosen + rejected)).log() + SETTINGS[name]["centering"] * (chosen * rejected).log() ** 2
+    return -(weights[range(len(labels)), labels] / weights.sum(1)).log()
+
+
+@pytest.mark.parametrize("name", OF_SCORES)
+def test_losses_of_scores_follow_the_formulas(name: str) -> None:
+    objective, labels = objective_of(name), torch.tensor([0, 2, 1, 1])
+    shape = (4 * objective.rows, objective.outputs)
+    scores = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    fields: dict[str, torch.Tensor] = {}
+    rows = Rows(torch.empty(0), torch.ones(len(scores)), labels=labels, scores=scores)
+    losses = objective(replace(rows, log=lambda field, values, over=None: fields.update({field: values})))
+    torch.testing.assert_close(losses, scores_loss(name, scores, labels), rtol=1e-12, atol=0)
+    assert set(fields) == set(objective.better)
+
+
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in OF_SCORES])
+def test_losses_of_samples_of_samples_follow_the_formulas(name: str) -> None:
     draw = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 7, (12,), generator=draw)
     logps, reference = (-lengths * (0.2 + torch.rand(12, generator=draw, dtype=torch.float64)) for _ in range(2))
@@ -165,17 +213,31 @@ def test_losses_of_samples_follow_the_formulas(name: str) -> None:
 # Training
 
 
+class Scores(nn.Linear):
+    def forward(self, hidden: torch.Tensor, targets: None) -> torch.Tensor:
+        return super().forward(hidden)
+
+
 def plain_loop(base: Path, name: str) -> list[float]:
     """Train by the formula in one process on full batches; return the loss of each step, and of the evaluation."""
     config = config_of(base, Path("unused"), *settings_of(name))
     trainer = OnSamples(replace(config, run=replace(config.run, dir="/nonexistent")))
     batches, lrs = iter(trainer.loader), [trainer.schedule.lr(step) for step in range(1, NUM_STEPS + 1)]
     per_step = trainer.num_micro_batches
+    weights = {name: local(p.detach()).clone() for name, p in trainer.model.named_parameters()}
     trainer.close()
     model, reference = load_weights(base).requires_grad_(), load_weights(base)
+    if name in OF_SCORES:
+        model.head.output = Scores(SOURCE.dim, config.objective.outputs, bias=False)
+        model.head.output.weight.data = weights["head.output.score"]
+        assert weights["head.output.score"].std().item() == pytest.approx(0.02, rel=0.2)
     optimizer = torch.optim.SGD(model.parameters())
 
     def loss_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if name in OF_SCORES:
+            logits, counts = model(batch["tokens"]), batch["targets"] != IGNORE
+            assert counts.sum(1).tolist() == [1] * len(counts)
+            return scores_loss(name, logits[counts].double(), batch.get("labels", torch.zeros(()))).mean()
         logps, fixed = (log_of(each, batch) for each in (model, reference))
         kl = (logps - fixed)[1::2].mean().detach()
         good = batch.get("labels", torch.zeros(())) > 0

@@ -194,8 +194,8 @@ def _open_mixture(
             source = open_source(single, vocab_size, split)
         if source is not None:
             sources[name] = source
-    if any(source.rows_per_sample > 1 for source in sources.values()):
-        raise setting_error("data.path", data.path, "preference pairs must be a single source")
+    if any(source.rows_per_sample > 1 or source.num_labels for source in sources.values()):
+        raise setting_error("data.path", data.path, "preference pairs and labelled records must be a single source")
     tokenizers = {name: (source.tokenizer, source.vocab_size) for name, source in sources.items()}
     first = next(iter(tokenizers), "")
     for name, tokenizer in tokenizers.items():
