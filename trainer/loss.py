@@ -278,7 +278,7 @@ def _chunk(hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Te
     return kind(hidden_nD, weight_VD, targets_n)
 
 
-class _Gradients:
+class Gradients:
     """Accumulates the gradients of hidden states and weight over the chunks; None if not needed."""
 
     def __init__(self, hidden_ND: torch.Tensor, needs_hidden: bool, needs_weight: bool) -> None:
@@ -312,7 +312,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss_list: list[torch.Tensor] | None,
     ) -> torch.Tensor:
         rows = max(1, math.ceil(hidden_ND.shape[0] / num_chunks))
-        gradients = _Gradients(hidden_ND, *(computes_gradients and needed for needed in ctx.needs_input_grad[:2]))
+        gradients = Gradients(hidden_ND, *(computes_gradients and needed for needed in ctx.needs_input_grad[:2]))
         total, one = hidden_ND.new_zeros((), dtype=torch.float32), hidden_ND.new_ones((), dtype=torch.float32)
         for start in range(0, hidden_ND.shape[0], rows):
             hidden_nD = hidden_ND[start : start + rows]
@@ -357,7 +357,7 @@ class _LinearCrossEntropyPerToken(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_ND, weight_VD, targets_N = ctx.saved_tensors
-        gradients = _Gradients(hidden_ND, *ctx.needs_input_grad[:2])
+        gradients = Gradients(hidden_ND, *ctx.needs_input_grad[:2])
         for start in range(0, hidden_ND.shape[0], ctx.rows):
             chunk_rows = slice(start, start + ctx.rows)
             chunk = _chunk(hidden_ND[chunk_rows], weight_VD, targets_N[chunk_rows])

@@ -93,6 +93,29 @@ class Objective:
         return type(self).statistic is not Objective.statistic
 
 
+@dataclass(frozen=True)
+class TokenObjective(Objective):
+    """Base class of objectives that compare the probabilities of each next token with a teacher's.
+
+    The loss of a token is `hard` times the cross-entropy of its target, and 1 - `hard` times the divergence; that of a
+    step is the mean over the targets of the global batch, as for `tokens`.  `teacher` is a path.
+    """
+
+    needs: ClassVar[tuple[Need, ...]] = ("teacher",)
+    teacher: str | None = None
+    hard: float = 0.0
+
+    context: ClassVar[bool] = True
+    trainer: ClassVar[str | None] = "trainer.distillation:DistillationTrainer"
+
+    def divergence(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+        """Return how much the student differs from the teacher at each token, (n,).
+
+        student, teacher: log-probabilities of all next tokens, (n, V), in fp32.
+        """
+        raise NotImplementedError
+
+
 def pairs(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Split values of the rows of pairs, (2 S,), into those of the first and of the second of each pair, (S,) each."""
     return values[0::2], values[1::2]

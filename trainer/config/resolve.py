@@ -422,7 +422,7 @@ def _is_same(one: Path, other: Path) -> bool:
 # ---------------------------------------------------------------------------------------------------------------
 # Keys, before they have types
 
-_MODEL_KEYS = ("model.path", "train.init_from", "data.tokenizer")
+_MODEL_KEYS = ("model.path", "train.init_from", "data.tokenizer", "objective.teacher")
 """Keys that name the files of a model."""
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from trainer.config import RunConfig
 from trainer.config.pretrained import find_huggingface
+from trainer.config.teacher import teacher_config
 from trainer.errors import UserError, nearest, setting_error
 from trainer.model.head import SCORE, is_score, replace_output, replaced_output
 from trainer.model.lora import adapter_part, add_adapters, plain_name
@@ -192,6 +193,8 @@ def flops_of(config: RunConfig, model: nn.Module, seq_len: float) -> float:
     """Return the model FLOPs per token of a training step, including the forward passes that the objective needs."""
     total = flops_per_token(config.recipe, config.model, model, seq_len)
     total += forward_passes(config) * _flops_if_all_trained(config.recipe, config.model, model, seq_len) / 3
+    if (teacher := teacher_config(config)) is not None:
+        total += flops_of(teacher, build_network(teacher), seq_len) / 3
     if replaced_output(model) is not None and config.recipe.flops:  # which counts a projection onto the vocabulary
         width = next(p.shape[1] for name, p in model.named_parameters() if is_score(name))
         total -= 6.0 * width * (config.vocab_size or 0)
