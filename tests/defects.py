@@ -434,7 +434,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "chunks-added-in-bf16",
         "loss",
-        "_Gradients.add",
+        "Gradients.add",
         "self.weight_VD = grad_VD.float() if self.weight_VD is None",
         "self.weight_VD = grad_VD if self.weight_VD is None",
     ),

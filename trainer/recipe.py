@@ -79,7 +79,8 @@ class StoredTensors:
 
 
 class Transposed(str):
-    """Hugging Face name of a matrix that is stored as (in, out) there, as in GPT-2, and as (out, in) here."""
+    """Hugging Face name of a matrix that is stored as (in, out) there, as in GPT-2, and as (out, in) here; also of
+    stacked matrices, one for each expert."""
 
     __slots__ = ()
 
@@ -110,6 +111,12 @@ class HuggingFace:
         They are written on export, and a folder with another value is refused.
     prefix: a prefix that only some files add to Hugging Face names, for example "transformer.".
     ignored: Hugging Face names of tensors that old files contain and the model does not need, such as causal masks.
+    left_out: `left_out(model_config) -> dict`, the parts of published models that this one lacks: maps the beginning of
+        their tensors' names to what the start block calls them, {"model.layers.61.": "multi-token prediction"}.
+    dropped: entries of config.json that no recipe reads unless it is listed here, and that exports lack:
+        "quantization_config", whose weights are then dequantized as `trainer.weights.quantized` describes, and
+        "auto_map", the name of code that is not run because the recipe replaces it.
+    exported: entries of config.json that exports have instead of those of the original folder.
     """
 
     model_type: str | Callable[[Any], str]
@@ -120,6 +127,9 @@ class HuggingFace:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     prefix: str = ""
     ignored: Sequence[str] = ()
+    left_out: Callable[[Any], Mapping[str, str]] | None = None
+    dropped: Sequence[str] = ()
+    exported: Mapping[str, Any] = field(default_factory=dict)
     stored: Callable[[Any, WeightSource], WeightSource] | str | None = None
 
     def model_type_of(self, model_config: Any) -> str:

@@ -7,6 +7,7 @@ token, S tokens of the batch, M token-expert pairs (S x A).
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +21,14 @@ from trainer.experts import Balance, Choice, Load, grouped_mm, load_of
 from trainer.loss import IGNORE
 from trainer.sequence import Documents
 
+if TYPE_CHECKING:
+    from trainer.recipes.deepseek_v3.config import DeepseekV3Config
+
 
 class Experts(nn.Module):
     """SwiGLU feed-forward experts with stacked weights."""
 
-    def __init__(self, config: Qwen3MoeConfig) -> None:
+    def __init__(self, config: Qwen3MoeConfig | DeepseekV3Config) -> None:
         super().__init__()
         self.std, self.out_std = config.init_std, config.init_std / math.sqrt(2 * config.num_layers)
         self.w1 = nn.Parameter(torch.empty(config.num_experts, config.expert_dim, config.dim))

@@ -19,7 +19,9 @@ from tests.weights.test_huggingface import (
     assert_same_bits,
     difference,
     load_there,
+    their_deepseek_v3,
     their_gpt2,
+    their_gpt_oss,
     their_llama,
     their_qwen3,
     their_qwen3_moe,
@@ -37,6 +39,8 @@ KINDS: dict[str, Callable[[], Any]] = {
     "gpt2": their_gpt2,
     "qwen3": their_qwen3,
     "qwen3_moe": their_qwen3_moe,
+    "gpt_oss": their_gpt_oss,
+    "deepseek_v3": their_deepseek_v3,
 }
 MESHES = {"1": ["nproc=1"], "2": ["nproc=2"], "2x2": ["nproc=4", "mesh.replicate=2"]}
 PLAIN = [
@@ -60,6 +64,9 @@ def write_theirs(kind: str, folder: Path, **changes: Any) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) / 20)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn(buffer.shape) / 20)
     model.save_pretrained(folder)
     return folder
 
@@ -97,7 +104,7 @@ def relative(found: list[float], expected: list[float]) -> float:
     return difference
 
 
-SLOW = {("qwen3_moe", "2")}
+SLOW = {("qwen3_moe", "2"), ("gpt_oss", "2"), ("deepseek_v3", "2")}
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from trainer.experts.balance import (
     load_of,
 )
 from trainer.experts.dispatch import Estimate, ExpertGroup, choices_of, mix
-from trainer.experts.grouped import GROUPED, GROUPED_PRODUCT, fake_tensors, grouped_mm, grouped_outer
+from trainer.experts.grouped import GROUPED, GROUPED_PRODUCT, fake_tensors, grouped_bias, grouped_mm, grouped_outer
 from trainer.experts.sharing import find_experts, imagine_group, share_out, watched
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "find_balance",
     "find_experts",
     "global_balance",
+    "grouped_bias",
     "grouped_mm",
     "grouped_outer",
     "imagine_group",

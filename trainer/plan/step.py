@@ -38,6 +38,18 @@ Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
 
 @dataclass(frozen=True)
+class Teacher:
+    """A second, frozen model of another architecture, which only runs forward.
+
+    num_bytes: of its shards on a rank, and of the weight of its output projection, which stays gathered for the loss.
+    flops: of its forward pass over a micro-batch on a rank.
+    """
+
+    num_bytes: int
+    flops: float
+
+
+@dataclass(frozen=True)
 class Layout:
     """Layout of the units on a mesh of `replicate` x `shard` ranks, with FSDP's settings for each unit.
 
@@ -54,6 +66,7 @@ class Layout:
     cpu_offload: bool = False
     has_reference_model: bool = False
     """Whether there is a frozen copy of the model, sharded the same way."""
+    teacher: Teacher | None = None
     averages: bool = False
     """Whether there is an average of the trained weights (`train.ema`), sharded the same way."""
     prefetch_forward: int = 0
@@ -141,6 +154,7 @@ def _sizes_of(parameters: Sequence[ParameterFacts], layout: Layout, parts: int) 
     trained = [parameter for parameter in parameters if parameter.is_trained]
     padded = [layout.division(parameter).gathered_numel(parameter.shape) for parameter in parameters]
     stored = [n // parts * parameter.element_size for n, parameter in zip(padded, parameters, strict=True)]
+    gathered = [n * parameter.gathered_size(layout.param_size) for n, parameter in zip(padded, parameters, strict=True)]
     trained_numel = sum(layout.division(parameter).gathered_numel(parameter.shape) for parameter in trained)
     element_size = trained[0].element_size if trained else 4
     own_numel = [parameter.numel // layout.division(parameter).expert for parameter in trained]
@@ -151,19 +165,17 @@ def _sizes_of(parameters: Sequence[ParameterFacts], layout: Layout, parts: int) 
     ]
     return _Sizes(
         stored=tuple(stored),
-        unsharded=tuple(n * layout.param_size for n in padded),
+        unsharded=tuple(gathered),
         cast=tuple(
-            n * layout.param_size * (parameter.element_size != layout.param_size)
-            for n, parameter in zip(padded, parameters, strict=True)
+            size * (parameter.element_size != parameter.gathered_size(layout.param_size))
+            for size, parameter in zip(gathered, parameters, strict=True)
         ),
         gradients=sum(own_numel) * layout.param_size,
         accumulated=tuple(numel * layout.reduce_size for numel in own_numel),
         reduced=trained_numel * layout.reduce_size,
         final=trained_numel // parts * element_size,
         rearranged=sum(
-            n * layout.param_size
-            for n, parameter in zip(padded, parameters, strict=True)
-            if layout.division(parameter).dim
+            size for size, parameter in zip(gathered, parameters, strict=True) if layout.division(parameter).dim
         ),
         rearranged_gradients=sum(rearranged),
         largest_rearranged_gradient=max(rearranged, default=0),

@@ -51,10 +51,16 @@ class ParameterFacts:
     """Rows of each block that Muon orthogonalizes, empty for undivided matrices; None for other optimizers."""
     is_of_experts: bool = False
     """Whether ranks may share out its rows (`Recipe.experts`)."""
+    packed_weights: int = 0
+    """Number of weights in it if its elements are bytes, which are gathered as they are stored; otherwise 0."""
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def gathered_size(self, param_size: int) -> int:
+        """Return the bytes per element of the gathered parameter; `param_size`: of those in the compute dtype."""
+        return self.element_size if self.packed_weights else param_size
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import nn
 from trainer.checkpoint.reader import StoredWeights, find_checkpoint, open_checkpoint
 from trainer.checkpoint.state_parts import join_state
 from trainer.config import RunConfig, config_from_yaml, declared_model, stored_value
+from trainer.config.initial_weights import nothing_to_pack
 from trainer.config.location import Location, fetched, locate
 from trainer.config.pretrained import (
     CONFIG,
@@ -29,9 +30,12 @@ from trainer.config.pretrained import (
 from trainer.config.schema import name_of_source
 from trainer.distributed.channel import Channel
 from trainer.errors import UserError, print_stderr
-from trainer.model.lora import is_base_weight, plain_name, transposed_layers
+from trainer.model.head import is_score
+from trainer.model.lora import is_base_weight, layers_to_pack, plain_name, transposed_layers
 from trainer.model.materialize import materialize
-from trainer.model.network import build_network
+from trainer.model.network import build_network, replace_head
+from trainer.model.packed import CODE_BITS, Packing
+from trainer.model.units import find_blocks
 from trainer.model.widths import scale_initial_weights
 from trainer.recipe import Recipe, all_recipes
 from trainer.weights.adapters import (
@@ -97,7 +101,9 @@ def load_initial_weights(model: nn.Module, origin: Origin, config: RunConfig, ch
     if source is None:
         note = f"; {path} has none that are used" if path else ""
         return f"drawn at random (run.seed={config.run.seed}){note}"
-    return name_of_source(str(Path(path).absolute())) if path and "://" not in path else path or source.description
+    where = name_of_source(str(Path(path).absolute())) if path and "://" not in path else path or source.description
+    remarks = source.remarks if isinstance(source, SafetensorsFolder) else []
+    return "; ".join([where, *remarks])
 
 
 def load_base(model: nn.Module, config: RunConfig, channel: Channel) -> BaseWeights:
@@ -109,6 +115,8 @@ def load_base(model: nn.Module, config: RunConfig, channel: Channel) -> BaseWeig
     initial = _open_initial_weights(config, channel)
     source = initial.source
     if source is None:
+        if config.lora.packs:
+            raise nothing_to_pack(config)
         return BaseWeights()
     filled = channel.agreed(lambda: _fill_base(model, source, initial.setting))
     share = channel.agreed(lambda: checksum_lines(source, filled.values(), channel.rank, channel.size))
@@ -266,16 +274,32 @@ def open_weights(
 
 
 def with_merged_adapters(
-    stored: StoredWeights, recipe: Recipe, model_config: Any, base: str | None = None
+    stored: StoredWeights,
+    recipe: Recipe,
+    model_config: Any,
+    base: str | None = None,
+    dtype: torch.dtype | None = None,
+    into_original: bool = False,
 ) -> WeightSource:
-    """Return the weights of a checkpoint's model with any adapters merged into them."""
+    """Return the weights of a checkpoint's model with any adapters merged into them.
+
+    A base that was packed in training is what remains of it after packing, in `dtype` or else the dtype in which it is
+    stored.  With `into_original` it is the stored weights, and the model another one than was trained.
+    """
     if not adapted_layers(stored.shapes):
         return stored
-    alpha, rank = (stored_value(stored.config_yaml, f"lora.{key}") for key in ("alpha", "rank"))
+    keys = ("alpha", "rank", "base_dtype")
+    alpha, rank, base_dtype = (stored_value(stored.config_yaml, f"lora.{key}") for key in keys)
     assert isinstance(alpha, (int, float))
     assert isinstance(rank, int)
-    transposed = transposed_layers(build_meta_model(recipe, model_config))
-    return MergedSource(open_base(stored, recipe, model_config, base), stored, alpha / rank, transposed)
+    model = build_meta_model(recipe, model_config)
+    packings: dict[str, Packing] = {}
+    if str(base_dtype) in CODE_BITS and not into_original:
+        layers = layers_to_pack(model, find_blocks(model, recipe), adapted_layers(stored.shapes))
+        shapes = {f"{layer}.weight": model.get_parameter(f"{layer}.weight").shape for layer in layers}
+        packings = {name: Packing(str(base_dtype), shape[1]) for name, shape in shapes.items()}
+    weights = open_base(stored, recipe, model_config, base)
+    return MergedSource(weights, stored, alpha / rank, transposed_layers(model), packings, dtype)
 
 
 def open_base(stored: StoredWeights, recipe: Recipe, model_config: Any, path: str | None = None) -> WeightSource:
@@ -294,7 +318,10 @@ def open_base(stored: StoredWeights, recipe: Recipe, model_config: Any, path: st
             "  to fix: move it back, or export with --base and the folder where it is now"
         )
     source = open_weights(locate(base_path), recipe, model_config, "base")
-    names = find_weights(build_meta_model(recipe, model_config), source, "base").values()
+    model = build_meta_model(recipe, model_config)
+    if heads := [shape for name, shape in stored.shapes.items() if is_score(name)]:
+        replace_head(model, recipe, model_config, heads[0][0])
+    names = find_weights(model, source, "base").values()
     checksum = combine_checksums([checksum_lines(source, names)])
     if checksum != identity["checksum"]:
         raise UserError(f"{stored.description}: {wrong_base_message(base_path, checksum, identity)}")
