@@ -418,10 +418,12 @@ CARDS = {"rtx4090": "24 GB", "l40s": "48 GB", "h100": "80 GB"}
 def test_table_of_models_is_the_planners() -> None:
     text = (REPOSITORY / "docs" / "four_bits.md").read_text()
     rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if "B | " in line]
-    assert len(rows) == 7
+    rows = [row for row in rows if row[0] in PUBLISHED]
+    found = []
     for row in planned_rows():
         print("|", " | ".join(row), "|", flush=True)
-        assert row in rows
+        found.append(row)
+    assert found == rows
 
 
 def planned_rows() -> Iterator[list[str]]:
