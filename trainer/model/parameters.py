@@ -17,6 +17,11 @@ from trainer.model.packed import num_weights
 from trainer.model.placement import Box, Division, cut
 
 
+def is_vector(name: str, parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is a vector, or one for each expert: stacked biases have two dimensions."""
+    return parameter.ndim < 2 or (parameter.ndim == 2 and name.endswith("bias"))
+
+
 def tied_names(model: nn.Module) -> list[list[str]]:
     """Return the groups of names that share one parameter, in module order; the first name is canonical."""
     names: dict[int, list[str]] = defaultdict(list)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +22,16 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trainer.config.pretrained import INDEX, MAX_INDEX_BYTES, WEIGHTS, check_no_gguf, no_weights
+from trainer.config.pretrained import CONFIG, INDEX, MAX_INDEX_BYTES, WEIGHTS, check_no_gguf, no_weights
 from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import read_json
+from trainer.model.head import is_score, replaced_output
 from trainer.model.network import HuggingFaceNames, MappedTensor
 from trainer.model.packed import find_packings
 from trainer.model.parameters import local, local_box, tied_names
 from trainer.recipe import Recipe, StoredTensors
 from trainer.recipe import WeightSource as WeightSource
+from trainer.weights.quantized import dequantized
 
 BLOCK_BYTES = 64 * 2**20
 """Maximum size of a block of rows that is read at once."""
@@ -107,7 +110,8 @@ def find_weights(
     """Map the names of the model's weights to their names in `source`; of tied weights, only the first name is
     included.
 
-    With `only`, the result is restricted to the names for which it is true.
+    With `only`, the result is restricted to the names for which it is true.  A new head (`ScoreHead`) may be missing in
+    the source, and the output projection that it replaces may be there.
 
     Raises UserError, beginning with `setting`, that lists every difference: weights missing on either side, different
     shapes, and weights that are tied in the model but different in the source.  Persistent buffers may be missing in
@@ -129,9 +133,9 @@ def find_weights(
             # Equal copies of a tied weight are fine.  If two weights differ, one would be lost.
             others = [other for other in stored[1:] if _are_different(source, stored[0], other)]
             untied_pairs += [f"{stored[0]} and {other} are one tensor here, but two there" for other in others]
-        elif name in parameters:
+        elif name in parameters and not is_score(name):
             missing.append(f"missing there: {name} {model_weights[name]}")
-    dtypes = source.dtypes
+    dtypes, known = source.dtypes, {*model_weights, replaced_output(model)}
     integers = [
         f"{stored}: {str(dtypes[stored]).removeprefix('torch.')} there, as in a quantized folder whose scales are "
         "missing; floating point here"
@@ -141,7 +145,7 @@ def find_weights(
     differences = [
         *missing,
         *integers,
-        *(f"missing here: {name} {shape}" for name, shape in source_shapes.items() if name not in model_weights),
+        *(f"missing here: {name} {shape}" for name, shape in source_shapes.items() if name not in known),
         *(
             f"{name}: {source_shapes[name]} there, {shape} here"
             for name, shape in model_weights.items()
@@ -272,8 +276,10 @@ class SafetensorsFolder(StoredTensors):
         names = None if recipe is None else HuggingFaceNames(recipe, model_config)
         self.description = str(path)
         self._setting = setting
-        self._stored: dict[str, _StoredTensor | _StackedTensor] = {}
-        stacks: dict[str, dict[str, _StoredTensor]] = {}
+        self.remarks: list[str] = []
+        """What differs from the files: their format, and parts that the model lacks."""
+        readers: dict[str, tuple[Path, Any]] = {}
+        left_out: Counter[str] = Counter()
         for file, expected in _find_files(path, setting).items():
             handle = self._open(file)
             present = list(handle.keys())
@@ -281,14 +287,24 @@ class SafetensorsFolder(StoredTensors):
             if absent:
                 raise self._unreadable(file, f"has no {', '.join(absent)}, which {INDEX} lists")
             for name in expected or present:
-                if names is not None and names.is_ignored(name):
-                    continue
-                mapped = (names and names.from_huggingface(name)) or MappedTensor(name)
-                stored = self._describe(file, handle.get_slice(name), name, mapped.is_transposed)
-                if mapped.row is None:
-                    self._stored[mapped.name] = stored
-                else:
-                    stacks.setdefault(mapped.name, {})[mapped.row] = stored
+                if names is None:
+                    readers[name] = file, handle.get_slice(name)
+                elif (part := names.left_out(name)) is not None:
+                    left_out[part] += 1
+                elif not names.is_ignored(name):
+                    readers[name] = file, handle.get_slice(name)
+        self.remarks += [f"without {part} ({number} tensors)" for part, number in left_out.items()]
+        if recipe is not None and recipe.hf is not None and "quantization_config" in recipe.hf.dropped:
+            readers = self._dequantized(readers)
+        self._stored: dict[str, _StoredTensor | _StackedTensor] = {}
+        stacks: dict[str, dict[str, _StoredTensor]] = {}
+        for name, (file, reader) in readers.items():
+            mapped = (names and names.from_huggingface(name)) or MappedTensor(name)
+            stored = self._describe(file, reader, name, mapped.is_transposed)
+            if mapped.row is None:
+                self._stored[mapped.name] = stored
+            else:
+                stacks.setdefault(mapped.name, {})[mapped.row] = stored
         self._stored |= {name: self._stack(name, rows) for name, rows in stacks.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
@@ -302,8 +318,10 @@ class SafetensorsFolder(StoredTensors):
         try:
             if not stored.shape:
                 tensor: torch.Tensor = stored.reader[...]
-            elif stored.transposed:
+            elif stored.transposed and len(stored.shape) == 2:
                 tensor = stored.reader[:, start:stop].t()
+            elif stored.transposed:
+                tensor = stored.reader[start:stop].mT
             else:
                 tensor = stored.reader[start:stop]
         except (SafetensorError, OSError) as error:
@@ -322,8 +340,22 @@ class SafetensorsFolder(StoredTensors):
         shape, dtype = tuple(reader.get_shape()), reader.get_dtype()
         if dtype not in DTYPES:
             raise self._unreadable(file, f"{name} is stored as {dtype}; convert it to one of {', '.join(DTYPES)}")
-        transposed = transposed and len(shape) == 2
-        return _StoredTensor(file, reader, transposed, shape[::-1] if transposed else shape, DTYPES[dtype])
+        transposed = transposed and len(shape) >= 2
+        shape = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
+        return _StoredTensor(file, reader, transposed, shape, DTYPES[dtype])
+
+    def _dequantized(self, readers: dict[str, tuple[Path, Any]]) -> dict[str, tuple[Path, Any]]:
+        """Return the tensors with quantized ones dequantized, as config.json beside them describes their format."""
+        path = Path(self.description).expanduser() / CONFIG
+        quantization = read_json(path).get("quantization_config") if path.is_file() else None
+        if not quantization:
+            return readers
+        try:
+            found = dequantized(readers, quantization)
+        except UserError as error:
+            raise setting_error(self._setting, self.description, str(error)) from error
+        self.remarks.append(f"dequantized from {quantization['quant_method']} to bfloat16")
+        return found
 
     def _stack(self, name: str, rows: Mapping[str, _StoredTensor]) -> _StackedTensor:
         """Combine the rows of one of our tensors.  Raises UserError if rows are missing or differ in shape or dtype."""
