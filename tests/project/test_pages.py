@@ -118,9 +118,8 @@ def write_model(folder: Path, kind: str, tokenizer: Any) -> None:
     from tests.helpers.hf_models import model_of
 
     end = tokenizer.token_to_id("<|im_end|>")
-    model = model_of(
-        kind, vocab_size=512, eos_token_id=end, bos_token_id=0, pad_token_id=0, max_position_embeddings=256
-    )
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 256}
+    model = model_of(kind, eos_token_id=end, bos_token_id=0, pad_token_id=0, **sizes)
     model.save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}

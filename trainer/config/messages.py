@@ -114,8 +114,8 @@ _ADVICE_FOR_NAME = {
     "fsdp_config": "set keys such as fsdp.wrap and mesh.shard, on the command line or in a recipe file",
     "report_to": "set log.trackers, for example to [wandb,tensorboard]",
     "warmup": "set schedule.warmup_steps, or schedule.warmup_ratio",
-    "load_in_4bit": "4-bit weights are not supported; lora.rank=16 lora.base_dtype=bfloat16 halves them",
-    "load_in_8bit": "8-bit weights are not supported; lora.rank=16 lora.base_dtype=bfloat16 halves them",
+    "load_in_4bit": "set lora.base_dtype=nf4, with lora.rank=16",
+    "load_in_8bit": "set lora.base_dtype=fp8, with lora.rank=16",
     "trust_remote_code": "leave it out: custom model code is never run",
 }
 
