@@ -15,7 +15,7 @@ from trainer.config import RunConfig
 from trainer.data.loader import Batch
 from trainer.data.transfer import prefetch_to_device
 from trainer.errors import setting_error
-from trainer.experts import BalanceLoss
+from trainer.experts import find_balance
 from trainer.loss import IGNORE, by_row, find_loss, replace_loss, scores_at_targets
 from trainer.metrics.record import Record
 from trainer.model.gradients import reshard
@@ -47,9 +47,9 @@ class ObjectiveTrainer(Trainer):
         if config is None and self.config.has_reference_model:
             self.reference = super().build_model(self.config).requires_grad_(False).eval()
         model = super().build_model(config)
-        for module in model.children():
-            if isinstance(module, BalanceLoss):
-                module.coefficient = 0.0  # a sum over tokens, which is no part of the loss of a sequence
+        balance = find_balance(model)
+        if balance is not None:  # its losses are sums over tokens, which are no part of the loss of a sequence
+            balance.loss = balance.sequence_loss = balance.z_loss = 0.0
         return model
 
     def count(self, batch: Batch) -> float:
@@ -82,7 +82,8 @@ class ObjectiveTrainer(Trainer):
         if self.config.objective.has_statistic:
             self._known = self._mean_statistic(micro_batches)
         try:
-            yield
+            with super().global_sums(micro_batches):
+                yield
         finally:
             self._known = None
 

@@ -56,9 +56,8 @@ def test_example_of_the_docs_trains(hinge: Path, model: Path, monkeypatch: pytes
     settings = ["recipe=dpo", f"model.path={model}", f"data.path={data}", f"data.cache_dir={hinge / 'cache'}"]
     quick = ["data.seq_len=64", "train.epochs=6", "train.global_batch_size=4", "optim.lr=1e-2", "run.threads=1"]
     own = ["train.objective=hinge:Hinge", "objective.beta=0.5", "eval.every=4", "eval.metric=accuracy", "nproc=2"]
-    ran = run_command(
-        hinge / "run", *settings, *quick, *own, f"data.eval_path={write(hinge / 'held.jsonl', held_out())}"
-    )
+    own.append(f"data.eval_path={write(hinge / 'held.jsonl', HELD_OUT)}")
+    ran = run_command(hinge / "run", *settings, *quick, *own)
     assert ran.exit_code == 0, ran.stderr
     assert ran.train("loss")[0] == pytest.approx(1.0), "the margin is zero at first"
     assert ran.train("loss")[-1] < 0.5

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from trainer.checkpoint.manifest import Manifest, list_steps, name_of, read_manifest
+from trainer.checkpoint.manifest import Manifest, checkpoint_name, list_steps, read_manifest
 from trainer.checkpoint.storage import DOUBTFUL, Damaged, Storage
 from trainer.config import CheckpointSection
 from trainer.errors import UserError
@@ -26,7 +26,7 @@ def newest_step(storage: Storage) -> int | None:
     """
     steps = list_steps(storage)
     for step in reversed(steps):
-        manifest = _read(storage / name_of(step))
+        manifest = _read(storage / checkpoint_name(step))
         if manifest is None or not manifest.num_skipped:
             return step
     return steps[-1] if steps else None
@@ -43,7 +43,7 @@ def find_best(storage: Storage) -> tuple[float, int] | None:
 
     Checkpoints are ranked by the metric that was configured when the newest of them was saved.
     """
-    manifests = [m for step in list_steps(storage) if (m := _read(storage / name_of(step))) is not None]
+    manifests = [m for step in list_steps(storage) if (m := _read(storage / checkpoint_name(step))) is not None]
     good = [manifest for manifest in manifests if manifest.evaluation and not manifest.num_skipped]
     if not good:
         return None
@@ -88,7 +88,7 @@ class RetentionPolicy:
             return False
         num_better = 0
         for step in list_steps(self._storage):
-            manifest = self._manifests.get(step) or _read(self._storage / name_of(step))
+            manifest = self._manifests.get(step) or _read(self._storage / checkpoint_name(step))
             if manifest is not None and not manifest.num_skipped:
                 other = manifest.evaluation.get(self._metric)
                 num_better += other is not None and self._sign * other <= self._sign * value
@@ -115,7 +115,7 @@ class RetentionPolicy:
             due_steps = (step, *(manifest.due if manifest is not None else ()))
             if self._keep_every > 0 and any(due % self._keep_every == 0 for due in due_steps):
                 to_keep.add(step)
-        return [name_of(step) for step in steps if step < last[-1] and step not in to_keep]
+        return [checkpoint_name(step) for step in steps if step < last[-1] and step not in to_keep]
 
     def names_to_quarantine(self, first_step: int) -> list[str]:
         """Return the names of the good checkpoints of step `first_step` and later, after which every step failed.
@@ -129,7 +129,9 @@ class RetentionPolicy:
             return []
         quarantined = self._storage.quarantined_names()
         return [
-            name_of(step) for step in good if step >= first_step and f"{DOUBTFUL}-{name_of(step)}" not in quarantined
+            checkpoint_name(step)
+            for step in good
+            if step >= first_step and f"{DOUBTFUL}-{checkpoint_name(step)}" not in quarantined
         ]
 
     def _is_good(self, step: int) -> bool:
@@ -139,7 +141,7 @@ class RetentionPolicy:
     def _manifest_of(self, step: int) -> Manifest | None:
         """Return the manifest of a checkpoint, or None if it cannot be used."""
         if step not in self._manifests:
-            self._manifests[step] = _read(self._storage / name_of(step))
+            self._manifests[step] = _read(self._storage / checkpoint_name(step))
         return self._manifests[step]
 
 
@@ -185,7 +187,7 @@ def disk_space_warning(storage: Storage, section: CheckpointSection, num_bytes: 
     with suppress(OSError, Damaged, UserError):
         free, existing = storage.free_bytes(), list_steps(storage)
         if existing:
-            num_bytes = read_manifest(storage / name_of(existing[-1])).num_bytes
+            num_bytes = read_manifest(storage / checkpoint_name(existing[-1])).num_bytes
     if free is None:
         return ""
     counts = checkpoint_counts(section, steps_left, len(existing))

@@ -40,15 +40,15 @@ from trainer.config.load import (
     assign,
     check_imports,
     check_limits,
-    declared_by_yaml,
     declared_keys,
-    empty_tree,
+    declared_model,
+    default_tree,
     find_recipe_file,
-    flat_keys,
     is_checkpoint,
     is_run,
     is_written_by_run,
-    no_model,
+    keys_of_sections,
+    missing_model_error,
     parse_override,
     read_run_config,
     read_stored,
@@ -173,7 +173,7 @@ def load_with_origins(
     if is_written_by_run(path):
         check_imports(tree, resolution.assignments, allow_import)
     remember_secrets([tree, *resolution.assignments.values()])
-    for key, value in flat_keys(tree, path):
+    for key, value in keys_of_sections(tree, path):
         if key not in resolution.assignments:
             refuse_masked(key, value, path)
         resolution.values[key] = value
@@ -186,7 +186,7 @@ def config_from_yaml(text: str, origin: str = CONFIG, allow_import: Collection[s
     The text is untrusted: of the modules that it names, only those in `allow_import` and their submodules are imported.
     Raises UserError as `load_config` does.
     """
-    values = dict(flat_keys(read_stored(text, origin), Path(origin)))
+    values = dict(keys_of_sections(read_stored(text, origin), Path(origin)))
     return _build(Resolution(Path(origin), values=values, allow_import=allow_import, is_stored=True))
 
 
@@ -196,11 +196,11 @@ def _build(resolution: Resolution) -> RunConfig:
     resolution.untyped, values, assignments = keys, keys.values, keys.assignments
     name = assignments.get("model.name", values.get("model.name"))
     if name is None:
-        raise no_model(values, resolution.path)
+        raise missing_model_error(values, resolution.path)
     allowed_modules = resolution.allow_import if resolution.is_stored else None
     model = find_recipe(str(name), allowed_modules).config
     objective: type = find_objective(objective_name(keys), allowed_modules)
-    tree, legal = copy.deepcopy(empty_tree(model, objective)), declared_keys(model, objective)
+    tree, legal = copy.deepcopy(default_tree(model, objective)), declared_keys(model, objective)
     for key, value in values.items():
         assign(tree, legal, key, value, f" (in {resolution.path})")
     for key, text in assignments.items():
@@ -615,7 +615,7 @@ def model_of_weights(tree: Any, resolution: Resolution) -> Any:
         stored = location.folder / CONFIG  # of a run or of a checkpoint
         try:
             if stored.is_file():
-                resolution.declared = declared_by_yaml(stored.read_text(), recipe.name, str(stored))
+                resolution.declared = declared_model(stored.read_text(), recipe.name, str(stored))
         except OSError as error:
             rule = f"{stored.name} cannot be read ({error.strerror})"
             raise setting_error("train.init_from", source, rule) from error

@@ -619,11 +619,17 @@ class LoraSection:
         "layers that get an adapter: all-linear (every linear layer of the blocks; routers and stacked experts get "
         "none), or a list of module names or name endings",
     )
-    base_dtype: Literal["float32", "bfloat16"] | None = declare(
+    base_dtype: Literal["float32", "bfloat16", "nf4", "fp8"] | None = declare(
         None,
-        "dtype of the frozen weights; null: bfloat16 if they are stored in it, else train.weights_dtype",
+        "dtype of the frozen weights; null: bfloat16 if they are stored in it, else train.weights_dtype; nf4 or fp8: "
+        "the linear layers of the blocks in 4.5 or 8.5 bits a weight, and all others in fsdp.param_dtype",
         aliases=DTYPES,
     )
+
+    @property
+    def packs(self) -> bool:
+        """Whether frozen weights are packed into 4 or 8 bits."""
+        return self.rank > 0 and self.base_dtype in ("nf4", "fp8")
 
 
 @dataclass(frozen=True)

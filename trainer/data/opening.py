@@ -257,14 +257,14 @@ def _find_hub_data(setting: str, data: DataSection, key: str) -> ShardSet:
 
 def _find_remote_shards(setting: str, data: DataSection, key: str) -> ShardSet:
     """Return the shards at a URL, or the shards built from the text at a URL."""
-    from trainer.data.remote.shards import NoShards, open_remote
+    from trainer.data.remote.shards import NoShardsFound, open_remote
     from trainer.data.remote.text import find_text, is_text
     from trainer.data.remote.transport import Unreachable
 
     try:
         if not is_text(setting):
             try:
-                with contextlib.suppress(NoShards):
+                with contextlib.suppress(NoShardsFound):
                     return open_remote(setting, key, data.cache_dir, data.cache_gib)
             except Unreachable as error:
                 if not error.is_unavailable:

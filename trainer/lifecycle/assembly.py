@@ -15,6 +15,7 @@ from trainer.config import RunConfig
 from trainer.config.rules import compiles_blocks
 from trainer.distributed.channel import StepSync
 from trainer.distributed.world import World
+from trainer.experts import BALANCE, ExpertBalance, find_balance
 from trainer.lifecycle.folder import RunFolder
 from trainer.lifecycle.lifecycle import Lifecycle
 from trainer.lifecycle.relocation import Relocation
@@ -111,6 +112,10 @@ def assemble_run(trainer: Trainer, start_time: float) -> TrainingRun:
     average = WeightAverage(state.trained, config.train.ema, config.eval.ema)
     optimizer.step_listeners.append(average)
     state.add(EMA, average)
+    if find_balance(model) is not None:
+        expert_balance = ExpertBalance(model, world, trainer.log)
+        optimizer.step_listeners.append(expert_balance)
+        state.add(BALANCE, expert_balance)
     origin = Origin()
     state.add(ORIGIN, origin)
 

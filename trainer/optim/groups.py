@@ -1,7 +1,7 @@
 """Assigns an optimizer, a learning rate and a weight decay to each parameter, and describes the result as a table.
 
-The defaults follow common practice.  With AdamW and SGD all parameters of two and more dimensions decay, except for
-embedding tables.  Muon takes the hidden matrices and stacked experts; embeddings, the output projection, routers,
+The defaults follow common practice.  With AdamW and SGD all matrices decay, except for embedding tables; vectors
+and biases do not.  Muon takes the hidden matrices and stacked experts; embeddings, the output projection, routers,
 convolutions and vectors stay with AdamW.  `optim.groups` changes any of this by the parameter's name.
 """
 
@@ -20,6 +20,7 @@ from torch import nn
 from trainer.config import OptimSection
 from trainer.errors import nearest, setting_error
 from trainer.model.head import is_score
+from trainer.model.parameters import is_vector
 from trainer.model.widths import Growth
 from trainer.optim.muon import relative_update
 
@@ -57,7 +58,7 @@ def assign(model: nn.Module, config: OptimSection, growth: Mapping[str, Growth] 
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        decays = config.decay_all or (parameter.ndim >= 2 and id(parameter) not in embeddings)
+        decays = config.decay_all or not (is_vector(name, parameter) or id(parameter) in embeddings)
         optimizer = config.name
         if optimizer == "muon" and id(parameter) not in muon:
             optimizer = "adamw"

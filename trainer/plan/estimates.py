@@ -185,14 +185,16 @@ def collectives_of(trace: Trace, layout: Layout, num_micro_batches: int) -> Coun
     """Return the number of times that a step issues each kind of collective.
 
     Besides FSDP's collectives, these are the training step's three small all-reduces (the votes, through host memory;
-    the squared gradient norm over the shard axis; the loss over all ranks) and Muon's messages, with the sizes that
-    rank 0 receives.
+    the squared gradient norm over the shard axis; the loss over all ranks), that of the choices of experts, and Muon's
+    messages, with the sizes that rank 0 receives.
     """
     watcher = _CollectiveCounter(layout)
     Step(trace, layout, num_micro_batches, watcher).run()
     if layout.num_ranks > 1:
         watcher.counts[Collective("all_reduce", "world", layout.num_ranks, _MESSAGE_BYTES)] += 1
         watcher.counts[Collective("all_reduce", "world", layout.num_ranks, _LOSS_BYTES)] += 1
+        if trace.load_bytes:
+            watcher.counts[Collective("all_reduce", "world", layout.num_ranks, trace.load_bytes)] += 1
     if layout.shard > 1:
         watcher.counts[Collective("all_reduce", "shard", layout.shard, _NORM_BYTES)] += 1
     if layout.muon is not None:
@@ -375,7 +377,7 @@ class _Clock(Watcher):
         self.exposed_offload_s += self._repeats * max(0.0, moment - self._now)
         self._now = max(self._now, moment)
 
-    def finish_backward(self) -> None:
+    def finish(self) -> None:
         self._wait_until(max(self._scatters_free, self._sums_free))
         self._last_scatter = self._last_copy = None
         self.total_s += self._repeats * (self._now - self._started)

@@ -73,7 +73,7 @@ class Plan:
 
     @property
     def num_parameters(self) -> int:
-        return sum(unit.numel for unit in self.trace.units)
+        return sum(p.packed_weights or p.numel for unit in self.trace.units for p in unit.parameters)
 
     @property
     def tokens(self) -> int:

@@ -23,6 +23,7 @@ from trainer.files import crc32
 from trainer.model.head import is_score
 from trainer.model.lora import ADAPTER, adapter_part, plain_name, transposed_layers
 from trainer.model.network import HuggingFaceNames
+from trainer.model.packed import Packing
 from trainer.recipe import Recipe, Transposed
 from trainer.weights.exporting import (
     ADAPTER_CONFIG,
@@ -148,30 +149,40 @@ class MergedSource:
 
     Each weight is W + (B @ A) * scaling, computed in float32 and returned in the dtype of W.  The full product is
     computed at once, as in other implementations, so that the results are bit-identical; only one layer's product is
-    in memory.  `transposed` are the layers whose W has shape (in, out).  A new head is returned as it was trained.
+    in memory.  `transposed` are the layers whose W has shape (in, out).  `packings` are the weights that were packed
+    in training, by name: their W is what remains of it after packing, and they are returned in `dtype`, if given.  A
+    new head is returned as it was trained.
     """
 
     def __init__(
-        self, base: WeightSource, adapters: WeightSource, scaling: float, transposed: Collection[str] = ()
+        self,
+        base: WeightSource,
+        adapters: WeightSource,
+        scaling: float,
+        transposed: Collection[str] = (),
+        packings: Mapping[str, Packing] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.description, self.adapters = adapters.description, adapters
         self._new_head = {name for name in adapters.shapes if is_score(name)}
-        self.shapes = {**base.shapes, **{name: adapters.shapes[name] for name in self._new_head}}
-        self.dtypes = {**base.dtypes, **{name: adapters.dtypes[name] for name in self._new_head}}
         self._base_weights, self._scaling, self._transposed = base, scaling, frozenset(transposed)
+        self._packings = packings or {}
         self._layers = {f"{layer}.weight": layer for layer in adapted_layers(adapters.shapes)}
+        self.shapes = {**base.shapes, **{name: adapters.shapes[name] for name in self._new_head}}
+        self.dtypes = {name: (name in self._packings and dtype) or stored for name, stored in base.dtypes.items()}
+        self.dtypes |= {name: adapters.dtypes[name] for name in self._new_head}
         self._product: tuple[str, torch.Tensor] = ("", torch.empty(0))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a tensor, or all of it."""
         if name in self._new_head:
             return self.adapters.read(name, start, stop)
-        base_weight = self._base_weights.read(name, start, stop)
-        return (
-            (base_weight + self._adapter_product(name)[start:stop]).to(base_weight.dtype)
-            if name in self._layers
-            else base_weight
-        )
+        weight = self._base_weights.read(name, start, stop)
+        if name in self._packings:
+            weight = self._packings[name].rounded(weight)
+        if name in self._layers:
+            weight = weight + self._adapter_product(name)[start:stop]
+        return weight.to(self.dtypes[name])
 
     def _adapter_product(self, name: str) -> torch.Tensor:
         if self._product[0] != name:
