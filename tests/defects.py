@@ -74,7 +74,7 @@ def definitions(root: Path) -> dict[str, list[tuple[Path, int, int]]]:
     The keys are dotted names, with and without their module: `Trainer.close` and `trainer.trainer:Trainer.close`.
     """
     found: dict[str, list[tuple[Path, int, int]]] = {}
-    for top in ("trainer", "recipes"):
+    for top in ("trainer", "recipes", "objectives"):
         for path in sorted((root / top).rglob("*.py")):
             module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
             for name, begin, end in _spans(path.read_text()):
@@ -881,9 +881,37 @@ DEFECTS: list[Defect] = [
     Defect(
         "reference-with-adapters",
         "preferences",
-        "PreferenceTrainer._reference_logprobs",
+        "ObjectiveTrainer._reference_logps",
         "with _eval_mode(self.model), without_adapters(self.model):",
         "with _eval_mode(self.model):",
+    ),
+    Defect(
+        "statistic-of-a-rank",
+        "objectives",
+        "ObjectiveTrainer._mean_statistic",
+        "total, count = self.world.sum_on_device(sums)",
+        "total, count = sums",
+    ),
+    Defect(
+        "settings-of-dpo-dropped",
+        "objective-files",
+        "objective_section",
+        'if section == OLD_SECTION and objective == "dpo":',
+        'if section == OLD_SECTION and objective == "ipo":',
+    ),
+    Defect(
+        "lowest-accuracy-is-best",
+        "score-models",
+        "find_best",
+        "-1 if good[-1].higher_is_better else 1",
+        "1",
+    ),
+    Defect(
+        "teacher-of-a-cold-softmax",
+        "distillation",
+        "Distill.divergence",
+        "(logps / self.temperature).log_softmax(-1) for logps in (student, teacher)",
+        "(logps / t).log_softmax(-1) for logps, t in ((student, self.temperature), (teacher, 1.0))",
     ),
     Defect(
         "any-base-will-do",
