@@ -23,6 +23,7 @@ from tests.weights.test_huggingface import (
     their_llama,
     their_qwen3,
     their_qwen3_moe,
+    their_qwen3_next,
 )
 from trainer import load_config, load_weights
 from trainer.data.loader import TrainLoader
@@ -37,6 +38,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "gpt2": their_gpt2,
     "qwen3": their_qwen3,
     "qwen3_moe": their_qwen3_moe,
+    "qwen3_next": their_qwen3_next,
 }
 MESHES = {"1": ["nproc=1"], "2": ["nproc=2"], "2x2": ["nproc=4", "mesh.replicate=2"]}
 PLAIN = [
@@ -97,7 +99,7 @@ def relative(found: list[float], expected: list[float]) -> float:
     return difference
 
 
-SLOW = {("qwen3_moe", "2")}
+SLOW = {("qwen3_moe", "2"), ("qwen3_next", "2")}
 
 
 @pytest.mark.slow
