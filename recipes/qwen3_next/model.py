@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from trainer.recipes._layers import Embedding, FeedForward, Head, Linear, Rope, merge_heads, rotate, split_heads
-from trainer.recipes.qwen3_moe.model import Load, MixtureOfExperts
+from trainer.recipes.qwen3_moe.model import MixtureOfExperts
 from trainer.recipes.qwen3_next.config import Qwen3NextConfig
 
 from trainer import sequence
-from trainer.experts import BalanceLoss
+from trainer.experts import Balance, Load
 from trainer.loss import IGNORE
 from trainer.sequence import Documents
 
@@ -208,7 +208,7 @@ class Qwen3NextBlock(nn.Module):
 class Qwen3Next(nn.Module):
     """Qwen3-Next: maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the summed loss.
 
-    In training, the loss includes the load-balancing loss if `model.balance` is set.
+    In training, the loss includes those of the routers (`trainer.experts.Balance`).
     `documents` (B, T) keeps the documents of a row apart; `positions` and `borders` follow from it.
     """
 
@@ -224,9 +224,16 @@ class Qwen3Next(nn.Module):
         self.head = Head(norm, config.dim, config.vocab_size, std=config.init_std)
         if config.tie_embeddings:
             self.head.output.weight = self.tok_embeddings.weight
-        self.balance = None
-        if config.balance:
-            self.balance = BalanceLoss(config.balance, config.num_experts, config.num_chosen, config.num_layers)
+        self.balance = Balance(
+            config.num_layers,
+            config.num_experts,
+            config.num_chosen,
+            loss=config.balance,
+            shares=config.balance_shares,
+            sequence_loss=config.sequence_balance,
+            z_loss=config.z_loss,
+            rate=config.balance_rate,
+        )
 
     def forward(
         self,
@@ -239,7 +246,7 @@ class Qwen3Next(nn.Module):
         packed = Documents.of(documents, borders)
         positions = sequence.positions(tokens, positions, packed)
         x_BTD = self.tok_embeddings(tokens)
-        if self.balance is None or targets is None or not self.training:
+        if targets is None or not self.training:
             for layer in self.layers:
                 x_BTD = layer(x_BTD, positions, packed)
             return self.head(x_BTD, targets)
@@ -247,5 +254,4 @@ class Qwen3Next(nn.Module):
         for layer in self.layers:
             x_BTD, load = layer(x_BTD, positions, packed, targets != IGNORE)
             loads.append(load)
-        choices_E, probs_E = (torch.stack(parts).sum(0) for parts in zip(*loads, strict=True))
-        return self.head(x_BTD, targets) + self.balance(choices_E, probs_E)
+        return self.head(x_BTD, targets) + self.balance(loads)
