@@ -17,7 +17,7 @@ from trainer.recipes.qwen3.model import Qwen3Attention
 from trainer.recipes.qwen3_moe.config import Qwen3MoeConfig
 
 from trainer import experts, sequence
-from trainer.experts import BalanceLoss, choices_of, grouped_mm
+from trainer.experts import BalanceLoss, choices_of, products
 from trainer.loss import IGNORE
 from trainer.sequence import Documents
 
@@ -34,6 +34,9 @@ class Load(NamedTuple):
 class Experts(nn.Module):
     """SwiGLU feed-forward experts with stacked weights."""
 
+    matrices = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+    """For adapters; see `trainer.experts.adapters`."""
+
     def __init__(self, config: Qwen3MoeConfig) -> None:
         super().__init__()
         self.std, self.out_std = config.init_std, config.init_std / math.sqrt(2 * config.num_layers)
@@ -49,9 +52,9 @@ class Experts(nn.Module):
 
     def forward(self, x_MD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """Return the outputs for rows in the order of experts, (M, D); those of each expert end before row `ends_E`."""
-        gate_MF = F.silu(grouped_mm(x_MD, self.w1.transpose(1, 2), ends_E))
-        hidden_MF = gate_MF * grouped_mm(x_MD, self.w3.transpose(1, 2), ends_E)
-        return grouped_mm(hidden_MF, self.w2.transpose(1, 2), ends_E)
+        gate_MF, up_MF = products(self, "gate_up_proj", x_MD, ends_E)
+        (out_MD,) = products(self, "down_proj", F.silu(gate_MF) * up_MF, ends_E)
+        return out_MD
 
 
 class MixtureOfExperts(nn.Module):

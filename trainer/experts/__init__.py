@@ -9,17 +9,33 @@ Shape suffixes: D model width, E experts, A experts per token, S tokens of this 
 
 from __future__ import annotations
 
+from trainer.experts.adapters import (
+    ADAPTER,
+    ADAPTERS,
+    ExpertAdapter,
+    ExpertFactor,
+    adapters_of,
+    add_adapter,
+    matrices_of,
+    products,
+)
 from trainer.experts.balance import BalanceLoss, global_balance
 from trainer.experts.dispatch import Estimate, ExpertGroup, choices_of, mix
 from trainer.experts.grouped import GROUPED, GROUPED_PRODUCT, fake_tensors, grouped_mm, grouped_outer
 from trainer.experts.sharing import find_experts, imagine_group, share_out, watched
 
 __all__ = [
+    "ADAPTER",
+    "ADAPTERS",
     "GROUPED",
     "GROUPED_PRODUCT",
     "BalanceLoss",
     "Estimate",
+    "ExpertAdapter",
+    "ExpertFactor",
     "ExpertGroup",
+    "adapters_of",
+    "add_adapter",
     "choices_of",
     "fake_tensors",
     "find_experts",
@@ -27,7 +43,9 @@ __all__ = [
     "grouped_mm",
     "grouped_outer",
     "imagine_group",
+    "matrices_of",
     "mix",
+    "products",
     "share_out",
     "watched",
 ]

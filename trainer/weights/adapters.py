@@ -19,10 +19,12 @@ from trainer.checkpoint.state_parts import StatePart
 from trainer.config import LoraSection
 from trainer.config.pretrained import find_huggingface
 from trainer.errors import UserError
+from trainer.experts import ADAPTER
 from trainer.files import crc32
-from trainer.model.lora import ADAPTER, adapter_part, plain_name, transposed_layers
+from trainer.model.lora import adapter_part, plain_name, transposed_layers
 from trainer.model.network import HuggingFaceNames
 from trainer.recipe import Recipe, Transposed
+from trainer.weights.expert_adapters import ExpertMatrix, PeftFactors, peft_prefixes, target_parameters
 from trainer.weights.exporting import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -147,21 +149,31 @@ class MergedSource:
 
     Each weight is W + (B @ A) * scaling, computed in float32 and returned in the dtype of W.  The full product is
     computed at once, as in other implementations, so that the results are bit-identical; only one layer's product is
-    in memory.  `transposed` are the layers whose W has shape (in, out).
+    in memory.  `transposed` are the layers whose W has shape (in, out); `experts` the parameters of experts that have
+    adapters, of which only the requested experts are computed.
     """
 
     def __init__(
-        self, base: WeightSource, adapters: WeightSource, scaling: float, transposed: Collection[str] = ()
+        self,
+        base: WeightSource,
+        adapters: WeightSource,
+        scaling: float,
+        transposed: Collection[str] = (),
+        experts: Mapping[str, ExpertMatrix] | None = None,
     ) -> None:
         self.description, self.adapters = adapters.description, adapters
         self.shapes, self.dtypes = base.shapes, base.dtypes
         self._base_weights, self._scaling, self._transposed = base, scaling, frozenset(transposed)
         self._layers = {f"{layer}.weight": layer for layer in adapted_layers(adapters.shapes)}
+        self._experts = experts or {}
         self._product: tuple[str, torch.Tensor] = ("", torch.empty(0))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a tensor, or all of it."""
         base_weight = self._base_weights.read(name, start, stop)
+        if name in self._experts:
+            product = self._experts[name].product(self.adapters, start, stop)
+            return (base_weight + product * self._scaling).to(base_weight.dtype)
         return (
             (base_weight + self._adapter_product(name)[start:stop]).to(base_weight.dtype)
             if name in self._layers
@@ -206,17 +218,21 @@ def export_adapter(
     Adapters are stored as `dtype`, by default unchanged.  The tokenizer files in `origin` are copied.  Raises UserError
     as `exporting.export` does.
     """
-    names, layers = HuggingFaceNames(recipe, model_config), adapted_layers(source.shapes)
+    names, adapters = HuggingFaceNames(recipe, model_config), adapted_layers(source.shapes)
+    of_experts = peft_prefixes(model, adapters, names.to_huggingface)
+    layers = adapters - of_experts.keys()
     weight_names = {layer: _huggingface_weight(names, recipe, layer) for layer in layers}
     is_transposed = {layer for layer in layers if isinstance(weight_names[layer], Transposed)}
     is_transposed |= layers & transposed_layers(model)
     if is_transposed not in (set(), layers):
         raise UserError(f"recipe {recipe.name!r}: only some of the layers with adapters are stored transposed")
-    tensors = []
+    prefixes = {layer: name.removesuffix(".weight") for layer, name in weight_names.items()}
+    prefixes |= of_experts
+    source, tensors = PeftFactors(source, of_experts), []
     for name, shape in source.shapes.items():
         if part := adapter_part(name):
             layer, letter = part
-            exported_name = f"base_model.model.{weight_names[layer].removesuffix('.weight')}.lora_{letter}.weight"
+            exported_name = f"base_model.model.{prefixes[layer]}.lora_{letter}.weight"
             tensors.append(ExportedTensor(name, exported_name, shape, dtype or source.dtypes[name]))
     all_names = [names.to_huggingface(name) or name for name in model.state_dict(keep_vars=True)]
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
@@ -226,6 +242,8 @@ def export_adapter(
         "target_modules": target_modules({name.removesuffix(".weight") for name in weight_names.values()}, all_names),
         **{"fan_in_fan_out": bool(is_transposed), "init_lora_weights": True, "inference_mode": True},
     }
+    if of_experts:
+        settings["target_parameters"] = target_parameters(model, adapters, names.to_huggingface)
     origin = origin or Origin()
     tokenizer_files = {name: data for name, data in origin.files.items() if is_tokenizer_file(name)}
     texts = {ADAPTER_CONFIG: json_bytes(settings), **(origin.tokenizer or tokenizer_files)}

@@ -46,6 +46,7 @@ from trainer.weights.adapters import (
     without_adapters,
     wrong_base_message,
 )
+from trainer.weights.expert_adapters import find_matrices
 from trainer.weights.exporting import Origin, read_model_files, read_tokenizer
 from trainer.weights.sources import SafetensorsFolder, StateDictFile, WeightSource, fill, find_weights
 
@@ -274,8 +275,9 @@ def with_merged_adapters(
     alpha, rank = (stored_value(stored.config_yaml, f"lora.{key}") for key in ("alpha", "rank"))
     assert isinstance(alpha, (int, float))
     assert isinstance(rank, int)
-    transposed = transposed_layers(build_meta_model(recipe, model_config))
-    return MergedSource(open_base(stored, recipe, model_config, base), stored, alpha / rank, transposed)
+    model = build_meta_model(recipe, model_config)
+    transposed, experts = transposed_layers(model), find_matrices(model, adapted_layers(stored.shapes))
+    return MergedSource(open_base(stored, recipe, model_config, base), stored, alpha / rank, transposed, experts)
 
 
 def open_base(stored: StoredWeights, recipe: Recipe, model_config: Any, path: str | None = None) -> WeightSource:
