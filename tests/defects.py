@@ -468,6 +468,27 @@ DEFECTS: list[Defect] = [
         "chosen_TA.long() - (group.size - 1 - group.rank) * num_local",
     ),
     Defect(
+        "columns-of-a-rank-taken-for-an-expert",
+        "adapters-of-experts",
+        "PeftFactors.read",
+        "stacked.permute(1, 2, 0)",
+        "stacked.permute(1, 0, 2)",
+    ),
+    Defect(
+        "gate-and-up-merged-with-the-same-rows",
+        "adapters-of-experts",
+        "find_matrices",
+        "start = stop",
+        "start = 0",
+    ),
+    Defect(
+        "biases-of-the-expert-before",
+        "experts-of-transformers",
+        "_expert_of_rows",
+        "right=True",
+        "right=False",
+    ),
+    Defect(
         "experts-gathered-on-the-whole-axis",
         "experts-planned",
         "trainer.plan.step:_Group.__init__",
