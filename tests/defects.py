@@ -399,8 +399,8 @@ DEFECTS: list[Defect] = [
         "experts-global_balance-by-rank",
         "native-models",
         "global_balance",
-        "balance.reduce_choices = world.sum_on_device",
-        "balance.reduce_choices = _as_it_is",
+        "world.sum_on_device(choices_LE.clone())",
+        "choices_LE.clone()",
     ),
     Defect(
         "evaluates-what-was-drawn",
@@ -434,7 +434,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "chunks-added-in-bf16",
         "loss",
-        "_Gradients.add",
+        "Gradients.add",
         "self.weight_VD = grad_VD.float() if self.weight_VD is None",
         "self.weight_VD = grad_VD if self.weight_VD is None",
     ),
@@ -482,11 +482,11 @@ DEFECTS: list[Defect] = [
         "start = 0",
     ),
     Defect(
-        "biases-of-the-expert-before",
+        "experts-of-transformers-without-a-bias",
         "experts-of-transformers",
-        "_expert_of_rows",
-        "right=True",
-        "right=False",
+        "trainer.recipes.hf.experts:_outputs",
+        "out_MD + grouped_bias(experts.down_proj_bias, ends_E, len(x_MD)) if experts.has_bias else out_MD",
+        "out_MD",
     ),
     Defect(
         "experts-gathered-on-the-whole-axis",
@@ -494,6 +494,48 @@ DEFECTS: list[Defect] = [
         "trainer.plan.step:_Group.__init__",
         "layout.shard // layout.expert if self.is_shared_out else layout.shard",
         "layout.shard",
+    ),
+    Defect(
+        "balance-of-the-last-micro-batch",
+        "balance",
+        "trainer.experts.balance:Balance.forward",
+        "choices_LE if self.counted_LE is None else self.counted_LE + choices_LE",
+        "choices_LE",
+    ),
+    Defect(
+        "balance-of-one-rank",
+        "balance",
+        "trainer.experts.balance:ExpertBalance.after_step",
+        "self._world.sum_on_device(balance.counted_LE) if balance.total_LE is None else balance.total_LE",
+        "balance.counted_LE",
+    ),
+    Defect(
+        "balance-after-a-skipped-step",
+        "balance",
+        "trainer.experts.balance:ExpertBalance.after_step",
+        "missing_LE.sign() * is_good",
+        "missing_LE.sign()",
+    ),
+    Defect(
+        "balance-of-slices-of-sequences",
+        "balance",
+        "trainer.experts.balance:Balance._sequence_loss",
+        "if slices is not None:",
+        "if False:",
+    ),
+    Defect(
+        "balance-weighs-experts-by-the-bias",
+        "balance",
+        "trainer.experts.balance:Choice.forward",
+        "return scores_SE.gather(1, chosen_SA), chosen_SA",
+        "return (scores_SE + self.bias).gather(1, chosen_SA), chosen_SA",
+    ),
+    Defect(
+        "balance-counts-for-nothing-in-plans",
+        "balance-planned",
+        "trainer.plan.step:Step.run",
+        "self._counting_pass(repeats=self.num_micro_batches - 1)",
+        "pass",
     ),
     # -- the optimizer -------------------------------------------------------------------------------------------
     Defect(
@@ -847,7 +889,7 @@ DEFECTS: list[Defect] = [
         "checkpoint-not-held",
         "read-during-training",
         "StoredWeights.__init__",
-        "storage = PinnedStorage(storage.path, [COMMIT, *self.manifest.files])",
+        "storage = PinnedStorage(storage.path, [MANIFEST, *self.manifest.files])",
         "storage = PinnedStorage(storage.path, [])",
     ),
     Defect(

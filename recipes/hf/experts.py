@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.experts import mix, products
+from trainer.experts import grouped_bias, mix, products
 
 
 def dispatch_experts(model: nn.Module) -> None:
@@ -72,14 +72,7 @@ def _outputs(experts: Any, x_MD: torch.Tensor, ends_E: torch.Tensor) -> torch.Te
     inner = _first_matrix(experts)
     (hidden_MF,) = products(experts, inner, x_MD.to(getattr(experts, inner).dtype), ends_E)
     if experts.has_bias:
-        expert_M = _expert_of_rows(len(x_MD), ends_E, len(experts.down_proj_bias))
-        hidden_MF = hidden_MF + getattr(experts, f"{inner}_bias")[expert_M]
+        hidden_MF = hidden_MF + grouped_bias(getattr(experts, f"{inner}_bias"), ends_E, len(x_MD))
     hidden_MF = experts._apply_gate(hidden_MF) if experts.has_gate else experts.act_fn(hidden_MF)
     (out_MD,) = products(experts, "down_proj", hidden_MF, ends_E)
-    return out_MD + experts.down_proj_bias[expert_M] if experts.has_bias else out_MD
-
-
-def _expert_of_rows(num_rows: int, ends_E: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return the expert of each row; of rows that belong to none, whose outputs do not count, the last one."""
-    rows_M = torch.arange(num_rows, device=ends_E.device, dtype=ends_E.dtype)
-    return torch.searchsorted(ends_E, rows_M, right=True).clamp(max=num_experts - 1)
+    return out_MD + grouped_bias(experts.down_proj_bias, ends_E, len(x_MD)) if experts.has_bias else out_MD

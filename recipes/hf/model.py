@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from trainer.recipes._flops import mean_keys
 from trainer.recipes.hf.config import HfConfig
 from trainer.recipes.hf.experts import dispatch_experts
 from transformers import initialization
@@ -293,15 +294,8 @@ def flops(config: HfConfig, seq_len: int) -> float:
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
     matrices, widths = _work(json.dumps(config.config, sort_keys=True))
-    scores = sum(2 * width * _mean_keys(seq_len, window) for width, window in widths)
+    scores = sum(2 * width * mean_keys(seq_len, window) for width, window in widths)
     return 6.0 * (matrices + scores)
-
-
-def _mean_keys(seq_len: int, window: int | None) -> float:
-    """Return the mean number of keys that a query attends to: the preceding ones, at most `window`."""
-    if window is None or window >= seq_len:
-        return seq_len / 2
-    return window - window**2 / (2 * seq_len)
 
 
 @functools.lru_cache(maxsize=8)

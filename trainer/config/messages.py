@@ -16,7 +16,7 @@ import typing
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal
 
-from trainer.errors import UserError, nearest, setting_error, typed
+from trainer.errors import UserError, as_typed, nearest, setting_error
 from trainer.recipe import union_members
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ _ADVICE_FOR_NAME = {
 }
 
 
-def unknown_key(key: str, value: Any, legal: Collection[str], where: str = "", model: str = "") -> UserError:
+def unknown_key_error(key: str, value: Any, legal: Collection[str], where: str = "", model: str = "") -> UserError:
     """Return the error for an unknown key.
 
     where: the file that contains the key, as text to append to the message; empty for the command line.
@@ -145,7 +145,7 @@ def unknown_key(key: str, value: Any, legal: Collection[str], where: str = "", m
             rule = f"model.name={model} has no such setting{where}"
         return setting_error(key, value, rule, fix=fix)
     value_meant = _OTHER_VALUES.get(key_meant, {}).get(str(value).lower(), value)
-    return UserError(f"{setting_error(key, value, rule)}\n  did you mean {typed(key_meant, value_meant)}?")
+    return UserError(f"{setting_error(key, value, rule)}\n  did you mean {as_typed(key_meant, value_meant)}?")
 
 
 _OTHER_VALUES = {
@@ -242,7 +242,7 @@ def unexpected_argument(
         return UserError(f"{rule}\n  did you mean {similar[0]}?")
     key, colon, value = word.partition(":")
     if colon and value and _is_key(key):
-        return UserError(f"{rule}\n  did you mean {typed(key, value)}?")
+        return UserError(f"{rule}\n  did you mean {as_typed(key, value)}?")
     # This may be part of an unquoted value with spaces, unless that of a recipe, of nproc or a number.
     name, equals, start = before.partition("=")
     may_have_spaces = equals and name not in ("recipe", "nproc") and not re.fullmatch(r"[-+\d.,_e]+", start)

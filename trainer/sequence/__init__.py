@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from trainer.sequence.attention import attend_cached, attend_full, attend_slices
+from trainer.sequence.attention import AttentionOptions, attend_cached, attend_full, attend_slices
 from trainer.sequence.row_layout import (
     Cache,
     Documents,
@@ -48,26 +48,37 @@ def attend(
     v_BKTH: torch.Tensor,
     documents: Documents | None = None,
     dropout: float = 0.0,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the output of causal attention within each document, of shape (B, N, T, H).
 
-    Query heads may share key and value heads.  Without documents, attention is plain causal attention.  With them, on a
-    GPU in half precision and without dropout, one kernel processes all documents, with no host sync if the batch has
-    `borders`.  On a CPU, a loop over the documents computes only what is needed, unless they are tiny.  All other
-    batches with documents, including those in compiled code on a CPU, use a mask.  dropout: the fraction of attention
-    weights to drop.
+    Query heads may share key and value heads.  Values may be narrower than keys, and so is the output then.  dropout:
+    the fraction of attention weights to drop.  window: how many tokens a token attends to at most, including itself.
+    scale: the factor of the scores; by default 1 / sqrt(H).  sinks_N: for each query head, the score of a key without
+    a value, to which every token attends: attention weights then sum to less than 1 (OpenAI 2025, "gpt-oss-120b &
+    gpt-oss-20b Model Card", arXiv:2508.10925, section 2.2).
+
+    Without documents, attention is plain causal attention.  With them, on a GPU in half precision and without dropout,
+    one kernel processes all documents, with no host sync if the batch has `borders`.  On a CPU, a loop over the
+    documents computes only what is needed, unless they are tiny.  All other batches with documents, including those in
+    compiled code on a CPU, use a mask.  A window shorter than the sequence is computed block by block, with a mask for
+    each block.
 
     With context parallelism T is the length of a slice.  Collectives among the ranks that split a sequence between
     them: an all-gather of keys and values, repeated in the backward pass unless activations are kept, and one
     reduce-scatter in the backward pass.  With `mesh.context_method=heads` instead: two all-to-alls forward and two
     backward.
     """
+    options = AttentionOptions(dropout, window, scale, sinks_N)
     if isinstance(documents, Cache):
-        return attend_cached(q_BNTH, *documents.extend(k_BKTH, v_BKTH))
+        return attend_cached(q_BNTH, *documents.extend(k_BKTH, v_BKTH), options)
     slices = current_slices()
     if slices is None:
-        return attend_full(q_BNTH, k_BKTH, v_BKTH, documents, dropout)
-    return attend_slices(slices, q_BNTH, k_BKTH, v_BKTH, documents, dropout)
+        return attend_full(q_BNTH, k_BKTH, v_BKTH, documents, options)
+    return attend_slices(slices, q_BNTH, k_BKTH, v_BKTH, documents, options)
 
 
 def positions(
