@@ -74,7 +74,7 @@ def definitions(root: Path) -> dict[str, list[tuple[Path, int, int]]]:
     The keys are dotted names, with and without their module: `Trainer.close` and `trainer.trainer:Trainer.close`.
     """
     found: dict[str, list[tuple[Path, int, int]]] = {}
-    for top in ("trainer", "recipes"):
+    for top in ("trainer", "recipes", "objectives"):
         for path in sorted((root / top).rglob("*.py")):
             module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
             for name, begin, end in _spans(path.read_text()):
@@ -434,7 +434,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "chunks-added-in-bf16",
         "loss",
-        "_Gradients.add",
+        "Gradients.add",
         "self.weight_VD = grad_VD.float() if self.weight_VD is None",
         "self.weight_VD = grad_VD if self.weight_VD is None",
     ),
@@ -881,9 +881,37 @@ DEFECTS: list[Defect] = [
     Defect(
         "reference-with-adapters",
         "preferences",
-        "PreferenceTrainer._reference_logprobs",
+        "ObjectiveTrainer._reference_logps",
         "with _eval_mode(self.model), without_adapters(self.model):",
         "with _eval_mode(self.model):",
+    ),
+    Defect(
+        "statistic-of-a-rank",
+        "objectives",
+        "ObjectiveTrainer._mean_statistic",
+        "total, count = self.world.sum_on_device(sums)",
+        "total, count = sums",
+    ),
+    Defect(
+        "settings-of-dpo-dropped",
+        "objective-files",
+        "objective_section",
+        'if section == OLD_SECTION and objective == "dpo":',
+        'if section == OLD_SECTION and objective == "ipo":',
+    ),
+    Defect(
+        "lowest-accuracy-is-best",
+        "score-models",
+        "find_best",
+        "-1 if good[-1].higher_is_better else 1",
+        "1",
+    ),
+    Defect(
+        "teacher-of-a-cold-softmax",
+        "distillation",
+        "Distill.divergence",
+        "(logps / self.temperature).log_softmax(-1) for logps in (student, teacher)",
+        "(logps / t).log_softmax(-1) for logps, t in ((student, self.temperature), (teacher, 1.0))",
     ),
     Defect(
         "any-base-will-do",
@@ -898,6 +926,24 @@ DEFECTS: list[Defect] = [
         "with_merged_adapters",
         "stored, alpha / rank, transposed",
         "stored, alpha, transposed",
+    ),
+    Defect("nibbles-swapped", "packed-base", "Packing._pack_into", "codes[..., 0] << 4", "codes[..., 1] << 4"),
+    Defect(
+        "merged-into-another-base",
+        "packed-base",
+        "with_merged_adapters",
+        "in CODE_BITS and not into_original",
+        "in CODE_BITS and into_original",
+    ),
+    Defect("bytes-counted-as-weights", "packed-base", "num_weights", "packing.width", "packing.row_bytes"),
+    Defect("unpacked-kept", "packed-base", "_PackedProduct.forward", "(weight)", "(layer.unpacked(weight, x.dtype))"),
+    Defect("only-adapted-are-packed", "packed-base", "layers_to_pack", "linear | set(adapted)", "set(adapted)"),
+    Defect(
+        "gathers-planned-unpacked",
+        "packed-plan",
+        "ParameterFacts.gathered_size",
+        "self.element_size if self.packed_weights else param_size",
+        "param_size",
     ),
     Defect(
         "frozen-have-gradients",

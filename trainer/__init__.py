@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from trainer.data.source import Source as Source
     from trainer.errors import UserError as UserError
     from trainer.loss import linear_cross_entropy as linear_cross_entropy
+    from trainer.objective import Objective as Objective
+    from trainer.objective import register_objective as register_objective
     from trainer.recipe import HuggingFace as HuggingFace
     from trainer.recipe import Recipe as Recipe
     from trainer.recipe import Stacked as Stacked
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "HuggingFace",
+    "Objective",
     "Recipe",
     "RunConfig",
     "Source",
@@ -55,10 +58,12 @@ __all__ = [
     "load_weights",
     "main",
     "register",
+    "register_objective",
 ]
 
 _MODULES = {
     "HuggingFace": "recipe",
+    "Objective": "objective",
     "Recipe": "recipe",
     "RunConfig": "config",
     "Source": "data.source",
@@ -73,10 +78,11 @@ _MODULES = {
     "load_config": "config",
     "load_weights": "weights.loading",
     "register": "recipe",
+    "register_objective": "objective",
 }
 
 if not (Path(__file__).parent / "recipes").exists():
-    # A bare checkout: recipes/ and conf/ are next to this folder; an installation maps them into the package.
+    # A bare checkout: recipes/, objectives/ and conf/ are next to this folder; an installation has them inside it.
     __path__.append(str(Path(__file__).parent.parent))
 
 

@@ -178,14 +178,17 @@ def test_grouped_product_equals_separate_products() -> None:
 @pytest.mark.campaign
 def test_short_plan_of_balanced_experts_equals_the_full_one() -> None:
     """The short plan omits the middle blocks, each of which also returns its load."""
-    config = load_config("qwen3_moe_small", ["model.num_layers=9", "fsdp.param_dtype=bfloat16"])
+    exact = "model.balance_shares=exact"
+    config = load_config("qwen3_moe_small", ["model.num_layers=9", exact, "fsdp.param_dtype=bfloat16"])
     with torch.device("meta"):
         model = config.recipe.build_model(config.model)
     for checkpointing in ("none", "selective", "full"):
         short, whole = (
-            trace(copy.deepcopy(model), config, 2, checkpointing, "cpu", shortens) for shortens in (True, False)
+            trace(copy.deepcopy(model), config, 2, checkpointing, 0.0, "cpu", shortens) for shortens in (True, False)
         )
-        assert [(event.mark, event.unit) for event in short.events] == [(e.mark, e.unit) for e in whole.events]
-        for one, other in zip(short.events, whole.events, strict=True):
+        ours, theirs = (*short.events, *short.counting), (*whole.events, *whole.counting)
+        assert short.counting
+        assert [(event.mark, event.unit) for event in ours] == [(event.mark, event.unit) for event in theirs]
+        for one, other in zip(ours, theirs, strict=True):
             assert abs(one.before.net - other.before.net) <= 4096, (one.mark, one.unit)
             assert sum(w.flops * n for w, n in one.before.work) == sum(w.flops * n for w, n in other.before.work)

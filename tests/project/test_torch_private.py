@@ -126,7 +126,7 @@ def _has_backward(name: str) -> bool:
     return all(hasattr(torch.ops.aten, f"_scaled_dot_product_{name}{way}") for way in ("", "_backward"))
 
 
-FILES = sorted(path for folder in ("trainer", "recipes") for path in (REPOSITORY / folder).rglob("*.py"))
+FILES = sorted(path for folder in ("trainer", "recipes", "objectives") for path in (REPOSITORY / folder).rglob("*.py"))
 
 
 def own_names() -> set[str]:

@@ -72,6 +72,11 @@ class Manifest:
         return str(self.extra.get("metric", "loss"))
 
     @property
+    def higher_is_better(self) -> bool:
+        """Whether `metric` ranked the highest first."""
+        return bool(self.extra.get("higher_is_better", False))
+
+    @property
     def num_bytes(self) -> int:
         return sum(size for size, _ in self.files.values())
 

@@ -6,7 +6,6 @@ after a different step.  Such a checkpoint never replaces a good one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -46,8 +45,11 @@ def find_best(storage: Storage) -> tuple[float, int] | None:
     """
     manifests = [m for step in list_steps(storage) if (m := _read(storage / checkpoint_name(step))) is not None]
     good = [manifest for manifest in manifests if manifest.evaluation and not manifest.num_skipped]
-    scored = [(m.evaluation[good[-1].metric], m.step) for m in good if good[-1].metric in m.evaluation]
-    return min(scored, default=None)
+    if not good:
+        return None
+    metric, sign = good[-1].metric, -1 if good[-1].higher_is_better else 1
+    scored = [(m.evaluation[metric], m.step) for m in good if metric in m.evaluation]
+    return min(scored, key=lambda value_and_step: (sign * value_and_step[0], value_and_step[1]), default=None)
 
 
 def _read(storage: Storage) -> Manifest | None:
@@ -62,12 +64,12 @@ class RetentionPolicy:
     """Decides which checkpoints are obsolete.  For rank 0 only.  Each manifest is read once and cached.
 
     It keeps the newest good checkpoints (`checkpoint.keep_last`), the checkpoints of every `checkpoint.keep_every`-th
-    step, and the ones with the lowest `metric` in their evaluation (`checkpoint.keep_best`).
+    step, and the ones with the lowest `metric` in their evaluation, or with the highest (`checkpoint.keep_best`).
     """
 
-    def __init__(self, storage: Storage, section: CheckpointSection, metric: str) -> None:
+    def __init__(self, storage: Storage, section: CheckpointSection, metric: str, higher_is_better: bool) -> None:
         self._storage, self._keep_last, self._keep_every = storage, section.keep_last, section.keep_every
-        self._keep_best, self._metric = section.keep_best, metric
+        self._keep_best, self._metric, self._sign = section.keep_best, metric, -1 if higher_is_better else 1
         self._manifests: dict[int, Manifest | None] = {}
         """The manifest of each step; None if it cannot be used."""
 
@@ -88,7 +90,8 @@ class RetentionPolicy:
         for step in list_steps(self._storage):
             manifest = self._manifests.get(step) or _read(self._storage / checkpoint_name(step))
             if manifest is not None and not manifest.num_skipped:
-                num_better += manifest.evaluation.get(self._metric, math.inf) <= value
+                other = manifest.evaluation.get(self._metric)
+                num_better += other is not None and self._sign * other <= self._sign * value
         return num_better < self._keep_best
 
     def obsolete(self, before_next: bool = False) -> list[str]:
@@ -106,8 +109,8 @@ class RetentionPolicy:
             return []
         manifests = {step: self._manifest_of(step) for step in steps}
         evaluated = [m for m in manifests.values() if m and not m.num_skipped and self._metric in m.evaluation]
-        best = sorted((m.evaluation[self._metric], m.step) for m in evaluated)[: self._keep_best]  # a tie: the older
-        to_keep = {step for _, step in best}
+        ranked = sorted((self._sign * m.evaluation[self._metric], m.step) for m in evaluated)  # a tie: the older
+        to_keep = {step for _, step in ranked[: self._keep_best]}
         for step, manifest in manifests.items():
             due_steps = (step, *(manifest.due if manifest is not None else ()))
             if self._keep_every > 0 and any(due % self._keep_every == 0 for due in due_steps):

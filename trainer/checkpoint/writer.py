@@ -133,10 +133,17 @@ class Checkpoints:
     """The checkpoints in one folder.  Methods documented as collective must be called by all ranks."""
 
     def __init__(
-        self, storage: Storage, world: World, section: CheckpointSection, metric: str, run_info: RunInfo
+        self,
+        storage: Storage,
+        world: World,
+        section: CheckpointSection,
+        metric: str,
+        higher_is_better: bool,
+        run_info: RunInfo,
     ) -> None:
-        """metric: the field of an evaluation that ranks checkpoints."""
-        self.world, self._section, self._metric, self._run_info = world, section, metric, run_info
+        """metric: the field of an evaluation that ranks checkpoints.  higher_is_better: how it ranks them."""
+        self.world, self._section, self._run_info = world, section, run_info
+        self._metric, self._higher_is_better = metric, higher_is_better
         self._timeout_s = 1.2 * section.timeout_s + 30.0  # the watchdog, if there is one, ends the run first
         self.in_flight: Future[SaveResult] | None = None
         """The save that was started, until its result is taken."""
@@ -166,7 +173,7 @@ class Checkpoints:
         self.storage = storage
         self.reader = CheckpointReader(storage, self.world, checksums=self._section.verify == "full")
         """Access to existing checkpoints."""
-        self.retention = RetentionPolicy(storage, self._section, self._metric)
+        self.retention = RetentionPolicy(storage, self._section, self._metric, self._higher_is_better)
 
     def begin_step(self, step: int) -> None:
         """Throttle background writing during a step on the CPU, from which it would take memory bandwidth."""
@@ -414,6 +421,7 @@ class Checkpoints:
                 "due": list(snapshot.due),
                 "evaluation": dict(snapshot.evaluation),
                 "metric": self._metric,
+                "higher_is_better": self._higher_is_better,
             },
         )
         write_files(folder, {MANIFEST: manifest.to_json().encode()})

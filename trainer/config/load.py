@@ -29,6 +29,7 @@ from trainer.config.messages import (
 from trainer.config.pretrained import DeclaredModel
 from trainer.config.schema import SUBSECTIONS, RunConfig
 from trainer.errors import UserError, as_typed, choice_error, is_masked, masked, masked_command, nearest, setting_error
+from trainer.objective import Tokens
 from trainer.recipe import check_import, check_number, load_recipes, union_members
 
 CONFIG = "config.yaml"
@@ -104,6 +105,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in tree.items()}
 
 
+OLD_SECTION = "dpo"
+"""The section of the settings of DPO before there were other objectives, when every run stored it.
+
+In recipe files and on the command line, `resolve.objective_section` reads it."""
+
+
 def keys_of_sections(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the keys of a recipe file's sections, as section.key, with their values.
 
@@ -113,7 +120,7 @@ def keys_of_sections(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str,
     """
     sections = [f.name for f in dataclasses.fields(RunConfig)]
     for section, values in tree.items():
-        if section not in sections:
+        if section not in (*sections, OLD_SECTION):
             if values is None and not section.isidentifier():  # a line without a colon
                 rule = f"must contain sections with keys below them, not {section!r}"
                 fix = "write each key as `key: value`, as in `recipe: llama_small`"
@@ -146,9 +153,10 @@ def expand(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 def missing_model_error(values: Mapping[str, Any], path: Path) -> UserError:
     """Return the error for a file without a model; an unknown key in the file is reported first."""
     load_recipes()
-    known = {key: item for key, item in _declared_keys(None).items() if key.partition(".")[0] != "model"}
+    unknown = ("model.", "objective.")  # what they hold depends on a choice that has not been made
+    known = {key: item for key, item in declared_keys().items() if not key.startswith(unknown)}
     for key, value in values.items():
-        if not key.startswith("model.") and key not in known:
+        if not key.startswith(unknown) and key not in known:
             return unknown_key_error(key, value, known, f" (in {path})")
     fix = "start the file with `recipe: llama_small`, or set a model: `model: {name: llama}`"
     return setting_error("model.name", None, f"{path} must name a registered model", fix=fix)
@@ -190,7 +198,7 @@ def check_imports(values: Mapping[str, Any], assignments: Collection[str], allow
 
     A key that is also given on the command line (`assignments`) is trusted.
     """
-    for section, name in (("model", "name"), ("fsdp", "wrap")):
+    for section, name in (("model", "name"), ("fsdp", "wrap"), ("train", "objective")):
         key, settings = f"{section}.{name}", values.get(section)
         value = settings.get(name) if isinstance(settings, Mapping) else None
         if isinstance(value, str) and ":" in value and not value.startswith("size:") and key not in assignments:
@@ -224,6 +232,9 @@ def read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
     run = stored.get("run")
     if isinstance(run, dict) and isinstance(run.get("on_end"), str):
         run["on_end"] = masked_command(run["on_end"])
+    of_dpo = stored.pop(OLD_SECTION, None)
+    if section_of(stored, "train").get("objective") == OLD_SECTION and of_dpo is not None:
+        stored["objective"] = of_dpo
     return stored
 
 
@@ -262,13 +273,13 @@ def declared_model(text: str, name: str, where: str) -> DeclaredModel | None:
 # Keys, their types and their limits
 
 
-def declared_keys(model: type | None = None) -> dict[str, dataclasses.Field[Any]]:
+def declared_keys(model: type | None = None, objective: type = Tokens) -> dict[str, dataclasses.Field[Any]]:
     """Return every configuration key with its dataclass field; `metadata` holds the meaning and the limits."""
-    return dict(_declared_keys(model))
+    return dict(_declared_keys(model, objective))
 
 
 @functools.cache
-def _declared_keys(model: type | None) -> Mapping[str, dataclasses.Field[Any]]:
+def _declared_keys(model: type | None, objective: type) -> Mapping[str, dataclasses.Field[Any]]:
     keys: dict[str, dataclasses.Field[Any]] = {}
 
     def add(prefix: str, owner: type) -> None:
@@ -281,18 +292,18 @@ def _declared_keys(model: type | None) -> Mapping[str, dataclasses.Field[Any]]:
                 item.type = hints[item.name]
                 keys[key] = item
 
-    schema = RunConfig(model=model)
+    schema, chosen = RunConfig(model=model), {"model": model, "objective": objective}
     for section in dataclasses.fields(RunConfig):
-        owner = model if section.name == "model" else type(getattr(schema, section.name))
+        owner = chosen[section.name] if section.name in chosen else type(getattr(schema, section.name))
         if owner is not None:
             add(section.name, owner)
     return keys
 
 
 @functools.cache
-def default_tree(model: type) -> DictConfig:
+def default_tree(model: type, objective: type) -> DictConfig:
     """Return the tree of all defaults, for copying: building a tree takes five times as long as copying one."""
-    tree = OmegaConf.structured(RunConfig(model=model))
+    tree = OmegaConf.structured(RunConfig(model=model, objective=objective))
     keys = (*(section.name for section in dataclasses.fields(RunConfig)), *SUBSECTIONS)
     for node in (tree, *(OmegaConf.select(tree, key) for key in keys)):
         OmegaConf.set_readonly(node, False)
@@ -393,7 +404,7 @@ def _refuse_resolvers(key: str, value: Any, where: str) -> None:
 
 def check_limits(config: RunConfig) -> None:
     """Raise UserError for a number outside the limits that the schema or the model's recipe declares."""
-    for key, item in declared_keys(type(config.model)).items():
+    for key, item in declared_keys(type(config.model), type(config.objective)).items():
         value = operator.attrgetter(key)(config)
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, (int, float)) and not isinstance(number, bool):

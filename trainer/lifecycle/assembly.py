@@ -129,7 +129,7 @@ def assemble_run(trainer: Trainer, start_time: float) -> TrainingRun:
     storage = world.agreed(lambda: open_storage(config.checkpoint.dir or folder.path / "checkpoints"))
     sizes = mesh_sizes(trainer.mesh, config)
     run_info = RunInfo(config.with_absolute_paths().to_yaml(), sizes, world.env.job, world.env.num_restarts)
-    checkpoints = Checkpoints(storage, world, config.checkpoint, config.eval.metric, run_info)
+    checkpoints = Checkpoints(storage, world, config.checkpoint, config.eval.metric, config.higher_is_better, run_info)
 
     norms = UnitNorms(config.log, model, trainer.units, trainer.mesh, metrics, lambda: run.step_metrics.grad_norm)
     optimizer.step_listeners.append(norms)

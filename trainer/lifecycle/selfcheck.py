@@ -62,15 +62,18 @@ _BLOCK = 4096
 def check_same_run(channel: Channel, config: RunConfig, owner: type, exempt: Iterable[str] = ()) -> None:
     """Raise UserError on all ranks unless they have the same configuration and the same code.
 
-    The code consists of this package with its recipes, the modules of the model and of `owner` (the Trainer's class),
-    torch and Python.  exempt: patterns of keys and files that may differ.  Call this before anything is built, because
-    ranks with different meshes would wait for each other.  One gather of a number if there is no difference.
+    The code consists of this package with its recipes and objectives, the modules of the model, of the objective and of
+    `owner` (the Trainer's class), torch and Python.  exempt: patterns of keys and files that may differ.  Call this
+    before anything is built, because ranks with different meshes would wait for each other.  One gather of a number if
+    there is no difference.
     """
-    if config.train.objective != getattr(owner, "objective", "tokens"):
+    objective, takes_objectives = config.train.objective, getattr(owner, "takes_objectives", False)
+    if takes_objectives and config.objective.trainer is None:
+        rule = f"{owner.__name__} trains for objectives other than predicting the next token"
+        raise setting_error("train.objective", objective, rule, fix="use Trainer, or set train.objective")
+    if config.objective.trainer is not None and not takes_objectives:
         rule = f"must be trained by {config.trainer_class(owner).__name__}, but this is {owner.__name__}"  # type: ignore[type-var]
-        raise setting_error(
-            "train.objective", config.train.objective, rule, fix="use that class, or python -m trainer.run"
-        )
+        raise setting_error("train.objective", objective, rule, fix="use that class, or python -m trainer.run")
     exempt = tuple(exempt)
     facts = {name: fact for name, fact in _facts(config, owner) if not _matches(name, exempt)}
     digest = zlib.crc32(json.dumps(facts, sort_keys=True).encode())
@@ -116,13 +119,13 @@ def _facts(config: RunConfig, owner: type) -> Iterator[tuple[str, str]]:
 def _sources(config: RunConfig, owner: type) -> dict[str, Path]:
     """Return the source files of this package, its recipes and the user's modules, by name."""
     files = {}
-    for package in ("trainer", "trainer.recipes"):
+    for package in ("trainer", "trainer.recipes", "trainer.objectives"):
         for folder in map(Path, sys.modules[package].__path__ if package in sys.modules else ()):
             if (folder / "__init__.py").exists():  # not the top of a bare checkout
                 for path in folder.rglob("*.py"):
                     files[f"{package}/{path.relative_to(folder)}"] = path
     build = config.recipe.build
-    modules = {cls.__module__ for cls in (*owner.__mro__, type(config.model), *type(config.model).__mro__)}
+    modules = {cls.__module__ for cls in (*owner.__mro__, *type(config.model).__mro__, *type(config.objective).__mro__)}
     modules.add(build.partition(":")[0] if isinstance(build, str) else getattr(build, "__module__", ""))
     known_files = set(files.values())
     for module in modules:

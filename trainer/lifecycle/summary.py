@@ -36,6 +36,7 @@ from trainer.model.sample import generate_sample
 from trainer.optim.groups import describe
 from trainer.optim.optimizer import training_bytes
 from trainer.plan.forecast import describe_choice
+from trainer.plan.plan import teacher_of
 from trainer.recipe import module_to_allow
 from trainer.weights.adapters import BASE, REFERENCE, BaseWeights
 from trainer.weights.exporting import buffers_without_name
@@ -77,6 +78,8 @@ def start_facts(trainer: Trainer) -> Mapping[str, str]:
     weight_bytes, gradient_bytes, optimizer_bytes = training_bytes(model, config.optim, config.train.ema > 0)
     state_bytes = weight_bytes * (1 + config.has_reference_model) + gradient_bytes + optimizer_bytes
     reference = ", a reference" if config.has_reference_model else ""
+    if (teacher := teacher_of(config, trainer.mesh.size(trainer.mesh.ndim - 1))) is not None:
+        state_bytes, reference = state_bytes + teacher.num_bytes, ", a teacher"
     interface = f", small messages by {world.interface}" if world.interface else ""
     description = [config.model.name, *config.recipe.notes_on(config.model, model)]
     resume_facts = "" if resumed_step is None else f"  (resumed at step {resumed_step})"

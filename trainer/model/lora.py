@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.config import LoraSection
 from trainer.errors import UserError, nearest, setting_error
+from trainer.model.head import is_score
 from trainer.model.packed import PackedLinear, pack_layer
 
 ALL_LINEAR = "all-linear"
@@ -284,8 +285,8 @@ def plain_name(name: str) -> str:
 
 
 def is_base_weight(name: str) -> bool:
-    """Return whether a parameter belongs to the base model, not to an adapter."""
-    return adapter_part(name) is None
+    """Return whether a parameter belongs to the base model, not to an adapter or a new head."""
+    return adapter_part(name) is None and not is_score(name)
 
 
 @contextmanager

@@ -17,7 +17,9 @@ from torch import nn
 
 from trainer.config import RunConfig
 from trainer.config.pretrained import find_huggingface
+from trainer.config.teacher import teacher_config
 from trainer.errors import UserError, nearest, setting_error
+from trainer.model.head import SCORE, is_score, replace_output, replaced_output
 from trainer.model.lora import adapter_part, add_adapters, plain_name
 from trainer.model.packed import num_weights
 from trainer.model.units import find_blocks
@@ -44,8 +46,30 @@ def build_network(config: RunConfig) -> nn.Module:
         apply_weights_dtype(model, storage_dtype(config))
         blocks = find_blocks(model, config.recipe) if config.lora.rank else []
         add_adapters(model, blocks, config.lora, huggingface_layer)
+        if config.objective.outputs:
+            dtype = torch.float32 if config.lora.rank else None  # as that of adapters
+            replace_head(model, config.recipe, config.model, config.objective.outputs, dtype)
     freeze(model, config.train.freeze, huggingface_name)
     return model
+
+
+def replace_head(
+    model: nn.Module, recipe: Recipe, model_config: Any, num_outputs: int, dtype: torch.dtype | None = None
+) -> None:
+    """Replace the projection onto the vocabulary by a new head.  Raises UserError if the recipe does not name it.
+
+    dtype: that of the new weight; None for that of the projection's.
+    """
+    names = HuggingFaceNames(recipe, model_config) if recipe.hf is not None else None
+    mapped = names.from_huggingface(_OUTPUT) if names else None
+    if mapped is None:
+        rule = f"a new head takes the place of the output projection, which recipe {recipe.name!r} does not name"
+        raise setting_error("model.name", recipe.name, rule, fix=f"map its weight to {_OUTPUT} in Recipe(hf=...)")
+    replace_output(model, mapped.name.removesuffix(".weight"), num_outputs, dtype)
+
+
+_OUTPUT, _SCORE = "lm_head.weight", "score.weight"
+"""Hugging Face's names of the weight that projects onto the vocabulary, and of the head of a classifier."""
 
 
 def storage_dtype(config: RunConfig) -> str:
@@ -120,6 +144,8 @@ class HuggingFaceNames:
         names = self._hf.names(model_config) if callable(self._hf.names) else self._hf.names
         self._pairs = list(names.items())
         self._left_out = self._hf.left_out(model_config) if self._hf.left_out else {}
+        outputs = [ours.removesuffix(".weight") for ours, theirs in names.items() if theirs == _OUTPUT]
+        self._pairs += [(f"{output}.{SCORE}", _SCORE) for output in outputs]
         for ours, theirs in self._pairs:
             if ours.count("*") + isinstance(theirs, Stacked) != theirs.count("*"):
                 raise UserError(
@@ -177,11 +203,24 @@ def _translate(name: str, pattern: str, other: str) -> tuple[str, str | None] | 
 
 
 def flops_of(config: RunConfig, model: nn.Module, seq_len: float) -> float:
-    """Return the model FLOPs per token of a training step, including the forward pass of a reference model, if any."""
+    """Return the model FLOPs per token of a training step, including the forward passes that the objective needs."""
     total = flops_per_token(config.recipe, config.model, model, seq_len)
-    return total + (
-        _flops_if_all_trained(config.recipe, config.model, model, seq_len) / 3 if config.rows_per_sample > 1 else 0.0
-    )
+    total += forward_passes(config) * _flops_if_all_trained(config.recipe, config.model, model, seq_len) / 3
+    if (teacher := teacher_config(config)) is not None:
+        total += flops_of(teacher, build_network(teacher), seq_len) / 3
+    if replaced_output(model) is not None and config.recipe.flops:  # which counts a projection onto the vocabulary
+        width = next(p.shape[1] for name, p in model.named_parameters() if is_score(name))
+        total -= 6.0 * width * (config.vocab_size or 0)
+    return total
+
+
+def forward_passes(config: RunConfig) -> int:
+    """Return the number of forward passes without gradients, of models like the trained one, for each micro-batch.
+
+    One of the reference, and for a statistic over the global batch another one of each model.
+    """
+    reference = "reference" in config.objective.needs
+    return reference + (1 + reference) * config.objective.has_statistic
 
 
 def _flops_if_all_trained(recipe: Recipe, model_config: Any, model: nn.Module, seq_len: float) -> float:

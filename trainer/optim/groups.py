@@ -19,6 +19,7 @@ from torch import nn
 
 from trainer.config import OptimSection
 from trainer.errors import nearest, setting_error
+from trainer.model.head import is_score
 from trainer.model.parameters import is_vector
 from trainer.model.widths import Growth
 from trainer.optim.muon import relative_update
@@ -121,7 +122,7 @@ def matrices_for_muon(model: nn.Module) -> set[int]:
         is_router = parameter.ndim == 2 and any(
             stack.startswith(f"{parent}.") and experts == parameter.shape[0] for stack, experts in stacks
         )
-        if not (is_output or is_router):
+        if not (is_output or is_router or is_score(name)):
             found.add(id(parameter))
     return found
 

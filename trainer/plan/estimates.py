@@ -132,6 +132,7 @@ def at_rest(trace: Trace, layout: Layout) -> dict[Kind, int]:
     parameters = [p for unit in trace.units for p in unit.parameters]
     shards = [(p, layout.shard_numel(p)) for p in parameters]
     kinds["parameters"] = (1 + layout.has_reference_model) * sum(numel * p.element_size for p, numel in shards)
+    kinds["parameters"] += layout.teacher.num_bytes if layout.teacher is not None else 0
     average = AVERAGE_SIZE * layout.averages
     kinds["optimizer"] = sum(int(numel * (p.moments * p.moment_size + average * p.is_trained)) for p, numel in shards)
     return kinds
@@ -412,11 +413,14 @@ def time_of(trace: Trace, layout: Layout, num_micro_batches: int, rates: Rates) 
     )
     if layout.muon is not None:
         optimizer_s += layout.muon.seconds(layout, rates)
+    # The gathers of a teacher are not counted; they overlap with its forward pass.
+    teacher_s = 0.0 if layout.teacher is None else layout.teacher.flops / rates.matmul[layout.param_size]
+    teacher_s *= num_micro_batches
     slowed_s = rates.taken_by_collectives * max(0.0, clock.communication_s - clock.exposed_s)
-    total_s = max(clock.total_s + slowed_s + optimizer_s, clock.host_s)
+    total_s = max(clock.total_s + teacher_s + slowed_s + optimizer_s, clock.host_s)
     return StepTime(
         total_s,
-        clock.compute_s + slowed_s,
+        clock.compute_s + teacher_s + slowed_s,
         optimizer_s,
         clock.copy_s,
         clock.communication_s,

@@ -15,7 +15,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -29,8 +29,8 @@ from trainer.config.rules import compiles_when_planned
 from trainer.data.opening import open_source
 from trainer.errors import UserError, setting_error
 from trainer.experts import Estimate, fake_tensors, find_balance, find_experts, imagine_group
-from trainer.loss import by_row, find_loss
-from trainer.model.network import build_network, flops_of
+from trainer.loss import find_loss, loss_mode
+from trainer.model.network import build_network, flops_of, forward_passes
 from trainer.model.offload import ActivationOffload, offloaded_blocks
 from trainer.model.packed import num_weights
 from trainer.model.parameters import tied_names
@@ -159,9 +159,9 @@ def _trace(
                 recorder.watch_unit(unit.modules, number)
         recorder.watch_unit((model,), len(units), is_root=True)
         loss_of = find_loss(model)
-        with meter, use_slices(slices), by_row() if config.train.objective == "dpo" else nullcontext():
-            if config.train.objective == "dpo":
-                with torch.no_grad():  # the reference model, which has the same architecture
+        with meter, use_slices(slices), loss_mode(config):
+            for _ in range(forward_passes(config)):
+                with torch.no_grad():  # also of the reference model, which has the same architecture
                     loss_of(batch)
             loss = loss_of(batch)
             (loss * 1.0).sum().backward()

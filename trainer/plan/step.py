@@ -38,6 +38,18 @@ Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
 
 @dataclass(frozen=True)
+class Teacher:
+    """A second, frozen model of another architecture, which only runs forward.
+
+    num_bytes: of its shards on a rank, and of the weight of its output projection, which stays gathered for the loss.
+    flops: of its forward pass over a micro-batch on a rank.
+    """
+
+    num_bytes: int
+    flops: float
+
+
+@dataclass(frozen=True)
 class Layout:
     """Layout of the units on a mesh of `replicate` x `shard` ranks, with FSDP's settings for each unit.
 
@@ -54,6 +66,7 @@ class Layout:
     cpu_offload: bool = False
     has_reference_model: bool = False
     """Whether there is a frozen copy of the model, sharded the same way."""
+    teacher: Teacher | None = None
     averages: bool = False
     """Whether there is an average of the trained weights (`train.ema`), sharded the same way."""
     prefetch_forward: int = 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,7 +26,8 @@ from trainer.config.pretrained import CONFIG, INDEX, WEIGHTS, check_links, field
 from trainer.config.rules import CHATML, CHATML_TEMPLATE
 from trainer.errors import UserError, setting_error
 from trainer.files import parse_json, sync_folder, writing_to
-from trainer.model.network import HuggingFaceNames
+from trainer.model.head import is_score
+from trainer.model.network import HuggingFaceNames, replace_head
 from trainer.recipe import Recipe, Stacked, Transposed
 from trainer.weights.sources import DTYPE_NAMES, WeightSource, find_weights, named_weights, row_blocks
 
@@ -297,6 +299,9 @@ def export(
         tensors = _list_tensors(source, recipe, model_config, names, dtype)
     shards = _split(tensors, max_shard_bytes)
     texts = _text_files(recipe, model_config, tensors, end_id, turn_ends, tokenizer, origin or Origin())
+    if heads := [shape for name, shape in source.shapes.items() if is_score(name)]:
+        texts[CONFIG] = _classifier_config(texts[CONFIG], heads[0][0])
+        texts.pop(GENERATION, None)
     if len(shards) > 1:
         total = sum(tensor.num_bytes for tensor in tensors)
         weight_map = {name: file for file, shard in shards.items() for tensor in shard for name in tensor.entries()}
@@ -357,6 +362,8 @@ def _list_tensors(
     """Return the tensors to write, in the model's order.  Raises UserError if the source or the names do not fit."""
     with torch.device("meta"):
         model = recipe.build_model(model_config)
+        if heads := [shape for name, shape in source.shapes.items() if is_score(name)]:
+            replace_head(model, recipe, model_config, heads[0][0])
     shapes = {name: tuple(weight.shape) for name, weight in named_weights(model).items()}
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     dtypes = source.dtypes
@@ -471,6 +478,25 @@ def _update_config(original: bytes, recipe: Recipe, model_config: Any, tensors: 
     dtype_keys = [key for key in ("dtype", "torch_dtype") if key in content] or ["dtype", "torch_dtype"]
     content |= dict.fromkeys(dtype_keys, dtype) | ({} if hf.stored else MARK)
     return original if content == json.loads(original) else (json.dumps(content, indent=2) + "\n").encode()
+
+
+def _classifier_config(content: bytes, num_labels: int) -> bytes:
+    """Return the config.json of a model for the classification of sequences, with `num_labels` scores.
+
+    transformers takes the score at the last token that is not padding.  A padding token that also ends texts is left
+    out, since the score was trained at that token; then only single texts can be scored.
+    """
+    entries = json.loads(content)
+    kind = re.sub("(ForCausalLM|LMHeadModel)$", "", entries["architectures"][0])
+    ends = entries.get("eos_token_id")
+    if entries.get("pad_token_id") in (ends if isinstance(ends, list) else [ends]):
+        entries["pad_token_id"] = None
+    labels = [f"LABEL_{number}" for number in range(num_labels)]
+    return json_bytes(
+        entries
+        | {"architectures": [f"{kind}ForSequenceClassification"], "id2label": dict(enumerate(labels))}
+        | {"label2id": {label: number for number, label in enumerate(labels)}}
+    )
 
 
 def _main_dtype(tensors: Sequence[ExportedTensor]) -> str:

@@ -30,9 +30,10 @@ from trainer.config.pretrained import (
 from trainer.config.schema import name_of_source
 from trainer.distributed.channel import Channel
 from trainer.errors import UserError, print_stderr
+from trainer.model.head import is_score
 from trainer.model.lora import is_base_weight, layers_to_pack, plain_name, transposed_layers
 from trainer.model.materialize import materialize
-from trainer.model.network import build_network
+from trainer.model.network import build_network, replace_head
 from trainer.model.packed import CODE_BITS, Packing
 from trainer.model.units import find_blocks
 from trainer.model.widths import scale_initial_weights
@@ -292,13 +293,14 @@ def with_merged_adapters(
     assert isinstance(alpha, (int, float))
     assert isinstance(rank, int)
     model = build_meta_model(recipe, model_config)
+    transposed = transposed_layers(model)
     packings: dict[str, Packing] = {}
     if str(base_dtype) in CODE_BITS and not into_original:
         layers = layers_to_pack(model, find_blocks(model, recipe), adapted_layers(stored.shapes))
         shapes = {f"{layer}.weight": model.get_parameter(f"{layer}.weight").shape for layer in layers}
         packings = {name: Packing(str(base_dtype), shape[1]) for name, shape in shapes.items()}
     weights = open_base(stored, recipe, model_config, base)
-    return MergedSource(weights, stored, alpha / rank, transposed_layers(model), packings, dtype)
+    return MergedSource(weights, stored, alpha / rank, transposed, packings, dtype)
 
 
 def open_base(stored: StoredWeights, recipe: Recipe, model_config: Any, path: str | None = None) -> WeightSource:
@@ -317,7 +319,10 @@ def open_base(stored: StoredWeights, recipe: Recipe, model_config: Any, path: st
             "  to fix: move it back, or export with --base and the folder where it is now"
         )
     source = open_weights(locate(base_path), recipe, model_config, "base")
-    names = find_weights(build_meta_model(recipe, model_config), source, "base").values()
+    model = build_meta_model(recipe, model_config)
+    if heads := [shape for name, shape in stored.shapes.items() if is_score(name)]:
+        replace_head(model, recipe, model_config, heads[0][0])
+    names = find_weights(model, source, "base").values()
     checksum = combine_checksums([checksum_lines(source, names)])
     if checksum != identity["checksum"]:
         raise UserError(f"{stored.description}: {wrong_base_message(base_path, checksum, identity)}")

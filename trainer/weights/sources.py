@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from trainer.config.pretrained import CONFIG, INDEX, MAX_INDEX_BYTES, WEIGHTS, check_no_gguf, no_weights
 from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import read_json
+from trainer.model.head import is_score, replaced_output
 from trainer.model.network import HuggingFaceNames, MappedTensor
 from trainer.model.packed import find_packings
 from trainer.model.parameters import local, local_box, tied_names
@@ -109,7 +110,8 @@ def find_weights(
     """Map the names of the model's weights to their names in `source`; of tied weights, only the first name is
     included.
 
-    With `only`, the result is restricted to the names for which it is true.
+    With `only`, the result is restricted to the names for which it is true.  A new head (`ScoreHead`) may be missing in
+    the source, and the output projection that it replaces may be there.
 
     Raises UserError, beginning with `setting`, that lists every difference: weights missing on either side, different
     shapes, and weights that are tied in the model but different in the source.  Persistent buffers may be missing in
@@ -131,9 +133,9 @@ def find_weights(
             # Equal copies of a tied weight are fine.  If two weights differ, one would be lost.
             others = [other for other in stored[1:] if _are_different(source, stored[0], other)]
             untied_pairs += [f"{stored[0]} and {other} are one tensor here, but two there" for other in others]
-        elif name in parameters:
+        elif name in parameters and not is_score(name):
             missing.append(f"missing there: {name} {model_weights[name]}")
-    dtypes = source.dtypes
+    dtypes, known = source.dtypes, {*model_weights, replaced_output(model)}
     integers = [
         f"{stored}: {str(dtypes[stored]).removeprefix('torch.')} there, as in a quantized folder whose scales are "
         "missing; floating point here"
@@ -143,7 +145,7 @@ def find_weights(
     differences = [
         *missing,
         *integers,
-        *(f"missing here: {name} {shape}" for name, shape in source_shapes.items() if name not in model_weights),
+        *(f"missing here: {name} {shape}" for name, shape in source_shapes.items() if name not in known),
         *(
             f"{name}: {source_shapes[name]} there, {shape} here"
             for name, shape in model_weights.items()
