@@ -613,8 +613,8 @@ DEFECTS: list[Defect] = [
         "embeddings-decay",
         "optimizers",
         "trainer.optim.groups:assign",
-        "parameter.ndim >= 2 and id(parameter) not in embeddings",
-        "parameter.ndim >= 2",
+        "not (is_vector(name, parameter) or id(parameter) in embeddings)",
+        "not is_vector(name, parameter)",
     ),
     Defect(
         "rows-of-the-next-rank",
