@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tests.helpers.forked import REPOSITORY
 from tests.helpers.hf_models import model_of
 from tests.helpers.plan_truth import CollectiveLog, fake_model, update
 from tests.helpers.ranks import run_ranks, tiny_overrides
@@ -28,6 +30,9 @@ from trainer.model.lora import AdaptedLinear, add_adapters
 from trainer.model.network import build_network, flops_of
 from trainer.model.packed import BLOCK, PackedLinear, Packing, find_packings
 from trainer.model.parameters import count_parameters, count_trained_parameters, local
+from trainer.plan.machine import find_machine
+from trainer.plan.plan import make_plan, without_data
+from trainer.plan.probe import Probe
 
 WIDE = replace(TINY, dim=64, ffn_dim=192)
 """Rows of 64 and 192 weights.  Three ranks do not divide its 32 and 64 rows evenly."""
@@ -394,3 +399,47 @@ def test_models_of_transformers_are_packed(kind: str, tmp_path: Path) -> None:
         expected = load_weights(tmp_path / "run")(tokens)
         found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()(tokens).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The plan
+
+PUBLISHED = {
+    "Llama 3 8B": ["llama3_8b"],
+    "Qwen3 32B": [
+        *("qwen3_8b", "model.dim=5120", "model.num_layers=64", "model.num_heads=64", "model.ffn_dim=25600"),
+    ],
+    "Llama 3 70B": ["llama3_70b"],
+}
+CARDS = {"rtx4090": "24 GB", "l40s": "48 GB", "h100": "80 GB"}
+
+
+@pytest.mark.campaign
+def test_table_of_models_is_the_planners() -> None:
+    text = (REPOSITORY / "docs" / "four_bits.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if "B | " in line]
+    rows = [row for row in rows if row[0] in PUBLISHED]
+    found = []
+    for row in planned_rows():
+        print("|", " | ".join(row), "|", flush=True)
+        found.append(row)
+    assert found == rows
+
+
+def planned_rows() -> Iterator[list[str]]:
+    """Yield the rows of the table: model, GPUs, GiB needed in nf4, fp8 and bfloat16, and the smallest card for nf4."""
+    own = ["lora.rank=16", "data.seq_len=2048", "train.micro_batch_size=1", "train.activation_checkpoint=full"]
+    for model, (recipe, *shape) in PUBLISHED.items():
+        probes: dict[str, Probe] = {}
+        for num_ranks in (1, 2, 4, 8):
+            needed, smallest = [], "-"
+            for base_dtype in ("nf4", "fp8", "bfloat16"):
+                more = [f"lora.base_dtype={base_dtype}", f"train.global_batch_size={num_ranks}", "train.compile=false"]
+                config = without_data(load_config(recipe, [*shape, *own, *more], needs_weights=False))
+                probe = probes.setdefault(base_dtype, Probe(config, "cuda"))
+                plans = [make_plan(config, MeshShape(1, num_ranks), find_machine(card), probe) for card in CARDS]
+                needed.append(f"{plans[-1].needed_gib:.1f}")
+                if base_dtype == "nf4":
+                    fitting = (size for plan, size in zip(plans, CARDS.values(), strict=True) if plan.fits)
+                    smallest = next(fitting, "-")
+            yield [model, str(num_ranks), *needed, smallest]
