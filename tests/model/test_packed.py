@@ -168,6 +168,12 @@ def test_row_that_blocks_do_not_divide_is_refused(tmp_path: Path) -> None:
         Trainer(config_of(narrow, tmp_path / "run", "lora.base_dtype=nf4"))
 
 
+def test_torch_that_converts_bytes_is_refused(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    with pytest.raises(UserError, match=r"lora.base_dtype=nf4: needs torch 2.13"):
+        Trainer(config_of(base, tmp_path / "run", "lora.base_dtype=nf4", "fsdp.param_dtype=bfloat16"))
+
+
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_weights_that_are_not_finite_are_refused(packing: str, base: Path, tmp_path: Path) -> None:
     tensors = load_file(base / "model.safetensors")
