@@ -25,6 +25,7 @@ from tests.weights.test_huggingface import (
     their_llama,
     their_qwen3,
     their_qwen3_moe,
+    their_qwen3_next,
 )
 from trainer import load_config, load_weights
 from trainer.data.loader import TrainLoader
@@ -39,6 +40,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "gpt2": their_gpt2,
     "qwen3": their_qwen3,
     "qwen3_moe": their_qwen3_moe,
+    "qwen3_next": their_qwen3_next,
     "gpt_oss": their_gpt_oss,
     "deepseek_v3": their_deepseek_v3,
 }
@@ -104,7 +106,7 @@ def relative(found: list[float], expected: list[float]) -> float:
     return difference
 
 
-SLOW = {("qwen3_moe", "2"), ("gpt_oss", "2"), ("deepseek_v3", "2")}
+SLOW = {("qwen3_moe", "2"), ("qwen3_next", "2"), ("gpt_oss", "2"), ("deepseek_v3", "2")}
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ _ADVICE_FOR_NAME = {
     "fsdp_transformer_layer_cls_to_wrap": "leave it out: fsdp.wrap=block, the default, wraps what the recipe lists",
     **dict.fromkeys(("adapter", "peft_config"), "set lora.rank, for example to 16"),
     "param_init_fn": "leave it out: each module fills itself in reset_parameters()",
-    "rl": "use recipe=dpo for preference pairs",
+    "rl": "use recipe=dpo, ipo, kto, simpo or orpo for preferences",
     "backward_prefetch": "set fsdp.prefetch_backward, for example to 2",
     "forward_prefetch": "set fsdp.prefetch_forward, for example to 2",
     "transformer_auto_wrap_policy": "leave it out: fsdp.wrap=block, the default, wraps the units that the recipe lists",
