@@ -236,7 +236,7 @@ def write_top_logps(config: RunConfig, folder: Path, num_top: int) -> int:
                     for start in range(0, num_tokens, rows)
                 ]
                 for target, name in ((logps, "values"), (ids, "indices")):
-                    values = torch.cat([getattr(chunk, name) for chunk in chunks]).view(*shape, num_top)
+                    values = torch.cat([getattr(chunk, name) for chunk in chunks]).view(shape[0], shape[1], num_top)
                     target[first : first + count] = values[:count].cpu().numpy()
                 first += count
             for target in (ids, logps):
