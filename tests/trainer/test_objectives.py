@@ -210,6 +210,7 @@ def test_losses_of_samples_of_samples_follow_the_formulas(name: str) -> None:
     assert all(values.shape == (6,) and not values.requires_grad for values in fields.values())
 
 
+@pytest.mark.slow
 def test_losses_equal_trls() -> None:
     """On the same log-probabilities, pair by pair.  TRL's CPO has no reference, so DPO and IPO pass it the gains."""
     pytest.importorskip("trl")
