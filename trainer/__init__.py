@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from trainer.data.source import Source as Source
     from trainer.errors import UserError as UserError
     from trainer.loss import linear_cross_entropy as linear_cross_entropy
+    from trainer.loss import token_logprobs as token_logprobs
+    from trainer.model.gradients import gathered as gathered
+    from trainer.model.sample import Sampling as Sampling
+    from trainer.model.sample import generate_batch as generate_batch
     from trainer.recipe import HuggingFace as HuggingFace
     from trainer.recipe import Recipe as Recipe
     from trainer.recipe import Stacked as Stacked
@@ -42,6 +46,7 @@ __all__ = [
     "HuggingFace",
     "Recipe",
     "RunConfig",
+    "Sampling",
     "Source",
     "Stacked",
     "TrainLoader",
@@ -50,17 +55,21 @@ __all__ = [
     "UserError",
     "WeightSource",
     "fill",
+    "gathered",
+    "generate_batch",
     "linear_cross_entropy",
     "load_config",
     "load_weights",
     "main",
     "register",
+    "token_logprobs",
 ]
 
 _MODULES = {
     "HuggingFace": "recipe",
     "Recipe": "recipe",
     "RunConfig": "config",
+    "Sampling": "model.sample",
     "Source": "data.source",
     "TrainLoader": "data.loader",
     "Stacked": "recipe",
@@ -69,10 +78,13 @@ _MODULES = {
     "UserError": "errors",
     "WeightSource": "recipe",
     "fill": "weights.sources",
+    "gathered": "model.gradients",
+    "generate_batch": "model.sample",
     "linear_cross_entropy": "loss",
     "load_config": "config",
     "load_weights": "weights.loading",
     "register": "recipe",
+    "token_logprobs": "loss",
 }
 
 if not (Path(__file__).parent / "recipes").exists():

@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from trainer.config.rules import can_compile
-from trainer.errors import setting_error
+from trainer.errors import UserError, setting_error
 
 IGNORE = -100
 """A target to ignore (PyTorch's default `ignore_index`)."""
@@ -80,6 +80,32 @@ def by_row() -> Iterator[None]:
         _sums_by_row.reset(token)
 
 
+_is_by_token = ContextVar("is_by_token", default=False)
+
+
+def token_logprobs(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the log-probability of each target, (B, T) in fp32, with gradients; 0 for targets to ignore.
+
+    batch: as for a training step: `tokens`, `targets` and whatever else the model's `forward` names.  Never has all
+    logits in memory if the model computes its loss with `linear_cross_entropy`; see there.
+
+    Raises UserError if the model adds to its loss a term of the whole batch, or sums its loss in another way.
+    """
+    if model.training and getattr(model, "balance", None) is not None:
+        raise setting_error("model.balance", "", "adds a loss of the batch, which belongs to no token", 0)
+    token = _is_by_token.set(True)
+    try:
+        losses_BT = find_loss(model)(batch)
+    finally:
+        _is_by_token.reset(token)
+    if losses_BT.shape != batch["targets"].shape:
+        raise UserError(
+            f"log-probabilities by token: {type(model).__name__} sums its loss over all tokens itself\n"
+            "  compute it with trainer.linear_cross_entropy, or have the model return logits"
+        )
+    return -losses_BT
+
+
 def count_targets(targets: torch.Tensor) -> int:
     """Return the number of targets that are not IGNORE."""
     return int((targets != IGNORE).sum())
@@ -88,9 +114,11 @@ def count_targets(targets: torch.Tensor) -> int:
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the summed cross-entropy of `logits` (..., V) against `targets` (...), in fp32; see also `by_row`."""
     flat_logits, flat_targets, recorded = logits.flatten(0, -2).float(), targets.flatten(), _recorded_losses.get()
-    if recorded is None and not _sums_by_row.get():
+    if recorded is None and not _sums_by_row.get() and not _is_by_token.get():
         return F.cross_entropy(flat_logits, flat_targets, ignore_index=IGNORE, reduction="sum")
     losses = F.cross_entropy(flat_logits, flat_targets, ignore_index=IGNORE, reduction="none").view(targets.shape)
+    if _is_by_token.get():
+        return losses
     if _sums_by_row.get():
         return losses.sum(-1, dtype=torch.float64)
     assert recorded is not None
@@ -103,7 +131,7 @@ def linear_cross_entropy(
     weight: torch.Tensor,
     targets: torch.Tensor,
     chunk_bytes: int | None = None,
-    reduction: Literal["sum", "row"] | None = None,
+    reduction: Literal["sum", "row", "token"] | None = None,
 ) -> torch.Tensor:
     """Return the summed cross-entropy of `hidden @ weight.T` (..., V) against `targets` (...), in fp32.
 
@@ -113,8 +141,9 @@ def linear_cross_entropy(
 
     With `reduction="sum"` the result is a scalar.  Gradients are computed in the forward pass, while a chunk's logits
     exist, so that nothing is computed twice, as in Liger Kernel (arXiv:2410.10989).  With `"row"` the result is one sum
-    per sequence, (B,) for targets (B, T); the backward pass recomputes the logits, since each sequence may have its own
-    incoming gradient.  The default is "sum"; inside `by_row` it is "row", summed in fp64.
+    per sequence, (B,) for targets (B, T), and with `"token"` one loss per target, 0 for those to ignore; the backward
+    pass recomputes the logits, since each sequence or token may have its own incoming gradient.  The default is "sum";
+    inside `by_row` it is "row", summed in fp64, and inside `token_logprobs` "token".
     """
     hidden_ND, targets_N = hidden.flatten(0, -2), targets.flatten()
     row_bytes = 4 * weight.shape[0]
@@ -123,6 +152,9 @@ def linear_cross_entropy(
         chunk_bytes = max(_CHUNK_BYTES, _GPU_CHUNK_ROWS * row_bytes if on_a_gpu else 0)
     num_chunks = max(1, math.ceil(hidden_ND.shape[0] / max(1, chunk_bytes // row_bytes)))
     arguments = (hidden_ND, weight, targets_N, num_chunks)
+    if reduction == "token" or (reduction is None and _is_by_token.get()):
+        losses: torch.Tensor = _LinearCrossEntropyPerToken.apply(*arguments)  # type: ignore[no-untyped-call]
+        return losses.view(targets.shape)
     if reduction == "row" or (reduction is None and _sums_by_row.get()):
         losses_N: torch.Tensor = _LinearCrossEntropyPerToken.apply(*arguments)  # type: ignore[no-untyped-call]
         sums_B = losses_N.view(targets.shape).sum(-1, dtype=torch.float64)

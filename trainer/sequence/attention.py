@@ -94,10 +94,14 @@ def attend_full(
     return F.scaled_dot_product_attention(q_BNQH, k_BKTH, v_BKTH, attn_mask=mask, dropout_p=dropout, enable_gqa=grouped)
 
 
-def attend_cached(q_BNQH: torch.Tensor, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor) -> torch.Tensor:
-    """Attend from the last Q of T tokens, during generation."""
+def attend_cached(
+    q_BNQH: torch.Tensor, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attend from the last Q of T tokens, during generation.  mask: which keys each query attends to, if not all."""
     num_new, num_all = q_BNQH.shape[2], k_BKTH.shape[2]
     grouped = k_BKTH.shape[1] != q_BNQH.shape[1]
+    if mask is not None:
+        return F.scaled_dot_product_attention(q_BNQH, k_BKTH, v_BKTH, attn_mask=mask, enable_gqa=grouped)
     if num_new == 1 < num_all:
         return F.scaled_dot_product_attention(q_BNQH, k_BKTH, v_BKTH, enable_gqa=grouped)
     return _attend_causally(q_BNQH, k_BKTH, v_BKTH, 0.0, grouped)

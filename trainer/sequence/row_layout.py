@@ -7,7 +7,7 @@ Shape suffixes: B batch, T time, Q queries, K key and value heads, H head size.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -163,33 +163,94 @@ class Documents:
 
 
 class Cache(Documents):
-    """A KV cache for generation: the keys and values of the text so far, layer by layer.
+    """A KV cache for generation: the keys and values of the texts so far, layer by layer.
 
     Passed to a model instead of a batch's `documents`, it makes the tokens of a call continue those of earlier calls:
     `model(tokens, documents=cache)`, followed by `cache.advance(tokens.shape[1])`.
+
+    Texts of different lengths are padded on the left, with any tokens.  Nothing attends to the padding, and positions
+    count from the first token after it.
+
+    A layer's memory is allocated for twice the tokens that it holds, but for no more than `max_tokens`, and doubled
+    when it is full.  New keys and values are written in place: a call copies none of the earlier ones, unless the
+    memory has to grow.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, padding: Sequence[int] = (), max_tokens: int = 0) -> None:
+        """`padding`: the number of padding tokens of each text, if any.  `max_tokens`: 0 if unknown."""
         self.num_tokens = 0
-        """Number of tokens in finished calls."""
+        """Number of tokens in finished calls, with the padding."""
+        self._padding = torch.tensor(padding) if any(padding) else None
+        self._max_tokens = max_tokens
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._next = 0
+        self._mask_of_call: torch.Tensor | None = None
 
     def advance(self, num_tokens: int) -> None:
         """Record that a call with this many tokens has finished."""
         self.num_tokens += num_tokens
         self._next = 0
+        self._mask_of_call = None
 
     def extend(self, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values to the next layer's, and return those of all tokens so far."""
-        if self._next < len(self._layers):
-            k_BKSH, v_BKSH = self._layers[self._next]
-            k_BKTH, v_BKTH = torch.cat((k_BKSH, k_BKTH), 2), torch.cat((v_BKSH, v_BKTH), 2)
-            self._layers[self._next] = (k_BKTH, v_BKTH)
-        else:
-            self._layers.append((k_BKTH, v_BKTH))
+        """Append keys and values to the next layer's, and return those of all tokens so far: views."""
+        stop = self.num_tokens + k_BKTH.shape[2]
+        if self._next == len(self._layers):
+            self._layers.append((self._allocate(k_BKTH, stop), self._allocate(v_BKTH, stop)))
+        elif stop > self._layers[self._next][0].shape[2]:
+            larger = [self._allocate(buffer, stop) for buffer in self._layers[self._next]]
+            for buffer, full in zip(larger, self._layers[self._next], strict=True):
+                buffer[:, :, : self.num_tokens] = full[:, :, : self.num_tokens]
+            self._layers[self._next] = (larger[0], larger[1])
+        keys, values = self._layers[self._next]
+        keys[:, :, self.num_tokens : stop] = k_BKTH
+        values[:, :, self.num_tokens : stop] = v_BKTH
         self._next += 1
-        return k_BKTH, v_BKTH
+        return keys[:, :, :stop], values[:, :, :stop]
+
+    def _allocate(self, like_BKTH: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Return memory for keys or values of at least `num_tokens` tokens."""
+        capacity = max(2 * num_tokens, _MIN_CACHED_TOKENS)
+        if self._max_tokens >= num_tokens:
+            capacity = min(capacity, self._max_tokens)
+        return like_BKTH.new_empty(*like_BKTH.shape[:2], capacity, like_BKTH.shape[3])
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop the texts of all other rows.  Copies what the cache holds."""
+        index_R = torch.tensor(rows)
+        if self._padding is not None:
+            self._padding = self._padding[index_R.to(self._padding.device)]
+        for number, (keys, values) in enumerate(self._layers):
+            kept = index_R.to(keys.device)
+            self._layers[number] = (keys.index_select(0, kept), values.index_select(0, kept))
+
+    def positions_of(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """Return the positions of a call's tokens: (T,), or (B, T) with padding, whose own positions are 0."""
+        index_T = torch.arange(self.num_tokens, self.num_tokens + tokens_BT.shape[1], device=tokens_BT.device)
+        if self._padding is None:
+            return index_T
+        return (index_T - self._padding.to(tokens_BT.device).unsqueeze(1)).clamp(min=0)
+
+    def mask_of(self, q_BNTH: torch.Tensor) -> torch.Tensor | None:
+        """Return the mask of a call's queries, (B, 1, T, S) for S tokens so far; None without padding.
+
+        All layers share it: 0 where a query may attend to a key, else -inf.  Padding attends to itself, since a query
+        that attends to nothing has no finite output.
+        """
+        if self._padding is None or self._mask_of_call is not None:
+            return self._mask_of_call
+        keys_S = torch.arange(self.num_tokens + q_BNTH.shape[2], device=q_BNTH.device)
+        queries_T1 = keys_S[self.num_tokens :].unsqueeze(1)
+        self._padding = self._padding.to(q_BNTH.device)
+        is_text_B1S = (keys_S >= self._padding.unsqueeze(1)).unsqueeze(1)
+        is_seen_BTS = (is_text_B1S & (keys_S <= queries_T1)) | (keys_S == queries_T1)
+        mask_BTS = q_BNTH.new_zeros(is_seen_BTS.shape).masked_fill_(~is_seen_BTS, -torch.inf)
+        self._mask_of_call = mask_BTS.unsqueeze(1)
+        return self._mask_of_call
+
+
+_MIN_CACHED_TOKENS = 64
+"""Smallest number of tokens for which a KV cache allocates memory, unless its `max_tokens` is lower."""
 
 
 def find_borders(documents_BT: torch.Tensor) -> torch.Tensor:
