@@ -18,7 +18,7 @@ import torch
 
 from trainer import Sampling, Trainer, TrainLoader, gathered, generate_batch, main, token_logprobs
 
-SUPERVISED_STEPS = 45
+SUPERVISED_STEPS = 90
 GROUP = 8
 CLIP = 0.2
 IGNORE = -100

@@ -112,6 +112,14 @@ def test_noise_is_a_function_of_seed_prompt_and_position() -> None:
         assert (rows <= point).double().mean() == pytest.approx(share, abs=5 * (share * (1 - share) / 1e6) ** 0.5)
 
 
+def test_batch_calls_the_model_once_for_all_texts() -> None:
+    """And drops those that have ended once they are half of the batch."""
+    model, sizes = build(*MODELS["llama"]), list[int]()
+    model.register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
+    generate_batch(model, PROMPTS, [3, 5, 5, 5, 12, 12])
+    assert sizes == [6] * 5 + [2] * 7
+
+
 def test_cache_copies_nothing_but_to_grow() -> None:
     """The memory for keys doubles until it has `max_tokens`; other calls write into it."""
     cache, places, capacities = Cache(max_tokens=200), list[int](), list[int]()

@@ -78,9 +78,9 @@ def test_grpo_trains_on_the_same_texts_on_two_ranks_and_after_a_resume(tmp_path:
 @pytest.mark.campaign
 @pytest.mark.parametrize(("ranks", "own"), [(2, []), (4, ["mesh.replicate=2"])], ids=["2", "2x2"])
 def test_rewards_of_a_hundred_steps_do_not_depend_on_the_mesh(ranks: int, own: list[str], tmp_path: Path) -> None:
-    settings = ["train.steps=145", "train.micro_batch_size=8"]
-    one = run_ranks(1, train_grpo, tmp_path / "one", 45, settings)
-    found = run_ranks(ranks, train_grpo, tmp_path / "ranks", 45, [*settings, *own])
+    settings = ["train.steps=190", "train.micro_batch_size=8"]
+    one = run_ranks(1, train_grpo, tmp_path / "one", 90, settings)
+    found = run_ranks(ranks, train_grpo, tmp_path / "ranks", 90, [*settings, *own])
     assert rewards(tmp_path / "one") == pytest.approx(rewards(tmp_path / "ranks"), abs=1e-6)
     assert texts_of(one) == texts_of(found)
     assert len(rewards(tmp_path / "one")) == 100
