@@ -435,8 +435,8 @@ DEFECTS: list[Defect] = [
         "positions-count-padding",
         "generate-batch",
         "Cache.positions_of",
-        "(index_T - self._padding.to(tokens_BT.device).unsqueeze(1)).clamp(min=0)",
-        "(index_T - 0 * self._padding.to(tokens_BT.device).unsqueeze(1)).clamp(min=0)",
+        "index_T - self._padding.to(tokens_BT.device).unsqueeze(1)",
+        "index_T - 0 * self._padding.to(tokens_BT.device).unsqueeze(1)",
     ),
     Defect(
         "noise-of-the-place-in-the-batch",

@@ -133,6 +133,16 @@ def test_cache_copies_nothing_but_to_grow() -> None:
     assert cache.num_tokens == 200
 
 
+def test_texts_up_to_the_last_position_of_the_model() -> None:
+    """One text has ended there, while another still has far to go."""
+    model, prompts, limits = build(*MODELS["gpt2"]), [[9] * 60, [5, 3], [7]], [4, 62, 63]
+    together = generate_batch(model, prompts, limits, Sampling(), seed=2)
+    for index, text in enumerate(together):
+        (alone,) = generate_batch(model, [prompts[index]], limits[index], Sampling(), seed=2, indices=[index])
+        assert text.tokens == alone.tokens
+        assert len(text.tokens) == limits[index]
+
+
 def test_continuation_of_a_text_that_was_cut_off_is_the_same() -> None:
     model = build(*MODELS["qwen3"])
     (whole,) = generate_batch(model, [PROMPT], 30, Sampling(), seed=1)
@@ -172,7 +182,7 @@ class Fixed(Decoder):
     def __init__(self, logits: torch.Tensor) -> None:
         self.logits = logits
 
-    def begin(self, prompts: Sequence[Sequence[int]], max_tokens: int, length: int) -> torch.Tensor:
+    def begin(self, prompts: Sequence[Sequence[int]], length: int, max_tokens: int) -> torch.Tensor:
         return self.logits
 
     def extend(self, tokens: Sequence[int]) -> torch.Tensor:

@@ -102,8 +102,8 @@ class Decoder(ABC):
     """Feeds the texts of a batch to a model, and returns the logits (B, V) of their next tokens."""
 
     @abstractmethod
-    def begin(self, prompts: Sequence[Sequence[int]], max_tokens: int, length: int) -> torch.Tensor:
-        """Feed the prompts, none longer than `length`, which at most `max_tokens` tokens will follow."""
+    def begin(self, prompts: Sequence[Sequence[int]], length: int, max_tokens: int) -> torch.Tensor:
+        """Feed the prompts, none longer than `length`.  max_tokens: of the longest text, with its prompt."""
 
     @abstractmethod
     def extend(self, tokens: Sequence[int]) -> torch.Tensor:
@@ -120,9 +120,9 @@ class CachedDecoder(Decoder):
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self._device, self._cache = model, device, Cache()
 
-    def begin(self, prompts: Sequence[Sequence[int]], max_tokens: int, length: int) -> torch.Tensor:
+    def begin(self, prompts: Sequence[Sequence[int]], length: int, max_tokens: int) -> torch.Tensor:
         tokens_BT, padding = _padded_left(prompts, length)
-        self._cache = Cache(padding, length + max_tokens)
+        self._cache = Cache(padding, max_tokens)
         logits_BTV = torch.empty(0)
         for part_BT in tokens_BT.split(max(1, _PREFILL_TOKENS // len(prompts)), 1):
             logits_BTV = self._call(part_BT)
@@ -151,7 +151,7 @@ class WindowDecoder(Decoder):
         self._model, self._device, self._context = model, device, context
         self._texts: list[list[int]] = []
 
-    def begin(self, prompts: Sequence[Sequence[int]], max_tokens: int, length: int) -> torch.Tensor:
+    def begin(self, prompts: Sequence[Sequence[int]], length: int, max_tokens: int) -> torch.Tensor:
         self._texts = [list(prompt) for prompt in prompts]
         return torch.stack([self._call(text) for text in self._texts])
 
@@ -174,12 +174,13 @@ class TransformersDecoder(Decoder):
         self._model, self._device = model, device
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._cache: Any = None
+        self._max_tokens = 0
         self._mask_BS: torch.Tensor | None = None
         """True for tokens that are not padding; None if there is no padding."""
 
-    def begin(self, prompts: Sequence[Sequence[int]], max_tokens: int, length: int) -> torch.Tensor:
+    def begin(self, prompts: Sequence[Sequence[int]], length: int, max_tokens: int) -> torch.Tensor:
         tokens_BT, padding = _padded_left(prompts, length)
-        self._cache = self._mask_BS = None
+        self._cache, self._mask_BS, self._max_tokens = None, None, max_tokens
         if any(padding):
             self._mask_BS = (torch.arange(length) >= torch.tensor(padding).unsqueeze(1)).to(self._device)
         return self._call(tokens_BT)
@@ -203,7 +204,7 @@ class TransformersDecoder(Decoder):
         if self._mask_BS is not None:
             inputs["attention_mask"] = self._mask_BS.long()
             if self._takes_positions:
-                positions_BS = (self._mask_BS.long().cumsum(1) - 1).clamp(min=0)
+                positions_BS = (self._mask_BS.long().cumsum(1) - 1).clamp(min=0, max=self._max_tokens - 1)
                 inputs["position_ids"] = positions_BS[:, -tokens_BT.shape[1] :]
         output = self._model(**inputs, past_key_values=self._cache, use_cache=True)
         self._cache = output.past_key_values
@@ -311,13 +312,12 @@ def generate_batch(
     """
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
     device = device or next(model.parameters()).device
-    num_tokens = max((len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)), default=1)
     texts = [Generated([], [], "length") for _ in prompts]
     finishes: dict[int, Literal["end", "not finite"]] = {}
     with evaluation_mode(model), full_sequences():
         in_step = InStep(device) if forward_is_collective(model) else None
-        num_tokens = in_step.max(num_tokens) if in_step else num_tokens
-        decoder = find_decoder(model, device, num_tokens, context)
+        longest = longest_text(prompts, limits, in_step)
+        decoder = find_decoder(model, device, longest, context)
         for row, token, logprob in generate_tokens(decoder, prompts, limits, sampling, seed, indices, ends, in_step):
             if token == NO_TOKEN:
                 finishes[row] = "not finite"
@@ -327,6 +327,12 @@ def generate_batch(
             if token in ends:
                 finishes[row] = "end"
     return [Generated(text.tokens, text.logprobs, finishes.get(row, "length")) for row, text in enumerate(texts)]
+
+
+def longest_text(prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], in_step: InStep | None = None) -> int:
+    """Return the largest number of tokens that a text can have, with its prompt; on any rank, if they are in step."""
+    longest = max((len(prompt) + limit for prompt, limit in zip(prompts, max_tokens, strict=True)), default=1)
+    return longest if in_step is None else in_step.max(longest)
 
 
 class InStep:
@@ -355,9 +361,10 @@ def generate_tokens(
 ) -> Iterator[Token]:
     """Yield the next token of each text in turn, until all have ended.  See `generate_batch`.
 
-    Texts that have ended are dropped from the batch once they are the larger part of it.
+    Texts that have ended are dropped from the batch once they are half of it.
     """
     indices = range(len(prompts)) if indices is None else indices
+    longest = longest_text(prompts, max_tokens, in_step)
     length, num_rows = max(map(len, prompts), default=1), len(prompts)
     if in_step is not None:  # then calls must have the same shape on all ranks
         length, num_rows = in_step.max(length), in_step.max(num_rows)
@@ -370,10 +377,7 @@ def generate_tokens(
     logits_BV: torch.Tensor | None = None
     last: list[int] = []
     while in_step.max(len(active)) if in_step is not None else active:
-        if logits_BV is None:
-            logits_BV = decoder.begin(fed, max(max_tokens, default=0), length)
-        else:
-            logits_BV = decoder.extend(last)
+        logits_BV = decoder.begin(fed, length, longest) if logits_BV is None else decoder.extend(last)
         logprobs_BV = logits_BV.float().log_softmax(1)
         noise_BV = None
         if sampling.temperature > 0.0:

@@ -169,19 +169,21 @@ class Cache(Documents):
     `model(tokens, documents=cache)`, followed by `cache.advance(tokens.shape[1])`.
 
     Texts of different lengths are padded on the left, with any tokens.  Nothing attends to the padding, and positions
-    count from the first token after it.
+    count from the first token after it.  They stay below `max_tokens`, since a text that has ended is fed more tokens
+    as long as others of its batch go on.
 
-    A layer's memory is allocated for twice the tokens that it holds, but for no more than `max_tokens`, and doubled
-    when it is full.  New keys and values are written in place: a call copies none of the earlier ones, unless the
-    memory has to grow.
+    A layer's memory is allocated for twice the tokens that it holds, or for as many as it can ever hold if that is
+    less, and doubled when it is full.  New keys and values are written in place: a call copies none of the earlier
+    ones, unless the memory has to grow.
     """
 
     def __init__(self, padding: Sequence[int] = (), max_tokens: int = 0) -> None:
-        """`padding`: the number of padding tokens of each text, if any.  `max_tokens`: 0 if unknown."""
+        """`padding`: padding tokens of each text.  `max_tokens`: number of tokens of the longest text; 0 if unknown."""
         self.num_tokens = 0
         """Number of tokens in finished calls, with the padding."""
         self._padding = torch.tensor(padding) if any(padding) else None
-        self._max_tokens = max_tokens
+        self._max_position = max_tokens - 1 if max_tokens else torch.iinfo(torch.int64).max
+        self._max_tokens = max_tokens + max(padding, default=0)
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._next = 0
         self._mask_of_call: torch.Tensor | None = None
@@ -228,8 +230,8 @@ class Cache(Documents):
         """Return the positions of a call's tokens: (T,), or (B, T) with padding, whose own positions are 0."""
         index_T = torch.arange(self.num_tokens, self.num_tokens + tokens_BT.shape[1], device=tokens_BT.device)
         if self._padding is None:
-            return index_T
-        return (index_T - self._padding.to(tokens_BT.device).unsqueeze(1)).clamp(min=0)
+            return index_T.clamp(max=self._max_position)
+        return (index_T - self._padding.to(tokens_BT.device).unsqueeze(1)).clamp(min=0, max=self._max_position)
 
     def mask_of(self, q_BNTH: torch.Tensor) -> torch.Tensor | None:
         """Return the mask of a call's queries, (B, 1, T, S) for S tokens so far; None without padding.
