@@ -16,12 +16,13 @@ from typing import Any
 
 from trainer.config import RunConfig, declared_keys, type_name
 from trainer.config.changes import _FIXED_ON_RESUME, _FREE_ON_RESUME
+from trainer.objective import all_objectives
 from trainer.recipe import all_recipes
 
 FOLDER = Path(__file__).parent
 _PAGES = {
     "configuration.md": ("Settings", ("run", "data", "train", "optim", "schedule", "eval")),
-    "configuration_scale.md": ("More settings", ("mesh", "fsdp", "checkpoint", "log", "lora", "dpo")),
+    "configuration_scale.md": ("More settings", ("mesh", "fsdp", "checkpoint", "log", "lora", "objective")),
 }
 _NOTEBOOKS = {
     "notebooks/train_from_scratch.ipynb": "tutorial_scratch.md",
@@ -56,7 +57,8 @@ A comment names the command line, a recipe file, the `config.yaml` of a run or c
 folder, the environment, or the pass that decided the value, with its reason and what it replaced. The passes and their
 order are the list `PASSES` in `trainer/config/resolve.py`.
 
-More settings: [mesh, fsdp, checkpoint, log, lora, dpo](configuration_scale.md), [models](configuration_models.md).
+More settings: [mesh, fsdp, checkpoint, log, lora, objective](configuration_scale.md),
+[models](configuration_models.md).
 """
 
 
@@ -117,8 +119,18 @@ def _refused_on_resume() -> str:
 
 
 def _section(name: str) -> str:
+    if name == "objective":
+        return "\n".join(
+            _table(f"objective, for train.objective={kind}", _summary(owner), declared_keys(objective=owner), name)
+            for kind, owner in all_objectives().items()
+            if dataclasses.fields(owner)
+        )
     owner = type(getattr(RunConfig(), name))
-    return _table(name, (owner.__doc__ or "").partition("\n")[0], declared_keys(), name)
+    return _table(name, _summary(owner), declared_keys(), name)
+
+
+def _summary(owner: type) -> str:
+    return (owner.__doc__ or "").partition("\n")[0]
 
 
 def _table(title: str, text: str, keys: Mapping[str, dataclasses.Field[Any]], section: str) -> str:

@@ -26,3 +26,41 @@ def rope_of(content: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
         raise UserError("partial_rotary_factor: this recipe rotates full heads")
     theta = rope.get("rope_theta", content.get("rope_theta", 10000.0))
     return {**rope, "rope_type": kind, "rope_theta": theta}
+
+
+def yarn_fields(rope: Mapping[str, Any], entries: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields of our configuration for the entries of a rotary embedding (`rope_of`), scaled by YaRN or not.
+
+    entries: for each field, its name there, and the default if it is missing.  Raises UserError for an attention
+    factor other than YaRN's own.
+    """
+    fields = {"rope_theta": rope["rope_theta"]}
+    if rope["rope_type"] == "default":
+        return fields | {"rope_factor": 1.0}
+    if rope.get("attention_factor") is not None:
+        raise UserError(f"attention_factor={rope['attention_factor']}: this recipe supports only YaRN's own")
+    found = {field: rope.get(entry) for field, (entry, _) in entries.items()}
+    return fields | {field: entries[field][1] if value is None else value for field, value in found.items()}
+
+
+def yarn_entries(config: Any, entries: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+    """Return the entries of config.json for the rotary embedding of `config`; the inverse of `yarn_fields`.
+
+    transformers 5 reads `rope_parameters`, 4 reads `rope_theta` and `rope_scaling`; each accepts or ignores the entries
+    of the other.
+    """
+    scaling = {"rope_type": "yarn"} | {entry: getattr(config, field) for field, (entry, _) in entries.items()}
+    is_scaled = config.rope_factor != 1.0
+    return {
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling if is_scaled else None,
+        "rope_parameters": (scaling if is_scaled else {"rope_type": "default"}) | {"rope_theta": config.rope_theta},
+    }
+
+
+def check_quantization(content: Mapping[str, Any], method: str) -> None:
+    """Raise UserError if weights are stored in another format than `method`, or one of full precision."""
+    quantization = content.get("quantization_config") or {}
+    found = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    if quantization and found != method:
+        raise UserError(f"quantization_config: quant_method={found}: this recipe supports only {method}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -20,6 +22,16 @@ class Linear(nn.Linear):
         nn.init.normal_(self.weight, std=self.std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+
+class Router(Linear):
+    """The scores of experts for each token, computed in fp32: a rounded score may choose another expert."""
+
+    takes_adapter = False
+
+    def forward(self, x_SD: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(x_SD.float(), self.weight.float(), bias)
 
 
 class Output(Linear):
@@ -99,12 +111,66 @@ class Rope(nn.Module):
         return angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
 
 
-def rotate(x_BNTH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+class YarnRope(Rope):
+    """Rotary position embedding for sequences `factor` times as long as the first `original_len` tokens.
+
+    Pairs that turn slowly, fewer than `beta_slow` times in those tokens, turn `factor` times more slowly; those that
+    turn more than `beta_fast` times are unchanged, and the ones in between are interpolated.  Cosines and sines are
+    multiplied by `magnitude`.  Source: Peng et al. 2023, "YaRN", arXiv:2309.00071, section 3.
+
+    truncate: whether the first and last of the interpolated pairs are rounded to whole numbers.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        theta: float,
+        factor: float,
+        original_len: int,
+        beta_fast: float,
+        beta_slow: float,
+        truncate: bool,
+        magnitude: float,
+    ) -> None:
+        self.factor, self.original_len, self.truncate = factor, original_len, truncate
+        self.beta_fast, self.beta_slow, self.magnitude = beta_fast, beta_slow, magnitude
+        super().__init__(head_dim, theta)
+
+    def frequencies(self) -> torch.Tensor:
+        frequencies = super().frequencies()
+        if self.factor == 1.0:
+            return frequencies
+        size = frequencies.numel()
+        first, last = (
+            size * math.log(self.original_len / (turns * 2 * math.pi)) / math.log(self.theta)
+            for turns in (self.beta_fast, self.beta_slow)
+        )
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * size - 1)
+        length = last - first or 0.001
+        stretched = ((torch.arange(size, device=frequencies.device) - first) / length).clamp(0.0, 1.0)
+        return frequencies * (1 - stretched + stretched / self.factor)
+
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = super().forward(positions)
+        return cos * self.magnitude, sin * self.magnitude
+
+
+def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
+    """Return the factor of YaRN's attention temperature (section 3.4) for a text `factor` times as long."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+def rotate(x_BNTH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, are_neighbours: bool = False) -> torch.Tensor:
     """Rotate each pair of a head by its angle, in fp32; the result has the dtype of `x_BNTH`.
+
+    Pairs are half a head apart: in the result always, and in `x_BNTH` unless `are_neighbours` is set.
 
     Works on (B, T, N, H), the memory order of the split heads, so that kernels access contiguous rows.
     """
-    first, second = x_BNTH.transpose(1, 2).float().chunk(2, dim=-1)
+    x_BTNH = x_BNTH.transpose(1, 2).float()
+    first, second = (x_BTNH[..., ::2], x_BTNH[..., 1::2]) if are_neighbours else x_BTNH.chunk(2, dim=-1)
     turned_BTNH = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned_BTNH.to(x_BNTH.dtype).transpose(1, 2)
 

@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from trainer.data.source import Source as Source
     from trainer.errors import UserError as UserError
     from trainer.loss import linear_cross_entropy as linear_cross_entropy
-    from trainer.loss import token_logprobs as token_logprobs
     from trainer.model.gradients import gathered as gathered
+    from trainer.model.logprobs import token_logprobs as token_logprobs
     from trainer.model.sample import Sampling as Sampling
     from trainer.model.sample import generate_batch as generate_batch
+    from trainer.objective import Objective as Objective
+    from trainer.objective import register_objective as register_objective
     from trainer.recipe import HuggingFace as HuggingFace
     from trainer.recipe import Recipe as Recipe
     from trainer.recipe import Stacked as Stacked
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "HuggingFace",
+    "Objective",
     "Recipe",
     "RunConfig",
     "Sampling",
@@ -62,11 +65,13 @@ __all__ = [
     "load_weights",
     "main",
     "register",
+    "register_objective",
     "token_logprobs",
 ]
 
 _MODULES = {
     "HuggingFace": "recipe",
+    "Objective": "objective",
     "Recipe": "recipe",
     "RunConfig": "config",
     "Sampling": "model.sample",
@@ -84,11 +89,12 @@ _MODULES = {
     "load_config": "config",
     "load_weights": "weights.loading",
     "register": "recipe",
-    "token_logprobs": "loss",
+    "register_objective": "objective",
+    "token_logprobs": "model.logprobs",
 }
 
 if not (Path(__file__).parent / "recipes").exists():
-    # A bare checkout: recipes/ and conf/ are next to this folder; an installation maps them into the package.
+    # A bare checkout: recipes/, objectives/ and conf/ are next to this folder; an installation has them inside it.
     __path__.append(str(Path(__file__).parent.parent))
 
 

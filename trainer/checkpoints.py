@@ -21,10 +21,17 @@ from rich.console import Console
 from rich.text import Text
 
 from trainer.checkpoint.layout import StoredTensor
-from trainer.checkpoint.manifest import INDEX, find_damage, list_steps, name_of, read_file, read_manifest
+from trainer.checkpoint.manifest import (
+    TORCH_METADATA,
+    checkpoint_name,
+    find_damage,
+    list_steps,
+    read_file,
+    read_manifest,
+)
 from trainer.checkpoint.reader import StoredWeights, find_checkpoints, is_checkpoint
 from trainer.checkpoint.retention import best_step
-from trainer.checkpoint.storage import COMMIT, Damaged, Storage, open_storage, split_parent
+from trainer.checkpoint.storage import MANIFEST, Damaged, Storage, open_storage, split_parent
 from trainer.config import compare_stored
 from trainer.errors import (
     EXIT_FAILED,
@@ -83,11 +90,13 @@ def list_checkpoints(storage: Storage, verify: bool = False) -> list[CheckpointE
     for _ in range(_MAX_LISTINGS):
         steps = list_steps(storage)
         new_steps = [step for step in steps if step not in found]
-        found |= {step: _entry(storage, name_of(step), verify) for step in new_steps}
+        found |= {step: _entry(storage, checkpoint_name(step), verify) for step in new_steps}
         if not new_steps or not found:
             break
     quarantined = [CheckpointEntry(name, state="quarantined") for name in storage.quarantined_names()]
-    remaining = [step for step in sorted(found) if not found[step].damage or storage.is_published(name_of(step))]
+    remaining = [
+        step for step in sorted(found) if not found[step].damage or storage.is_published(checkpoint_name(step))
+    ]
     entries, best = [found[step] for step in remaining], best_step(storage)
     for entry in entries:
         entry.is_best = entry.step is not None and entry.step == best
@@ -99,7 +108,7 @@ def _entry(storage: Storage, name: str, verify: bool) -> CheckpointEntry:
     try:
         manifest = read_manifest(folder)
     except FileNotFoundError:
-        entry.damage = (f"{folder}/{COMMIT}: is missing",)
+        entry.damage = (f"{folder}/{MANIFEST}: is missing",)
     except (Damaged, UserError, OSError) as error:
         entry.damage = (str(error),)
     else:
@@ -112,7 +121,7 @@ def _entry(storage: Storage, name: str, verify: bool) -> CheckpointEntry:
             entry.notes += (_SAVED_WHILE_SKIPPING.format(name, manifest.num_skipped),)
         if verify:
             try:
-                read_file(folder, manifest, INDEX)
+                read_file(folder, manifest, TORCH_METADATA)
             except Damaged as error:
                 entry.notes += (f"{error}; only torch's own tools need it",)
         entry.state = "damaged" if entry.damage else "verified" if verify else "whole"

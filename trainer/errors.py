@@ -237,15 +237,15 @@ def setting_error(
     fix: what to do, in words.
     """
     advice = [
-        *([] if legal is None else [f"nearest legal value: {typed(key, legal)}"]),
-        *([] if meant is None else [f"did you mean {typed(key, meant)}?"]),
-        *([] if example is None else [f"for example: {typed(key, example)}"]),
+        *([] if legal is None else [f"nearest legal value: {as_typed(key, legal)}"]),
+        *([] if meant is None else [f"did you mean {as_typed(key, meant)}?"]),
+        *([] if example is None else [f"for example: {as_typed(key, example)}"]),
         *([f"to fix: {fix}"] if fix else []),
     ]
     return UserError("\n  ".join([f"{key}={_shown_value(key, value)}: {rule}", *advice]))
 
 
-def typed(key: str, value: object) -> str:
+def as_typed(key: str, value: object) -> str:
     """Return `key=value` as it is typed in a shell, quoted if necessary."""
     shown = _shown_value(key, value)
     text = f"{key}={shown}"

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import safetensors.torch
 import torch
@@ -45,6 +46,7 @@ from trainer.weights.loading import build_meta_model, load_unsharded, model_file
 from trainer.weights.model_card import CARD, model_card
 
 METRICS = "metrics.jsonl"
+_MERGED_ORIGINAL = "--merged-original"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -55,7 +57,7 @@ def export_checkpoint(
     max_shard_gb: float = 5.0,
     overwrite: bool = False,
     allow_import: Collection[str] = (),
-    merges: bool | None = None,
+    merges: bool | Literal["original"] | None = None,
     base: str | None = None,
     ema: bool = False,
 ) -> list[Path]:
@@ -67,7 +69,8 @@ def export_checkpoint(
 
     dtype: None for the stored dtype.
     allow_import: modules that the checkpoint may import by naming them (see `load_weights`).
-    merges: merge the adapters into the model.
+    merges: merge the adapters into the model.  If its weights were packed (lora.base_dtype), into what packing left of
+        them, which is what was trained, or with "original" into the weights before packing.
     base: the new path of the base weights, if they have moved.
     ema: export the averaged weights of a run with `train.ema`.
 
@@ -105,7 +108,11 @@ def export_checkpoint(
             overwrite=overwrite,
             setting="target",
         )
-    source = with_merged_adapters(stored, config.recipe, config.model, base)
+    into_original = merges == "original"
+    if into_original and not config.lora.packs:
+        rule = f"the weights of {checkpoint} were not packed (lora.base_dtype={config.lora.base_dtype})"
+        raise UserError(f"--merged=original: {rule}\n  to fix: use --merged")
+    source = with_merged_adapters(stored, config.recipe, config.model, base, dtype, into_original)
     if is_file:
         return [_export_file(source, config, path, dtype, overwrite)]
     if TOKENIZER in origin.tokenizer:  # the original file may be gone
@@ -187,13 +194,23 @@ def command_line(argv: Sequence[str] | None = None) -> int:
         "--merged", dest="merges", action="store_true", default=None, help="merge adapters into the weights"
     )
     adapters.add_argument(
+        _MERGED_ORIGINAL,
+        dest="merges",
+        action="store_const",
+        const="original",
+        help="also --merged=original: merge adapters into the weights before they were packed (lora.base_dtype=nf4 or "
+        "fp8); --merged itself merges into what was left of them, which is what was trained",
+    )
+    adapters.add_argument(
         "--adapter", dest="merges", action="store_false", default=None, help="export only the adapter (LoRA)"
     )
     parser.add_argument("--base", metavar="PATH", help="new folder of the adapters' base model, if it has moved")
     parser.add_argument("--ema", action="store_true", help="export the averaged weights of a run with train.ema")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     parser.add_allow_import()
-    options = parser.parse_args(argv)
+    arguments = sys.argv[1:] if argv is None else argv
+    # With an optional value, argparse would take the folder in `--merged FOLDER` for it.
+    options = parser.parse_args([_MERGED_ORIGINAL if item == "--merged=original" else item for item in arguments])
     add_working_folder_to_path()
     return run_command(lambda: _export(options))
 

@@ -125,6 +125,9 @@ def open_generator(
         return TextGenerator(model, device, tokenizer, template, _generation_settings(read_model_files(folder)))
     source = open_checkpoint(location.path, ema)
     config = config_from_yaml(source.config_yaml, allow_import=allow_import)
+    if config.objective.outputs:
+        rule = f"was trained with train.objective={config.train.objective}, and scores texts instead of writing them"
+        raise setting_error("path", path, rule, fix="export it, and load it with AutoModelForSequenceClassification")
     origin = model_files_of(source)
     tokenizer, template = stack.enter_context(tokenizer_settings(origin, config.data.tokenizer))
     turn_ends = frozenset(chat_end_ids(tokenizer, template) if config.data.source == "chat" else ())

@@ -9,10 +9,10 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,10 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from trainer.config.rules import can_compile
-from trainer.errors import UserError, setting_error
+from trainer.errors import setting_error
+
+if TYPE_CHECKING:
+    from trainer.config import RunConfig
 
 IGNORE = -100
 """A target to ignore (PyTorch's default `ignore_index`)."""
@@ -80,30 +83,51 @@ def by_row() -> Iterator[None]:
         _sums_by_row.reset(token)
 
 
-_is_by_token = ContextVar("is_by_token", default=False)
+Replacement: TypeAlias = "Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]"
+"""A function of hidden states (B, T, D), the weight of the output projection (V, D) and targets (B, T).
+
+If the weight is None, the hidden states are the logits, (B, T, V)."""
+
+_replacement: ContextVar[Replacement | None] = ContextVar("replacement", default=None)
 
 
-def token_logprobs(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the log-probability of each target, (B, T) in fp32, with gradients; 0 for targets to ignore.
+@contextmanager
+def replace_loss(function: Replacement) -> Iterator[None]:
+    """Make models inside the block return `function(hidden, weight, targets)` in place of their summed loss.
 
-    batch: as for a training step: `tokens`, `targets` and whatever else the model's `forward` names.  Never has all
-    logits in memory if the model computes its loss with `linear_cross_entropy`; see there.
-
-    Raises UserError if the model adds to its loss a term of the whole batch, or sums its loss in another way.
+    Works for models that compute their loss with the functions in this module.
     """
-    if model.training and getattr(model, "balance", None) is not None:
-        raise setting_error("model.balance", "", "adds a loss of the batch, which belongs to no token", 0)
-    token = _is_by_token.set(True)
+    token = _replacement.set(function)
     try:
-        losses_BT = find_loss(model)(batch)
+        yield
     finally:
-        _is_by_token.reset(token)
-    if losses_BT.shape != batch["targets"].shape:
-        raise UserError(
-            f"log-probabilities by token: {type(model).__name__} sums its loss over all tokens itself\n"
-            "  compute it with trainer.linear_cross_entropy, or have the model return logits"
-        )
-    return -losses_BT
+        _replacement.reset(token)
+
+
+def scores_at_targets(hidden: torch.Tensor, weight: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
+    """Return the outputs at each row's last target, (B, V) in fp64; a `Replacement`.
+
+    For a head that scores texts, whose target is the position to score.  In a row without targets it is the first.
+    """
+    positions_T = torch.arange(1, targets.shape[1] + 1, device=targets.device)
+    last_B = ((targets != IGNORE) * positions_T).argmax(1)
+    hidden_BD = hidden[torch.arange(len(targets), device=targets.device), last_B].float()
+    return (hidden_BD if weight is None else hidden_BD @ weight.float().T).double()
+
+
+def losses_of_tokens(hidden: torch.Tensor, weight: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
+    """Return the loss of each target, (B, T) in fp32, and 0 for those to ignore; a `Replacement`."""
+    if weight is not None:
+        return linear_cross_entropy(hidden, weight, targets, reduction="token")
+    losses_N = F.cross_entropy(hidden.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE, reduction="none")
+    return losses_N.view(targets.shape)
+
+
+def loss_mode(config: RunConfig) -> AbstractContextManager[None]:
+    """Return the context in which a run computes its model's loss: as a sum over tokens, by row, or as scores."""
+    if "scores" in config.objective.needs:
+        return replace_loss(scores_at_targets)
+    return nullcontext() if config.objective.context else by_row()
 
 
 def count_targets(targets: torch.Tensor) -> int:
@@ -113,12 +137,12 @@ def count_targets(targets: torch.Tensor) -> int:
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the summed cross-entropy of `logits` (..., V) against `targets` (...), in fp32; see also `by_row`."""
+    if (replacement := _replacement.get()) is not None:
+        return replacement(logits, None, targets)
     flat_logits, flat_targets, recorded = logits.flatten(0, -2).float(), targets.flatten(), _recorded_losses.get()
-    if recorded is None and not _sums_by_row.get() and not _is_by_token.get():
+    if recorded is None and not _sums_by_row.get():
         return F.cross_entropy(flat_logits, flat_targets, ignore_index=IGNORE, reduction="sum")
     losses = F.cross_entropy(flat_logits, flat_targets, ignore_index=IGNORE, reduction="none").view(targets.shape)
-    if _is_by_token.get():
-        return losses
     if _sums_by_row.get():
         return losses.sum(-1, dtype=torch.float64)
     assert recorded is not None
@@ -143,8 +167,10 @@ def linear_cross_entropy(
     exist, so that nothing is computed twice, as in Liger Kernel (arXiv:2410.10989).  With `"row"` the result is one sum
     per sequence, (B,) for targets (B, T), and with `"token"` one loss per target, 0 for those to ignore; the backward
     pass recomputes the logits, since each sequence or token may have its own incoming gradient.  The default is "sum";
-    inside `by_row` it is "row", summed in fp64, and inside `token_logprobs` "token".
+    inside `by_row` it is "row", summed in fp64.
     """
+    if reduction is None and (replacement := _replacement.get()) is not None:
+        return replacement(hidden, weight, targets)
     hidden_ND, targets_N = hidden.flatten(0, -2), targets.flatten()
     row_bytes = 4 * weight.shape[0]
     if chunk_bytes is None:
@@ -152,7 +178,7 @@ def linear_cross_entropy(
         chunk_bytes = max(_CHUNK_BYTES, _GPU_CHUNK_ROWS * row_bytes if on_a_gpu else 0)
     num_chunks = max(1, math.ceil(hidden_ND.shape[0] / max(1, chunk_bytes // row_bytes)))
     arguments = (hidden_ND, weight, targets_N, num_chunks)
-    if reduction == "token" or (reduction is None and _is_by_token.get()):
+    if reduction == "token":
         losses: torch.Tensor = _LinearCrossEntropyPerToken.apply(*arguments)  # type: ignore[no-untyped-call]
         return losses.view(targets.shape)
     if reduction == "row" or (reduction is None and _sums_by_row.get()):
@@ -264,7 +290,7 @@ def _chunk(hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Te
     return kind(hidden_nD, weight_VD, targets_n)
 
 
-class _Gradients:
+class Gradients:
     """Accumulates the gradients of hidden states and weight over the chunks; None if not needed."""
 
     def __init__(self, hidden_ND: torch.Tensor, needs_hidden: bool, needs_weight: bool) -> None:
@@ -298,7 +324,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss_list: list[torch.Tensor] | None,
     ) -> torch.Tensor:
         rows = max(1, math.ceil(hidden_ND.shape[0] / num_chunks))
-        gradients = _Gradients(hidden_ND, *(computes_gradients and needed for needed in ctx.needs_input_grad[:2]))
+        gradients = Gradients(hidden_ND, *(computes_gradients and needed for needed in ctx.needs_input_grad[:2]))
         total, one = hidden_ND.new_zeros((), dtype=torch.float32), hidden_ND.new_ones((), dtype=torch.float32)
         for start in range(0, hidden_ND.shape[0], rows):
             hidden_nD = hidden_ND[start : start + rows]
@@ -343,7 +369,7 @@ class _LinearCrossEntropyPerToken(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_ND, weight_VD, targets_N = ctx.saved_tensors
-        gradients = _Gradients(hidden_ND, *ctx.needs_input_grad[:2])
+        gradients = Gradients(hidden_ND, *ctx.needs_input_grad[:2])
         for start in range(0, hidden_ND.shape[0], ctx.rows):
             chunk_rows = slice(start, start + ctx.rows)
             chunk = _chunk(hidden_ND[chunk_rows], weight_VD, targets_N[chunk_rows])
@@ -362,7 +388,7 @@ def find_loss(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], torch.Ten
     argument_names = set(inspect.signature(model.forward).parameters)
 
     def loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        if "pair" in batch and not _sums_by_row.get():
+        if "pair" in batch and not _sums_by_row.get() and _replacement.get() is None:
             rule = "rejected answers would be trained on like chosen ones"
             raise setting_error("data.format", "preference", rule, fix="use a Trainer whose `loss` compares the two")
         inputs = {name: entry for name, entry in batch.items() if name in argument_names and name != "tokens"}

@@ -19,7 +19,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 from trainer.errors import UserError, choice_error, nearest, setting_error
 
@@ -79,7 +79,8 @@ class StoredTensors:
 
 
 class Transposed(str):
-    """Hugging Face name of a matrix that is stored as (in, out) there, as in GPT-2, and as (out, in) here."""
+    """Hugging Face name of a matrix that is stored as (in, out) there, as in GPT-2, and as (out, in) here; also of
+    stacked matrices, one for each expert."""
 
     __slots__ = ()
 
@@ -110,6 +111,12 @@ class HuggingFace:
         They are written on export, and a folder with another value is refused.
     prefix: a prefix that only some files add to Hugging Face names, for example "transformer.".
     ignored: Hugging Face names of tensors that old files contain and the model does not need, such as causal masks.
+    left_out: `left_out(model_config) -> dict`, the parts of published models that this one lacks: maps the beginning of
+        their tensors' names to what the start block calls them, {"model.layers.61.": "multi-token prediction"}.
+    dropped: entries of config.json that no recipe reads unless it is listed here, and that exports lack:
+        "quantization_config", whose weights are then dequantized as `trainer.weights.quantized` describes, and
+        "auto_map", the name of code that is not run because the recipe replaces it.
+    exported: entries of config.json that exports have instead of those of the original folder.
     """
 
     model_type: str | Callable[[Any], str]
@@ -120,6 +127,9 @@ class HuggingFace:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     prefix: str = ""
     ignored: Sequence[str] = ()
+    left_out: Callable[[Any], Mapping[str, str]] | None = None
+    dropped: Sequence[str] = ()
+    exported: Mapping[str, Any] = field(default_factory=dict)
     stored: Callable[[Any, WeightSource], WeightSource] | str | None = None
 
     def model_type_of(self, model_config: Any) -> str:
@@ -157,7 +167,7 @@ class Recipe:
         `seq_len` tokens (the mean length of masked documents); by default 6 x parameters outside embeddings (Kaplan et
         al. 2020, arXiv:2001.08361).
     hf: the mapping to Hugging Face; needed to export to and import from that format.
-    context: declares that only `trainer.sequence.attend` and `trainer.sequence.positions` mix or count tokens, so
+    context: declares that only functions of `trainer.sequence` other than `apply_by_document` mix or count tokens, so
         ranks may hold slices of sequences (`mesh.context`).
     experts: the modules of experts, a name such as "layers.*.moe.experts".  It declares that their parameters are all
         stacked by expert along dimension 0, and that they are only called through `trainer.experts.mix`, so ranks may
@@ -227,6 +237,42 @@ def declare(default: Any, meaning: str, **limits: Any) -> Any:
     `train.init_from`.
     """
     return field(default=default, metadata={"meaning": meaning, **limits})
+
+
+@dataclass(frozen=True)
+class BalanceConfig:
+    """Base class of a configuration of a mixture of experts, with the settings that keep the load of its experts even.
+
+    See `trainer.experts.Balance` and `trainer.experts.Choice`.
+    """
+
+    balance: float = declare(
+        0.0, "coefficient of the load-balancing loss over the global batch; 0: none", at_least=0, free=True
+    )
+    balance_shares: Literal["exact", "last"] = declare(
+        "exact",
+        "expert shares in that loss: of this step, which takes one more forward pass if there are several "
+        "micro-batches, or of the step before, at no cost",
+        free=True,
+    )
+    balance_rate: float | None = declare(
+        None,
+        "how far the bias on the choice of an expert moves after each step, to even out the load; 0: it stays as it "
+        "is; null: no bias",
+        at_least=0,
+        free=True,
+    )
+    sequence_balance: float = declare(
+        0.0, "coefficient of the load-balancing loss within each sequence; 0: none", at_least=0, free=True
+    )
+    z_loss: float = declare(
+        0.0, "coefficient of the squared log-sum-exp of the router's logits; 0: none", at_least=0, free=True
+    )
+
+    @property
+    def needs_probs(self) -> bool:
+        """Whether a loss needs the router's probabilities."""
+        return self.balance > 0 or self.sequence_balance > 0
 
 
 def check_number(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -21,8 +22,9 @@ from trainer.data.transfer import prefetch_to_device
 from trainer.distributed.world import World
 from trainer.experts import global_balance
 from trainer.lifecycle.assembly import assemble_run
+from trainer.lifecycle.document_check import check_documents
 from trainer.lifecycle.expert_check import check_experts
-from trainer.lifecycle.selfcheck import check_context, check_documents, check_same_run, check_shape, check_start
+from trainer.lifecycle.selfcheck import check_context, check_same_run, check_shape, check_start
 from trainer.lifecycle.state import seed_everything
 from trainer.lifecycle.summary import show_result, start_facts, start_notes, start_record
 from trainer.loss import count_targets, find_loss
@@ -164,6 +166,13 @@ class Trainer:
         """Return this batch's contribution to the divisor of the summed loss: by default, its number of targets."""
         return count_targets(batch["targets"])
 
+    def global_sums(self, micro_batches: Sequence[Batch]) -> AbstractContextManager[None]:
+        """Return a context in which `loss` knows the sums over the global batch that it needs before its first use.
+
+        By default, those of the load-balancing loss of experts.  Collective.
+        """
+        return global_balance(self.model, micro_batches, self._batch_loss, self.world)
+
     def log(self, name: str, value: Amount, over: Amount | None = None) -> None:
         """Add `value` to a field of the next metrics line: summed over its steps, their micro-batches and all ranks.
 
@@ -184,7 +193,7 @@ class Trainer:
         count, num_targets = self.step_sync.all_reduce(*map(sum, zip(*counts, strict=True)))
         scale = self.world.size / (count or 1)  # gradients are averaged over the ranks
         total = torch.zeros((), device=self.world.device, dtype=torch.float64)
-        with global_balance(self.model, micro_batches, self._batch_loss, self.world):
+        with self.global_sums(micro_batches):
             for number, batch in enumerate(prefetch_to_device(micro_batches, self.world.device), start=1):
                 with gradient_sync(self.model, number == len(micro_batches), self.config.fsdp):
                     loss = self.loss(batch)
@@ -285,7 +294,7 @@ class Trainer:
                 return
             for callback in self._run.callbacks:
                 callback.after_evaluation(self.state.step)
-        self.state.evaluated(record)
+        self.state.evaluated(record, self.config.eval.metric)
         self.horizon.evaluated(record, self.state.step)
         self.saver.save_if_best(self.state)
 

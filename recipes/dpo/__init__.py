@@ -1,1 +1,1 @@
-"""Direct preference optimisation: a Trainer for `train.objective=dpo`, with any model."""
+"""The old place of the Trainer for `train.objective=dpo`, which is now `trainer.objective_trainer`."""

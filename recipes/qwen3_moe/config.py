@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from trainer.recipes.qwen3.config import check_heads
 
 from trainer.errors import setting_error
-from trainer.recipe import declare
+from trainer.recipe import BalanceConfig, declare
 
 
 @dataclass(frozen=True)
-class Qwen3MoeConfig:
+class Qwen3MoeConfig(BalanceConfig):
     """The fields of a Qwen3 mixture-of-experts model."""
 
     vocab_size: int = declare(257, "size of the vocabulary", at_least=1, at_most=2**31 - 1)
@@ -24,9 +24,6 @@ class Qwen3MoeConfig:
     num_experts: int = declare(8, "experts per layer", at_least=1, at_most=2**16)
     num_chosen: int = declare(2, "experts that process each token", at_least=1)
     normalize_chosen: bool = declare(True, "scale the weights of a token's experts to sum to 1")
-    balance: float = declare(
-        0.0, "coefficient of the load-balancing loss over the global batch; 0: none", at_least=0, free=True
-    )
     max_seq_len: int = declare(32768, "maximum sequence length", at_least=1)
     rope_theta: float = declare(1000000.0, "base of the rotary frequencies", above=0)
     norm_eps: float = declare(1e-6, "epsilon of RMSNorm", above=0)

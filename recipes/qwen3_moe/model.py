@@ -7,7 +7,7 @@ token, S tokens of the batch, M token-expert pairs (S x A).
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,24 +17,18 @@ from trainer.recipes.qwen3.model import Qwen3Attention
 from trainer.recipes.qwen3_moe.config import Qwen3MoeConfig
 
 from trainer import experts, sequence
-from trainer.experts import BalanceLoss, choices_of, grouped_mm
+from trainer.experts import Balance, Choice, Load, grouped_mm, load_of
 from trainer.loss import IGNORE
 from trainer.sequence import Documents
 
-
-class Load(NamedTuple):
-    """The load of each expert in a layer, (E,), over tokens that have targets."""
-
-    choices: torch.Tensor
-    """Number of tokens routed to the expert."""
-    probs: torch.Tensor
-    """Sum of the router's probabilities for the expert."""
+if TYPE_CHECKING:
+    from trainer.recipes.deepseek_v3.config import DeepseekV3Config
 
 
 class Experts(nn.Module):
     """SwiGLU feed-forward experts with stacked weights."""
 
-    def __init__(self, config: Qwen3MoeConfig) -> None:
+    def __init__(self, config: Qwen3MoeConfig | DeepseekV3Config) -> None:
         super().__init__()
         self.std, self.out_std = config.init_std, config.init_std / math.sqrt(2 * config.num_layers)
         self.w1 = nn.Parameter(torch.empty(config.num_experts, config.expert_dim, config.dim))
@@ -59,25 +53,31 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, config: Qwen3MoeConfig) -> None:
         super().__init__()
-        self.num_chosen, self.normalize = config.num_chosen, config.normalize_chosen
+        self.config = config
         self.router = Linear(config.dim, config.num_experts, std=config.init_std)
         self.router.takes_adapter = False
+        self.choice = Choice(config.num_experts, config.num_chosen, has_bias=config.balance_rate is not None)
         self.experts = Experts(config)
 
     def forward(self, x_BTD: torch.Tensor, counts_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
         """Return the output, and the load over the tokens that `counts_BT` marks (None if `counts_BT` is None)."""
-        x_SD = x_BTD.flatten(0, 1)
-        probs_SE = self.router(x_SD).softmax(-1, dtype=torch.float32)
-        weights_SA, chosen_SA = probs_SE.topk(self.num_chosen)
-        if self.normalize:
+        config, x_SD = self.config, x_BTD.flatten(0, 1)
+        logits_SE = self.router(x_SD)
+        probs_SE = logits_SE.softmax(-1, dtype=torch.float32)
+        weights_SA, chosen_SA = self.choice(probs_SE)
+        if config.normalize_chosen:
             weights_SA = weights_SA / weights_SA.sum(-1, keepdim=True)
-        out_SD = experts.mix(self.experts, x_SD, chosen_SA, weights_SA.to(x_SD.dtype))
-        out_BTD = out_SD.view_as(x_BTD)
+        out_BTD = experts.mix(self.experts, x_SD, chosen_SA, weights_SA.to(x_SD.dtype)).view_as(x_BTD)
         if counts_BT is None:
             return out_BTD, None
-        counts_S = counts_BT.flatten()
-        choices_E = choices_of(chosen_SA, probs_SE.shape[1], counts_S)
-        return out_BTD, Load(choices_E, (probs_SE * counts_S.unsqueeze(1)).sum(0))
+        load = load_of(
+            chosen_SA,
+            counts_BT,
+            config.num_experts,
+            probs_SE if config.needs_probs else None,
+            logits_SE if config.z_loss else None,
+        )
+        return out_BTD, load
 
 
 class Qwen3MoeBlock(nn.Module):
@@ -105,7 +105,7 @@ class Qwen3MoeBlock(nn.Module):
 class Qwen3Moe(nn.Module):
     """Qwen3 MoE: maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the summed loss.
 
-    In training, the loss includes the load-balancing loss if `model.balance` is set.
+    In training, the loss includes those of the routers (`trainer.experts.Balance`).
     `documents` (B, T) prevents attention across documents in a row; `positions` and `borders` follow from it.
     """
 
@@ -118,9 +118,16 @@ class Qwen3Moe(nn.Module):
         self.head = Head(norm, config.dim, config.vocab_size, std=config.init_std)
         if config.tie_embeddings:
             self.head.output.weight = self.tok_embeddings.weight
-        self.balance = None
-        if config.balance:
-            self.balance = BalanceLoss(config.balance, config.num_experts, config.num_chosen, config.num_layers)
+        self.balance = Balance(
+            config.num_layers,
+            config.num_experts,
+            config.num_chosen,
+            loss=config.balance,
+            shares=config.balance_shares,
+            sequence_loss=config.sequence_balance,
+            z_loss=config.z_loss,
+            rate=config.balance_rate,
+        )
 
     def forward(
         self,
@@ -133,7 +140,7 @@ class Qwen3Moe(nn.Module):
         packed = Documents.of(documents, borders)
         positions = sequence.positions(tokens, positions, packed)
         x_BTD = self.tok_embeddings(tokens)
-        if self.balance is None or targets is None or not self.training:
+        if targets is None or not self.training:
             for layer in self.layers:
                 x_BTD = layer(x_BTD, positions, packed)
             return self.head(x_BTD, targets)
@@ -141,5 +148,4 @@ class Qwen3Moe(nn.Module):
         for layer in self.layers:
             x_BTD, load = layer(x_BTD, positions, packed, targets != IGNORE)
             loads.append(load)
-        choices_E, probs_E = (torch.stack(parts).sum(0) for parts in zip(*loads, strict=True))
-        return self.head(x_BTD, targets) + self.balance(choices_E, probs_E)
+        return self.head(x_BTD, targets) + self.balance(loads)

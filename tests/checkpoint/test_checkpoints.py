@@ -19,7 +19,7 @@ from tests.helpers.runs import Shared
 from tests.helpers.tiny import fit
 from trainer import Trainer, UserError, load_config, load_weights
 from trainer.checkpoint.reader import StoredWeights, find_checkpoint
-from trainer.checkpoint.state_parts import StatePart, join, split
+from trainer.checkpoint.state_parts import StatePart, join_state, split_state
 from trainer.checkpoint.storage import open_storage
 from trainer.export import command_line as export
 from trainer.metrics.step_metrics import Update
@@ -749,18 +749,18 @@ def test_state_without_optional_methods_has_defaults() -> None:
 
 def test_unsupported_value_in_a_tree_is_named() -> None:
     with pytest.raises(TypeError, match=r"two tensors of the state have the name x\.1"):
-        split({1: torch.ones(1), "1": torch.ones(1)}, ("x",))
+        split_state({1: torch.ones(1), "1": torch.ones(1)}, ("x",))
     with pytest.raises(TypeError, match=r"x\.a is a ndarray"):
-        split({"a": np.array(["text"])}, ("x",))
-    plain, tensors = split({"a": np.array(3.0)}, ("x",))
-    assert join(plain, {".".join(path): tensor for path, tensor in tensors.items()})["a"].shape == ()
+        split_state({"a": np.array(["text"])}, ("x",))
+    plain, tensors = split_state({"a": np.array(3.0)}, ("x",))
+    assert join_state(plain, {".".join(path): tensor for path, tensor in tensors.items()})["a"].shape == ()
 
 
 def test_trees_are_saved_and_restored() -> None:
     tree = {"a": [1, (2, {"!": 3})], "b": {1: torch.ones(2)}, "c": np.uint32([1, 2]), "d": {(1, 2): {4, 5}}}
-    plain, tensors = split(tree, ("root",))
+    plain, tensors = split_state(tree, ("root",))
     assert set(tensors) == {("root", "b", "1"), ("root", "c")}
-    back = join(json.loads(json.dumps(plain)), {".".join(path): tensor for path, tensor in tensors.items()})
+    back = join_state(json.loads(json.dumps(plain)), {".".join(path): tensor for path, tensor in tensors.items()})
     assert back["a"] == tree["a"]
     assert torch.equal(back["b"][1], torch.ones(2))
     assert back["c"].tolist() == [1, 2]

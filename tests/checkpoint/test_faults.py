@@ -40,7 +40,7 @@ from tests.helpers.ranks import run_command, run_python_module, run_ranks
 from tests.helpers.tiny import tiny_config
 from tests.trainer.test_exactness import assert_equal_tensors, load_tensors
 from trainer import Trainer, load_config, load_weights
-from trainer.checkpoint.manifest import INDEX, find_damage, read_manifest
+from trainer.checkpoint.manifest import TORCH_METADATA, find_damage, read_manifest
 from trainer.checkpoint.storage import open_storage
 from trainer.errors import TrainingFailed, UserError
 from trainer.model.parameters import local
@@ -594,7 +594,7 @@ def test_checkpoint_that_storage_truncated_is_not_published(
     own.save_checkpoint(wait=True)
     place = own.checkpoints.storage
     create = type(place).create
-    for name in [*FILES, INDEX]:
+    for name in [*FILES, TORCH_METADATA]:
         next(steps)
 
         def cut_short(self: Any, file: str, name: str = name) -> Any:

@@ -40,7 +40,7 @@ from trainer.checkpoint.layout import (
     value_at,
 )
 from trainer.checkpoint.manifest import Manifest, read_manifest
-from trainer.checkpoint.storage import COMMIT, Damaged, LocalStorage, crc32
+from trainer.checkpoint.storage import MANIFEST, Damaged, LocalStorage, crc32
 from trainer.model.network import build_network
 
 Result = TypeVar("Result")
@@ -245,7 +245,7 @@ def make_format_2(checkpoint: Path) -> None:
     text = rows_of_format_2(layout_from_json((checkpoint / "layout.json").read_text())).encode()
     (checkpoint / "layout.json").write_bytes(text)
     content = {**vars(manifest), "files": {**manifest.files, "layout.json": (len(text), crc32(text))}}
-    (checkpoint / COMMIT).write_text(Manifest(**{**content, "format_version": 2}).to_json())
+    (checkpoint / MANIFEST).write_text(Manifest(**{**content, "format_version": 2}).to_json())
 
 
 # ---------------------------------------------------------------------------------------------------------------

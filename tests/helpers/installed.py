@@ -41,7 +41,7 @@ class Installed:
         )
 
 
-_NEEDED = ("trainer", "recipes", "conf", "launch", "examples", "pyproject.toml", "README.md", "LICENSE")
+_NEEDED = ("trainer", "recipes", "objectives", "conf", "launch", "examples", "pyproject.toml", "README.md", "LICENSE")
 _BUILD = "from setuptools import build_meta; import sys; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 
 

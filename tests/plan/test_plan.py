@@ -38,7 +38,7 @@ MIXED = "fsdp.reshard_after_forward=[always,always,8,8,2,never,never,never]"
 
 def config_of(recipe: str, *overrides: str, shape: MeshShape, micro_batches: int = 1) -> RunConfig:
     """Return a configuration whose step has so many micro-batches on each rank of `shape`."""
-    config = without_data(load_config(recipe, overrides))
+    config = without_data(load_config(recipe, overrides, needs_weights=False))
     micro = config.train.micro_batch_size
     batch = shape.num_ranks * (1 if micro == AUTO else int(micro)) * micro_batches
     return replace(config, train=replace(config.train, global_batch_size=batch))
@@ -119,6 +119,16 @@ METERED: list[tuple[str, list[str], tuple[int, int], int]] = [
     ("llama_small", [*SMALL, "fsdp.param_dtype=bfloat16"], (1, 1), 2),
     ("gpt2", ["train.micro_batch_size=1", "model.num_layers=6"], (2, 4), 2),
     ("llama3_1b", [*SHALLOW, "fsdp.param_dtype=float32"], (1, 8), 1),
+    *(
+        ("llama3_1b", [*SHALLOW, "lora.rank=16", f"lora.base_dtype={packing}", *more], sizes, micro_batches)
+        for packing, more, sizes, micro_batches in (
+            ("nf4", [FULL], (1, 1), 1),
+            ("nf4", [FULL], (1, 8), 2),
+            ("nf4", [NEVER], (2, 4), 1),
+            ("fp8", [SELECTIVE, "fsdp.accumulate=sharded"], (1, 4), 2),
+            ("nf4", ["fsdp.param_dtype=float32", "model.tie_embeddings=false"], (1, 1), 1),
+        )
+    ),
 ]
 
 

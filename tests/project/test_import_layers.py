@@ -32,7 +32,7 @@ ALLOWED_PLACES = {
 }
 """Maps a module or function of a library to the places that may use it."""
 
-FILES = sorted(path for folder in ("trainer", "recipes") for path in (REPOSITORY / folder).rglob("*.py"))
+FILES = sorted(path for folder in ("trainer", "recipes", "objectives") for path in (REPOSITORY / folder).rglob("*.py"))
 
 
 @functools.cache

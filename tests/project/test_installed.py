@@ -36,7 +36,7 @@ def test_what_is_inside(installed: Installed) -> None:
     assert installed.wheel.stat().st_size < LARGEST_WHEEL
     with zipfile.ZipFile(installed.wheel) as archive:
         names = set(archive.namelist())
-    for folder in ("conf", "recipes", "launch", "examples"):
+    for folder in ("conf", "recipes", "objectives", "launch", "examples"):
         for path in (REPOSITORY / folder).rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
                 assert f"trainer/{path.relative_to(REPOSITORY)}" in names, path

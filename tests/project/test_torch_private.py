@@ -101,7 +101,19 @@ PRIVATE: dict[str, Callable[[], object]] = {
 }
 """Each private name, and a check of what is relied upon."""
 
-NOT_TORCH = {"_exit", "_getframe", "_current_frames", "_replace", "_means", "_worker", "_backward", "_low", "_high"}
+NOT_TORCH = {
+    "_exit",
+    "_scales",
+    "_scale_inv",
+    "_getframe",
+    "_current_frames",
+    "_replace",
+    "_means",
+    "_worker",
+    "_backward",
+    "_low",
+    "_high",
+}
 """Of Python itself, or names of our own that stand in texts."""
 
 OF_TRANSFORMERS = {
@@ -133,7 +145,7 @@ def _has_backward(name: str) -> bool:
     return all(hasattr(torch.ops.aten, f"_scaled_dot_product_{name}{way}") for way in ("", "_backward"))
 
 
-FILES = sorted(path for folder in ("trainer", "recipes") for path in (REPOSITORY / folder).rglob("*.py"))
+FILES = sorted(path for folder in ("trainer", "recipes", "objectives") for path in (REPOSITORY / folder).rglob("*.py"))
 
 
 def own_names() -> set[str]:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers.tiny import fit, tiny_config
 from trainer import Trainer, UserError, checkpoints, export, load_config, load_weights, recipe, run
-from trainer.checkpoint.manifest import COMMIT, read_manifest
+from trainer.checkpoint.manifest import MANIFEST, read_manifest
 from trainer.checkpoint.reader import find_checkpoint, find_checkpoints
 from trainer.checkpoint.storage import LocalStorage
 from trainer.config import compare_configs, stored_value
@@ -44,7 +44,7 @@ def say_otherwise(checkpoint: Path, old: str, new: str) -> None:
     manifest = read_manifest(LocalStorage(checkpoint))
     files = {**manifest.files, "config.yaml": (len(data), crc32(data))}
     digest = sha256(data).hexdigest()
-    (checkpoint / COMMIT).write_text(dataclasses.replace(manifest, files=files, config_sha256=digest).to_json())
+    (checkpoint / MANIFEST).write_text(dataclasses.replace(manifest, files=files, config_sha256=digest).to_json())
 
 
 @pytest.fixture

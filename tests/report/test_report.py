@@ -106,9 +106,9 @@ def test_repeated_loss_falls_back_to_older_checkpoints(tmp_path: Path) -> None:
     found = find_goodput([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
     assert (found.lost_steps, found.lost_s, found.update_s, found.restarts) == (2 + 3 + 2, 7.0, 2.0, 3)
     attempts = read_run(folder).attempts
-    assert [attempt.reached for attempt in attempts] == [6, 7, 4, 2]
+    assert [attempt.last_step for attempt in attempts] == [6, 7, 4, 2]
     assert [attempt.lost_steps for attempt in attempts] == [2, 3, 2, 0]
-    assert [attempt.ended for attempt in attempts] == ["killed"] * 4
+    assert [attempt.outcome for attempt in attempts] == ["killed"] * 4
 
 
 @pytest.mark.parametrize("resumed_step", range(7))
@@ -208,8 +208,8 @@ def test_a_run_that_is_killed_and_resumed(tmp_path: Path) -> None:
     again = find_goodput(lines)
     assert again.update_s == pytest.approx(end["update_s"])
     run = read_run(folder)
-    assert (run.state, run.name, run.num_steps, run.reached) == ("finished", "llama_small", 8, 8)
-    found = [(attempt.resumed_step, attempt.reached, attempt.lost_steps, attempt.ended) for attempt in run.attempts]
+    assert (run.state, run.name, run.num_steps, run.last_step) == ("finished", "llama_small", 8, 8)
+    found = [(attempt.resumed_step, attempt.last_step, attempt.lost_steps, attempt.outcome) for attempt in run.attempts]
     assert found == [(0, 5, 2, "killed"), (3, 8, 0, "finished")]
     assert run.saved.tolist() == [3, 6, 8]
     assert command_line([str(folder)]) == 0
@@ -402,16 +402,16 @@ def test_truncated_last_line_and_debris(tmp_path: Path) -> None:
     with open(tmp_path / "metrics.jsonl", "ab") as file:
         file.write(b'3\n[]\nnull\n{"kind": "train", "step": 7, "lo\xc3')
     Page(report(tmp_path))
-    assert read_run(tmp_path).reached == 6
+    assert read_run(tmp_path).last_step == 6
 
 
 @pytest.mark.slow
 def test_running_and_killed_runs_are_distinguished(tmp_path: Path) -> None:
     write(tmp_path, ONE_ATTEMPT, "running")
-    assert (read_run(tmp_path).state, read_run(tmp_path).attempts[-1].ended) == ("killed", "killed")
+    assert (read_run(tmp_path).state, read_run(tmp_path).attempts[-1].outcome) == ("killed", "killed")
     owner = tmp_path / ".owner.json"
     owner.write_text("{}")
-    assert (read_run(tmp_path).state, read_run(tmp_path).attempts[-1].ended) == ("running", "running")
+    assert (read_run(tmp_path).state, read_run(tmp_path).attempts[-1].outcome) == ("running", "running")
     os.utime(owner, (time.time() - 3600,) * 2)
     assert read_run(tmp_path).state == "killed"
     report(tmp_path)
@@ -428,7 +428,7 @@ def test_attempts_on_different_numbers_of_ranks(tmp_path: Path) -> None:
     page = Page(report(write(tmp_path, lines, "finished")))
     for text in ("replicate 1 x shard 4", "replicate 4 x shard 4", "killed", "stopped", "failed", "finished"):
         assert text in page.text
-    assert [attempt.ended for attempt in read_run(tmp_path).attempts] == ["killed", "stopped", "failed", "finished"]
+    assert [attempt.outcome for attempt in read_run(tmp_path).attempts] == ["killed", "stopped", "failed", "finished"]
 
 
 @pytest.mark.slow

@@ -212,7 +212,7 @@ def test_plan_and_start_block_include_the_reference(
     machine, shape = find_machine("h100", None, 1), MeshShape(1, 1)
     config = config_of(base, tmp_path / "plan", *OWN, *WITH["a second model"])
     plan = make_plan(config, shape, machine)
-    alone = make_plan(replace(config, train=replace(config.train, objective="tokens")), shape, machine)
+    alone = make_plan(config_of(base, tmp_path / "plan", *OWN[2:], *WITH["a second model"]), shape, machine)
     weights = 4 * plan.num_parameters
     assert plan.memory.peak.by_kind["parameters"] == 2 * weights == 2 * alone.memory.peak.by_kind["parameters"]
     assert plan.tokens == 2 * alone.tokens, "of a pair both"
@@ -267,8 +267,8 @@ def test_only_the_preference_trainer_accepts_pairs(base: Path, tmp_path: Path) -
     config = config_of(base, tmp_path / "run", *OWN, *WITH["adapters"])
     assert config.trainer_class(Trainer) is PreferenceTrainer
     with pytest.raises(
-        UserError, match=r"^train\.objective=dpo: must be trained by PreferenceTrainer, but this is Trainer"
+        UserError, match=r"^train\.objective=dpo: must be trained by ObjectiveTrainer, but this is Trainer"
     ):
         Trainer(config)
-    with pytest.raises(UserError, match=r"^train\.objective=tokens: "):
+    with pytest.raises(UserError, match=r"^train\.objective=tokens: ObjectiveTrainer trains for objectives other"):
         PreferenceTrainer(config_of(base, tmp_path / "run", *WITH["adapters"]))

@@ -245,6 +245,29 @@ def test_adapter_equals_pefts_and_is_merged_bit_for_bit(model: Path, adapted: Ra
         assert torch.equal(weight, theirs[name]), name
 
 
+def test_packed_base_is_merged_into_the_model_that_was_trained(model: Path, tmp_path: Path) -> None:
+    """Fine-tuned in 4 bits, merged, and loaded by transformers: the same logits, and the same greedy text."""
+    more = ["train.steps=3", "optim.lr=3e-3", "lora.rank=16", "lora.base_dtype=nf4"]
+    run = train(tmp_path, "sft", model, [{"messages": chat} for chat in CHATS], *more)
+    there = load_there(export(run.folder, tmp_path / "merged", "--merged"))
+    ids, trained = encode(tokenizer_of(model), CHATS[0])
+    with torch.no_grad():
+        expected, found, before = load_weights(run.folder)(ids[None]), there(ids[None]).logits, load_there(model)
+        changed = (before(ids[None]).logits - expected).abs().max()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    assert changed > 0.1
+    assert log_probability(there, ids, trained) > log_probability(before, ids, trained)
+    tokenizer = tokenizer_of(model)
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": QUESTION}], tokenize=False, add_generation_prompt=True
+    )
+    prompt = tokenizer(asked, add_special_tokens=False, return_tensors="pt").input_ids
+    ends = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    answer = there.generate(prompt, max_new_tokens=40, do_sample=False, eos_token_id=ends)[0, prompt.shape[1] :]
+    text = tokenizer.decode(answer, skip_special_tokens=True)
+    assert text.strip() in generated(run.folder, "chat", QUESTION)
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Generation
 

@@ -20,16 +20,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trainer.checkpoint.storage import COMMIT, BlockReader, Blocks, Damaged, Storage, checksum_of, split_parent
+from trainer.checkpoint.storage import MANIFEST, BlockReader, Blocks, Damaged, Storage, checksum_of, split_parent
 from trainer.errors import UserError
 from trainer.files import crc32
 
 FORMAT_VERSION = 3
 _READ_VERSIONS = (2, 3)
 """In format 2 the layout has one row per chunk."""
-PREFIX = "step_"
-_NAME = re.compile(rf"{PREFIX}(\d{{8,}})")
-INDEX = ".metadata"
+CHECKPOINT_PREFIX = "step_"
+_NAME = re.compile(rf"{CHECKPOINT_PREFIX}(\d{{8,}})")
+TORCH_METADATA = ".metadata"
 BLOCKS = ".blocks.json"
 """Suffix of the file with a data file's block checksums, in place of `.distcp`."""
 
@@ -72,6 +72,11 @@ class Manifest:
         return str(self.extra.get("metric", "loss"))
 
     @property
+    def higher_is_better(self) -> bool:
+        """Whether `metric` ranked the highest first."""
+        return bool(self.extra.get("higher_is_better", False))
+
+    @property
     def num_bytes(self) -> int:
         return sum(size for size, _ in self.files.values())
 
@@ -92,9 +97,9 @@ class RunInfo:
     """How often the launcher had restarted the job."""
 
 
-def name_of(step: int) -> str:
+def checkpoint_name(step: int) -> str:
     """Return the folder name of a step's checkpoint."""
-    return f"{PREFIX}{step:08d}"
+    return f"{CHECKPOINT_PREFIX}{step:08d}"
 
 
 def step_in(name: str) -> int | None:
@@ -120,18 +125,20 @@ def read_manifest(storage: Storage) -> Manifest:
     no manifest, and UserError if its format is not supported.
     """
     try:
-        content = json.loads(storage.read(COMMIT))
+        content = json.loads(storage.read(MANIFEST))
         digest = content.pop("sha256")
         if digest != _digest(content):
             raise ValueError("its own checksum differs")
     except FileNotFoundError:
         raise
     except (ValueError, KeyError, AttributeError, TypeError, UnicodeDecodeError) as error:
-        raise Damaged(f"{storage}/{COMMIT}: {error}") from error
+        raise Damaged(f"{storage}/{MANIFEST}: {error}") from error
     check_format(storage, content.get("format_version"))
     manifest, step_of_folder = Manifest(**content), step_in(split_parent(str(storage))[1])
     if step_of_folder not in (None, manifest.step):
-        raise Damaged(f"{storage}: holds the checkpoint of step {manifest.step}; {name_of(manifest.step)} is its name")
+        raise Damaged(
+            f"{storage}: holds the checkpoint of step {manifest.step}; {checkpoint_name(manifest.step)} is its name"
+        )
     return manifest
 
 
@@ -218,7 +225,7 @@ def find_damage(storage: Storage, manifest: Manifest, depth: str, share: int = 0
     torch's tools is not checked, since nothing here depends on it.
     """
     damage = []
-    checked = sorted((name, size) for name, (size, _) in manifest.files.items() if name != INDEX)
+    checked = sorted((name, size) for name, (size, _) in manifest.files.items() if name != TORCH_METADATA)
     for number, (name, size) in enumerate(checked):
         if number % num_shares != share:
             continue

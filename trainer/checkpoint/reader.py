@@ -34,23 +34,23 @@ from trainer.checkpoint.layout import (
     plan_reads,
 )
 from trainer.checkpoint.manifest import (
-    PREFIX,
+    CHECKPOINT_PREFIX,
     Manifest,
     RunInfo,
     StoredBlocks,
     check_format,
+    checkpoint_name,
     find_damage,
     list_steps,
-    name_of,
     rank_file,
     read_file,
     read_manifest,
 )
 from trainer.checkpoint.retention import best_step, newest_step
-from trainer.checkpoint.state_parts import StatePart, join, split
+from trainer.checkpoint.state_parts import StatePart, join_state, split_state
 from trainer.checkpoint.storage import (
-    COMMIT,
     DAMAGED,
+    MANIFEST,
     BlockReader,
     Blocks,
     Damaged,
@@ -120,7 +120,7 @@ class CheckpointReader:
     def newest_origin(self) -> RunInfo | None:
         """Return the run that wrote the newest readable checkpoint; None if there is none.  Not collective."""
         for step in reversed(self.steps()):
-            storage = self.storage / name_of(step)
+            storage = self.storage / checkpoint_name(step)
             try:
                 manifest = read_manifest(storage)
                 config_yaml = read_file(storage, manifest, "config.yaml").decode()
@@ -192,7 +192,7 @@ class CheckpointReader:
         if not self.world.is_main:
             return []
         self.storage.recover()
-        return [name_of(step) for step in reversed(self.steps())]
+        return [checkpoint_name(step) for step in reversed(self.steps())]
 
     def _manifest(self, storage: Storage) -> tuple[Manifest | None, str]:
         """Return the manifest on all ranks, or None and the problem if it is damaged."""
@@ -252,7 +252,7 @@ def _warnings_about(postponed: Mapping[str, int], restored_step: int) -> list[st
 
     postponed: the number of consecutive skipped steps of each such checkpoint, by name.
     """
-    name = name_of(restored_step)
+    name = checkpoint_name(restored_step)
     if name in postponed:
         return [f"was saved while steps were skipped ({postponed[name]} in a row); there is no other checkpoint"]
     return [
@@ -275,9 +275,9 @@ def _open_manifest(storage: Storage) -> tuple[Manifest | None, str]:
             version = None
         if version is not None:  # formats before the manifest was introduced
             check_format(storage, version)
-        return None, f"{storage}/{COMMIT}: is missing"
+        return None, f"{storage}/{MANIFEST}: is missing"
     except OSError as error:
-        return None, f"{storage}/{COMMIT}: {describe(error)}"
+        return None, f"{storage}/{MANIFEST}: {describe(error)}"
 
 
 def _raise_if_damaged(storage: Storage, manifest: Manifest, depth: str, world: World) -> None:
@@ -353,7 +353,7 @@ def find_targets(state: TrainState, layout: Layout, left_out: set[str]) -> dict[
                 continue
             stored = _stored_in(layout, name)
             StatePart.of(part).prepare(stored)
-            _, tensors = split(part.state_dict(), (name,))
+            _, tensors = split_state(part.state_dict(), (name,))
             live = {".".join(path): tensor for path, tensor in tensors.items()}
             for key_in_part, like in stored.items():
                 key = f"{name}.{key_in_part}"
@@ -448,7 +448,7 @@ def _state_differs(name: str, where: str) -> str:
 def _sharded_differences(name: str, part: StatePart, layout: Layout) -> list[str]:
     """Return one line per DTensor with a different shape."""
     with torch.no_grad():
-        _, tensors = split(part.state_dict(), (name,))
+        _, tensors = split_state(part.state_dict(), (name,))
     lines = []
     for path, tensor in tensors.items():
         stored = layout.get(".".join(path))
@@ -493,10 +493,10 @@ def apply(state: TrainState, stored: StoredState, targets: Mapping[str, torch.Te
     with torch.no_grad():
         for name, part in state.parts.items():
             if name in stored.document["parts"] and name not in left_out:
-                part.load_state_dict(join(stored.document["parts"][name], {**targets, **differing}))
+                part.load_state_dict(join_state(stored.document["parts"][name], {**targets, **differing}))
         for name, part in state.per_rank_parts.items():
             if name in plain and name not in left_out:
-                part.load_state_dict(join(plain[name], tensors))
+                part.load_state_dict(join_state(plain[name], tensors))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -512,7 +512,7 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Storage:
     """Return the folder of checkpoints at `path`, which is that folder itself or a run folder.  Raises UserError."""
     storage = open_storage(path)
     for folder in (storage, storage / "checkpoints", *_configured_folder(storage)):
-        if any(name.startswith(PREFIX) for name in folder.names()) or folder.quarantined_names():
+        if any(name.startswith(CHECKPOINT_PREFIX) for name in folder.names()) or folder.quarantined_names():
             return folder
     local = find_folder(path)
     rule = "has no checkpoints"
@@ -536,12 +536,12 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Storage:
         best = best_step(folder)
         if best is None:
             raise UserError(f"{path}: none of the checkpoints in {folder} was evaluated when it was saved")
-        return folder / name_of(best)
+        return folder / checkpoint_name(best)
     folder = find_checkpoints(path)
     step = newest_step(folder)
     if step is None:
         raise UserError(f"{path}: has no checkpoint")
-    return folder / name_of(step)
+    return folder / checkpoint_name(step)
 
 
 def _configured_folder(run: Storage) -> list[Storage]:
@@ -584,7 +584,7 @@ class StoredWeights(StoredTensors):
             self.manifest = read_manifest(storage)
             if isinstance(storage, LocalStorage) and not isinstance(storage, PinnedStorage):
                 with suppress(FileNotFoundError):  # the check below reports which one is missing
-                    storage = PinnedStorage(storage.path, [COMMIT, *self.manifest.files])
+                    storage = PinnedStorage(storage.path, [MANIFEST, *self.manifest.files])
             self.storage = storage
             damage = find_damage(storage, self.manifest, "frames")
             if damage:
@@ -594,7 +594,7 @@ class StoredWeights(StoredTensors):
             self.config_yaml = read_file(storage, self.manifest, "config.yaml").decode()
             self.parts = json.loads(read_file(storage, self.manifest, "state.json"))["parts"]
         except FileNotFoundError as error:
-            raise UserError(f"{storage}: no checkpoint here ({COMMIT} is missing)") from error
+            raise UserError(f"{storage}: no checkpoint here ({MANIFEST} is missing)") from error
         except Damaged as error:
             raise TrainingFailed(f"the checkpoint {storage} is damaged:\n  {error}") from error
         self.layout = layout
@@ -628,7 +628,7 @@ def open_checkpoint(path: str | os.PathLike[str], averaged: bool = False) -> Sto
         try:
             return StoredWeights(storage, averaged)
         except (UserError, TrainingFailed):
-            if COMMIT in storage.names() or is_same_location(str(storage), os.fspath(path)):
+            if MANIFEST in storage.names() or is_same_location(str(storage), os.fspath(path)):
                 raise
     fix = "set checkpoint.keep_last of that run higher"
     raise UserError(f"{path}: its checkpoints are deleted faster than they can be opened\n  to fix: {fix}")

@@ -6,13 +6,12 @@ after a different step.  Such a checkpoint never replaces a good one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from trainer.checkpoint.manifest import Manifest, list_steps, name_of, read_manifest
+from trainer.checkpoint.manifest import Manifest, checkpoint_name, list_steps, read_manifest
 from trainer.checkpoint.storage import DOUBTFUL, Damaged, Storage
 from trainer.config import CheckpointSection
 from trainer.errors import UserError
@@ -27,7 +26,7 @@ def newest_step(storage: Storage) -> int | None:
     """
     steps = list_steps(storage)
     for step in reversed(steps):
-        manifest = _read(storage / name_of(step))
+        manifest = _read(storage / checkpoint_name(step))
         if manifest is None or not manifest.num_skipped:
             return step
     return steps[-1] if steps else None
@@ -44,10 +43,13 @@ def find_best(storage: Storage) -> tuple[float, int] | None:
 
     Checkpoints are ranked by the metric that was configured when the newest of them was saved.
     """
-    manifests = [m for step in list_steps(storage) if (m := _read(storage / name_of(step))) is not None]
+    manifests = [m for step in list_steps(storage) if (m := _read(storage / checkpoint_name(step))) is not None]
     good = [manifest for manifest in manifests if manifest.evaluation and not manifest.num_skipped]
-    scored = [(m.evaluation[good[-1].metric], m.step) for m in good if good[-1].metric in m.evaluation]
-    return min(scored, default=None)
+    if not good:
+        return None
+    metric, sign = good[-1].metric, -1 if good[-1].higher_is_better else 1
+    scored = [(m.evaluation[metric], m.step) for m in good if metric in m.evaluation]
+    return min(scored, key=lambda value_and_step: (sign * value_and_step[0], value_and_step[1]), default=None)
 
 
 def _read(storage: Storage) -> Manifest | None:
@@ -62,12 +64,12 @@ class RetentionPolicy:
     """Decides which checkpoints are obsolete.  For rank 0 only.  Each manifest is read once and cached.
 
     It keeps the newest good checkpoints (`checkpoint.keep_last`), the checkpoints of every `checkpoint.keep_every`-th
-    step, and the ones with the lowest `metric` in their evaluation (`checkpoint.keep_best`).
+    step, and the ones with the lowest `metric` in their evaluation, or with the highest (`checkpoint.keep_best`).
     """
 
-    def __init__(self, storage: Storage, section: CheckpointSection, metric: str) -> None:
+    def __init__(self, storage: Storage, section: CheckpointSection, metric: str, higher_is_better: bool) -> None:
         self._storage, self._keep_last, self._keep_every = storage, section.keep_last, section.keep_every
-        self._keep_best, self._metric = section.keep_best, metric
+        self._keep_best, self._metric, self._sign = section.keep_best, metric, -1 if higher_is_better else 1
         self._manifests: dict[int, Manifest | None] = {}
         """The manifest of each step; None if it cannot be used."""
 
@@ -86,9 +88,10 @@ class RetentionPolicy:
             return False
         num_better = 0
         for step in list_steps(self._storage):
-            manifest = self._manifests.get(step) or _read(self._storage / name_of(step))
+            manifest = self._manifests.get(step) or _read(self._storage / checkpoint_name(step))
             if manifest is not None and not manifest.num_skipped:
-                num_better += manifest.evaluation.get(self._metric, math.inf) <= value
+                other = manifest.evaluation.get(self._metric)
+                num_better += other is not None and self._sign * other <= self._sign * value
         return num_better < self._keep_best
 
     def obsolete(self, before_next: bool = False) -> list[str]:
@@ -106,13 +109,13 @@ class RetentionPolicy:
             return []
         manifests = {step: self._manifest_of(step) for step in steps}
         evaluated = [m for m in manifests.values() if m and not m.num_skipped and self._metric in m.evaluation]
-        best = sorted((m.evaluation[self._metric], m.step) for m in evaluated)[: self._keep_best]  # a tie: the older
-        to_keep = {step for _, step in best}
+        ranked = sorted((self._sign * m.evaluation[self._metric], m.step) for m in evaluated)  # a tie: the older
+        to_keep = {step for _, step in ranked[: self._keep_best]}
         for step, manifest in manifests.items():
             due_steps = (step, *(manifest.due if manifest is not None else ()))
             if self._keep_every > 0 and any(due % self._keep_every == 0 for due in due_steps):
                 to_keep.add(step)
-        return [name_of(step) for step in steps if step < last[-1] and step not in to_keep]
+        return [checkpoint_name(step) for step in steps if step < last[-1] and step not in to_keep]
 
     def names_to_quarantine(self, first_step: int) -> list[str]:
         """Return the names of the good checkpoints of step `first_step` and later, after which every step failed.
@@ -126,7 +129,9 @@ class RetentionPolicy:
             return []
         quarantined = self._storage.quarantined_names()
         return [
-            name_of(step) for step in good if step >= first_step and f"{DOUBTFUL}-{name_of(step)}" not in quarantined
+            checkpoint_name(step)
+            for step in good
+            if step >= first_step and f"{DOUBTFUL}-{checkpoint_name(step)}" not in quarantined
         ]
 
     def _is_good(self, step: int) -> bool:
@@ -136,7 +141,7 @@ class RetentionPolicy:
     def _manifest_of(self, step: int) -> Manifest | None:
         """Return the manifest of a checkpoint, or None if it cannot be used."""
         if step not in self._manifests:
-            self._manifests[step] = _read(self._storage / name_of(step))
+            self._manifests[step] = _read(self._storage / checkpoint_name(step))
         return self._manifests[step]
 
 
@@ -182,7 +187,7 @@ def disk_space_warning(storage: Storage, section: CheckpointSection, num_bytes: 
     with suppress(OSError, Damaged, UserError):
         free, existing = storage.free_bytes(), list_steps(storage)
         if existing:
-            num_bytes = read_manifest(storage / name_of(existing[-1])).num_bytes
+            num_bytes = read_manifest(storage / checkpoint_name(existing[-1])).num_bytes
     if free is None:
         return ""
     counts = checkpoint_counts(section, steps_left, len(existing))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.checkpoint.interval import Costs, costs_of, describe_costs, estimated_save_s
-from trainer.checkpoint.manifest import name_of
+from trainer.checkpoint.manifest import checkpoint_name
 from trainer.checkpoint.retention import find_best
 from trainer.checkpoint.storage import DISK_FULL_ADVICE, DOUBTFUL, describe
 from trainer.checkpoint.writer import Checkpoints, SaveResult
@@ -142,7 +142,7 @@ class Saver:
         self._start(state, background)
         if not background and (error := self._collect(warns=False).error):
             raise TrainingFailed(error)
-        path = str(self._checkpoints.storage / name_of(state.step))
+        path = str(self._checkpoints.storage / checkpoint_name(state.step))
         return path if find_folder(path) is None else Path(path)
 
     def collect(self) -> None:

@@ -91,7 +91,7 @@ Path = tuple[str, ...]
 """Path of a tensor in the state dict.  Joined by dots, it is the tensor's key in the checkpoint."""
 
 
-def split(state: Any, path: Path) -> tuple[Any, dict[Path, torch.Tensor]]:
+def split_state(state: Any, path: Path) -> tuple[Any, dict[Path, torch.Tensor]]:
     """Return `state` as JSON values, and its tensors by path (each path begins with `path`).
 
     Raises TypeError, naming the path, for a value that is neither a tensor nor plain data.
@@ -100,14 +100,14 @@ def split(state: Any, path: Path) -> tuple[Any, dict[Path, torch.Tensor]]:
     return _plain(state, path, tensors), tensors
 
 
-def join(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Rebuild the state that was split by `split`.  `tensors` maps keys (paths joined by dots) to tensors."""
+def join_state(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Rebuild the state that was split by `split_state`.  `tensors` maps keys (paths joined by dots) to tensors."""
     if isinstance(plain, list):
-        return [join(item, tensors) for item in plain]
+        return [join_state(item, tensors) for item in plain]
     if not isinstance(plain, dict):
         return plain
     if _TAG not in plain:
-        return {name: join(item, tensors) for name, item in plain.items()}
+        return {name: join_state(item, tensors) for name, item in plain.items()}
     kind, value = plain[_TAG], plain["value"]
     if kind == "tensor":
         return tensors[value]
@@ -116,9 +116,9 @@ def join(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if kind == "bytes":
         return base64.b64decode(value)
     if kind == "dict":
-        joined = ((join(name, tensors), join(item, tensors)) for name, item in value)
+        joined = ((join_state(name, tensors), join_state(item, tensors)) for name, item in value)
         return {tuple(name) if isinstance(name, list) else name: item for name, item in joined}
-    items = [join(item, tensors) for item in value]
+    items = [join_state(item, tensors) for item in value]
     return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](items)
 
 

@@ -35,7 +35,7 @@ from trainer.errors import UserError, is_disk_full, masked, redact
 from trainer.files import content_of, crc32, find_folder, sync_folder
 from trainer.urls import open_filesystem
 
-COMMIT = "manifest.json"
+MANIFEST = "manifest.json"
 """Name of the manifest.  A folder without it is not a checkpoint."""
 DAMAGED, SUPERSEDED, DOUBTFUL = "damaged", "superseded", "doubtful"
 """Reasons for quarantining a checkpoint, which become prefixes of its name."""
@@ -375,7 +375,7 @@ class RemoteStorage:
         return sorted({path.rstrip("/").rpartition("/")[2] for path in paths} - {""})
 
     def is_published(self, name: str) -> bool:
-        return COMMIT in (self / name).names()
+        return MANIFEST in (self / name).names()
 
     def size(self, name: str) -> int:
         return int(self.system.info(f"{self.root}/{name}")["size"])
@@ -420,7 +420,7 @@ class RemoteStorage:
     def quarantine(self, name: str, why: str) -> None:
         """Rename only the manifest, since an object store copies what it moves.  `begin` moves the rest if needed."""
         quarantined = _unused_name(f"{why}-{name}", self.quarantined_names())
-        self.system.mv(f"{self.root}/{name}/{COMMIT}", f"{self.root}/{name}/{quarantined}-{COMMIT}")
+        self.system.mv(f"{self.root}/{name}/{MANIFEST}", f"{self.root}/{name}/{quarantined}-{MANIFEST}")
 
     def quarantined_names(self) -> list[str]:
         names = self.names()
@@ -429,23 +429,23 @@ class RemoteStorage:
 
     def _quarantined_in(self, name: str) -> list[str]:
         """Return the names of the quarantined checkpoints that are still in the folder `name`."""
-        suffix = f"-{COMMIT}"
+        suffix = f"-{MANIFEST}"
         return [file.removesuffix(suffix) for file in (self / name).names() if file.endswith(suffix)]
 
     def _move_out(self, name: str, quarantined: str) -> None:
         """Move a quarantined checkpoint to its own folder, the manifest last, so that an interrupted move is redone."""
-        source, marker = f"{self.root}/{name}", f"{quarantined}-{COMMIT}"
+        source, marker = f"{self.root}/{name}", f"{quarantined}-{MANIFEST}"
         for path in self.system.find(source):
             relative = path[path.index(source) + len(source) + 1 :]
-            if not relative.endswith(f"-{COMMIT}"):
+            if not relative.endswith(f"-{MANIFEST}"):
                 self._make_folder(f"{self.root}/{quarantined}/{relative}".rpartition("/")[0])
                 self.system.mv(path, f"{self.root}/{quarantined}/{relative}")
         self.system.mv(f"{source}/{marker}", f"{self.root}/{quarantined}/{marker}")
 
     def unpublish(self, name: str) -> str:
-        if COMMIT in (self / name).names():
+        if MANIFEST in (self / name).names():
             self._mark(name)  # so that `clean` finishes an interrupted deletion
-            self.system.rm(f"{self.root}/{name}/{COMMIT}")
+            self.system.rm(f"{self.root}/{name}/{MANIFEST}")
         return name
 
     def delete(self, name: str) -> None:
@@ -459,7 +459,7 @@ class RemoteStorage:
         leftovers = []
         for name in self.names():
             files = (self / name).names() if name.startswith(prefix) else []
-            if _UNFINISHED in files and not any(file.endswith(COMMIT) for file in files):
+            if _UNFINISHED in files and not any(file.endswith(MANIFEST) for file in files):
                 self.delete(name)
                 leftovers.append(name)
         return leftovers

@@ -46,13 +46,21 @@ from trainer.checkpoint.layout import (
     layout_to_json,
     pickled_metadata,
 )
-from trainer.checkpoint.manifest import INDEX, PREFIX, Manifest, RunInfo, blocks_name, name_of, rank_file
+from trainer.checkpoint.manifest import (
+    CHECKPOINT_PREFIX,
+    TORCH_METADATA,
+    Manifest,
+    RunInfo,
+    blocks_name,
+    checkpoint_name,
+    rank_file,
+)
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.retention import RetentionPolicy
-from trainer.checkpoint.state_parts import StatePart, split
+from trainer.checkpoint.state_parts import StatePart, split_state
 from trainer.checkpoint.storage import (
-    COMMIT,
     DISK_FULL_ADVICE,
+    MANIFEST,
     BlockWriter,
     Storage,
     check_visible,
@@ -125,10 +133,17 @@ class Checkpoints:
     """The checkpoints in one folder.  Methods documented as collective must be called by all ranks."""
 
     def __init__(
-        self, storage: Storage, world: World, section: CheckpointSection, metric: str, run_info: RunInfo
+        self,
+        storage: Storage,
+        world: World,
+        section: CheckpointSection,
+        metric: str,
+        higher_is_better: bool,
+        run_info: RunInfo,
     ) -> None:
-        """metric: the field of an evaluation that ranks checkpoints."""
-        self.world, self._section, self._metric, self._run_info = world, section, metric, run_info
+        """metric: the field of an evaluation that ranks checkpoints.  higher_is_better: how it ranks them."""
+        self.world, self._section, self._run_info = world, section, run_info
+        self._metric, self._higher_is_better = metric, higher_is_better
         self._timeout_s = 1.2 * section.timeout_s + 30.0  # the watchdog, if there is one, ends the run first
         self.in_flight: Future[SaveResult] | None = None
         """The save that was started, until its result is taken."""
@@ -158,7 +173,7 @@ class Checkpoints:
         self.storage = storage
         self.reader = CheckpointReader(storage, self.world, checksums=self._section.verify == "full")
         """Access to existing checkpoints."""
-        self.retention = RetentionPolicy(storage, self._section, self._metric)
+        self.retention = RetentionPolicy(storage, self._section, self._metric, self._higher_is_better)
 
     def begin_step(self, step: int) -> None:
         """Throttle background writing during a step on the CPU, from which it would take memory bandwidth."""
@@ -246,7 +261,7 @@ class Checkpoints:
 
     def _fail_at_once(self, step: int, error: str, started: float) -> None:
         """Make a save that failed before it could write anything the one in flight."""
-        elapsed, path = time.perf_counter() - started, f"{self.storage}/{name_of(step)}"
+        elapsed, path = time.perf_counter() - started, f"{self.storage}/{checkpoint_name(step)}"
         self.in_flight = Future()
         self.in_flight.set_result(SaveResult(step, path, blocked_s=elapsed, total_s=elapsed, error=f"{path}: {error}"))
 
@@ -263,7 +278,7 @@ class Checkpoints:
 
         All ranks execute the same collectives, even if some of them fail.  `error`: why this rank cannot write.
         """
-        final = name_of(snapshot.step)
+        final = checkpoint_name(snapshot.step)
         folder, failed, num_bytes = self.storage / final, "", 0
         lost: Literal["", "ranks"] = ""
         try:
@@ -379,7 +394,7 @@ class Checkpoints:
             layout = layout_of(self._plans.planned, written)
             self._layout_files = {
                 "layout.json": layout_to_json(layout, [chunks.file for chunks in written]).encode(),
-                INDEX: pickled_metadata(layout, snapshot.paths),
+                TORCH_METADATA: pickled_metadata(layout, snapshot.paths),
             }
         common = {
             **self._layout_files,
@@ -406,9 +421,10 @@ class Checkpoints:
                 "due": list(snapshot.due),
                 "evaluation": dict(snapshot.evaluation),
                 "metric": self._metric,
+                "higher_is_better": self._higher_is_better,
             },
         )
-        write_files(folder, {COMMIT: manifest.to_json().encode()})
+        write_files(folder, {MANIFEST: manifest.to_json().encode()})
         return manifest
 
     def _prune(self) -> str:
@@ -447,7 +463,7 @@ class Checkpoints:
         try:
             result = future.result(max(0.0, self._overdue_at - time.monotonic()))
         except FutureTimeout:
-            path = f"{self.storage}/{PREFIX}*"
+            path = f"{self.storage}/{CHECKPOINT_PREFIX}*"
             late = f"rank {self.world.rank} is still {self.stage} after {self._timeout_s:.0f} s"
             result = SaveResult(-1, path, error=late, lost="storage")
         channel = self.world if has_ended else self._results
@@ -483,7 +499,7 @@ class Checkpoints:
         """Delete the leftovers of interrupted saves, on rank 0.  Only the owner of the run may call this."""
         if self.world.is_main:
             self.wait_for_deleting()
-            self.storage.clean(PREFIX)
+            self.storage.clean(CHECKPOINT_PREFIX)
 
     @contextlib.contextmanager
     def _in_stage(self, stage: str) -> Iterator[None]:
@@ -568,7 +584,7 @@ def collect(state: TrainState, num_ranks: int) -> Snapshot:
     digests = {}
     with torch.no_grad():
         for name, part in state.parts.items():
-            plain[name], part_tensors = split(part.state_dict(), (name,))
+            plain[name], part_tensors = split_state(part.state_dict(), (name,))
             if num_ranks > 1:
                 unsharded = [tensor for tensor in part_tensors.values() if not isinstance(tensor, DTensor)]
                 text = json.dumps(plain[name]).encode()
@@ -581,7 +597,7 @@ def collect(state: TrainState, num_ranks: int) -> Snapshot:
         per_rank_plain: dict[str, Any] = {}
         per_rank_tensors: dict[str, torch.Tensor] = {}
         for name, part in state.per_rank_parts.items():
-            per_rank_plain[name], part_tensors = split(part.state_dict(), (name,))
+            per_rank_plain[name], part_tensors = split_state(part.state_dict(), (name,))
             per_rank_tensors |= {".".join(path): copy_of(tensor) for path, tensor in part_tensors.items()}
     return Snapshot(
         step=state.step,

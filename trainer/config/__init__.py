@@ -9,8 +9,8 @@ from __future__ import annotations
 from trainer.config.changes import compare_configs, compare_stored, stored_value
 from trainer.config.experts import expert_choices, resolve_expert_method
 from trainer.config.load import (
-    declared_by_yaml,
     declared_keys,
+    declared_model,
     description,
     read_yaml,
     recipe_files,
@@ -61,8 +61,8 @@ __all__ = [
     "compare_stored",
     "config_from_yaml",
     "context_choices",
-    "declared_by_yaml",
     "declared_keys",
+    "declared_model",
     "description",
     "expert_choices",
     "find_deadline",

@@ -23,7 +23,7 @@ _FIXED_ON_RESUME = (
     "train.weights_dtype",
     "train.freeze",
     "train.objective",
-    "dpo.",
+    "objective.",
     "lora.",
     "run.seed",
 )

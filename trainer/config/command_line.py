@@ -6,6 +6,7 @@ import dataclasses
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import yaml
 
@@ -13,6 +14,7 @@ from trainer.config.load import declared_keys, description, recipe_files
 from trainer.config.messages import DASHES, type_name, unexpected_argument, unknown_option
 from trainer.config.schema import SUBSECTIONS, RunConfig, plain_lists
 from trainer.errors import UserError, choice_error, nearest, printable, setting_error
+from trainer.objective import all_objectives
 from trainer.recipe import all_recipes
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -158,17 +160,25 @@ def full_help(sections: Sequence[str] = (), config: RunConfig | None = None) -> 
     parts = [] if sections else [USAGE, recipe_list(), _COMMANDS]
     known.sort(key=lambda name: _MOST_USED.index(name) if name in _MOST_USED else len(_MOST_USED))
     for name in sections or known:
-        if name != "model":
-            parts.append(_section(name, type(getattr(RunConfig(), name)), None, config))
-        else:
+        if name == "model":
             recipes = all_recipes() if config is None else [config.recipe]
-            parts += [_section(f"model (model.name={r.name})", r.config, r.config, config) for r in recipes]
+            parts += [
+                _section(f"model (model.name={r.name})", r.config, declared_keys(r.config), config) for r in recipes
+            ]
+        elif name == "objective":
+            objectives = all_objectives() if config is None else {config.train.objective: type(config.objective)}
+            parts += [
+                _section(f"objective (train.objective={kind})", owner, declared_keys(objective=owner), config)
+                for kind, owner in objectives.items()
+            ]
+        else:
+            parts.append(_section(name, type(getattr(RunConfig(), name)), declared_keys(), config))
     return "\n".join(parts)
 
 
-def _section(title: str, owner: type, model: type | None, config: RunConfig | None) -> str:
-    prefix = "model" if model else title
-    keys = {k: f for k, f in declared_keys(model).items() if k.startswith(f"{prefix}.")}
+def _section(title: str, owner: type, known: Mapping[str, dataclasses.Field[Any]], config: RunConfig | None) -> str:
+    section = title.partition(" ")[0]
+    keys = {k: f for k, f in known.items() if k.startswith(f"{section}.")}
     docstring = (owner.__doc__ or "").partition("\n")[0]
     lines = [f"{title}: {docstring}"]
     for key, item in keys.items():
@@ -204,7 +214,7 @@ def explained_yaml(config: RunConfig, origins: Mapping[str, str]) -> str:
     is above its key.  Comments change no value, so the text can be used as a recipe file.
     """
     text = config.to_yaml()
-    lines, keys = text.rstrip("\n").split("\n"), declared_keys(type(config.model))
+    lines, keys = text.rstrip("\n").split("\n"), declared_keys(type(config.model), type(config.objective))
     comments: list[tuple[int, int | None, str]] = []
     for section, values in yaml.compose(text).value:
         for key, name, value in _nodes(section.value, values):

@@ -12,7 +12,7 @@ from trainer.config.load import CONFIG, read_run_config, section_of
 from trainer.config.location import locate
 from trainer.config.pretrained import check_weights
 from trainer.config.schema import RunConfig
-from trainer.errors import setting_error
+from trainer.errors import UserError, setting_error
 
 
 def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
@@ -28,11 +28,22 @@ def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
             check_weights(start, "model.path" if given.get("model.path") else "train.init_from")
         return
     if not hasattr(config.model, "fresh") or not config.model_path:
+        if config.lora.packs:
+            raise nothing_to_pack(config)
         return  # this kind of model initialises its weights randomly
+    if config.lora.packs and config.model.fresh:
+        raise nothing_to_pack(config)
     fresh, objective = given.get("model.fresh"), config.train.objective
     settings = {"data.source": config.data.source, "train.objective": objective, "lora.rank": config.lora.rank}
     if not (is_true(fresh) or (fresh is None and config.model.fresh and not is_fine_tuning(settings))):
         check_weights(config.model_path, "model.path")
+
+
+def nothing_to_pack(config: RunConfig) -> UserError:
+    """Return the error for a packed `lora.base_dtype` without trained weights: random ones would have to be stored."""
+    rule = "packs trained weights, and this model begins with random ones"
+    fix = "set train.init_from or model.path to a folder with weights, or leave out lora.base_dtype"
+    return setting_error("lora.base_dtype", config.lora.base_dtype, rule, fix=fix)
 
 
 def is_fine_tuning(values: Mapping[str, Any]) -> bool:

@@ -24,12 +24,18 @@ from trainer.config.messages import (
     suggest_value,
     type_name,
     unexpected_argument,
-    unknown_key,
+    unknown_key_error,
 )
 from trainer.config.pretrained import DeclaredModel
 from trainer.config.schema import SUBSECTIONS, RunConfig
-from trainer.errors import UserError, choice_error, is_masked, masked, masked_command, nearest, setting_error, typed
+from trainer.errors import UserError, as_typed, choice_error, is_masked, masked, masked_command, nearest, setting_error
+from trainer.objective import Tokens
 from trainer.recipe import check_import, check_number, load_recipes, union_members
+
+CONFIG = "config.yaml"
+"""The stored configuration of a run or of a checkpoint, in its folder."""
+_EXAMPLE_FILE = "the output of python -m trainer.run recipe=llama_small --print-config"
+_EMPTY_VALUE = "is empty, perhaps from an unset shell variable"
 
 # ---------------------------------------------------------------------------------------------------------------
 # Recipe files
@@ -38,19 +44,19 @@ from trainer.recipe import check_import, check_number, load_recipes, union_membe
 def find_recipe_file(recipe: str) -> Path:
     """Return the path of the YAML file that `recipe` refers to.  Raises UserError, with a suggestion, if none does."""
     if not recipe:
-        raise setting_error("recipe", recipe, _IS_EMPTY, example="llama_small")
+        raise setting_error("recipe", recipe, _EMPTY_VALUE, example="llama_small")
     if recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_dir():
         path = Path(recipe)
         if not path.is_file():
             suggestion = nearest(path.stem, recipe_files())
-            fix = "" if suggestion else f"give its path relative to {os.getcwd()}, or start from {_TEMPLATE}"
+            fix = "" if suggestion else f"give its path relative to {os.getcwd()}, or start from {_EXAMPLE_FILE}"
             raise setting_error("recipe", recipe, "no such file", meant=suggestion, fix=fix)
         return path
     files = recipe_files()
     if recipe in files:
         return files[recipe]
     if Path(recipe).suffix in (".json", ".toml"):
-        raise setting_error("recipe", recipe, "recipe files are YAML", fix=f"start from {_TEMPLATE}")
+        raise setting_error("recipe", recipe, "recipe files are YAML", fix=f"start from {_EXAMPLE_FILE}")
     if Path(recipe).is_dir() and not (Path(recipe) / CONFIG).is_file():
         rule = f"is a folder, but not a run folder: it has no {CONFIG}"
         yaml_file = next(iter(sorted(Path(recipe).glob("*.y*ml"))), None)
@@ -61,9 +67,6 @@ def find_recipe_file(recipe: str) -> Path:
         fix = f"give a run folder, a path ending in .yaml, or one of {', '.join(sorted(files))}"
         raise setting_error("recipe", recipe, "no such file or folder", fix=fix)
     raise choice_error("recipe", recipe, sorted(files), "a path ending in .yaml, a run folder, or one of")
-
-
-_TEMPLATE = "the output of python -m trainer.run recipe=llama_small --print-config"
 
 
 def recipe_files() -> dict[str, Path]:
@@ -89,7 +92,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
             fix = "indent with spaces"
             raise setting_error("recipe", path, f"is not valid YAML{line}: it contains a tab", fix=fix) from error
         rule = f"is not valid YAML{line}: {getattr(error, 'problem', error)}"
-        fix = f"correct{line.replace(',', '')} or start from {_TEMPLATE}"
+        fix = f"correct{line.replace(',', '')} or start from {_EXAMPLE_FILE}"
         raise setting_error("recipe", path, rule, fix=fix) from error
     except UnicodeDecodeError as error:
         raise setting_error("recipe", path, "is not UTF-8 text", fix="save it as UTF-8 in your editor") from error
@@ -98,11 +101,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise setting_error("recipe", path, rule, fix="give a readable file") from error
     if not isinstance(tree, dict):
         rule = "must contain sections such as `train:` with keys below them"
-        raise setting_error("recipe", path, rule, fix=f"start from {_TEMPLATE}")
+        raise setting_error("recipe", path, rule, fix=f"start from {_EXAMPLE_FILE}")
     return {str(key): value for key, value in tree.items()}
 
 
-def flat_keys(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
+OLD_SECTION = "dpo"
+"""The section of the settings of DPO before there were other objectives, when every run stored it.
+
+In recipe files and on the command line, `resolve.objective_section` reads it."""
+
+
+def keys_of_sections(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the keys of a recipe file's sections, as section.key, with their values.
 
     Raises UserError for unknown and malformed sections.
@@ -111,7 +120,7 @@ def flat_keys(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
     """
     sections = [f.name for f in dataclasses.fields(RunConfig)]
     for section, values in tree.items():
-        if section not in sections:
+        if section not in (*sections, OLD_SECTION):
             if values is None and not section.isidentifier():  # a line without a colon
                 rule = f"must contain sections with keys below them, not {section!r}"
                 fix = "write each key as `key: value`, as in `recipe: llama_small`"
@@ -141,22 +150,20 @@ def expand(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         raise setting_error(key, value, "is a section of keys", fix=f"set one of its keys, such as {key}.lr=0.02")
 
 
-def no_model(values: Mapping[str, Any], path: Path) -> UserError:
+def missing_model_error(values: Mapping[str, Any], path: Path) -> UserError:
     """Return the error for a file without a model; an unknown key in the file is reported first."""
     load_recipes()
-    known = {key: item for key, item in _declared_keys(None).items() if key.partition(".")[0] != "model"}
+    unknown = ("model.", "objective.")  # what they hold depends on a choice that has not been made
+    known = {key: item for key, item in declared_keys().items() if not key.startswith(unknown)}
     for key, value in values.items():
-        if not key.startswith("model.") and key not in known:
-            return unknown_key(key, value, known, f" (in {path})")
+        if not key.startswith(unknown) and key not in known:
+            return unknown_key_error(key, value, known, f" (in {path})")
     fix = "start the file with `recipe: llama_small`, or set a model: `model: {name: llama}`"
     return setting_error("model.name", None, f"{path} must name a registered model", fix=fix)
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # Configurations stored in runs and checkpoints, which are recognised by their files
-
-CONFIG = "config.yaml"
-
 
 _RUN_FILES = ("status.json", "metrics.jsonl")
 
@@ -191,7 +198,7 @@ def check_imports(values: Mapping[str, Any], assignments: Collection[str], allow
 
     A key that is also given on the command line (`assignments`) is trusted.
     """
-    for section, name in (("model", "name"), ("fsdp", "wrap")):
+    for section, name in (("model", "name"), ("fsdp", "wrap"), ("train", "objective")):
         key, settings = f"{section}.{name}", values.get(section)
         value = settings.get(name) if isinstance(settings, Mapping) else None
         if isinstance(value, str) and ":" in value and not value.startswith("size:") and key not in assignments:
@@ -225,6 +232,9 @@ def read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
     run = stored.get("run")
     if isinstance(run, dict) and isinstance(run.get("on_end"), str):
         run["on_end"] = masked_command(run["on_end"])
+    of_dpo = stored.pop(OLD_SECTION, None)
+    if section_of(stored, "train").get("objective") == OLD_SECTION and of_dpo is not None:
+        stored["objective"] = of_dpo
     return stored
 
 
@@ -242,7 +252,7 @@ def section_of(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section if isinstance(section, Mapping) else {}
 
 
-def declared_by_yaml(text: str, name: str, where: str) -> DeclaredModel | None:
+def declared_model(text: str, name: str, where: str) -> DeclaredModel | None:
     """Return the model fields in a configuration written by `to_yaml`; None if its model is not of recipe `name`.
 
     Imports nothing that the text names.
@@ -263,13 +273,13 @@ def declared_by_yaml(text: str, name: str, where: str) -> DeclaredModel | None:
 # Keys, their types and their limits
 
 
-def declared_keys(model: type | None = None) -> dict[str, dataclasses.Field[Any]]:
+def declared_keys(model: type | None = None, objective: type = Tokens) -> dict[str, dataclasses.Field[Any]]:
     """Return every configuration key with its dataclass field; `metadata` holds the meaning and the limits."""
-    return dict(_declared_keys(model))
+    return dict(_declared_keys(model, objective))
 
 
 @functools.cache
-def _declared_keys(model: type | None) -> Mapping[str, dataclasses.Field[Any]]:
+def _declared_keys(model: type | None, objective: type) -> Mapping[str, dataclasses.Field[Any]]:
     keys: dict[str, dataclasses.Field[Any]] = {}
 
     def add(prefix: str, owner: type) -> None:
@@ -282,18 +292,18 @@ def _declared_keys(model: type | None) -> Mapping[str, dataclasses.Field[Any]]:
                 item.type = hints[item.name]
                 keys[key] = item
 
-    schema = RunConfig(model=model)
+    schema, chosen = RunConfig(model=model), {"model": model, "objective": objective}
     for section in dataclasses.fields(RunConfig):
-        owner = model if section.name == "model" else type(getattr(schema, section.name))
+        owner = chosen[section.name] if section.name in chosen else type(getattr(schema, section.name))
         if owner is not None:
             add(section.name, owner)
     return keys
 
 
 @functools.cache
-def empty_tree(model: type) -> DictConfig:
+def default_tree(model: type, objective: type) -> DictConfig:
     """Return the tree of all defaults, for copying: building a tree takes five times as long as copying one."""
-    tree = OmegaConf.structured(RunConfig(model=model))
+    tree = OmegaConf.structured(RunConfig(model=model, objective=objective))
     keys = (*(section.name for section in dataclasses.fields(RunConfig)), *SUBSECTIONS)
     for node in (tree, *(OmegaConf.select(tree, key) for key in keys)):
         OmegaConf.set_readonly(node, False)
@@ -310,16 +320,13 @@ def split_overrides(overrides: Sequence[str]) -> dict[str, str]:
             raise unexpected_argument([override], 0, (), has_recipe=True)
         if text.startswith("="):
             rule = "an argument has the form section.key=value"
-            raise UserError(f"{override!r}: {rule}\n  did you mean {typed(key, text.lstrip('='))}?")
+            raise UserError(f"{override!r}: {rule}\n  did you mean {as_typed(key, text.lstrip('='))}?")
         if key in SUBSECTIONS:
             for name, value in expand(key, OmegaConf.to_container(OmegaConf.create(f"value: {text}"))["value"]):  # type: ignore[index, call-overload]
                 assignments[name] = value if isinstance(value, str) else json.dumps(value)
         else:
             assignments[key] = text
     return assignments
-
-
-_IS_EMPTY = "is empty, perhaps from an unset shell variable"
 
 
 def parse_override(key: str, text: str, hint: Any) -> Any:
@@ -331,7 +338,7 @@ def parse_override(key: str, text: str, hint: Any) -> Any:
     if not text and not key.startswith("model."):
         example = "null" if type(None) in options else None
         raise setting_error(
-            key, text, _IS_EMPTY, example=example, fix="" if example else "leave it out, or give a value"
+            key, text, _EMPTY_VALUE, example=example, fix="" if example else "leave it out, or give a value"
         )
     if {int, float} & set(options) and re.fullmatch(r"[+-]?(0[\d_]*\d|\d+(:\d+)+(\.\d*)?)", text):
         rule = f"must be {type_name(hint)}: a leading zero or a colon would be read in base 8 or 60"  # YAML 1.1
@@ -359,7 +366,7 @@ def assign(
     where: the file that sets it, as text to append to messages.  typed_value: the value as the user typed it.
     """
     if key not in known_keys:
-        raise unknown_key(key, value, known_keys, where, str(OmegaConf.select(tree, "model.name") or ""))
+        raise unknown_key_error(key, value, known_keys, where, str(OmegaConf.select(tree, "model.name") or ""))
     hint = known_keys[key].type
     choices = [
         choice for option in union_members(hint) for choice in typing.get_args(option) if isinstance(choice, str)
@@ -397,7 +404,7 @@ def _refuse_resolvers(key: str, value: Any, where: str) -> None:
 
 def check_limits(config: RunConfig) -> None:
     """Raise UserError for a number outside the limits that the schema or the model's recipe declares."""
-    for key, item in declared_keys(type(config.model)).items():
+    for key, item in declared_keys(type(config.model), type(config.objective)).items():
         value = operator.attrgetter(key)(config)
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, (int, float)) and not isinstance(number, bool):

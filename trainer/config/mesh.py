@@ -194,7 +194,7 @@ def check_context(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> N
             "(Recipe(context=True))"
         )
         raise setting_error("mesh.context", context, rule, 1)
-    if config.train.objective != "tokens":
+    if not config.objective.context:
         rule = f"train.objective={config.train.objective} compares whole answers, but each rank would see only slices"
         raise setting_error("mesh.context", context, rule, 1)
     num_heads, _ = _heads(config)

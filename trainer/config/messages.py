@@ -16,7 +16,7 @@ import typing
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal
 
-from trainer.errors import UserError, nearest, setting_error, typed
+from trainer.errors import UserError, as_typed, nearest, setting_error
 from trainer.recipe import union_members
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ _ADVICE_FOR_NAME = {
     "fsdp_transformer_layer_cls_to_wrap": "leave it out: fsdp.wrap=block, the default, wraps what the recipe lists",
     **dict.fromkeys(("adapter", "peft_config"), "set lora.rank, for example to 16"),
     "param_init_fn": "leave it out: each module fills itself in reset_parameters()",
-    "rl": "use recipe=dpo for preference pairs",
+    "rl": "use recipe=dpo, ipo, kto, simpo or orpo for preferences",
     "backward_prefetch": "set fsdp.prefetch_backward, for example to 2",
     "forward_prefetch": "set fsdp.prefetch_forward, for example to 2",
     "transformer_auto_wrap_policy": "leave it out: fsdp.wrap=block, the default, wraps the units that the recipe lists",
@@ -114,13 +114,13 @@ _ADVICE_FOR_NAME = {
     "fsdp_config": "set keys such as fsdp.wrap and mesh.shard, on the command line or in a recipe file",
     "report_to": "set log.trackers, for example to [wandb,tensorboard]",
     "warmup": "set schedule.warmup_steps, or schedule.warmup_ratio",
-    "load_in_4bit": "4-bit weights are not supported; lora.rank=16 lora.base_dtype=bfloat16 halves them",
-    "load_in_8bit": "8-bit weights are not supported; lora.rank=16 lora.base_dtype=bfloat16 halves them",
+    "load_in_4bit": "set lora.base_dtype=nf4, with lora.rank=16",
+    "load_in_8bit": "set lora.base_dtype=fp8, with lora.rank=16",
     "trust_remote_code": "leave it out: custom model code is never run",
 }
 
 
-def unknown_key(key: str, value: Any, legal: Collection[str], where: str = "", model: str = "") -> UserError:
+def unknown_key_error(key: str, value: Any, legal: Collection[str], where: str = "", model: str = "") -> UserError:
     """Return the error for an unknown key.
 
     where: the file that contains the key, as text to append to the message; empty for the command line.
@@ -145,7 +145,7 @@ def unknown_key(key: str, value: Any, legal: Collection[str], where: str = "", m
             rule = f"model.name={model} has no such setting{where}"
         return setting_error(key, value, rule, fix=fix)
     value_meant = _OTHER_VALUES.get(key_meant, {}).get(str(value).lower(), value)
-    return UserError(f"{setting_error(key, value, rule)}\n  did you mean {typed(key_meant, value_meant)}?")
+    return UserError(f"{setting_error(key, value, rule)}\n  did you mean {as_typed(key_meant, value_meant)}?")
 
 
 _OTHER_VALUES = {
@@ -242,7 +242,7 @@ def unexpected_argument(
         return UserError(f"{rule}\n  did you mean {similar[0]}?")
     key, colon, value = word.partition(":")
     if colon and value and _is_key(key):
-        return UserError(f"{rule}\n  did you mean {typed(key, value)}?")
+        return UserError(f"{rule}\n  did you mean {as_typed(key, value)}?")
     # This may be part of an unquoted value with spaces, unless that of a recipe, of nproc or a number.
     name, equals, start = before.partition("=")
     may_have_spaces = equals and name not in ("recipe", "nproc") and not re.fullmatch(r"[-+\d.,_e]+", start)

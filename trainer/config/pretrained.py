@@ -30,7 +30,7 @@ _UNSUPPORTED_ENTRIES = {
     "compression_config": "compressed weights are not supported; convert them first",
     "auto_map": "needs custom model code, which is not run here",
 }
-"""Entries of config.json that no recipe supports."""
+"""Entries of config.json that a recipe supports only if it says so (`HuggingFace.dropped`)."""
 
 
 def find_huggingface(recipe: Recipe) -> HuggingFace:
@@ -434,7 +434,7 @@ def fields_of(content: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
     Raises UserError that names the entry if the recipe cannot build the model.
     """
     hf = find_huggingface(recipe)
-    check_readable(content)
+    check_readable({key: value for key, value in content.items() if key not in hf.dropped})
     for key, value in hf.fixed.items():
         if content.get(key, value) != value:
             raise UserError(f"{key}={content[key]!r}: recipe {recipe.name!r} only supports {value!r}")

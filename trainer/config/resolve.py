@@ -36,18 +36,19 @@ from trainer.config.initial_weights import (
 )
 from trainer.config.load import (
     CONFIG,
+    OLD_SECTION,
     assign,
     check_imports,
     check_limits,
-    declared_by_yaml,
     declared_keys,
-    empty_tree,
+    declared_model,
+    default_tree,
     find_recipe_file,
-    flat_keys,
     is_checkpoint,
     is_run,
     is_written_by_run,
-    no_model,
+    keys_of_sections,
+    missing_model_error,
     parse_override,
     read_run_config,
     read_stored,
@@ -70,6 +71,7 @@ from trainer.config.pretrained import (
 from trainer.config.rules import likely_device
 from trainer.config.schema import AUTO, MODEL, SUBSECTIONS, RunConfig
 from trainer.errors import UserError, remember_secrets, setting_error
+from trainer.objective import find_objective
 from trainer.recipe import find_recipe, resolve
 
 if TYPE_CHECKING:
@@ -171,7 +173,7 @@ def load_with_origins(
     if is_written_by_run(path):
         check_imports(tree, resolution.assignments, allow_import)
     remember_secrets([tree, *resolution.assignments.values()])
-    for key, value in flat_keys(tree, path):
+    for key, value in keys_of_sections(tree, path):
         if key not in resolution.assignments:
             refuse_masked(key, value, path)
         resolution.values[key] = value
@@ -184,7 +186,7 @@ def config_from_yaml(text: str, origin: str = CONFIG, allow_import: Collection[s
     The text is untrusted: of the modules that it names, only those in `allow_import` and their submodules are imported.
     Raises UserError as `load_config` does.
     """
-    values = dict(flat_keys(read_stored(text, origin), Path(origin)))
+    values = dict(keys_of_sections(read_stored(text, origin), Path(origin)))
     return _build(Resolution(Path(origin), values=values, allow_import=allow_import, is_stored=True))
 
 
@@ -194,9 +196,11 @@ def _build(resolution: Resolution) -> RunConfig:
     resolution.untyped, values, assignments = keys, keys.values, keys.assignments
     name = assignments.get("model.name", values.get("model.name"))
     if name is None:
-        raise no_model(values, resolution.path)
-    model = find_recipe(str(name), resolution.allow_import if resolution.is_stored else None).config
-    tree, legal = copy.deepcopy(empty_tree(model)), declared_keys(model)
+        raise missing_model_error(values, resolution.path)
+    allowed_modules = resolution.allow_import if resolution.is_stored else None
+    model = find_recipe(str(name), allowed_modules).config
+    objective: type = find_objective(objective_name(keys), allowed_modules)
+    tree, legal = copy.deepcopy(default_tree(model, objective)), declared_keys(model, objective)
     for key, value in values.items():
         assign(tree, legal, key, value, f" (in {resolution.path})")
     for key, text in assignments.items():
@@ -418,7 +422,7 @@ def _is_same(one: Path, other: Path) -> bool:
 # ---------------------------------------------------------------------------------------------------------------
 # Keys, before they have types
 
-_MODEL_KEYS = ("model.path", "train.init_from", "data.tokenizer")
+_MODEL_KEYS = ("model.path", "train.init_from", "data.tokenizer", "objective.teacher")
 """Keys that name the files of a model."""
 
 
@@ -497,6 +501,34 @@ def steps_or_epochs(keys: Keys, resolution: Resolution) -> Keys:
     if steps in values and values.get(epochs) is not None:
         raise setting_error(epochs, values[epochs], f"{steps}={values[steps]} is also set there; use only one of them")
     return keys
+
+
+def objective_name(keys: Keys) -> str:
+    """Return the value of `train.objective`, which decides what keys the section `objective` has."""
+    return str(keys.assignments.get("train.objective", keys.values.get("train.objective", "tokens")))
+
+
+def objective_section(keys: Keys, resolution: Resolution) -> Keys:
+    """Give the settings of DPO under their old names, such as `dpo.beta`, their new ones, such as `objective.beta`.
+
+    The files of older runs have the section for any objective; for others than DPO it is dropped.  So are the settings
+    that a file gives to an objective if the command line names another.
+    """
+    objective, of_files = objective_name(keys), objective_name(Keys(keys.values, {}))
+    values, assignments = dict[str, Any](), dict[str, str]()
+    for key, value in keys.values.items():
+        section, _, name = key.partition(".")
+        if section == OLD_SECTION and objective == "dpo":
+            values[f"objective.{name}"] = value
+        elif section != OLD_SECTION and (section != "objective" or objective == of_files):
+            values[key] = value
+    for key, text in keys.assignments.items():
+        section, _, name = key.partition(".")
+        if section == OLD_SECTION and objective != "dpo":
+            rule = f"only applies to train.objective=dpo, not to {objective}"
+            raise setting_error(key, text, rule, fix="set train.objective=dpo, or leave it out")
+        assignments[f"objective.{name}" if section == OLD_SECTION else key] = text
+    return Keys(values, assignments)
 
 
 _GENERIC_KEYS = ("model.path", "model.fresh")
@@ -583,7 +615,7 @@ def model_of_weights(tree: Any, resolution: Resolution) -> Any:
         stored = location.folder / CONFIG  # of a run or of a checkpoint
         try:
             if stored.is_file():
-                resolution.declared = declared_by_yaml(stored.read_text(), recipe.name, str(stored))
+                resolution.declared = declared_model(stored.read_text(), recipe.name, str(stored))
         except OSError as error:
             rule = f"{stored.name} cannot be read ({error.strerror})"
             raise setting_error("train.init_from", source, rule) from error
@@ -697,6 +729,25 @@ def chat_packing(config: RunConfig, resolution: Resolution) -> RunConfig:
         data = replace(data, documents="masked", fit="best")
     elif data.source == "chat" and "data.fit" not in resolution.assignments:
         data = replace(data, fit="cut")  # reset the value of a run whose conversations were packed
+    return replace(config, data=data)
+
+
+def objective_data(config: RunConfig, resolution: Resolution) -> RunConfig:
+    """Read what the objective needs from the records of chats: their labels, and the position to score.
+
+    After `data_source`.  An objective of two rows a sample compares an answer with one to another prompt.
+    """
+    data, objective = config.data, config.objective
+    if data.source != "chat":
+        return config
+    labels: Literal["none", "read", "mismatched"] = "none"
+    if "labels" in objective.needs:
+        labels = "mismatched" if objective.rows == 2 else "read"
+    data = replace(data, labels=labels)
+    if "scores" in objective.needs:
+        data = replace(data, train_on="end")
+    elif data.train_on == "end":
+        data = replace(data, train_on="assistant")
     return replace(config, data=data)
 
 
@@ -917,6 +968,7 @@ PASSES = (
     Pass("inherit", inherit, "files", "a parent of the recipe file"),
     Pass("run paths", run_paths, "files", "where the run is now"),
     Pass("steps or epochs", steps_or_epochs, "keys", "the command line sets the other", for_stored=True),
+    Pass("objective section", objective_section, "keys", "the objective that is trained for", for_stored=True),
     Pass("fetched models", fetched_models, "keys", "where the files are here", for_stored=True),
     Pass("auto model", auto_model, "keys", "builds the model in the folder"),
     Pass("another model", another_model, "keys", "the command line names another", for_stored=True),
@@ -929,6 +981,7 @@ PASSES = (
     Pass("holdout", holdout, "config", "for eval.every, as data.eval_path is not set", for_stored=True),
     Pass("tokenizer file", tokenizer_file, "config", "in the folder that is named", for_stored=True),
     Pass("chat packing", chat_packing, "config", "conversations do not attend to each other", for_stored=True),
+    Pass("objective data", objective_data, "config", "train.objective needs it", for_stored=True),
     Pass("chat length", chat_length, "config", "the model's longest sequence", for_stored=True),
     Pass("scaled lr", scaled_lr, "config", "suits the width of the model", for_stored=True),
     Pass("base model", base_model, "config", "explains how much wider this model is"),

@@ -126,7 +126,10 @@ def _check_forms(config: RunConfig) -> None:
     _check_base_model(config)
     _check_init_from(config)
     _check_name(config)
-    legal = [*declared_keys(type(config.model)), *(section.name for section in dataclasses.fields(RunConfig))]
+    legal = [
+        *declared_keys(type(config.model), type(config.objective)),
+        *(section.name for section in dataclasses.fields(RunConfig)),
+    ]
     unknown = [key for key in config.checkpoint.allow_changes if key not in legal and not key.startswith("state.")]
     if unknown:
         suggestion = nearest(unknown[0], legal, 0.8) if "." in unknown[0] else None
@@ -284,6 +287,9 @@ def _check_lora(config: RunConfig) -> None:
     if lora.rank:
         if not lora.targets:
             raise setting_error("lora.targets", lora.targets, "must name at least one layer", defaults.targets)
+        if rate := getattr(config.model, "balance_rate", None):
+            rule = "would move the biases on the choice of experts, which an adapter does not contain"
+            raise setting_error("model.balance_rate", rate, rule, 0)
         return
     for key in ("alpha", "dropout", "targets", "base_dtype"):
         if getattr(lora, key) != getattr(defaults, key):
@@ -306,7 +312,7 @@ def _check_evaluation(config: RunConfig) -> None:
             "log.prompts", prompts, "data.source=synthetic generates numbers, not text", fix="leave it out"
         )
     sources = config.data.path if isinstance(config.data.path, dict) else {}
-    known = ["loss", *(f"loss_{name}" for name in sources)]
+    known = ["loss", *(f"loss_{name}" for name in sources), *config.objective.better]
     if config.eval.metric not in known:
         raise choice_error("eval.metric", config.eval.metric, known)
 
@@ -411,6 +417,7 @@ CHATML_TEMPLATE = """\
 _CHAT_DEFAULTS: dict[str, object] = {
     "format": "auto",
     "columns": None,
+    "labels": "none",
     "chat_template": MODEL,
     "train_on": "assistant",
     "too_long": "auto",
@@ -429,6 +436,9 @@ def check_chats(config: RunConfig) -> None:
                 rule = f"only applies to data.source=chat, not {data.source}"
                 raise setting_error(f"data.{name}", getattr(data, name), rule, default)
         return
+    if data.format == "text" and data.labels == "none":
+        rule = "plain texts are chats only with a label each, for train.objective=classify"
+        raise setting_error("data.format", data.format, rule, fix="for plain text, use data.source=tokens")
     if not data.path:
         rule = "data.source=chat needs a file of conversations"
         raise setting_error("data.path", data.path, rule, example="chats.jsonl")

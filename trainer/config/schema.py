@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from trainer import gguf_model, hub
 from trainer.errors import masked, masked_command
+from trainer.objective import Tokens
 from trainer.recipe import Recipe, TrainerType, declare, find_recipe, resolve
 from trainer.renamed import Renamed
 
@@ -182,7 +183,7 @@ class CheckpointSection:
     keep_every: int = declare(0, "keep the checkpoint of every n-th step permanently; 0: none", at_least=0)
     keep_best: int = declare(
         0,
-        "number of checkpoints with the lowest eval.metric to keep, saved when evaluated; 0: none; RUN/best "
+        "number of checkpoints with the best eval.metric to keep, saved when evaluated; 0: none; RUN/best "
         "refers to the best one",
         at_least=0,
     )
@@ -360,8 +361,14 @@ class DataSection:
         None,
         "for text: start each document with the tokenizer's beginning-of-text token; null: as the tokenizer does",
     )
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "preference"] = declare(
-        "auto", "with source=chat: format of the records; auto: detect it from their keys"
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "text"] = declare(
+        "auto",
+        "with source=chat: format of the records; auto: detect it from their keys; text: only with labels",
+    )
+    labels: Literal["none", "read", "mismatched"] = declare(
+        "none",
+        "with source=chat: whether each record has a label; mismatched: and each prompt is also paired with the answer "
+        "to another; follows from train.objective",
     )
     columns: dict[str, str] | None = declare(
         None,
@@ -372,10 +379,11 @@ class DataSection:
         "model",
         "with source=chat: model (the tokenizer's own template), chatml, or a Jinja file",
     )
-    train_on: Literal["assistant", "last", "all", "completion"] = declare(
+    train_on: Literal["assistant", "last", "all", "completion", "end"] = declare(
         "assistant",
         "with source=chat: target tokens: assistant (all assistant turns), last (the last assistant turn), all "
-        "(every token), or completion (the assistant turns after the last user message)",
+        "(every token), or completion (the assistant turns after the last user message); end: the position that a "
+        "reward model or classifier scores, the last one; follows from train.objective",
     )
     too_long: Literal["auto", "drop", "truncate", "error"] = declare(
         "auto",
@@ -581,10 +589,11 @@ class TrainSection:
         None,
         "initial weights, with a fresh optimizer: a checkpoint, a run folder, a folder of safetensors, or a file",
     )
-    objective: Literal["tokens", "dpo"] = declare(
+    objective: str = declare(
         "tokens",
-        "tokens: predict the next token; dpo: prefer one of two answers, relative to a reference model (direct "
-        "preference optimisation)",
+        "what is trained for; tokens: predict the next token; dpo, ipo, kto, simpo, orpo: preferences; reward: a "
+        "reward model; classify: classes of texts; distill: imitate a teacher; module:class: your own",
+        form="an objective's name, or module:class",
     )
     freeze: tuple[str, ...] = declare(
         (), "parameters that are not trained: names of parameters or modules, or patterns such as layers.0.*"
@@ -610,20 +619,17 @@ class LoraSection:
         "layers that get an adapter: all-linear (every linear layer of the blocks; routers and stacked experts get "
         "none), or a list of module names or name endings",
     )
-    base_dtype: Literal["float32", "bfloat16"] | None = declare(
+    base_dtype: Literal["float32", "bfloat16", "nf4", "fp8"] | None = declare(
         None,
-        "dtype of the frozen weights; null: bfloat16 if they are stored in it, else train.weights_dtype",
+        "dtype of the frozen weights; null: bfloat16 if they are stored in it, else train.weights_dtype; nf4 or fp8: "
+        "the linear layers of the blocks in 4.5 or 8.5 bits a weight, and all others in fsdp.param_dtype",
         aliases=DTYPES,
     )
 
-
-@dataclass(frozen=True)
-class DpoSection:
-    """Direct preference optimisation (train.objective=dpo)."""
-
-    beta: float = declare(
-        0.1, "strength of the penalty for moving away from the reference model; scales the log-probabilities", above=0
-    )
+    @property
+    def packs(self) -> bool:
+        """Whether frozen weights are packed into 4 or 8 bits."""
+        return self.rank > 0 and self.base_dtype in ("nf4", "fp8")
 
 
 @dataclass(frozen=True)
@@ -634,7 +640,8 @@ class EvalSection:
     steps: int = declare(0, "batches per evaluation, each the size of a global batch; 0: all held-out data", at_least=0)
     metric: str = declare(
         "loss",
-        "metric that selects the best evaluation: loss, or loss_<source> for one source; lowest is best",
+        "metric that selects the best evaluation: loss, loss_<source> for one source, or a metric of train.objective; "
+        "the lowest is best, except of metrics such as accuracy, of which it is the highest",
     )
     ema: bool = declare(True, "with train.ema: evaluate the averaged weights; false: the trained weights")
     patience: int = declare(
@@ -649,13 +656,13 @@ class EvalSection:
 # ---------------------------------------------------------------------------------------------------------------
 # The tree
 
-OBJECTIVES = {"dpo": "trainer.recipes.dpo.trainer:PreferenceTrainer"}
-"""The Trainer class of each `train.objective` that does not use the default one."""
-
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The complete configuration of a run.  `model` is the recipe's dataclass plus a `name` field."""
+    """The complete configuration of a run.
+
+    `model` is the recipe's dataclass plus a `name` field; `objective` is that of `train.objective`.
+    """
 
     run: RunSection = field(default_factory=RunSection)
     model: Any = None
@@ -666,12 +673,13 @@ class RunConfig:
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
     train: TrainSection = field(default_factory=TrainSection)
     lora: LoraSection = field(default_factory=LoraSection)
-    dpo: DpoSection = field(default_factory=DpoSection)
+    objective: Any = field(default_factory=Tokens)
     eval: EvalSection = field(default_factory=EvalSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     log: LogSection = field(default_factory=LogSection)
 
     holds_reference, on_record = Renamed("has_reference_model"), Renamed("with_absolute_paths")
+    dpo = Renamed("objective")
 
     @property
     def recipe(self) -> Recipe:
@@ -679,14 +687,19 @@ class RunConfig:
 
     def trainer_class(self, default: type[TrainerType]) -> type[TrainerType]:
         """Return the Trainer class of the objective, else of the recipe, else `default`."""
-        if self.train.objective in OBJECTIVES:
-            return cast("type[TrainerType]", resolve(OBJECTIVES[self.train.objective], "train.objective"))
+        if self.objective.trainer is not None:
+            return cast("type[TrainerType]", resolve(self.objective.trainer, "train.objective"))
         return self.recipe.trainer_class(default)
 
     @property
     def rows_per_sample(self) -> int:
-        """Sequences per sample: two for a preference pair, else one."""
-        return 2 if self.train.objective == "dpo" else 1
+        """Sequences per sample: two for a preference pair, for example."""
+        return int(self.objective.rows)
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether the best evaluation is the one with the highest `eval.metric`, as of an accuracy."""
+        return self.objective.better.get(self.eval.metric) == "higher"
 
     @property
     def step_tokens(self) -> int:
@@ -713,8 +726,8 @@ class RunConfig:
 
     @property
     def has_reference_model(self) -> bool:
-        """True if a second, frozen model is held in memory as the reference of DPO."""
-        return self.train.objective == "dpo" and not self.lora.rank
+        """True if a second, frozen model is held in memory: with adapters, the reference is the model without them."""
+        return "reference" in self.objective.needs and not self.lora.rank
 
     @property
     def run_dir(self) -> Path:

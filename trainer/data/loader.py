@@ -76,7 +76,7 @@ class TrainLoader:
 
         Raises UserError if the data do not match `train.objective` or the tokenizer of the initial weights.
         """
-        _check_rows_per_sample(source, config)
+        _check_samples(source, config)
         check_tokenizer(source, config)
         return cls(
             source,
@@ -286,15 +286,24 @@ def attended_length(loader: object) -> float | None:
     return loader.source.attended if isinstance(loader, TrainLoader) else None
 
 
-def _check_rows_per_sample(source: Source, config: RunConfig) -> None:
-    objective = config.train.objective
+def _check_samples(source: Source, config: RunConfig) -> None:
+    """Raise UserError if the samples are not what the objective compares."""
+    key, objective, outputs = "train.objective", config.train.objective, config.objective.outputs
+    if "labels" in config.objective.needs and not source.num_labels:
+        rule = f"needs records with a label, but data.source={config.data.source} has none"
+        raise setting_error(key, objective, rule, fix="use data.source=chat and files with a `label` in each record")
+    if source.num_labels > outputs > 0:
+        rule = (
+            f"train.objective={objective} has fewer classes than the labels of the data, 0 to {source.num_labels - 1}"
+        )
+        raise setting_error("objective.num_labels", outputs, rule, source.num_labels)
     if source.rows_per_sample == config.rows_per_sample:
         return
     if config.rows_per_sample > 1:
         rule = f"needs preference pairs, but data.source={config.data.source} has none"
         fix = "use data.source=chat and files with prompt, chosen and rejected"
-        raise setting_error("train.objective", objective, rule, fix=fix)
-    raise setting_error("train.objective", objective, "does not support preference pairs", "dpo")
+        raise setting_error(key, objective, rule, fix=fix)
+    raise setting_error(key, objective, "does not support preference pairs", "dpo")
 
 
 class EvalLoader:
@@ -307,7 +316,7 @@ class EvalLoader:
     @classmethod
     def from_config(cls, source: Source, config: RunConfig, rank: int, num_ranks: int) -> EvalLoader:
         """Return the loader that a configuration describes, for one rank; see `TrainLoader.from_config`."""
-        _check_rows_per_sample(source, config)
+        _check_samples(source, config)
         check_tokenizer(source, config)
         return cls(
             source,

@@ -194,8 +194,8 @@ def _open_mixture(
             source = open_source(single, vocab_size, split)
         if source is not None:
             sources[name] = source
-    if any(source.rows_per_sample > 1 for source in sources.values()):
-        raise setting_error("data.path", data.path, "preference pairs must be a single source")
+    if any(source.rows_per_sample > 1 or source.num_labels for source in sources.values()):
+        raise setting_error("data.path", data.path, "preference pairs and labelled records must be a single source")
     tokenizers = {name: (source.tokenizer, source.vocab_size) for name, source in sources.items()}
     first = next(iter(tokenizers), "")
     for name, tokenizer in tokenizers.items():
@@ -257,14 +257,14 @@ def _find_hub_data(setting: str, data: DataSection, key: str) -> ShardSet:
 
 def _find_remote_shards(setting: str, data: DataSection, key: str) -> ShardSet:
     """Return the shards at a URL, or the shards built from the text at a URL."""
-    from trainer.data.remote.shards import NoShards, open_remote
+    from trainer.data.remote.shards import NoShardsFound, open_remote
     from trainer.data.remote.text import find_text, is_text
     from trainer.data.remote.transport import Unreachable
 
     try:
         if not is_text(setting):
             try:
-                with contextlib.suppress(NoShards):
+                with contextlib.suppress(NoShardsFound):
                     return open_remote(setting, key, data.cache_dir, data.cache_gib)
             except Unreachable as error:
                 if not error.is_unavailable:
@@ -647,11 +647,12 @@ def trim_rows(config: RunConfig, resolution: Resolution) -> RunConfig:
     data = config.data
     if not data.trim_rows:
         return config
-    from trainer.data.chat.source import ChatSource, PairSource  # imports jinja2: only when needed
+    from trainer.data.chat.source import ChatSource, LabelledSource, PairSource  # imports jinja2: only when needed
 
     splits: tuple[Split, ...] = ("train", "eval") if config.eval.every else ("train",)
     opened = (open_source(data, config.vocab_size, split) for split in splits)
-    longest = max(source.longest for source in opened if isinstance(source, (ChatSource, PairSource)))
+    kinds = (ChatSource, LabelledSource, PairSource)
+    longest = max(source.longest for source in opened if isinstance(source, kinds))
     seq_len = min(data.seq_len, math.ceil(longest / _ROW_MULTIPLE) * _ROW_MULTIPLE)
     return dataclasses.replace(config, data=dataclasses.replace(data, seq_len=seq_len))
 

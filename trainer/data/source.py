@@ -58,6 +58,7 @@ class Source(ABC):
     is_local: whether `batch` only reads local files and never waits for a connection.  If so, the rank may call it
         directly when that is faster than using a thread.
     rows_per_sample: sequences per sample; 2 for preference pairs.
+    num_labels: number of different labels of samples, numbered from 0; 0 if samples have no labels.
     shards: the token shards that the source reads, if any.
     """
 
@@ -70,6 +71,7 @@ class Source(ABC):
     waits_for_storage: bool = False
     is_local: bool = False
     rows_per_sample: int = 1
+    num_labels: int = 0
     shards: Sequence[Shard] = ()
 
     is_here, stretch, sentence = Renamed("is_local"), Renamed("read_tokens"), Renamed("summary")

@@ -2,31 +2,51 @@
 
 A model computes its experts through `mix`, and its recipe names the modules that hold them (`Recipe.experts`).  Such a
 model also supports expert parallelism (`mesh.expert`), where consecutive ranks share out the experts: `mix` then brings
-tokens to the ranks of their experts and the results back.  Independent of recipes.
+tokens to the ranks of their experts and the results back.
+
+To keep the load of experts even, and to measure it, a layer lets a `Choice` choose the experts, and returns a `Load`
+(`load_of`) for the tokens that count; the model passes the loads of its layers to a `Balance`, which is its child, and
+adds the result to its loss.  Independent of recipes.
 
 Shape suffixes: D model width, E experts, A experts per token, S tokens of this rank, M token-expert pairs.
 """
 
 from __future__ import annotations
 
-from trainer.experts.balance import BalanceLoss, global_balance
+from trainer.experts.balance import (
+    BALANCE,
+    Balance,
+    Choice,
+    ExpertBalance,
+    Load,
+    find_balance,
+    global_balance,
+    load_of,
+)
 from trainer.experts.dispatch import Estimate, ExpertGroup, choices_of, mix
-from trainer.experts.grouped import GROUPED, GROUPED_PRODUCT, fake_tensors, grouped_mm, grouped_outer
+from trainer.experts.grouped import GROUPED, GROUPED_PRODUCT, fake_tensors, grouped_bias, grouped_mm, grouped_outer
 from trainer.experts.sharing import find_experts, imagine_group, share_out, watched
 
 __all__ = [
+    "BALANCE",
     "GROUPED",
     "GROUPED_PRODUCT",
-    "BalanceLoss",
+    "Balance",
+    "Choice",
     "Estimate",
+    "ExpertBalance",
     "ExpertGroup",
+    "Load",
     "choices_of",
     "fake_tensors",
+    "find_balance",
     "find_experts",
     "global_balance",
+    "grouped_bias",
     "grouped_mm",
     "grouped_outer",
     "imagine_group",
+    "load_of",
     "mix",
     "share_out",
     "watched",

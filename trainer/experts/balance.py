@@ -1,82 +1,288 @@
-"""The load-balancing loss of a mixture of experts, over the global batch."""
+"""Keeps the load of experts even: the losses of a router, and a bias on the choice of experts; measures the load.
+
+Whatever depends on how often experts are chosen uses whole numbers over the global batch, so it is the same on any
+mesh, with any micro-batch size and with activations recomputed or not.
+
+Shape suffixes: B sequences, T tokens of each, E experts, A experts per token, S tokens (B x T), L layers with experts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from trainer.data.transfer import prefetch_to_device
+from trainer.distributed.exchange import gather_parts
 from trainer.distributed.world import World
+from trainer.sequence import current_slices
+
+BALANCE = "balance"
+"""Key of the state entry for the expert shares of the last step."""
 
 
-class BalanceLoss(nn.Module):
-    """The load-balancing loss of all layers, over the global batch; it is lowest if all experts are chosen equally
-    often.
+class Choice(nn.Module):
+    """Chooses the experts of each token: those with the highest scores.
 
-    For each expert, the share of choices that fell on it is multiplied by its mean probability; the sum over experts is
-    scaled by the number of experts and the coefficient (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6).  Shares
-    and means are over the tokens that the loss counts, in all layers, micro-batches and ranks (Qiu et al. 2025,
-    arXiv:2501.11873), so the loss does not depend on the mesh; `global_balance` ensures this in training.  Elsewhere
-    they are those of the batch.
+    With a bias, a score counts for the choice as if the expert's bias were added to it, but not for the expert's
+    weight.  `ExpertBalance` moves the bias after each step if the model has a rate for it (Wang et al. 2024,
+    arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437, equation 16).  It is a persistent buffer in fp32: part of
+    checkpoints, and used in evaluation and generation.
     """
 
-    def __init__(self, coefficient: float, num_experts: int, num_chosen: int, num_layers: int) -> None:
+    bias: torch.Tensor | None
+
+    def __init__(self, num_experts: int, num_chosen: int, has_bias: bool) -> None:
         super().__init__()
-        self.coefficient, self.num_experts, self.num_chosen = coefficient, num_experts, num_chosen
-        self.num_layers = num_layers
+        self.num_chosen = num_chosen
+        self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32) if has_bias else None)
+
+    def reset_parameters(self) -> None:
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def forward(self, scores_SE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores of each token's experts, and these experts, both (S, A)."""
+        if self.bias is None:
+            scores_SA, chosen_SA = scores_SE.topk(self.num_chosen)
+            return scores_SA, chosen_SA
+        chosen_SA = (scores_SE + self.bias).topk(self.num_chosen).indices
+        return scores_SE.gather(1, chosen_SA), chosen_SA
+
+
+class Load(NamedTuple):
+    """The load of the experts of a layer, over the tokens that count in each sequence; made by `load_of`."""
+
+    choices: torch.Tensor
+    """(B, E), the number of tokens routed to the expert (int64)."""
+    probs: torch.Tensor | None
+    """(B, E), the sum of the router's probabilities for the expert (fp32)."""
+    squares: torch.Tensor | None
+    """A scalar, the sum of the squared log-sum-exp of the router's logits (fp32)."""
+
+
+def load_of(
+    chosen_SA: torch.Tensor,
+    counts_BT: torch.Tensor,
+    num_experts: int,
+    probs_SE: torch.Tensor | None = None,
+    logits_SE: torch.Tensor | None = None,
+) -> Load:
+    """Return the load of a layer's experts over the tokens that `counts_BT` marks.
+
+    A block returns it as an output.  It must not add it up itself, since a block may run twice (recomputation).
+    probs_SE: the router's scores, divided by each token's sum.  Needed for `Balance(loss=..., sequence_loss=...)`.
+    logits_SE: what the scores were computed from.  Needed for `Balance(z_loss=...)`.
+    """
+    num_rows = counts_BT.shape[0]
+    ones_SA = counts_BT.flatten().unsqueeze(1).expand_as(chosen_SA).long()
+    zeros_BE = torch.zeros(num_rows, num_experts, dtype=torch.int64, device=chosen_SA.device)
+    choices_BE = zeros_BE.scatter_add(1, chosen_SA.reshape(num_rows, -1), ones_SA.reshape(num_rows, -1))
+    probs_BE = squares = None
+    if probs_SE is not None:
+        probs_BE = (probs_SE.unflatten(0, counts_BT.shape) * counts_BT.unsqueeze(2)).sum(1)
+    if logits_SE is not None:
+        squares = (logits_SE.float().logsumexp(1).square() * counts_BT.flatten()).sum()
+    return Load(choices_BE, probs_BE, squares)
+
+
+class Balance(nn.Module):
+    """The losses of the routers of all layers, and the load of their experts in a step.
+
+    A model with experts has one as a child, and calls it in training with the loads of its layers.  All losses are sums
+    over tokens that count, as the loss of the model is:
+
+    - `loss`, a coefficient: for each expert, the share of choices that fell on it is multiplied by its mean
+      probability; the sum over experts is scaled by their number (Fedus et al. 2021, arXiv:2101.03961, equations 4 to
+      6).  It is lowest if all experts are chosen equally often.  Shares and means are over all layers, micro-batches
+      and ranks (Qiu et al. 2025, arXiv:2501.11873).  With the shares of this step (`exact`), which must be known before
+      the first backward pass, several micro-batches take a forward pass more each (see `global_balance`); with those of
+      the step before (`last`), nothing, and the first step has equal shares.
+    - `sequence_loss`, a coefficient: the same within each sequence and layer, with shares relative to the mean, summed
+      over layers (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20).
+    - `z_loss`, a coefficient: the squared log-sum-exp of the router's logits, summed over layers (Zoph et al. 2022,
+      arXiv:2202.08906, equation 5).
+
+    rate: by how much `ExpertBalance` moves the bias of each `Choice` of the model after a step.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_experts: int,
+        num_chosen: int,
+        loss: float = 0.0,
+        shares: Literal["exact", "last"] = "exact",
+        sequence_loss: float = 0.0,
+        z_loss: float = 0.0,
+        rate: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_layers, self.num_experts, self.num_chosen = num_layers, num_experts, num_chosen
+        self.loss, self.shares, self.sequence_loss, self.z_loss, self.rate = loss, shares, sequence_loss, z_loss, rate
         self.reduce_choices: Callable[[torch.Tensor], torch.Tensor] = _identity
+        """Returns the choices (L, E) of all micro-batches and ranks for those of one micro-batch of this rank."""
+        self.last_choices_E: torch.Tensor | None = None
+        """How often experts were chosen in the last step, in all layers and over all ranks."""
+        self.counted_LE: torch.Tensor | None = None
+        """Choices of this rank in the micro-batches of this step so far."""
+        self.total_LE: torch.Tensor | None = None
+        """Choices of all ranks in this step, once they are known."""
 
-    def forward(self, choices_E: torch.Tensor, probs_E: torch.Tensor) -> torch.Tensor:
-        """Return the loss summed over this batch's tokens.
+    @property
+    def needs_totals(self) -> bool:
+        """Whether the loss depends on the choices of all micro-batches of a step."""
+        return self.loss > 0 and self.shares == "exact"
 
-        choices_E: how often each expert was chosen (integers).  probs_E: the sum of its probabilities (fp32).  Both are
-        over the tokens that count, in all layers.
+    def forward(self, loads: Sequence[Load]) -> torch.Tensor:
+        """Return the losses, summed over this batch's tokens (a scalar in fp32).
+
+        With `sequence_loss` and split sequences (`mesh.context`): one all-gather of the counts of all layers.
         """
-        all_choices_E = self.reduce_choices(choices_E)
-        shares_E = all_choices_E * (self.num_chosen / all_choices_E.sum().clamp(min=1))
-        return self.coefficient * self.num_experts / self.num_layers * (shares_E * probs_E).sum()
+        choices_LBE = torch.stack([load.choices for load in loads])
+        choices_LE = choices_LBE.sum(1)
+        if torch.is_grad_enabled():  # the passes that only count have no gradients
+            self.counted_LE = choices_LE if self.counted_LE is None else self.counted_LE + choices_LE
+        total = torch.zeros((), device=choices_LE.device)
+        if self.loss > 0:
+            probs_E = torch.stack([_given(load.probs).sum(0) for load in loads]).sum(0)
+            factor = self.loss * self.num_experts / self.num_layers
+            total = total + factor * (self._shares(choices_LE) * probs_E).sum()
+        if self.sequence_loss > 0:
+            total = total + self.sequence_loss * self._sequence_loss(choices_LBE, loads)
+        if self.z_loss > 0:
+            total = total + self.z_loss * torch.stack([_given(load.squares) for load in loads]).sum()
+        return total
+
+    def _shares(self, choices_LE: torch.Tensor) -> torch.Tensor:
+        """Return the share of tokens that choose each expert, (E,): their sum is the number of choices of a token."""
+        if self.shares == "exact":
+            all_choices_E = self.reduce_choices(choices_LE).sum(0)
+        elif self.last_choices_E is not None:
+            all_choices_E = self.last_choices_E
+        else:
+            all_choices_E = torch.ones_like(choices_LE[0])
+        return all_choices_E * (self.num_chosen / all_choices_E.sum().clamp(min=1))
+
+    def _sequence_loss(self, choices_LBE: torch.Tensor, loads: Sequence[Load]) -> torch.Tensor:
+        probs_LBE = torch.stack([_given(load.probs) for load in loads])
+        slices = current_slices()
+        if slices is not None:
+            # The loss is linear in the probabilities, so each rank can use those of its own tokens.
+            choices_LBE = gather_parts(choices_LBE, slices.count, slices.group).sum(0)
+        num_choices_LB1 = choices_LBE.sum(2, keepdim=True).clamp(min=1)
+        return (self.num_experts * (choices_LBE / num_choices_LB1) * probs_LBE).sum()
 
 
-def _identity(choices_E: torch.Tensor) -> torch.Tensor:
-    return choices_E
+def _given(value: torch.Tensor | None) -> torch.Tensor:
+    if value is None:
+        raise ValueError("Balance: `load_of` needs probs_SE for loss and sequence_loss, and logits_SE for z_loss")
+    return value
+
+
+def _identity(choices_LE: torch.Tensor) -> torch.Tensor:
+    return choices_LE
+
+
+def find_balance(model: nn.Module) -> Balance | None:
+    """Return the `Balance` of a model, or None for a model without experts of its own."""
+    return next((child for child in model.children() if isinstance(child, Balance)), None)
 
 
 @contextmanager
 def global_balance(
     model: nn.Module, micro_batches: Sequence[Any], loss: Callable[[Any], torch.Tensor], world: World
 ) -> Iterator[None]:
-    """Inside the block, compute the balance loss of `model` over `micro_batches` on all ranks.
+    """Inside the block, compute the losses of the routers of `model` over `micro_batches` on all ranks.
 
-    The loss is a product of two sums, so the choices must be known before the first backward pass.  A single
-    micro-batch sums them over the ranks in its own forward pass; with several, an extra forward pass of `loss` on each
-    counts them first.  No-op for a model without a `BalanceLoss` child.  Collectives: one all-reduce of an integer per
-    expert, and those of the extra passes.
+    The load-balancing loss is a product of two sums, so the choices must be known before the first backward pass if
+    it uses those of this step.  A single micro-batch sums them over the ranks in its own forward pass; with several, an
+    extra forward pass of `loss` on each counts them first.  No-op for a model without a `Balance` child.  Collectives:
+    one all-reduce of an integer per layer and expert, and those of the extra passes.
     """
-    found = [child for child in model.children() if isinstance(child, BalanceLoss)]
-    for balance in found:
-        if len(micro_batches) == 1:
-            balance.reduce_choices = world.sum_on_device
-        else:
-            choices_E = world.sum_on_device(_count(balance, micro_batches, loss, world.device))
-            balance.reduce_choices = lambda own_E, known_E=choices_E: known_E  # type: ignore[misc]
+    balance = find_balance(model)
+    if balance is None:
+        yield
+        return
+    balance.counted_LE = balance.total_LE = None
+
+    def sum_over_ranks(choices_LE: torch.Tensor) -> torch.Tensor:
+        balance.total_LE = world.sum_on_device(choices_LE.clone())
+        return balance.total_LE
+
+    if balance.needs_totals and len(micro_batches) == 1:
+        balance.reduce_choices = sum_over_ranks
+    elif balance.needs_totals:
+        total_LE = sum_over_ranks(_count(balance, micro_batches, loss, world.device))
+        balance.reduce_choices = lambda own_LE: total_LE
     try:
         yield
     finally:
-        for balance in found:
-            balance.reduce_choices = _identity
+        balance.reduce_choices = _identity
 
 
 @torch.no_grad()
 def _count(
-    balance: BalanceLoss, micro_batches: Sequence[Any], loss: Callable[[Any], torch.Tensor], device: torch.device
+    balance: Balance, micro_batches: Sequence[Any], loss: Callable[[Any], torch.Tensor], device: torch.device
 ) -> torch.Tensor:
-    """Count how often the tokens of all micro-batches of this rank choose each expert."""
-    total_E = torch.zeros(balance.num_experts, dtype=torch.int64, device=device)
-    balance.reduce_choices = total_E.add_
+    """Count how often the tokens of all micro-batches of this rank choose each expert in each layer."""
+    total_LE = torch.zeros(balance.num_layers, balance.num_experts, dtype=torch.int64, device=device)
+    balance.reduce_choices = total_LE.add_
     for batch in prefetch_to_device(micro_batches, device):
         loss(batch)
-    return total_E
+    return total_LE
+
+
+class ExpertBalance:
+    """Follows the optimizer: after each step it moves the biases of a model's `Choice` modules, keeps the shares for
+    the next step, and logs the load of the experts.
+
+    A bias moves by the rate, up if the expert was chosen less often than the mean and down if more often, over the
+    tokens that count in the global batch.  A skipped step changes neither biases nor shares.
+
+    Fields of the `train` record, each a mean over the steps since the line before: `busiest_expert`, the largest number
+    of tokens of an expert relative to the mean of its layer, and `dead_experts`, how many experts of all layers no
+    token chose.
+    """
+
+    may_be_absent = True
+    """Older checkpoints do not have it."""
+
+    def __init__(self, model: nn.Module, world: World, log: Callable[[str, torch.Tensor, float], None]) -> None:
+        """`log(name, value, over)` is `Trainer.log`."""
+        self.model, self._balance, self._world, self._log = model, find_balance(model), world, log
+        self._biases = [m.bias for m in model.modules() if isinstance(m, Choice) and m.bias is not None]
+
+    @torch.no_grad()
+    def after_step(self, is_finite: torch.Tensor | None = None) -> None:
+        """Handle a step, which was skipped if the scalar `is_finite` is false.  No host sync.
+
+        Collective: one all-reduce of an integer per layer and expert, unless the loss has summed them already.
+        """
+        balance = self._balance
+        if balance is None or balance.counted_LE is None:
+            return
+        total_LE = self._world.sum_on_device(balance.counted_LE) if balance.total_LE is None else balance.total_LE
+        balance.counted_LE = balance.total_LE = None
+        is_good = total_LE.new_ones((), dtype=torch.bool) if is_finite is None else is_finite.to(total_LE.device)
+        missing_LE = total_LE.sum(1, keepdim=True) - balance.num_experts * total_LE
+        if balance.rate and self._biases:
+            signs_LE = missing_LE.sign() * is_good
+            torch._foreach_add_(self._biases, list((balance.rate * signs_LE.float()).unbind()))
+        last_E = total_LE.new_ones(balance.num_experts) if balance.last_choices_E is None else balance.last_choices_E
+        balance.last_choices_E = torch.where(is_good, total_LE.sum(0), last_E)
+        means_L1 = total_LE.sum(1, keepdim=True).clamp(min=1) / balance.num_experts
+        self._log("busiest_expert", (total_LE / means_L1).max(), 1.0)
+        self._log("dead_experts", (total_LE == 0).sum(), 1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        last_E = None if self._balance is None else self._balance.last_choices_E
+        return {"last_choices": None if last_E is None else last_E.tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        last = state["last_choices"]
+        if self._balance is not None:
+            self._balance.last_choices_E = None if last is None else torch.tensor(last, device=self._world.device)

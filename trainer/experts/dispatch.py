@@ -73,16 +73,10 @@ def mix(experts: nn.Module, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights
     return out_SD
 
 
-def choices_of(chosen: torch.Tensor, num_experts: int, counts_S: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the number of tokens routed to each expert, (E,), among all tokens or those that `counts_S` marks.
-
-    chosen: (S, A), or pairs (M,) without `counts_S`.
-    """
-    ones = torch.ones_like(chosen, dtype=torch.int64)
-    if counts_S is not None:
-        ones = counts_S.unsqueeze(1).expand_as(chosen).long()
+def choices_of(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Return the number of tokens routed to each expert, (E,).  chosen: experts of tokens, in any shape."""
     zeros_E = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
-    return zeros_E.scatter_add(0, chosen.flatten(), ones.flatten())
+    return zeros_E.scatter_add(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=torch.int64))
 
 
 def _num_experts(experts: nn.Module) -> int:

@@ -52,6 +52,16 @@ def grouped_outer(x_MK: torch.Tensor, y_MN: torch.Tensor, ends_E: torch.Tensor) 
     return out_EKN
 
 
+def grouped_bias(bias_EN: torch.Tensor, ends_E: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return the bias of each row's group, (M, N); zero for rows that belong to none.  See `grouped_mm`.
+
+    A product with ones, whose gradient is the sum over the rows of a group, without atomic additions on a GPU.
+    """
+    ones_M8 = bias_EN.new_ones(num_rows, 8)  # the kernel of a GPU needs a multiple of 8 columns
+    out_MN: torch.Tensor = grouped_mm(ones_M8, F.pad(bias_EN.unsqueeze(1), (0, 0, 0, 7)), ends_E)
+    return out_MN
+
+
 def _rows(ends_E: torch.Tensor) -> list[slice]:
     ends = ends_E.tolist()
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]

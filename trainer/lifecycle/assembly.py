@@ -15,6 +15,7 @@ from trainer.config import RunConfig
 from trainer.config.rules import compiles_blocks
 from trainer.distributed.channel import StepSync
 from trainer.distributed.world import World
+from trainer.experts import BALANCE, ExpertBalance, find_balance
 from trainer.lifecycle.folder import RunFolder
 from trainer.lifecycle.lifecycle import Lifecycle
 from trainer.lifecycle.relocation import Relocation
@@ -111,6 +112,10 @@ def assemble_run(trainer: Trainer, start_time: float) -> TrainingRun:
     average = WeightAverage(state.trained, config.train.ema, config.eval.ema)
     optimizer.step_listeners.append(average)
     state.add(EMA, average)
+    if find_balance(model) is not None:
+        expert_balance = ExpertBalance(model, world, trainer.log)
+        optimizer.step_listeners.append(expert_balance)
+        state.add(BALANCE, expert_balance)
     origin = Origin()
     state.add(ORIGIN, origin)
 
@@ -124,7 +129,7 @@ def assemble_run(trainer: Trainer, start_time: float) -> TrainingRun:
     storage = world.agreed(lambda: open_storage(config.checkpoint.dir or folder.path / "checkpoints"))
     sizes = mesh_sizes(trainer.mesh, config)
     run_info = RunInfo(config.with_absolute_paths().to_yaml(), sizes, world.env.job, world.env.num_restarts)
-    checkpoints = Checkpoints(storage, world, config.checkpoint, config.eval.metric, run_info)
+    checkpoints = Checkpoints(storage, world, config.checkpoint, config.eval.metric, config.higher_is_better, run_info)
 
     norms = UnitNorms(config.log, model, trainer.units, trainer.mesh, metrics, lambda: run.step_metrics.grad_norm)
     optimizer.step_listeners.append(norms)

@@ -87,6 +87,8 @@ def check_experts(world: World, model: nn.Module, mesh: DeviceMesh, loader: obje
     handle = next(iter(modules.values())).register_forward_hook(trial.run)
     batch = loader.first_tokens(min(_NUM_TOKENS, config.data.seq_len))
     targets = torch.where(batch["targets"] == IGNORE, batch["tokens"], batch["targets"])
+    if config.objective.outputs:  # a new head has no outputs for tokens
+        targets = targets % config.objective.outputs
     # Without the entry that says which rows are a preference pair: the loss here is that of tokens.
     batch = {name: entry.to(world.device) for name, entry in {**batch, "targets": targets}.items() if name != "pair"}
     devices = [world.device] if world.device.type == "cuda" else []

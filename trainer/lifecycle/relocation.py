@@ -13,7 +13,7 @@ from typing import TypeVar
 from trainer.checkpoint.storage import open_storage
 from trainer.checkpoint.writer import Checkpoints
 from trainer.distributed.world import World
-from trainer.errors import TrainingFailed, UserError, typed
+from trainer.errors import TrainingFailed, UserError, as_typed
 from trainer.lifecycle.folder import FolderLoss, RunFolder
 from trainer.metrics.sinks import Metrics
 
@@ -72,7 +72,7 @@ class Relocation:
         folder, config = self._folder, self._folder.config
         configured = {"run.dir": config.run_dir, "checkpoint.dir": config.checkpoint.dir}
         current = {"run.dir": folder.path, "checkpoint.dir": folder.checkpoint_dir}
-        settings = " ".join(typed(key, current[key]) for key in current if current[key] != configured[key])
+        settings = " ".join(as_typed(key, current[key]) for key in current if current[key] != configured[key])
         lines = [str(folder.loss), outcome]
         if "run.dir=" in settings:
             lines.append(f"its metrics and its status are in {folder.path}")

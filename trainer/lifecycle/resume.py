@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
-from trainer.checkpoint.manifest import list_steps, name_of
+from trainer.checkpoint.manifest import checkpoint_name, list_steps
 from trainer.checkpoint.reader import IncompatibleCheckpoint, RestoredCheckpoint, RestoreRequest, find_checkpoint
 from trainer.checkpoint.storage import SUPERSEDED, is_same_location, open_storage
 from trainer.checkpoint.writer import Checkpoints
@@ -65,7 +65,7 @@ class Resume:
         if restored is None:
             return None
         self.step, self.path, self.changed = state.step, str(restored.path), list(restored.changed)
-        own_path = f"{self._checkpoints.storage}/{name_of(restored.manifest.step)}"
+        own_path = f"{self._checkpoints.storage}/{checkpoint_name(restored.manifest.step)}"
         self.is_same_run = self._world.broadcast(is_same_location(restored.path, own_path))
         if not self.is_same_run or self._world.broadcast(self.earlier_attempts.is_copied(restored)):
             self._metrics.tracking_id = None  # that of the other run
@@ -169,7 +169,7 @@ class Resume:
         self._folder.clean()
         is_fresh = not is_running and (self.step is None or not self.is_same_run)
         step = -1 if is_fresh or self.step is None else self.step
-        later = [name_of(later) for later in self._checkpoints.reader.steps() if later > step]
+        later = [checkpoint_name(later) for later in self._checkpoints.reader.steps() if later > step]
         has_past = bool(later)
         if self._config.checkpoint.dir is not None:
             for name in later:
@@ -271,7 +271,7 @@ class EarlierAttempts:
             return
         if restored is None:
             raise UserError(self._no_checkpoint_message(progress))
-        missing = name_of(progress.newest_saved)
+        missing = checkpoint_name(progress.newest_saved)
         if restored.manifest.step >= progress.newest_saved or missing in restored.damaged:
             return
         storage = open_storage(self.checkpoint_dir)

@@ -6,15 +6,14 @@ replicas that differ once never become equal again, and samples that two ranks r
 Not checked: custom loaders, which have no sample indices to compare; buffers, which may differ between ranks (each save
 compares those that it stores); and models besides `Trainer.model`, such as a teacher or an average.
 
-The check changes nothing, draws no random numbers, and works for any recipe.  Two further checks run the model itself:
-context parallelism (`check_context`) and documents packed into one row (`check_documents`) must not change its loss.
+The check changes nothing, draws no random numbers, and works for any recipe.  A further check runs the model itself:
+context parallelism (`check_context`) must not change its loss.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import importlib.util
-import inspect
 import json
 import math
 import platform
@@ -35,7 +34,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from trainer.config import MeshShape, RunConfig, Slices, check_config
 from trainer.config.rules import check_requirements
 from trainer.data.loader import Batch, TrainLoader
-from trainer.data.source import as_mapping
 from trainer.distributed.channel import Channel
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError, setting_error
@@ -43,7 +41,7 @@ from trainer.loss import IGNORE, find_loss
 from trainer.metrics.sinks import warn
 from trainer.model.gradients import evaluation_mode, replicas_of, reshard
 from trainer.model.parameters import local_box, tied_names
-from trainer.sequence import current_slices, full_sequences, use_slices
+from trainer.sequence import current_slices, use_slices
 
 DATA = "data"
 """Entry of `Trainer.exempt_from_selfcheck` that skips the check of the samples."""
@@ -62,15 +60,18 @@ _BLOCK = 4096
 def check_same_run(channel: Channel, config: RunConfig, owner: type, exempt: Iterable[str] = ()) -> None:
     """Raise UserError on all ranks unless they have the same configuration and the same code.
 
-    The code consists of this package with its recipes, the modules of the model and of `owner` (the Trainer's class),
-    torch and Python.  exempt: patterns of keys and files that may differ.  Call this before anything is built, because
-    ranks with different meshes would wait for each other.  One gather of a number if there is no difference.
+    The code consists of this package with its recipes and objectives, the modules of the model, of the objective and of
+    `owner` (the Trainer's class), torch and Python.  exempt: patterns of keys and files that may differ.  Call this
+    before anything is built, because ranks with different meshes would wait for each other.  One gather of a number if
+    there is no difference.
     """
-    if config.train.objective != getattr(owner, "objective", "tokens"):
+    objective, takes_objectives = config.train.objective, getattr(owner, "takes_objectives", False)
+    if takes_objectives and config.objective.trainer is None:
+        rule = f"{owner.__name__} trains for objectives other than predicting the next token"
+        raise setting_error("train.objective", objective, rule, fix="use Trainer, or set train.objective")
+    if config.objective.trainer is not None and not takes_objectives:
         rule = f"must be trained by {config.trainer_class(owner).__name__}, but this is {owner.__name__}"  # type: ignore[type-var]
-        raise setting_error(
-            "train.objective", config.train.objective, rule, fix="use that class, or python -m trainer.run"
-        )
+        raise setting_error("train.objective", objective, rule, fix="use that class, or python -m trainer.run")
     exempt = tuple(exempt)
     facts = {name: fact for name, fact in _facts(config, owner) if not _matches(name, exempt)}
     digest = zlib.crc32(json.dumps(facts, sort_keys=True).encode())
@@ -116,13 +117,13 @@ def _facts(config: RunConfig, owner: type) -> Iterator[tuple[str, str]]:
 def _sources(config: RunConfig, owner: type) -> dict[str, Path]:
     """Return the source files of this package, its recipes and the user's modules, by name."""
     files = {}
-    for package in ("trainer", "trainer.recipes"):
+    for package in ("trainer", "trainer.recipes", "trainer.objectives"):
         for folder in map(Path, sys.modules[package].__path__ if package in sys.modules else ()):
             if (folder / "__init__.py").exists():  # not the top of a bare checkout
                 for path in folder.rglob("*.py"):
                     files[f"{package}/{path.relative_to(folder)}"] = path
     build = config.recipe.build
-    modules = {cls.__module__ for cls in (*owner.__mro__, type(config.model), *type(config.model).__mro__)}
+    modules = {cls.__module__ for cls in (*owner.__mro__, *type(config.model).__mro__, *type(config.objective).__mro__)}
     modules.add(build.partition(":")[0] if isinstance(build, str) else getattr(build, "__module__", ""))
     known_files = set(files.values())
     for module in modules:
@@ -512,50 +513,3 @@ def _with_targets(batch: Batch) -> Batch:
 
 def _to_device(batch: Batch, world: World) -> Batch:
     return {name: entry.to(world.device) for name, entry in batch.items()}
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Documents packed into one row must not attend to each other
-
-
-_DOCUMENT_LENGTH = 6
-"""Number of tokens of each test document."""
-
-_LOGIT_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
-"""Tolerance of the logits relative to the largest one, for a different order of summation, by dtype; others use
-`_DEFAULT_LOGIT_TOLERANCE`."""
-_DEFAULT_LOGIT_TOLERANCE = 3e-2
-
-
-def check_documents(world: World, model: nn.Module, loader: object, config: RunConfig) -> None:
-    """Raise UserError on all ranks if documents share rows and the model lets them attend to each other.
-
-    A model may accept document ids and ignore them, which only its outputs show.  So the check runs the model itself,
-    and works for any recipe: the logits of a document must be the same alone and after two different documents.
-
-    A no-op if documents do not share rows, or with a custom loader.  Collectives: those of one forward pass of three
-    short rows.
-    """
-    if not isinstance(loader, TrainLoader) or "documents" not in as_mapping(loader.source.batch(np.array([-1]))):
-        return
-    accepts_documents = "documents" in inspect.signature(model.forward).parameters
-    if not accepts_documents or _mixes_documents(model, loader.source.vocab_size, world.device):
-        rule = f"model.name={config.model.name} lets documents in one row attend to each other"
-        raise setting_error("data.documents", "masked", rule, "apart")
-
-
-def _mixes_documents(model: nn.Module, vocab_size: int, device: torch.device) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    first, second, tested = (torch.randint(vocab_size, (_DOCUMENT_LENGTH,), generator=generator) for _ in range(3))
-    tokens = torch.stack([torch.cat(pair) for pair in ((first, tested), (second, tested), (tested, first))]).to(device)
-    documents = torch.arange(2, device=device).repeat_interleave(_DOCUMENT_LENGTH).expand_as(tokens).contiguous()
-    # Eager, because compiling for these sizes would not help the run, which has other sizes.
-    with evaluation_mode(model), torch.compiler.set_stance("force_eager"), full_sequences():
-        logits = model(tokens, documents=documents)
-    after_first, after_second, alone = (
-        logits[0, _DOCUMENT_LENGTH:],
-        logits[1, _DOCUMENT_LENGTH:],
-        logits[2, :_DOCUMENT_LENGTH],
-    )
-    max_difference = max(float((other - alone).abs().max()) for other in (after_first, after_second))
-    return not max_difference <= _LOGIT_TOLERANCE.get(logits.dtype, _DEFAULT_LOGIT_TOLERANCE) * float(alone.abs().max())

@@ -121,9 +121,9 @@ class TrainState:
         self.tokens += num_targets
         self.evaluation = {}
 
-    def evaluated(self, record: Mapping[str, Any]) -> None:
-        """Record the losses of the evaluation at this step."""
-        losses = {name: value for name, value in record.items() if name == "loss" or name.startswith("loss_")}
+    def evaluated(self, record: Mapping[str, Any], metric: str) -> None:
+        """Record the losses of the evaluation at this step, and the value of `metric` (`eval.metric`)."""
+        losses = {n: value for n, value in record.items() if n in ("loss", metric) or n.startswith("loss_")}
         self.evaluation = {k: v for k, v in losses.items() if isinstance(v, float) and math.isfinite(v)}
 
     def leave_out(self, *things: object) -> None:

@@ -34,8 +34,10 @@ from trainer.model.sample import Sampling, generate_batch
 from trainer.optim.groups import describe
 from trainer.optim.optimizer import training_bytes
 from trainer.plan.forecast import describe_choice
+from trainer.plan.plan import teacher_of
 from trainer.recipe import module_to_allow
 from trainer.weights.adapters import BASE, REFERENCE, BaseWeights
+from trainer.weights.exporting import buffers_without_name
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -74,6 +76,8 @@ def start_facts(trainer: Trainer) -> Mapping[str, str]:
     weight_bytes, gradient_bytes, optimizer_bytes = training_bytes(model, config.optim, config.train.ema > 0)
     state_bytes = weight_bytes * (1 + config.has_reference_model) + gradient_bytes + optimizer_bytes
     reference = ", a reference" if config.has_reference_model else ""
+    if (teacher := teacher_of(config, trainer.mesh.size(trainer.mesh.ndim - 1))) is not None:
+        state_bytes, reference = state_bytes + teacher.num_bytes, ", a teacher"
     interface = f", small messages by {world.interface}" if world.interface else ""
     description = [config.model.name, *config.recipe.notes_on(config.model, model)]
     resume_facts = "" if resumed_step is None else f"  (resumed at step {resumed_step})"
@@ -118,7 +122,8 @@ def _weights_facts(config: RunConfig, initial_weights_source: str, resume: Resum
             if resume.step is not None
             else f"drawn at random (run.seed={config.run.seed})"
         )
-        return f"{base_weights}, frozen; adapters of rank {rank} {adapters}"
+        packed = f", packed as {config.lora.base_dtype}" if config.lora.packs else ""
+        return f"{base_weights}, frozen{packed}; adapters of rank {rank} {adapters}"
     if config.has_reference_model:
         reference = parts.get(REFERENCE)
         path = reference.path if isinstance(reference, BaseWeights) and reference.path else "the same weights"
@@ -179,7 +184,7 @@ def start_notes(trainer: Trainer, advice: Sequence[str], is_evaluated: bool) -> 
     """Return the lines to print below the start block.
 
     These are the plan's choice, advice from optional features, settings that have changed since the checkpoint, and
-    warnings if evaluations have no data or future checkpoints do not fit on the disk.
+    warnings if evaluations have no data, the model cannot be exported, or future checkpoints do not fit on the disk.
     """
     config, changed = trainer.config, trainer.resume.changed
     lines = ["configuration changed since:", *(f"  {line}" for line in changed)]
@@ -189,6 +194,11 @@ def start_notes(trainer: Trainer, advice: Sequence[str], is_evaluated: bool) -> 
         notes.append(
             f"warning: eval.every={config.eval.every}, but nothing is held out for evaluation ({reason}): there will "
             "be none; give data.eval_path, or set eval.every=0"
+        )
+    if buffers := buffers_without_name(trainer.model, config.recipe, config.model):
+        notes.append(
+            f"warning: this model cannot be exported: Hugging Face's {config.model.name} has no {buffers[0]}"
+            + (f" (and {len(buffers) - 1} more)" if len(buffers) > 1 else "")
         )
     if trainer.world.is_main:
         model_state = trainer.state.parts["model"].state_dict()

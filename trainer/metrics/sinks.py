@@ -30,7 +30,7 @@ from trainer.metrics.record import Clock, Record, read_lines
 from trainer.metrics.trackers import find_tracker, tracker_names
 
 
-class RecordSink(Protocol):
+class RecordWriter(Protocol):
     """Receives every record of a run.
 
     Training calls `write` directly, so it must not raise, nor wait for a server or the reader of a pipe.  `close` is
@@ -219,7 +219,7 @@ class Metrics:
             self.console = ConsoleSink(config.train.steps, find_screen(stream), stream.close)
         self._log: ConsoleSink | None = None
         self._log_file: LogFile | None = None
-        self._sinks: list[RecordSink] = []
+        self._sinks: list[RecordWriter] = []
         self._ledger = TimeLedger()
         self.before: dict[str, Any] = {}
         """Fields of the start record: lost steps and wall time of earlier attempts, and this attempt's clock."""

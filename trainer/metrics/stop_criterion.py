@@ -23,6 +23,7 @@ class StopCriterion:
 
     def __init__(self, config: RunConfig) -> None:
         self.num_steps, self._eval = config.train.steps, config.eval
+        self._sign = -1.0 if config.higher_is_better else 1.0
         self.best: tuple[float, int] | None = None
         """Value of `eval.metric` and step of the best evaluation, whether or not its checkpoint still exists."""
         self.num_worse = 0
@@ -44,7 +45,8 @@ class StopCriterion:
         if step == self._latest:
             return
         self._latest, value = step, record.get(self._eval.metric)
-        if value is not None and math.isfinite(value) and (self.best is None or value < self.best[0]):
+        is_better = self.best is None or (value is not None and self._sign * value < self._sign * self.best[0])
+        if value is not None and math.isfinite(value) and is_better:
             self.best, self.num_worse = (value, step), 0
         else:
             self.num_worse += 1

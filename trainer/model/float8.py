@@ -21,60 +21,60 @@ from torch import nn
 from trainer.config.rules import check_float8_installed
 from trainer.errors import setting_error
 
-_MULTIPLE = 16
+_ALIGNMENT = 16
 """torch._scaled_mm requires both dimensions of the weight to be multiples of this."""
 
 
-def apply_float8(blocks: Sequence[nn.Module], setting: str, device_type: str, emulate: bool = False) -> int:
+def apply_float8(blocks: Sequence[nn.Module], scaling: str, device_type: str, emulate: bool = False) -> int:
     """Replace the linear layers inside `blocks` with torchao's, in place.  Returns the number of replaced layers.
 
-    `setting`: none, tensorwise or rowwise.  Names, parameters and initialization do not change.  Skipped:
+    `scaling`: none, tensorwise or rowwise.  Names, parameters and initialization do not change.  Skipped:
     layers with a dimension that is not a multiple of 16, subclasses that override `forward`, blocks that are themselves
     a linear layer, and layers outside the blocks, since float8 is known to degrade the output head.  With `emulate`,
     products are computed in float32 from inputs rounded to float8, on any device, for tests.
 
     Raises UserError if torchao is missing, if the GPU has no float8 support, or if no layer can be replaced.
     """
-    if setting == "none":
+    if scaling == "none":
         return 0
-    check_float8_installed(setting)
+    check_float8_installed(scaling)
     if not emulate:
-        _check_device(setting, device_type)
+        _check_device(scaling, device_type)
     num_replaced = 0
     for block in blocks:
         for parent in list(block.modules()):
             for name, child in list(parent.named_children()):
                 if _can_be_replaced(child):
-                    parent.register_module(name, _float8_layer(child, setting, emulate))
+                    parent.register_module(name, _float8_layer(child, scaling, emulate))
                     num_replaced += 1
     if not num_replaced:
-        rule = f"no block has a linear layer whose dimensions are both multiples of {_MULTIPLE}"
-        raise setting_error("train.float8", setting, rule, fix="set train.float8=none")
+        rule = f"no block has a linear layer whose dimensions are both multiples of {_ALIGNMENT}"
+        raise setting_error("train.float8", scaling, rule, fix="set train.float8=none")
     return num_replaced
 
 
-def _check_device(setting: str, device_type: str) -> None:
-    required = (9, 0) if setting == "rowwise" else (8, 9)
+def _check_device(scaling: str, device_type: str) -> None:
+    required = (9, 0) if scaling == "rowwise" else (8, 9)
     minimum = ".".join(map(str, required))
     if device_type != "cuda":
         rule = f"needs a GPU with float8 support (compute capability {minimum} or higher); this run is on {device_type}"
-        raise setting_error("train.float8", setting, rule, fix="set train.float8=none")
+        raise setting_error("train.float8", scaling, rule, fix="set train.float8=none")
     capability = torch.cuda.get_device_capability()
     if capability < required:
         actual = ".".join(map(str, capability))
         rule = f"needs a GPU of compute capability {minimum} or higher; {torch.cuda.get_device_name()} has {actual}"
-        raise setting_error("train.float8", setting, rule, "none")
+        raise setting_error("train.float8", scaling, rule, "none")
 
 
 def _can_be_replaced(module: nn.Module) -> bool:
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         return False
-    return module.in_features % _MULTIPLE == 0 and module.out_features % _MULTIPLE == 0
+    return module.in_features % _ALIGNMENT == 0 and module.out_features % _ALIGNMENT == 0
 
 
-def _float8_layer(layer: nn.Module, setting: str, emulate: bool) -> nn.Module:
+def _float8_layer(layer: nn.Module, scaling: str, emulate: bool) -> nn.Module:
     """Return torchao's layer with the parameters of `layer`; it keeps the `reset_parameters` of `layer`."""
-    convert, config = _torchao(setting, emulate)
+    convert, config = _torchao(scaling, emulate)
     converted = convert(layer, config=config)
     for name, value in vars(layer).items():
         if name not in vars(converted):
@@ -84,10 +84,10 @@ def _float8_layer(layer: nn.Module, setting: str, emulate: bool) -> nn.Module:
 
 
 @functools.cache
-def _torchao(setting: str, emulate: bool) -> tuple[Callable[..., nn.Module], Any]:
-    """Return torchao's conversion function, and its configuration for the setting."""
+def _torchao(scaling: str, emulate: bool) -> tuple[Callable[..., nn.Module], Any]:
+    """Return torchao's conversion function, and its configuration for the scaling."""
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:  # incompatible with this torch
-        raise setting_error("train.float8", setting, f"torchao cannot be imported ({error})", "none") from error
-    return convert_to_float8_training, replace(Float8LinearConfig.from_recipe_name(setting), emulate=emulate)
+        raise setting_error("train.float8", scaling, f"torchao cannot be imported ({error})", "none") from error
+    return convert_to_float8_training, replace(Float8LinearConfig.from_recipe_name(scaling), emulate=emulate)

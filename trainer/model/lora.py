@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from trainer.config import LoraSection
 from trainer.errors import UserError, nearest, setting_error
+from trainer.model.head import is_score
+from trainer.model.packed import PackedLinear, pack_layer
 
 ALL_LINEAR = "all-linear"
 ADAPTER = "default"
@@ -61,7 +63,7 @@ class AdaptedLinear(nn.Module):
 
     def __init__(self, base_layer: nn.Module, rank: int, scaling: float, dropout: float) -> None:
         super().__init__()
-        if isinstance(base_layer, nn.Linear):
+        if isinstance(base_layer, (nn.Linear, PackedLinear)):
             self.in_features, self.out_features = base_layer.in_features, base_layer.out_features
         else:  # Conv1D
             self.in_features, self.out_features = int(base_layer.nx), int(base_layer.nf)  # type: ignore[arg-type]
@@ -88,13 +90,16 @@ class AdaptedLinear(nn.Module):
         if not self.is_enabled:
             return self.base_layer(x)  # type: ignore[no-any-return]
         down, up = self.factors
-        is_frozen = _is_plain_linear(self.base_layer) and not self.weight.requires_grad
+        packed = self.base_layer if isinstance(self.base_layer, PackedLinear) else None
+        is_frozen = packed is not None or (_is_plain_linear(self.base_layer) and not self.weight.requires_grad)
         # The fused product does not convert dtypes or support DTensors.
-        if is_frozen and all(t.dtype == x.dtype and not isinstance(t, DTensor) for t in (self.weight, down, up)):
+        operands = (down, up) if packed is not None else (self.weight, down, up)
+        if is_frozen and all(t.dtype == x.dtype and not isinstance(t, DTensor) for t in operands):
             bias, flat = self.base_layer.bias, x.flatten(0, -2)
             dropped = None if isinstance(self.lora_dropout[ADAPTER], nn.Identity) else self.lora_dropout[ADAPTER](flat)
-            weight = self.weight if isinstance(self.base_layer, nn.Linear) else self.weight.t()
-            output = _AdaptedProduct.apply(flat, dropped, weight, bias, down, up, self.scaling)  # type: ignore[no-untyped-call]
+            is_conv = packed is None and not isinstance(self.base_layer, nn.Linear)
+            weight = self.weight.t() if is_conv else self.weight
+            output = _AdaptedProduct.apply(flat, dropped, weight, packed, bias, down, up, self.scaling)  # type: ignore[no-untyped-call]
             return output.view(*x.shape[:-1], self.out_features)  # type: ignore[no-any-return]
         base_output = self.base_layer(x)
         low = F.linear(self.lora_dropout[ADAPTER](x.to(down.dtype)), down)
@@ -106,9 +111,9 @@ class AdaptedLinear(nn.Module):
 class _AdaptedProduct(torch.autograd.Function):
     """A frozen layer and its adapter as one operator with its gradient, x (N, in) to (N, out).
 
-    Saves the input and the output of the first factor.  Each product of the backward pass accumulates into
-    the previous one, which avoids separate sums over (N, in) and (N, out).  Products for gradients that are not needed
-    are skipped.
+    Saves the input and the output of the first factor; of a packed layer only its bytes.  Each product of the backward
+    pass accumulates into the previous one, which avoids separate sums over (N, in) and (N, out).  Products for
+    gradients that are not needed are skipped.
     """
 
     @staticmethod
@@ -117,16 +122,21 @@ class _AdaptedProduct(torch.autograd.Function):
         x: torch.Tensor,
         dropped: torch.Tensor | None,
         weight: torch.Tensor,
+        packed: PackedLinear | None,
         bias: torch.Tensor | None,
         down: torch.Tensor,
         up: torch.Tensor,
         scaling: float,
     ) -> torch.Tensor:
-        """`dropped`: x after dropout, the input of the adapter; None if it equals x."""
+        """`dropped`: x after dropout, the input of the adapter; None if it equals x.  `packed`: the layer, if `weight`
+        is packed.
+        """
         adapter_input = x if dropped is None else dropped
         low = F.linear(adapter_input, down)
         ctx.save_for_backward(adapter_input, low, weight, down, up)
-        ctx.scaling, ctx.drops = scaling, dropped is not None
+        ctx.scaling, ctx.drops, ctx.packed = scaling, dropped is not None, packed
+        if packed is not None:
+            weight = packed.unpacked(weight, x.dtype)
         # Not in place: selective activation checkpointing may save the layer's own output.
         return torch.addmm(F.linear(x, weight, bias), low, up.t(), alpha=scaling)
 
@@ -137,12 +147,14 @@ class _AdaptedProduct(torch.autograd.Function):
         adapter_input, low, weight, down, up = ctx.saved_tensors
         needs_x_grad, needs_dropped_grad = ctx.needs_input_grad[:2]
         grad_low = torch.mm(grad, up).mul_(ctx.scaling)
+        if ctx.packed is not None and needs_x_grad:
+            weight = ctx.packed.unpacked(weight, grad.dtype)
         grad_x = torch.mm(grad, weight) if needs_x_grad else None
         if grad_x is not None and not ctx.drops:
             grad_x.addmm_(grad_low, down)
         grad_dropped = torch.mm(grad_low, down) if needs_dropped_grad else None
         grad_up = torch.mm(grad.t(), low).mul_(ctx.scaling)
-        return grad_x, grad_dropped, None, None, torch.mm(grad_low.t(), adapter_input), grad_up, None
+        return grad_x, grad_dropped, None, None, None, torch.mm(grad_low.t(), adapter_input), grad_up, None
 
 
 def add_adapters(
@@ -155,19 +167,36 @@ def add_adapters(
 
     `blocks` are the model's repeated blocks; `all-linear` means their linear layers, or all of them in a model without
     blocks.  `alias` returns an alternative name of a layer, which targets may use too.  No-op with `lora.rank=0`.
-    Raises UserError for a target that matches no layer, with the nearest name.
+    If `lora.base_dtype` is packed, so are the weights of these layers, and of the blocks' other linear layers.
+
+    Raises UserError for a target that matches no layer, with the nearest name, and for a layer that cannot be packed.
     """
     if not lora.rank:
         return
-    chosen = {id(model.get_submodule(name)) for name in find_layers(model, blocks, lora.targets, alias)}
+    chosen = find_layers(model, blocks, lora.targets, alias)
     model.requires_grad_(False)
-    layer_of: dict[int, nn.Module] = {}
+    replaced: dict[int, nn.Module] = {}
+    if lora.packs:
+        for name in layers_to_pack(model, blocks, chosen):
+            layer = model.get_submodule(name)
+            replaced[id(layer)] = pack_layer(layer, name, str(lora.base_dtype))
+    for layer in [model.get_submodule(name) for name in chosen]:
+        base_layer = replaced.get(id(layer), layer)
+        replaced[id(layer)] = AdaptedLinear(base_layer, lora.rank, lora.alpha / lora.rank, lora.dropout)
     for parent in [*model.modules()]:
         for name, child in [*parent.named_children()]:
-            if id(child) in chosen:
-                layer = layer_of.get(id(child)) or AdaptedLinear(child, lora.rank, lora.alpha / lora.rank, lora.dropout)
-                layer_of[id(child)] = layer
-                setattr(parent, name, layer)
+            if id(child) in replaced:
+                setattr(parent, name, replaced[id(child)])
+
+
+def layers_to_pack(model: nn.Module, blocks: Sequence[nn.Module], adapted: Iterable[str]) -> set[str]:
+    """Return the names of the layers whose weights a packed `lora.base_dtype` packs.
+
+    These are the linear layers of the blocks, and those that have an adapter.  `model` has no adapters yet.
+    """
+    inside = {id(module) for block in blocks for module in block.modules()}
+    linear = {name for name, module in model.named_modules() if id(module) in inside and _is_plain_linear(module)}
+    return linear | set(adapted)
 
 
 def find_layers(
@@ -256,8 +285,8 @@ def plain_name(name: str) -> str:
 
 
 def is_base_weight(name: str) -> bool:
-    """Return whether a parameter belongs to the base model, not to an adapter."""
-    return adapter_part(name) is None
+    """Return whether a parameter belongs to the base model, not to an adapter or a new head."""
+    return adapter_part(name) is None and not is_score(name)
 
 
 @contextmanager

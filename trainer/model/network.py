@@ -17,9 +17,11 @@ from torch import nn
 
 from trainer.config import RunConfig
 from trainer.config.pretrained import find_huggingface
+from trainer.config.teacher import teacher_config
 from trainer.errors import UserError, nearest, setting_error
+from trainer.model.head import SCORE, is_score, replace_output, replaced_output
 from trainer.model.lora import adapter_part, add_adapters, plain_name
-from trainer.model.parameters import count_parameters
+from trainer.model.packed import num_weights
 from trainer.model.units import find_blocks
 from trainer.recipe import Recipe, Stacked, Transposed
 
@@ -44,12 +46,39 @@ def build_network(config: RunConfig) -> nn.Module:
         apply_weights_dtype(model, storage_dtype(config))
         blocks = find_blocks(model, config.recipe) if config.lora.rank else []
         add_adapters(model, blocks, config.lora, huggingface_layer)
+        if config.objective.outputs:
+            dtype = torch.float32 if config.lora.rank else None  # as that of adapters
+            replace_head(model, config.recipe, config.model, config.objective.outputs, dtype)
     freeze(model, config.train.freeze, huggingface_name)
     return model
 
 
+def replace_head(
+    model: nn.Module, recipe: Recipe, model_config: Any, num_outputs: int, dtype: torch.dtype | None = None
+) -> None:
+    """Replace the projection onto the vocabulary by a new head.  Raises UserError if the recipe does not name it.
+
+    dtype: that of the new weight; None for that of the projection's.
+    """
+    names = HuggingFaceNames(recipe, model_config) if recipe.hf is not None else None
+    mapped = names.from_huggingface(_OUTPUT) if names else None
+    if mapped is None:
+        rule = f"a new head takes the place of the output projection, which recipe {recipe.name!r} does not name"
+        raise setting_error("model.name", recipe.name, rule, fix=f"map its weight to {_OUTPUT} in Recipe(hf=...)")
+    replace_output(model, mapped.name.removesuffix(".weight"), num_outputs, dtype)
+
+
+_OUTPUT, _SCORE = "lm_head.weight", "score.weight"
+"""Hugging Face's names of the weight that projects onto the vocabulary, and of the head of a classifier."""
+
+
 def storage_dtype(config: RunConfig) -> str:
-    """Return the dtype in which a run stores its weights, except those of adapters."""
+    """Return the dtype in which a run stores its weights, except those of adapters and packed ones.
+
+    Those beside packed weights are frozen and only ever read in the dtype of computation, so they are stored in it.
+    """
+    if config.lora.packs:
+        return config.fsdp.param_dtype
     return (config.lora.rank and config.lora.base_dtype) or config.train.weights_dtype
 
 
@@ -114,6 +143,9 @@ class HuggingFaceNames:
         self._hf = find_huggingface(recipe)
         names = self._hf.names(model_config) if callable(self._hf.names) else self._hf.names
         self._pairs = list(names.items())
+        self._left_out = self._hf.left_out(model_config) if self._hf.left_out else {}
+        outputs = [ours.removesuffix(".weight") for ours, theirs in names.items() if theirs == _OUTPUT]
+        self._pairs += [(f"{output}.{SCORE}", _SCORE) for output in outputs]
         for ours, theirs in self._pairs:
             if ours.count("*") + isinstance(theirs, Stacked) != theirs.count("*"):
                 raise UserError(
@@ -146,6 +178,13 @@ class HuggingFaceNames:
         full_names = (name, self._hf.prefix + name)
         return any(_translate(n, ignored, ignored) for n in full_names for ignored in self._hf.ignored)
 
+    def left_out(self, name: str) -> str | None:
+        """Return which part of a published model Hugging Face's tensor `name` belongs to, if our model lacks it."""
+        full_names = (name, self._hf.prefix + name)
+        return next(
+            (part for begin, part in self._left_out.items() if any(n.startswith(begin) for n in full_names)), None
+        )
+
 
 def _translate(name: str, pattern: str, other: str) -> tuple[str, str | None] | None:
     """Match `name` against `pattern` and return it in the form of `other`, plus any unused match; None without a match.
@@ -164,11 +203,24 @@ def _translate(name: str, pattern: str, other: str) -> tuple[str, str | None] | 
 
 
 def flops_of(config: RunConfig, model: nn.Module, seq_len: float) -> float:
-    """Return the model FLOPs per token of a training step, including the forward pass of a reference model, if any."""
+    """Return the model FLOPs per token of a training step, including the forward passes that the objective needs."""
     total = flops_per_token(config.recipe, config.model, model, seq_len)
-    return total + (
-        _flops_if_all_trained(config.recipe, config.model, model, seq_len) / 3 if config.rows_per_sample > 1 else 0.0
-    )
+    total += forward_passes(config) * _flops_if_all_trained(config.recipe, config.model, model, seq_len) / 3
+    if (teacher := teacher_config(config)) is not None:
+        total += flops_of(teacher, build_network(teacher), seq_len) / 3
+    if replaced_output(model) is not None and config.recipe.flops:  # which counts a projection onto the vocabulary
+        width = next(p.shape[1] for name, p in model.named_parameters() if is_score(name))
+        total -= 6.0 * width * (config.vocab_size or 0)
+    return total
+
+
+def forward_passes(config: RunConfig) -> int:
+    """Return the number of forward passes without gradients, of models like the trained one, for each micro-batch.
+
+    One of the reference, and for a statistic over the global batch another one of each model.
+    """
+    reference = "reference" in config.objective.needs
+    return reference + (1 + reference) * config.objective.has_statistic
 
 
 def _flops_if_all_trained(recipe: Recipe, model_config: Any, model: nn.Module, seq_len: float) -> float:
@@ -178,7 +230,7 @@ def _flops_if_all_trained(recipe: Recipe, model_config: Any, model: nn.Module, s
     # Each token is multiplied with all parameters except embedding tables.
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     embedded = {id(p): p.numel() for table in tables for p in table.parameters(recurse=False)}
-    return 6.0 * (count_parameters(model) - sum(embedded.values()) - _num_adapter_parameters(model))
+    return 6.0 * (sum(num_weights(model).values()) - sum(embedded.values()) - _num_adapter_parameters(model))
 
 
 def _num_adapter_parameters(model: nn.Module) -> int:
@@ -198,13 +250,13 @@ def flops_per_token(recipe: Recipe, model_config: Any, model: nn.Module, seq_len
     total = _flops_if_all_trained(recipe, model_config, model, seq_len) + 6.0 * _num_adapter_parameters(model)
     if all(parameter.requires_grad for parameter in model.parameters()):
         return total
-    matrices = _matrices(model, with_tied_tables=recipe.flops is not None)
+    matrices, numel = _matrices(model, with_tied_tables=recipe.flops is not None), num_weights(model)
     # In a mixture of experts, a token uses only a share of the weights.
-    share = min(1.0, total / (6.0 * sum(p.numel() for p in matrices)))
+    share = min(1.0, total / (6.0 * sum(numel[id(p)] for p in matrices)))
     before_first_trained = {id(p) for p in takewhile(lambda parameter: not parameter.requires_grad, model.parameters())}
-    frozen = sum(p.numel() for p in matrices if not p.requires_grad)
-    without_backward = sum(p.numel() for p in matrices if id(p) in before_first_trained)
-    attention = max(0.0, total - 6.0 * sum(p.numel() for p in matrices))
+    frozen = sum(numel[id(p)] for p in matrices if not p.requires_grad)
+    without_backward = sum(numel[id(p)] for p in matrices if id(p) in before_first_trained)
+    attention = max(0.0, total - 6.0 * sum(numel[id(p)] for p in matrices))
     blocks = find_blocks(model, recipe)
     blocks_before = [block for block in blocks if all(id(p) in before_first_trained for p in block.parameters())]
     attention_before = attention * len(blocks_before) / max(1, len(blocks))

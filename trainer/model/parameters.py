@@ -13,7 +13,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from trainer.model.packed import num_weights
 from trainer.model.placement import Box, Division, cut
+
+
+def is_vector(name: str, parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is a vector, or one for each expert: stacked biases have two dimensions."""
+    return parameter.ndim < 2 or (parameter.ndim == 2 and name.endswith("bias"))
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
@@ -35,8 +41,8 @@ def num_writes(tensor: torch.Tensor) -> int:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the number of parameters of the full model; shared ones count once."""
-    return sum(parameter.numel() for parameter in model.parameters())
+    """Return the number of parameters of the full model; shared ones count once, and packed ones by their weights."""
+    return sum(num_weights(model).values())
 
 
 def count_trained_parameters(model: nn.Module) -> int:

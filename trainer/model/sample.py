@@ -132,7 +132,7 @@ class CachedDecoder(Decoder):
         return self._call(torch.tensor(tokens).unsqueeze(1))[:, -1]
 
     def keep(self, rows: Sequence[int]) -> bool:
-        self._cache.keep(rows)
+        self._cache.keep_rows(rows)
         return True
 
     def _call(self, tokens_BT: torch.Tensor) -> torch.Tensor:

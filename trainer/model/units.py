@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from trainer.errors import UserError, nearest
+from trainer.model.packed import num_weights
 from trainer.model.parameters import tied_names
 from trainer.recipe import Recipe, Unit, resolve
 
@@ -153,6 +154,7 @@ def _units_by_size(model: nn.Module, min_parameters: int) -> list[ShardUnit]:
     """
     ties = tied_names(model)
     chosen: list[ShardUnit] = []
+    numel = num_weights(model)
 
     def visit(name: str, module: nn.Module) -> int:
         """Return the number of parameters below `module` that are not in a unit yet."""
@@ -160,7 +162,7 @@ def _units_by_size(model: nn.Module, min_parameters: int) -> list[ShardUnit]:
             visit(f"{name}.{child_name}" if name else child_name, child)
             for child_name, child in module.named_children()
         ]
-        count = sum(child_counts) + sum(p.numel() for p in module.parameters(recurse=False))
+        count = sum(child_counts) + sum(numel[id(p)] for p in module.parameters(recurse=False))
         within = [[n.startswith(f"{name}.") for n in group] for group in ties]
         splits_a_tie = any(any(group) and not all(group) for group in within)
         is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))

@@ -20,7 +20,7 @@ from trainer.config import RunConfig
 from trainer.errors import setting_error
 from trainer.model.lora import LoraFactor
 from trainer.model.network import build_network
-from trainer.model.parameters import local, tied_names
+from trainer.model.parameters import is_vector, local, tied_names
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def find_growth(config: RunConfig, model: nn.Module) -> dict[str, Growth]:
         rule = f"has other parameters than this model: {different[0]} and {len(different) - 1} more"
         raise setting_error("optim.base_model", config.optim.base_model, rule, fix="name only fields that are widths")
     homes = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}
-    found = {n: _growth_of(homes[id(p)], tuple(p.shape), shapes[n]) for n, p in named.items()}
+    found = {n: _growth_of(homes[id(p)], tuple(p.shape), shapes[n], is_vector(n, p)) for n, p in named.items()}
     for first, *_ in tied_names(model):
         if named[first].requires_grad and tuple(named[first].shape) != shapes[first]:
             rule = (
@@ -86,10 +86,10 @@ def find_growth(config: RunConfig, model: nn.Module) -> dict[str, Growth]:
     return found
 
 
-def _growth_of(module: nn.Module, shape: tuple[int, ...], base: tuple[int, ...]) -> Growth:
+def _growth_of(module: nn.Module, shape: tuple[int, ...], base: tuple[int, ...], are_vectors: bool) -> Growth:
     """Compare two shapes: (..., outputs, inputs), or for tables (inputs, outputs) and for vectors (outputs,)."""
-    if len(shape) < 2:
-        return Growth(math.prod(shape), 1, math.prod(base), 1)
+    if are_vectors:
+        return Growth(math.prod(shape[-1:]), 1, math.prod(base[-1:]), 1)
     outputs, inputs = -2, -1
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or hasattr(module, "nf"):  # also transformers' Conv1D
         outputs, inputs = -1, -2

@@ -1,7 +1,7 @@
 """Assigns an optimizer, a learning rate and a weight decay to each parameter, and describes the result as a table.
 
-The defaults follow common practice.  With AdamW and SGD all parameters of two and more dimensions decay, except for
-embedding tables.  Muon takes the hidden matrices and stacked experts; embeddings, the output projection, routers,
+The defaults follow common practice.  With AdamW and SGD all matrices decay, except for embedding tables; vectors
+and biases do not.  Muon takes the hidden matrices and stacked experts; embeddings, the output projection, routers,
 convolutions and vectors stay with AdamW.  `optim.groups` changes any of this by the parameter's name.
 """
 
@@ -19,6 +19,8 @@ from torch import nn
 
 from trainer.config import OptimSection
 from trainer.errors import nearest, setting_error
+from trainer.model.head import is_score
+from trainer.model.parameters import is_vector
 from trainer.model.widths import Growth
 from trainer.optim.muon import relative_update
 
@@ -56,7 +58,7 @@ def assign(model: nn.Module, config: OptimSection, growth: Mapping[str, Growth] 
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        decays = config.decay_all or (parameter.ndim >= 2 and id(parameter) not in embeddings)
+        decays = config.decay_all or not (is_vector(name, parameter) or id(parameter) in embeddings)
         optimizer = config.name
         if optimizer == "muon" and id(parameter) not in muon:
             optimizer = "adamw"
@@ -120,7 +122,7 @@ def matrices_for_muon(model: nn.Module) -> set[int]:
         is_router = parameter.ndim == 2 and any(
             stack.startswith(f"{parent}.") and experts == parameter.shape[0] for stack, experts in stacks
         )
-        if not (is_output or is_router):
+        if not (is_output or is_router or is_score(name)):
             found.add(id(parameter))
     return found
 

@@ -46,7 +46,7 @@ from trainer.distributed.environment import find_environment
 from trainer.errors import EXIT_DOES_NOT_FIT, EXIT_FINISHED, print_stderr, print_stdout, run_command, setting_error
 from trainer.model.shard import check_sharding
 from trainer.plan.calibrate import calibrate
-from trainer.plan.experts import advice_on_experts
+from trainer.plan.experts import advice_on_balance, advice_on_experts
 from trainer.plan.machine import Machine, find_machine
 from trainer.plan.plan import Plan, make_plan, without_data
 from trainer.plan.search import Choice, NothingFits, fastest_choice, remedies, uses_auto
@@ -115,8 +115,9 @@ def _plan(arguments: list[str]) -> int:
         return EXIT_DOES_NOT_FIT
     plan = choice.plan if choice else make_plan(config, mesh, machine)
     _show(plan, choice, options)
-    for line in advice_on_experts(plan) if choice is None and not options.as_json else ():
-        print_stdout(line)
+    if not options.as_json:
+        for line in (*advice_on_balance(plan), *(advice_on_experts(plan) if choice is None else ())):
+            print_stdout(line)
     if plan.fits:
         return EXIT_FINISHED
     if not options.as_json:

@@ -132,6 +132,7 @@ def at_rest(trace: Trace, layout: Layout) -> dict[Kind, int]:
     parameters = [p for unit in trace.units for p in unit.parameters]
     shards = [(p, layout.shard_numel(p)) for p in parameters]
     kinds["parameters"] = (1 + layout.has_reference_model) * sum(numel * p.element_size for p, numel in shards)
+    kinds["parameters"] += layout.teacher.num_bytes if layout.teacher is not None else 0
     average = AVERAGE_SIZE * layout.averages
     kinds["optimizer"] = sum(int(numel * (p.moments * p.moment_size + average * p.is_trained)) for p, numel in shards)
     return kinds
@@ -184,14 +185,16 @@ def collectives_of(trace: Trace, layout: Layout, num_micro_batches: int) -> Coun
     """Return the number of times that a step issues each kind of collective.
 
     Besides FSDP's collectives, these are the training step's three small all-reduces (the votes, through host memory;
-    the squared gradient norm over the shard axis; the loss over all ranks) and Muon's messages, with the sizes that
-    rank 0 receives.
+    the squared gradient norm over the shard axis; the loss over all ranks), that of the choices of experts, and Muon's
+    messages, with the sizes that rank 0 receives.
     """
     watcher = _CollectiveCounter(layout)
     Step(trace, layout, num_micro_batches, watcher).run()
     if layout.num_ranks > 1:
         watcher.counts[Collective("all_reduce", "world", layout.num_ranks, _MESSAGE_BYTES)] += 1
         watcher.counts[Collective("all_reduce", "world", layout.num_ranks, _LOSS_BYTES)] += 1
+        if trace.load_bytes:
+            watcher.counts[Collective("all_reduce", "world", layout.num_ranks, trace.load_bytes)] += 1
     if layout.shard > 1:
         watcher.counts[Collective("all_reduce", "shard", layout.shard, _NORM_BYTES)] += 1
     if layout.muon is not None:
@@ -374,7 +377,7 @@ class _Clock(Watcher):
         self.exposed_offload_s += self._repeats * max(0.0, moment - self._now)
         self._now = max(self._now, moment)
 
-    def finish_backward(self) -> None:
+    def finish(self) -> None:
         self._wait_until(max(self._scatters_free, self._sums_free))
         self._last_scatter = self._last_copy = None
         self.total_s += self._repeats * (self._now - self._started)
@@ -410,11 +413,14 @@ def time_of(trace: Trace, layout: Layout, num_micro_batches: int, rates: Rates) 
     )
     if layout.muon is not None:
         optimizer_s += layout.muon.seconds(layout, rates)
+    # The gathers of a teacher are not counted; they overlap with its forward pass.
+    teacher_s = 0.0 if layout.teacher is None else layout.teacher.flops / rates.matmul[layout.param_size]
+    teacher_s *= num_micro_batches
     slowed_s = rates.taken_by_collectives * max(0.0, clock.communication_s - clock.exposed_s)
-    total_s = max(clock.total_s + slowed_s + optimizer_s, clock.host_s)
+    total_s = max(clock.total_s + teacher_s + slowed_s + optimizer_s, clock.host_s)
     return StepTime(
         total_s,
-        clock.compute_s + slowed_s,
+        clock.compute_s + teacher_s + slowed_s,
         optimizer_s,
         clock.copy_s,
         clock.communication_s,

@@ -1,14 +1,16 @@
-"""Says whether sharing out the experts (`mesh.expert`) would pay, and by how much."""
+"""Says what experts cost a run: whether sharing them out (`mesh.expert`) would pay, and the price of their balance."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 from trainer.config import MeshShape, RunConfig, expert_choices
 from trainer.config.experts import resolve_expert_method, with_expert
 from trainer.errors import UserError
 from trainer.model.shard import check_sharding
+from trainer.plan.estimates import time_of
 from trainer.plan.plan import Plan, make_plan
 
 _MIN_GAIN = 0.02
@@ -40,6 +42,18 @@ def advice_on_experts(plan: Plan) -> Iterator[str]:
         f"experts: mesh.expert={best.config.expert} mesh.expert_method={best.config.mesh.expert_method} would take "
         f"{best.time.total_s:.3g} s per step instead of {plan.time.total_s:.3g}, and {best.needed_gib:.4g} GiB instead "
         f"of {plan.needed_gib:.4g}{rule}"
+    )
+
+
+def advice_on_balance(plan: Plan) -> Iterator[str]:
+    """Yield what the forward passes cost that count the choices of experts, if there are any."""
+    if not plan.trace.counting or plan.num_micro_batches == 1:
+        return
+    trace = replace(plan.trace, counting=())
+    without = time_of(trace, plan.layout, plan.num_micro_batches, plan.machine.rates)
+    yield (
+        f"experts: model.balance takes a forward pass more for each of {plan.num_micro_batches} micro-batches: "
+        f"{plan.time.total_s:.3g} s per step instead of {without.total_s:.3g} with model.balance_shares=last"
     )
 
 

@@ -21,7 +21,7 @@ from trainer.metrics.step_metrics import peak_memory_gib, resident_gib
 from trainer.model.parameters import local
 from trainer.optim.optimizer import AVERAGE_SIZE, Optimizer, training_bytes
 from trainer.plan.machine import GIB, Machine, find_machine
-from trainer.plan.plan import Plan, make_plan
+from trainer.plan.plan import Plan, make_plan, teacher_of
 from trainer.plan.search import Choice, fastest_choice, remedies, uses_auto
 from trainer.plan.show import choice_text, memory_text
 
@@ -125,6 +125,7 @@ class Forecast:
             return
         weights, _, kept = training_bytes(model, self._config.optim, self._config.train.ema > 0)
         tensor_bytes = weights * (1 + self._config.has_reference_model) + sum(b.nbytes for b in model.buffers())
+        tensor_bytes += teacher.num_bytes if (teacher := teacher_of(self._config, self._mesh.shard)) is not None else 0
         states = [state for part in optimizer.parts for state in part.state.values()]
         if any(states):  # a resumed run has loaded them
             tensor_bytes += kept

@@ -14,6 +14,8 @@ from functools import cached_property
 from trainer.checkpoint.interval import Costs, costs_of
 from trainer.config import MeshShape, RunConfig
 from trainer.config.rules import offloaded_share
+from trainer.config.teacher import teacher_config
+from trainer.model.network import build_network, flops_of
 from trainer.model.placement import divide, num_dims_to_divide
 from trainer.model.shard import is_unsharded, resolve_resharding
 from trainer.optim.optimizer import AVERAGE_SIZE
@@ -21,7 +23,7 @@ from trainer.plan.estimates import Collective, Memory, StepTime, collectives_of,
 from trainer.plan.machine import GIB, Machine
 from trainer.plan.muon import MuonUpdate
 from trainer.plan.probe import Probe
-from trainer.plan.step import Layout
+from trainer.plan.step import Layout, Teacher
 from trainer.plan.trace import Trace
 
 _SIZES = {"float32": 4, "bfloat16": 2}
@@ -71,7 +73,7 @@ class Plan:
 
     @property
     def num_parameters(self) -> int:
-        return sum(unit.numel for unit in self.trace.units)
+        return sum(p.packed_weights or p.numel for unit in self.trace.units for p in unit.parameters)
 
     @property
     def tokens(self) -> int:
@@ -160,6 +162,7 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
         reduce_size=_SIZES[fsdp.reduce_dtype],
         cpu_offload=fsdp.cpu_offload,
         has_reference_model=config.has_reference_model,
+        teacher=teacher_of(config, mesh.shard),
         context=config.context,
         expert=config.expert,
         averages=config.train.ema > 0,
@@ -173,6 +176,19 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
         if muon_parameters
         else None,
     )
+
+
+def teacher_of(config: RunConfig, num_shards: int) -> Teacher | None:
+    """Return the cost of the teacher of a distillation, if there is one."""
+    found = teacher_config(config)
+    if found is None:
+        return None
+    model = build_network(found)
+    shards = sum(p.numel() * p.element_size() for p in model.parameters()) // num_shards
+    output = max(p.numel() for p in model.parameters() if p.shape[:1] == (found.vocab_size,))
+    tokens = int(config.train.micro_batch_size) * config.data.seq_len // config.context
+    flops = flops_of(found, model, config.data.seq_len) / 3 * tokens
+    return Teacher(shards + output * _SIZES[config.fsdp.param_dtype], flops)
 
 
 def without_data(config: RunConfig) -> RunConfig:

@@ -15,7 +15,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -28,10 +28,11 @@ from trainer.config import RunConfig, find_slices
 from trainer.config.rules import compiles_when_planned
 from trainer.data.opening import open_source
 from trainer.errors import UserError, setting_error
-from trainer.experts import Estimate, fake_tensors, find_experts, imagine_group
-from trainer.loss import by_row, find_loss
-from trainer.model.network import build_network, flops_of
+from trainer.experts import Estimate, fake_tensors, find_balance, find_experts, imagine_group
+from trainer.loss import find_loss, loss_mode
+from trainer.model.network import build_network, flops_of, forward_passes
 from trainer.model.offload import ActivationOffload, offloaded_blocks
+from trainer.model.packed import num_weights
 from trainer.model.parameters import tied_names
 from trainer.model.recompute import OperatorId
 from trainer.model.shard import apply_activation_checkpointing, forbid_view_outputs, saved_by_budget
@@ -158,17 +159,30 @@ def _trace(
                 recorder.watch_unit(unit.modules, number)
         recorder.watch_unit((model,), len(units), is_root=True)
         loss_of = find_loss(model)
-        with meter, use_slices(slices), by_row() if config.train.objective == "dpo" else nullcontext():
-            if config.train.objective == "dpo":
-                with torch.no_grad():  # the reference model, which has the same architecture
+        with meter, use_slices(slices), loss_mode(config):
+            for _ in range(forward_passes(config)):
+                with torch.no_grad():  # also of the reference model, which has the same architecture
                     loss_of(batch)
             loss = loss_of(batch)
             (loss * 1.0).sum().backward()
             del loss
             recorder.mark("end", len(units))
-    events = tuple(without_block_marks(repetition.repeated(recorder.events)))
+            balance = find_balance(model)
+            if balance is not None and balance.needs_totals:
+                with torch.no_grad():
+                    loss_of(batch)
+    all_events = [*without_block_marks(repetition.repeated(recorder.events))]
+    num_events = next(number for number, event in enumerate(all_events, start=1) if event.mark == "end")
     facts = _without_unused(facts, repetition.with_skipped(meter.unused(model)))
-    return Trace(events, facts, buffer_bytes, 2 * 8 * math.prod(shape)).with_grouped(estimate.filled)
+    return Trace(
+        tuple(all_events[:num_events]),
+        facts,
+        buffer_bytes,
+        input_bytes=2 * 8 * math.prod(shape),
+        # Nothing is saved for a backward pass, so it never needs more memory than the forward passes after it.
+        counting=tuple(replace(e, before=Segment(work=e.before.work)) for e in all_events[num_events:]),
+        load_bytes=0 if balance is None else 8 * balance.num_layers * balance.num_experts,
+    ).with_grouped(estimate.filled)
 
 
 def _checkpoint(
@@ -277,6 +291,7 @@ def _unit_facts(
 ) -> tuple[UnitFacts, ...]:
     """Return the units in forward order, then the root, each with the parameters that no unit inside it holds."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    weights = num_weights(model)
     assigned: set[int] = set()
     facts: dict[int, UnitFacts] = {}
     innermost_first = sorted(enumerate(units), key=lambda pair: -pair[1].depth)
@@ -297,6 +312,7 @@ def _unit_facts(
                         *moments.get(id(parameter), (0, 0)),
                         muon_blocks.get(id(parameter)),
                         id(parameter) in of_experts,
+                        0 if parameter.is_floating_point() else weights[id(parameter)],
                     )
                 )
         facts[number] = UnitFacts(name, tuple(parameters), is_embedding_unit(modules, model))
@@ -324,7 +340,8 @@ def _make_fake(model: nn.Module, compute_dtype: torch.dtype, left_out: set[int])
         if id(module) in left_out:
             continue
         for name, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
-            fake = torch.empty(parameter.shape, dtype=compute_dtype)
+            is_packed = not parameter.is_floating_point()
+            fake = torch.empty(parameter.shape, dtype=parameter.dtype if is_packed else compute_dtype)
             module.register_parameter(name, nn.Parameter(fake, requires_grad=parameter.requires_grad))
         for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
@@ -340,6 +357,8 @@ def _make_fake(model: nn.Module, compute_dtype: torch.dtype, left_out: set[int])
 
 
 _LONGEST_PERIOD = 16
+_MOST_DIFFERENT = 4
+"""Blocks at the beginning of a model that may differ from the others."""
 
 
 class NotRepeated(Exception):
@@ -549,17 +568,30 @@ def _find_runs(model: nn.Module, checkpointed: set[int], offloaded: set[int]) ->
             continue
         counted = _counted_settings(blocks)
         kinds = [(id(block) in offloaded, _kind(block, counted, shared, checkpointed)) for block in blocks]
-        for period in range(1, min(_LONGEST_PERIOD, len(blocks) // 4) + 1):
-            if all(kinds[n] == kinds[n - period] for n in range(period, len(blocks))):
-                num_skipped = (len(blocks) - 3 * period) // period * period
-                if num_skipped < 2 * period:  # with fewer, there is no second gap between blocks to compare
-                    break
-                prefix = f"{parent_name}." if parent_name else ""
-                names = tuple(f"{prefix}{name}" for name, _ in parent.named_children())
-                runs.append(_BlockRun(blocks, names, period, num_skipped))
-                inside |= {id(module) for block in blocks for module in block.modules()}
-                break
+        found = _longest_repetition(kinds)
+        if found is None:
+            continue
+        first, period = found
+        num_skipped = (len(blocks) - first - 3 * period) // period * period
+        if num_skipped < 2 * period:  # with fewer, there is no second gap between blocks to compare
+            continue
+        prefix = f"{parent_name}." if parent_name else ""
+        names = tuple(f"{prefix}{name}" for name, _ in parent.named_children())
+        runs.append(_BlockRun(blocks[first:], names[first:], period, num_skipped))
+        inside |= {id(module) for block in blocks for module in block.modules()}
     return runs
+
+
+def _longest_repetition(kinds: Sequence[Any]) -> tuple[int, int] | None:
+    """Return from which block on, and with which period, the kinds of blocks repeat to the end; None if they do not.
+
+    The first few blocks may differ from all others, as those without experts do.
+    """
+    for first in range(min(_MOST_DIFFERENT, len(kinds) - 4) + 1):
+        for period in range(1, min(_LONGEST_PERIOD, (len(kinds) - first) // 4) + 1):
+            if all(kinds[n] == kinds[n - period] for n in range(first + period, len(kinds))):
+                return first, period
+    return None
 
 
 def _kind(block: nn.Module, counted: set[tuple[str, str]], shared: set[int], checkpointed: set[int]) -> Any:

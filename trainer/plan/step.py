@@ -38,6 +38,18 @@ Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
 
 @dataclass(frozen=True)
+class Teacher:
+    """A second, frozen model of another architecture, which only runs forward.
+
+    num_bytes: of its shards on a rank, and of the weight of its output projection, which stays gathered for the loss.
+    flops: of its forward pass over a micro-batch on a rank.
+    """
+
+    num_bytes: int
+    flops: float
+
+
+@dataclass(frozen=True)
 class Layout:
     """Layout of the units on a mesh of `replicate` x `shard` ranks, with FSDP's settings for each unit.
 
@@ -54,6 +66,7 @@ class Layout:
     cpu_offload: bool = False
     has_reference_model: bool = False
     """Whether there is a frozen copy of the model, sharded the same way."""
+    teacher: Teacher | None = None
     averages: bool = False
     """Whether there is an average of the trained weights (`train.ema`), sharded the same way."""
     prefetch_forward: int = 0
@@ -109,7 +122,7 @@ class Watcher:
     def offload(self, num_bytes: int) -> None: ...  # waits for the copies of the block before
     def prefetch(self, num_bytes: int) -> None: ...
     def wait_for_prefetch(self) -> None: ...
-    def finish_backward(self) -> None: ...
+    def finish(self) -> None: ...  # the micro-batch
 
 
 @dataclass(frozen=True)
@@ -141,6 +154,7 @@ def _sizes_of(parameters: Sequence[ParameterFacts], layout: Layout, parts: int) 
     trained = [parameter for parameter in parameters if parameter.is_trained]
     padded = [layout.division(parameter).gathered_numel(parameter.shape) for parameter in parameters]
     stored = [n // parts * parameter.element_size for n, parameter in zip(padded, parameters, strict=True)]
+    gathered = [n * parameter.gathered_size(layout.param_size) for n, parameter in zip(padded, parameters, strict=True)]
     trained_numel = sum(layout.division(parameter).gathered_numel(parameter.shape) for parameter in trained)
     element_size = trained[0].element_size if trained else 4
     own_numel = [parameter.numel // layout.division(parameter).expert for parameter in trained]
@@ -151,19 +165,17 @@ def _sizes_of(parameters: Sequence[ParameterFacts], layout: Layout, parts: int) 
     ]
     return _Sizes(
         stored=tuple(stored),
-        unsharded=tuple(n * layout.param_size for n in padded),
+        unsharded=tuple(gathered),
         cast=tuple(
-            n * layout.param_size * (parameter.element_size != layout.param_size)
-            for n, parameter in zip(padded, parameters, strict=True)
+            size * (parameter.element_size != parameter.gathered_size(layout.param_size))
+            for size, parameter in zip(gathered, parameters, strict=True)
         ),
         gradients=sum(own_numel) * layout.param_size,
         accumulated=tuple(numel * layout.reduce_size for numel in own_numel),
         reduced=trained_numel * layout.reduce_size,
         final=trained_numel // parts * element_size,
         rearranged=sum(
-            n * layout.param_size
-            for n, parameter in zip(padded, parameters, strict=True)
-            if layout.division(parameter).dim
+            size for size, parameter in zip(gathered, parameters, strict=True) if layout.division(parameter).dim
         ),
         rearranged_gradients=sum(rearranged),
         largest_rearranged_gradient=max(rearranged, default=0),
@@ -249,11 +261,24 @@ class Step:
 
     def run(self) -> None:
         """Run the micro-batches.  The second one that accumulates represents all later ones that do."""
+        if self.num_micro_batches > 1 and self.trace.counting:
+            self._counting_pass(repeats=1)
+            self._counting_pass(repeats=self.num_micro_batches - 1)
         if self.num_micro_batches > 1:
             self._micro_batch(is_last=False, repeats=1)
         if self.num_micro_batches > 2:
             self._micro_batch(is_last=False, repeats=self.num_micro_batches - 2)
         self._micro_batch(is_last=True, repeats=1)
+
+    def _counting_pass(self, repeats: int) -> None:
+        self.watcher.begin(repeats)
+        for event in self.trace.counting:
+            self._compute(event.before, event.unit, is_backward=False, adds_in_place=False)
+            if event.mark == "pre_forward":
+                self._pre_forward(self._groups[event.unit])
+            elif event.mark == "post_forward":
+                self._post_forward(self._groups[event.unit], is_backward=False)
+        self.watcher.finish()
 
     def _micro_batch(self, is_last: bool, repeats: int) -> None:
         self.watcher.begin(repeats)
@@ -552,4 +577,4 @@ class Step:
         self._order.clear()
         while self._reducing:
             self.watcher.free("reduction buffers", self._reducing.popleft())
-        self.watcher.finish_backward()
+        self.watcher.finish()

@@ -51,10 +51,16 @@ class ParameterFacts:
     """Rows of each block that Muon orthogonalizes, empty for undivided matrices; None for other optimizers."""
     is_of_experts: bool = False
     """Whether ranks may share out its rows (`Recipe.experts`)."""
+    packed_weights: int = 0
+    """Number of weights in it if its elements are bytes, which are gathered as they are stored; otherwise 0."""
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def gathered_size(self, param_size: int) -> int:
+        """Return the bytes per element of the gathered parameter; `param_size`: of those in the compute dtype."""
+        return self.element_size if self.packed_weights else param_size
 
 
 @dataclass(frozen=True)
@@ -99,15 +105,8 @@ class Segment:
             tuple(work.items()),
         )
 
-    def with_attention(self, share: float) -> Segment:
-        """Return the segment with attention's FLOPs multiplied by `share`."""
-        return self._scaled("attention", share)
-
-    def with_grouped(self, share: float) -> Segment:
-        """Return the segment with the FLOPs of grouped matrix products multiplied by `share`."""
-        return self._scaled("grouped", share)
-
-    def _scaled(self, kind: str, share: float) -> Segment:
+    def scaled(self, kind: str, share: float) -> Segment:
+        """Return the segment with the FLOPs of one kind of kernels multiplied by `share`."""
         work = Counter[Work]()
         for kernel, count in self.work:
             flops = round(kernel.flops * share) if kernel.kind == kind else kernel.flops
@@ -136,6 +135,10 @@ class Trace:
     """Bytes of the model's buffers, which are always in memory."""
     input_bytes: int
     """Bytes of the micro-batch's tokens and targets."""
+    counting: tuple[Event, ...] = ()
+    """The forward pass that counts the choices of experts, if a step of several micro-batches needs one for each."""
+    load_bytes: int = 0
+    """Bytes of the choices of experts that all ranks add up once per step."""
 
     @property
     def root(self) -> int:
@@ -143,17 +146,21 @@ class Trace:
 
     def with_attention(self, share: float) -> Trace:
         """Return the trace for rows with document masks, which leave only this share of attention's FLOPs."""
-        if share == 1.0:
-            return self
-        events = (replace(event, before=event.before.with_attention(share)) for event in self.events)
-        return replace(self, events=tuple(events))
+        return self._scaled("attention", share)
 
     def with_grouped(self, share: float) -> Trace:
         """Return the trace for experts whose buffers hold tokens in only this share of their rows."""
+        return self._scaled("grouped", share)
+
+    def _scaled(self, kind: str, share: float) -> Trace:
         if share == 1.0:
             return self
-        events = (replace(event, before=event.before.with_grouped(share)) for event in self.events)
-        return replace(self, events=tuple(events))
+        scaled = (
+            tuple(replace(event, before=event.before.scaled(kind, share)) for event in events)
+            for events in (self.events, self.counting)
+        )
+        events, counting = scaled
+        return replace(self, events=events, counting=counting)
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> tuple[Path
     runs = [read_run(folder) for folder in folders]
     if len(runs) == 1:
         (run,) = runs
-        title, facts = f"{run.name}: {run.state} at step {run.reached}", facts_of(run)
+        title, facts = f"{run.name}: {run.state} at step {run.last_step}", facts_of(run)
         html = write_page(run, page.absolute().parent)
     else:
         title, facts, html = f"{len(runs)} runs compared", "", write_comparison(runs)

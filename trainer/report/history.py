@@ -26,9 +26,9 @@ from trainer.metrics.record import EVAL_FIELDS, TRAIN_FIELDS, logged_names, read
 
 Column = NDArray[np.float64]
 
-_RATES = ("tokens_per_s", "step_s", "data_s", "mfu", "peak_memory_gib")
-TRAIN = ("step", "loss", "grad_norm", "lr", "tokens", *_RATES, "time")
-EVAL = ("step", "loss", "bits_per_byte", "time")
+_PERFORMANCE = ("tokens_per_s", "step_s", "data_s", "mfu", "peak_memory_gib")
+TRAIN_COLUMNS = ("step", "loss", "grad_norm", "lr", "tokens", *_PERFORMANCE, "time")
+EVAL_COLUMNS = ("step", "loss", "bits_per_byte", "time")
 _STANDARD = frozenset((*TRAIN_FIELDS, *EVAL_FIELDS))
 
 
@@ -36,23 +36,23 @@ _STANDARD = frozenset((*TRAIN_FIELDS, *EVAL_FIELDS))
 class Attempt:
     """One attempt at a run, from its start record to its end record, or to its last record if it has no end record."""
 
-    facts: Mapping[str, Any]
+    start: Mapping[str, Any]
     """The start record, without invalid numbers."""
-    reached: int = 0
+    last_step: int = 0
     lost_steps: int = 0
     """Number of steps that the next attempt had to repeat."""
-    ended: str = ""
+    outcome: str = ""
     """`finished`, `stopped` or `failed`; without an end record, `running` if its process is alive, else `killed`."""
     wall_s: float = 0.0
     update_s: float = 0.0
 
     @property
     def resumed_step(self) -> int:
-        return int(_number(self.facts, "resumed_step"))
+        return int(_number(self.start, "resumed_step"))
 
     @property
     def mesh(self) -> str:
-        mesh = self.facts.get("mesh")
+        mesh = self.start.get("mesh")
         return " x ".join(f"{axis} {size}" for axis, size in mesh.items()) if isinstance(mesh, dict) else ""
 
 
@@ -93,8 +93,8 @@ class RecordedRun:
         return self.attempts[1:]
 
     @property
-    def reached(self) -> int:
-        return self.attempts[-1].reached if self.attempts else 0
+    def last_step(self) -> int:
+        return self.attempts[-1].last_step if self.attempts else 0
 
     @property
     def sources(self) -> list[str]:
@@ -122,7 +122,7 @@ class _RecordCollector:
     """Collects the records of `metrics.jsonl`, in file order."""
 
     def __init__(self) -> None:
-        self.train, self.evals = _Table(TRAIN), _Table(EVAL)
+        self.train, self.evals = _Table(TRAIN_COLUMNS), _Table(EVAL_COLUMNS)
         self.saved, self.attempts, self.ledger = array("d"), list[Attempt](), TimeLedger()
         self.traces, self.samples = list[str](), list[Mapping[str, Any]]()
         self.num_records = self.num_skipped = 0
@@ -148,7 +148,7 @@ class _RecordCollector:
         elif kind == "sample":
             self.samples.append(record)
         elif kind == "end" and self.attempts:
-            self.attempts[-1].ended = str(record.get("reason"))
+            self.attempts[-1].outcome = str(record.get("reason"))
 
 
 def read_run(folder: Path) -> RecordedRun:
@@ -167,8 +167,8 @@ def read_run(folder: Path) -> RecordedRun:
     attempts, ledger = records.attempts, records.ledger
     _close_attempt(attempts, ledger, None)
     state, reason = _state(folder, attempts)
-    if attempts and not attempts[-1].ended:
-        attempts[-1].ended = "running" if state == "running" else "killed"
+    if attempts and not attempts[-1].outcome:
+        attempts[-1].outcome = "running" if state == "running" else "killed"
     config_yaml, values = _read_config(folder / "config.yaml")
     return RecordedRun(
         folder=folder,
@@ -203,11 +203,11 @@ def _close_attempt(attempts: Sequence[Attempt], ledger: TimeLedger, start: Mappi
     if start is not None:
         attempt.lost_steps = int(_number(start, "lost_steps"))
         reached = max(reached, int(_number(start, "resumed_step")) + attempt.lost_steps)
-        attempt.ended = attempt.ended or "killed"
+        attempt.outcome = attempt.outcome or "killed"
         if isinstance(before := start.get("before"), dict):
             total = Goodput(until=_number(before, "until"), update_s=_number(before, "update_s"))
-    attempt.reached = reached
-    started = _number(attempt.facts, "started") or _number(attempt.facts, "time")
+    attempt.last_step = reached
+    started = _number(attempt.start, "started") or _number(attempt.start, "time")
     attempt.wall_s = max(0.0, total.until - started) if started and total.until else 0.0
     attempt.update_s = max(0.0, total.update_s - attempt.update_s)
 
@@ -217,7 +217,7 @@ def _state(folder: Path, attempts: Sequence[Attempt]) -> tuple[str, str]:
         status = json.loads((folder / "status.json").read_text())
         state, reason = str(status["state"]), redact(str(status.get("reason") or ""))
     except (OSError, ValueError, KeyError, TypeError):
-        return (attempts[-1].ended if attempts else "") or "unknown", ""
+        return (attempts[-1].outcome if attempts else "") or "unknown", ""
     if state == "running" and not is_owned(folder):
         return "killed", "status.json says running, but its process is gone"
     return state, reason
@@ -386,7 +386,7 @@ def _series_of(run: RecordedRun, name: str) -> dict[str, Any]:
 
 
 def _with_hours(run: RecordedRun, table: Mapping[str, Column]) -> dict[str, Column]:
-    facts = run.attempts[0].facts if run.attempts else {}
+    facts = run.attempts[0].start if run.attempts else {}
     started = facts.get("started") or facts.get("time")
     times = table.get("time", np.full(table["step"].size, math.nan))
     hours = (times - started) / 3600 if isinstance(started, (int, float)) else np.full(times.size, math.nan)

@@ -94,7 +94,7 @@ def _html(title: str, parts: Iterable[str], runs: Sequence[RecordedRun], names: 
 
 def facts_of(run: RecordedRun) -> str:
     """Return the line below the title: model, number of parameters, mesh, device and torch version."""
-    facts = run.attempts[-1].facts if run.attempts else {}
+    facts = run.attempts[-1].start if run.attempts else {}
     items = [run.model]
     if facts.get("parameters"):
         items.append(f"{readable_count(facts['parameters'])} parameters")
@@ -115,7 +115,7 @@ def _tiles(run: RecordedRun) -> str:
     with_mfu = "" if mfu is None else f"; MFU {_percent(mfu)}"
     of = f"of {run.num_steps:,}" if isinstance(run.num_steps, int) else ""
     tiles = [
-        ("steps", f"{run.reached:,}", ", ".join(text for text in (of, skipped) if text)),
+        ("steps", f"{run.last_step:,}", ", ".join(text for text in (of, skipped) if text)),
         ("target tokens", readable_count(tokens or 0), ""),
         ("training loss", _number(loss), "last recorded value"),
         ("evaluation loss", _number(eval_loss), "" if bits is None else f"{bits:.4f} bits per byte"),
@@ -280,10 +280,10 @@ def _attempts(run: RecordedRun) -> str:
         return ""
     rows = []
     for number, attempt in enumerate(run.attempts, start=1):
-        facts = attempt.facts
+        facts = attempt.start
         started = facts.get("started") or facts.get("time")
         share = attempt.update_s / attempt.wall_s if attempt.wall_s else None
-        ended = f'<span class="{_class(attempt.ended)}">{escape(attempt.ended)}</span>'
+        ended = f'<span class="{_class(attempt.outcome)}">{escape(attempt.outcome)}</span>'
         rows.append(
             [
                 str(number),
@@ -292,7 +292,7 @@ def _attempts(run: RecordedRun) -> str:
                 ended,
                 escape(str(facts.get("world_size", ""))),
                 f"{attempt.resumed_step:,}",
-                f"{attempt.reached:,}",
+                f"{attempt.last_step:,}",
                 f"{attempt.lost_steps:,}" if attempt.lost_steps else NONE,
                 NONE if "load_s" not in facts else _duration(facts["load_s"]),
                 readable_duration(attempt.wall_s) if attempt.wall_s else NONE,
@@ -310,7 +310,7 @@ def saving_of(run: RecordedRun) -> dict[str, str]:
     Returns an empty mapping if the run has saved nothing yet, saves only at its end, or did not record its number of
     nodes.
     """
-    num_nodes = _positive(run.attempts[-1].facts.get("nodes")) if run.attempts else None
+    num_nodes = _positive(run.attempts[-1].start.get("nodes")) if run.attempts else None
     every = run.checkpoint.get("every")
     if not run.history.saves or not num_nodes or not every:
         return {}
@@ -358,13 +358,13 @@ def _name(number: int, name: str) -> str:
 
 
 def _summary(run: RecordedRun) -> list[str]:
-    facts = run.attempts[-1].facts if run.attempts else {}
+    facts = run.attempts[-1].start if run.attempts else {}
     speed, parameters = run.median("tokens_per_s"), facts.get("parameters")
     return [
         f'<span class="{_class(run.state)}">{escape(run.state)}</span>',
         escape(run.model),
         readable_count(parameters) if parameters else NONE,
-        f"{run.reached:,}",
+        f"{run.last_step:,}",
         readable_count(run.last("tokens") or 0),
         _number(run.last("loss")),
         _number(run.last("loss", "eval")),

@@ -1,9 +1,11 @@
-"""Operations across tokens: attention and positions.
+"""Operations across tokens: attention, linear attention, convolutions and positions.
 
 A model that uses only these functions to mix tokens or number their positions keeps packed documents separate: `attend`
-lets a token attend only to earlier tokens of its own document, and `positions` counts from 0 in each document.  If no
-documents are given, each row counts as one.  Such a model also supports context parallelism, where each rank holds a
-slice of every sequence: the model is called with the slice, and both functions still operate on the full sequence.
+lets a token attend only to earlier tokens of its own document, `gated_delta_rule` and `causal_convolution` start anew
+with each document, and `positions` counts from 0 in it.  If no documents are given, each row counts as one.  Such a
+model also supports context parallelism, where each rank holds a slice of every sequence: the model is called with the
+slice, and these functions still operate on the full sequence.  `apply_by_document` keeps the documents of any other
+causal layer apart, but knows no slices.
 
 Shape suffixes: B batch, T time, N query heads, K key and value heads, H head size.
 """
@@ -12,7 +14,9 @@ from __future__ import annotations
 
 import torch
 
-from trainer.sequence.attention import attend_cached, attend_full, attend_slices
+from trainer.sequence.attention import AttentionOptions, attend_cached, attend_full, attend_slices
+from trainer.sequence.linear_attention import causal_convolution, gated_delta_rule
+from trainer.sequence.recurrence import apply_by_document
 from trainer.sequence.row_layout import (
     Cache,
     Documents,
@@ -27,11 +31,14 @@ from trainer.sequence.row_layout import (
 __all__ = [
     "Cache",
     "Documents",
+    "apply_by_document",
     "attend",
+    "causal_convolution",
     "current_slices",
     "find_borders",
     "forget_slices",
     "full_sequences",
+    "gated_delta_rule",
     "positions",
     "slice_sequences",
     "sliced",
@@ -48,27 +55,38 @@ def attend(
     v_BKTH: torch.Tensor,
     documents: Documents | None = None,
     dropout: float = 0.0,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the output of causal attention within each document, of shape (B, N, T, H).
 
-    Query heads may share key and value heads.  Without documents, attention is plain causal attention.  With them, on a
-    GPU in half precision and without dropout, one kernel processes all documents, with no host sync if the batch has
-    `borders`.  On a CPU, a loop over the documents computes only what is needed, unless they are tiny.  All other
-    batches with documents, including those in compiled code on a CPU, use a mask.  dropout: the fraction of attention
-    weights to drop.
+    Query heads may share key and value heads.  Values may be narrower than keys, and so is the output then.  dropout:
+    the fraction of attention weights to drop.  window: how many tokens a token attends to at most, including itself.
+    scale: the factor of the scores; by default 1 / sqrt(H).  sinks_N: for each query head, the score of a key without
+    a value, to which every token attends: attention weights then sum to less than 1 (OpenAI 2025, "gpt-oss-120b &
+    gpt-oss-20b Model Card", arXiv:2508.10925, section 2.2).
+
+    Without documents, attention is plain causal attention.  With them, on a GPU in half precision and without dropout,
+    one kernel processes all documents, with no host sync if the batch has `borders`.  On a CPU, a loop over the
+    documents computes only what is needed, unless they are tiny.  All other batches with documents, including those in
+    compiled code on a CPU, use a mask.  A window shorter than the sequence is computed block by block, with a mask for
+    each block.
 
     With context parallelism T is the length of a slice.  Collectives among the ranks that split a sequence between
     them: an all-gather of keys and values, repeated in the backward pass unless activations are kept, and one
     reduce-scatter in the backward pass.  With `mesh.context_method=heads` instead: two all-to-alls forward and two
     backward.
     """
+    options = AttentionOptions(dropout, window, scale, sinks_N)
     if isinstance(documents, Cache):
         k_BKSH, v_BKSH = documents.extend(k_BKTH, v_BKTH)
-        return attend_cached(q_BNTH, k_BKSH, v_BKSH, documents.mask_of(q_BNTH))
+        return attend_cached(q_BNTH, k_BKSH, v_BKSH, documents.mask_of(q_BNTH, window), options)
     slices = current_slices()
     if slices is None:
-        return attend_full(q_BNTH, k_BKTH, v_BKTH, documents, dropout)
-    return attend_slices(slices, q_BNTH, k_BKTH, v_BKTH, documents, dropout)
+        return attend_full(q_BNTH, k_BKTH, v_BKTH, documents, options)
+    return attend_slices(slices, q_BNTH, k_BKTH, v_BKTH, documents, options)
 
 
 def positions(

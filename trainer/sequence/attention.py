@@ -2,7 +2,8 @@
 slice of the sequence.
 
 Shape suffixes: B batch, T tokens of a full sequence, t of a slice, S of a piece, Q queries, N query heads,
-K key and value heads, H head size, M tokens of all rows, C slices.
+K key and value heads, H head size, M tokens of all rows, C slices, W window.  Values may have another head size than
+keys; the output then has the values'.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -69,42 +71,64 @@ def with_current_kernels(function: Callable[..., torch.Tensor]) -> Callable[...,
     return run
 
 
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What attention is besides causal; see `trainer.sequence.attend`."""
+
+    dropout: float = 0.0
+    window: int | None = None
+    scale: float | None = None
+    sinks: torch.Tensor | None = None
+    """One for each query head, (N,)."""
+
+
+CAUSAL_ONLY = AttentionOptions()
+
+
 def attend_full(
     q_BNQH: torch.Tensor,
     k_BKTH: torch.Tensor,
     v_BKTH: torch.Tensor,
     documents: Documents | None = None,
-    dropout: float = 0.0,
+    options: AttentionOptions = CAUSAL_ONLY,
 ) -> torch.Tensor:
     """Return causal attention of the last Q of T tokens within their documents: (B, N, Q, H).
 
     See `trainer.sequence.attend`.
     """
-    grouped = k_BKTH.shape[1] != q_BNQH.shape[1]
-    if grouped and not _supports_grouped_heads(q_BNQH.device.type, q_BNQH.dtype):
-        heads_a_group, grouped = q_BNQH.shape[1] // k_BKTH.shape[1], False
+    value_width, missing = v_BKTH.shape[-1], q_BNQH.shape[-1] - v_BKTH.shape[-1]
+    if missing:  # flash attention needs equal widths
+        return attend_full(q_BNQH, k_BKTH, F.pad(v_BKTH, (0, missing)), documents, options)[..., :value_width]
+    is_grouped = k_BKTH.shape[1] != q_BNQH.shape[1]
+    if is_grouped and not _supports_grouped_heads(q_BNQH.device.type, q_BNQH.dtype):
+        heads_a_group = q_BNQH.shape[1] // k_BKTH.shape[1]
         k_BKTH, v_BKTH = (tensor.repeat_interleave(heads_a_group, 1) for tensor in (k_BKTH, v_BKTH))
+    if options.window is not None and options.window < k_BKTH.shape[2]:
+        return _attend_in_window(q_BNQH, k_BKTH, v_BKTH, documents, options)
     if documents is None:
-        return _attend_causally(q_BNQH, k_BKTH, v_BKTH, dropout, grouped)
-    if q_BNQH.is_cuda and q_BNQH.dtype in (torch.bfloat16, torch.float16) and not dropout:
-        return _attend_packed(q_BNQH, k_BKTH, v_BKTH, documents)
+        return _attend_causally(q_BNQH, k_BKTH, v_BKTH, options)
+    if q_BNQH.is_cuda and q_BNQH.dtype in (torch.bfloat16, torch.float16) and not options.dropout:
+        return _attend_packed(q_BNQH, k_BKTH, v_BKTH, documents, options)
     if not q_BNQH.is_cuda and not torch.compiler.is_compiling() and not documents.are_tiny:
-        return _attend_per_document(q_BNQH, k_BKTH, v_BKTH, documents, dropout)
-    mask = documents.mask
-    return F.scaled_dot_product_attention(q_BNQH, k_BKTH, v_BKTH, attn_mask=mask, dropout_p=dropout, enable_gqa=grouped)
+        return _attend_per_document(q_BNQH, k_BKTH, v_BKTH, documents, options)
+    return _attend_masked(q_BNQH, k_BKTH, v_BKTH, documents.mask, options)
 
 
 def attend_cached(
-    q_BNQH: torch.Tensor, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor, mask: torch.Tensor | None = None
+    q_BNQH: torch.Tensor,
+    k_BKTH: torch.Tensor,
+    v_BKTH: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
-    """Attend from the last Q of T tokens, during generation.  mask: which keys each query attends to, if not all."""
-    num_new, num_all = q_BNQH.shape[2], k_BKTH.shape[2]
-    grouped = k_BKTH.shape[1] != q_BNQH.shape[1]
-    if mask is not None:
-        return F.scaled_dot_product_attention(q_BNQH, k_BKTH, v_BKTH, attn_mask=mask, enable_gqa=grouped)
-    if num_new == 1 < num_all:
-        return F.scaled_dot_product_attention(q_BNQH, k_BKTH, v_BKTH, enable_gqa=grouped)
-    return _attend_causally(q_BNQH, k_BKTH, v_BKTH, 0.0, grouped)
+    """Attend from the last Q of T tokens, during generation.  mask: see `Cache.mask_of`."""
+    if q_BNQH.shape[2] > 1:
+        if mask is None:
+            return attend_full(q_BNQH, k_BKTH, v_BKTH, None, options)
+        return _attend_masked(q_BNQH, k_BKTH, v_BKTH, mask, options)
+    seen = slice(-options.window if options.window is not None else None, None)
+    mask = None if mask is None else mask[..., seen]
+    return _attend_masked(q_BNQH, k_BKTH[:, :, seen], v_BKTH[:, :, seen], mask, options)
 
 
 def _supports_grouped_heads(device_type: str, dtype: torch.dtype) -> bool:
@@ -115,17 +139,92 @@ def _supports_grouped_heads(device_type: str, dtype: torch.dtype) -> bool:
 
 
 def _attend_causally(
-    q_BNQH: torch.Tensor, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor, dropout: float, grouped: bool
+    q_BNQH: torch.Tensor, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor, options: AttentionOptions
 ) -> torch.Tensor:
+    if options.sinks is not None:
+        return _attend_causally(*_with_sink_key(q_BNQH, k_BKTH, v_BKTH, options))[..., : v_BKTH.shape[-1]]
     num_new, num_all = q_BNQH.shape[2], k_BKTH.shape[2]
-    options: dict[str, Any] = {"dropout_p": dropout, "enable_gqa": grouped}
+    arguments = _kernel_arguments(q_BNQH, k_BKTH, options)
     if num_new == num_all or (not q_BNQH.is_cuda and _gpu_kernels is not None):
-        return F.scaled_dot_product_attention(q_BNQH, k_BKTH, v_BKTH, is_causal=True, **options)
+        return F.scaled_dot_product_attention(q_BNQH, k_BKTH, v_BKTH, is_causal=True, **arguments)
     if q_BNQH.is_cuda:
         bias = causal_lower_right(num_new, num_all)  # GPU kernels never materialize it
-        return F.scaled_dot_product_attention(q_BNQH, k_BKTH, v_BKTH, bias, **options)
+        return F.scaled_dot_product_attention(q_BNQH, k_BKTH, v_BKTH, bias, **arguments)
     mask = _reversed_causal_mask(q_BNQH, num_all)
-    return F.scaled_dot_product_attention(q_BNQH.flip(2), k_BKTH, v_BKTH, mask, **options).flip(2)
+    return F.scaled_dot_product_attention(q_BNQH.flip(2), k_BKTH, v_BKTH, mask, **arguments).flip(2)
+
+
+def _attend_masked(
+    q_BNQH: torch.Tensor,
+    k_BKTH: torch.Tensor,
+    v_BKTH: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    if options.sinks is not None:
+        mask = None if mask is None else F.pad(mask, (1, 0), value=mask.dtype == torch.bool)  # 0 if it is added
+        q_BNQH, k_BKTH, with_sink, options = _with_sink_key(q_BNQH, k_BKTH, v_BKTH, options)
+        return _attend_masked(q_BNQH, k_BKTH, with_sink, mask, options)[..., : v_BKTH.shape[-1]]
+    arguments = _kernel_arguments(q_BNQH, k_BKTH, options)
+    return F.scaled_dot_product_attention(q_BNQH, k_BKTH, v_BKTH, attn_mask=mask, **arguments)
+
+
+def _kernel_arguments(q_BNQH: torch.Tensor, k_BKTH: torch.Tensor, options: AttentionOptions) -> dict[str, Any]:
+    is_grouped = k_BKTH.shape[1] != q_BNQH.shape[1]
+    return {"dropout_p": options.dropout, "enable_gqa": is_grouped, "scale": options.scale}
+
+
+_SINK_WIDTH = 8
+"""Dimensions added to each head for the sink, which needs one: kernels of a GPU need a multiple of 8."""
+
+
+def _with_sink_key(
+    q_BNQH: torch.Tensor, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor, options: AttentionOptions
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionOptions]:
+    """Return queries, keys and values with one more key, the first, and the options without sinks.
+
+    Its score is the sink of the query's head, and its value is zero.  So any attention kernel can compute sinks.  In an
+    additional dimension, queries hold the sink, the new key is 1, and all others are 0.
+    """
+    assert options.sinks is not None
+    scale = options.scale or q_BNQH.shape[-1] ** -0.5
+    sinks_N111 = (options.sinks / scale).to(q_BNQH.dtype)[:, None, None]
+    q_BNQX = torch.cat((q_BNQH, F.pad(sinks_N111.expand(*q_BNQH.shape[:3], 1), (0, _SINK_WIDTH - 1))), -1)
+    k_BKTX, v_BKTX = (F.pad(tensor, (0, _SINK_WIDTH)) for tensor in (k_BKTH, v_BKTH))
+    sink_X = F.pad(k_BKTH.new_ones(1), (k_BKTH.shape[-1], _SINK_WIDTH - 1))
+    k_BKTX = torch.cat((sink_X.expand(*k_BKTX.shape[:2], 1, -1), k_BKTX), 2)
+    return q_BNQX, k_BKTX, F.pad(v_BKTX, (0, 0, 1, 0)), replace(options, scale=scale, sinks=None)
+
+
+def _attend_in_window(
+    q_BNQH: torch.Tensor,
+    k_BKTH: torch.Tensor,
+    v_BKTH: torch.Tensor,
+    documents: Documents | None,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """Let each query attend to the last W tokens of its document, including itself.
+
+    Blocks of W queries attend to their own block and to the one before it, with a mask: 2 W scores for each query
+    rather than T, in shapes that do not depend on the documents.
+    """
+    assert options.window is not None
+    (num_rows, _, num_queries, _), num_tokens, window = q_BNQH.shape, k_BKTH.shape[2], options.window
+    num_blocks = math.ceil(num_queries / window)
+    # Queries are the last tokens, so the padding comes first; a negative one drops keys that no query sees.
+    new_queries, new_keys = num_blocks * window - num_queries, (num_blocks + 1) * window - num_tokens
+    q_BNQH = F.pad(q_BNQH, (0, 0, new_queries, 0))
+    k_BKTH, v_BKTH = (F.pad(tensor, (0, 0, new_keys, 0)) for tensor in (k_BKTH, v_BKTH))
+    numbers_BT = torch.ones((num_rows, num_tokens), dtype=torch.int64, device=q_BNQH.device)
+    numbers_BT = F.pad(numbers_BT if documents is None else documents.numbers_BT, (new_keys, 0))
+    # All blocks of all rows, as rows of their own.
+    q_RNWH = q_BNQH.unflatten(2, (num_blocks, window)).transpose(1, 2).flatten(0, 1)
+    k_RKSH, v_RKSH = (x.unfold(2, 2 * window, window).permute(0, 2, 1, 4, 3).flatten(0, 1) for x in (k_BKTH, v_BKTH))
+    numbers_RS = numbers_BT.unfold(1, 2 * window, window).flatten(0, 1)
+    band_WS = torch.ones((window, 2 * window), dtype=torch.bool, device=q_BNQH.device).triu(1).tril(window)
+    mask_R1WS = (numbers_RS[:, None, window:, None] == numbers_RS[:, None, None, :]) & band_WS
+    out_RNWH = _attend_masked(q_RNWH, k_RKSH, v_RKSH, mask_R1WS, options)
+    return out_RNWH.unflatten(0, (num_rows, num_blocks)).transpose(1, 2).flatten(2, 3)[:, :, new_queries:]
 
 
 def _reversed_causal_mask(q_BNQH: torch.Tensor, num_all: int) -> torch.Tensor:
@@ -140,10 +239,9 @@ def _reversed_causal_mask(q_BNQH: torch.Tensor, num_all: int) -> torch.Tensor:
 
 
 def _attend_per_document(
-    q_BNQH: torch.Tensor, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor, documents: Documents, dropout: float
+    q_BNQH: torch.Tensor, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor, documents: Documents, options: AttentionOptions
 ) -> torch.Tensor:
-    grouped, num_queries = k_BKTH.shape[1] != q_BNQH.shape[1], q_BNQH.shape[2]
-    rows = []
+    num_queries, rows = q_BNQH.shape[2], []
     for row, row_lengths in enumerate(documents.lengths):
         keys, values = (tensor[row : row + 1].split(row_lengths, 2) for tensor in (k_BKTH, v_BKTH))
         outputs, tokens_left = [], sum(row_lengths)
@@ -152,7 +250,7 @@ def _attend_per_document(
             stop = num_queries - tokens_left
             if stop > 0:
                 q_1NLH = q_BNQH[row : row + 1, :, start:stop]
-                outputs.append(_attend_causally(q_1NLH, k_1KLH, v_1KLH, dropout, grouped))
+                outputs.append(_attend_causally(q_1NLH, k_1KLH, v_1KLH, options))
         rows.append(torch.cat(outputs, 2))
     return torch.cat(rows)
 
@@ -166,17 +264,35 @@ implicitly.
 
 
 def _attend_packed(
-    q_BNQH: torch.Tensor, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor, documents: Documents
+    q_BNQH: torch.Tensor,
+    k_BKTH: torch.Tensor,
+    v_BKTH: torch.Tensor,
+    documents: Documents,
+    options: AttentionOptions = CAUSAL_ONLY,
 ) -> torch.Tensor:
     """Concatenate all rows and attend with the variable-length kernel.  No document is longer than a row."""
-    (num_rows, _, num_queries, _), num_tokens = q_BNQH.shape, k_BKTH.shape[2]
-    q_MNH, k_MKH, v_MKH = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q_BNQH, k_BKTH, v_BKTH))
-    borders_q, borders_k = documents.query_borders, documents.borders
-    output_MNH: Any = varlen_attn(
-        q_MNH, k_MKH, v_MKH, borders_q, borders_k, num_queries, num_tokens, **_CAUSAL, **_GROUPED
-    )
+    (num_rows, _, num_queries, width), num_tokens = q_BNQH.shape, k_BKTH.shape[2]
+    borders_q, borders_k, scale = documents.query_borders, documents.borders, options.scale
+    if options.sinks is None:
+        q_MNH, k_MKH, v_MKH = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q_BNQH, k_BKTH, v_BKTH))
+    else:
+        q_BNQH, k_BKTH, v_BKTH, without_sinks = _with_sink_key(q_BNQH, k_BKTH, v_BKTH, options)
+        q_MNH, scale = q_BNQH.transpose(1, 2).flatten(0, 1), without_sinks.scale
+        # Each document needs the key: before its first token, which moves all others back.
+        tokens_M = torch.arange(num_rows * num_tokens, device=q_BNQH.device)
+        places_M = tokens_M + torch.searchsorted(borders_k, tokens_M, right=True)
+        num_keys = len(tokens_M) + len(borders_k) - 1
+        sink_KH, nothing_KH = k_BKTH[0, :, 0], v_BKTH[0, :, 0]
+        k_MKH, v_MKH = (
+            first_KH.expand(num_keys, -1, -1).index_copy(0, places_M, tensor[:, :, 1:].transpose(1, 2).flatten(0, 1))
+            for first_KH, tensor in ((sink_KH, k_BKTH), (nothing_KH, v_BKTH))
+        )
+        borders_k = borders_k + torch.arange(len(borders_k), dtype=torch.int32, device=borders_k.device)
+        num_tokens += 1
+    arguments = {**_CAUSAL, **_GROUPED, **({} if scale is None else {"scale": scale})}
+    output_MNH: Any = varlen_attn(q_MNH, k_MKH, v_MKH, borders_q, borders_k, num_queries, num_tokens, **arguments)
     output_BQNH: torch.Tensor = output_MNH.unflatten(0, (num_rows, num_queries))
-    return output_BQNH.transpose(1, 2)
+    return output_BQNH.transpose(1, 2)[..., :width]
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -189,7 +305,7 @@ def attend_slices(
     k_BKtH: torch.Tensor,
     v_BKtH: torch.Tensor,
     documents: Documents | None,
-    dropout: float,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Return causal attention of a slice's tokens within their sequence, or within their documents: (B, N, t, H)."""
     if q_BNtH.shape[2] != slices.num_tokens:
@@ -199,7 +315,7 @@ def attend_slices(
             "  for a full sequence outside training: with trainer.sequence.full_sequences():"
         )
     attend = _attend_by_heads if slices.method == "heads" else _attend_gathered
-    return attend(slices, q_BNtH, k_BKtH, v_BKtH, documents, dropout)
+    return attend(slices, q_BNtH, k_BKtH, v_BKtH, documents, options)
 
 
 def _attend_gathered(
@@ -208,14 +324,17 @@ def _attend_gathered(
     k_BKtH: torch.Tensor,
     v_BKtH: torch.Tensor,
     documents: Documents | None,
-    dropout: float,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Gather all keys and values; they are freed when this call ends if the backward pass gathers them again."""
     if not slices.regathers_in_backward:
-        return _attend_to_all(slices, q_BNtH, k_BKtH, v_BKtH, documents, dropout)
-    options: Any = {"use_reentrant": False, "context_fn": _save_attention_outputs, "preserve_rng_state": dropout > 0}
+        return _attend_to_all(slices, q_BNtH, k_BKtH, v_BKtH, documents, options)
+    arguments: Any = {
+        **{"use_reentrant": False, "context_fn": _save_attention_outputs},
+        "preserve_rng_state": options.dropout > 0,
+    }
     output: torch.Tensor = checkpoint(
-        with_current_kernels(_attend_to_all), slices, q_BNtH, k_BKtH, v_BKtH, documents, dropout, **options
+        with_current_kernels(_attend_to_all), slices, q_BNtH, k_BKtH, v_BKtH, documents, options, **arguments
     )
     return output
 
@@ -226,17 +345,18 @@ def _attend_to_all(
     k_BKtH: torch.Tensor,
     v_BKtH: torch.Tensor,
     documents: Documents | None,
-    dropout: float,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Let each piece attend to the preceding part of the sequence."""
-    parts_C2BKtH = gather_parts(torch.stack((k_BKtH, v_BKtH)), slices.count, slices.group)
-    # The sequence from all slices, (2, B, K, T, H): one copy, also in the backward pass.
-    heads_C2BKSH, tails_C2BKSH = parts_C2BKtH.unflatten(-2, (2, -1)).unbind(-3)
-    k_BKTH, v_BKTH = torch.cat([*heads_C2BKSH.unbind(), *reversed(tails_C2BKSH.unbind())], -2).unbind()
+    widths = [k_BKtH.shape[-1], v_BKtH.shape[-1]]
+    parts_CBKtX = gather_parts(torch.cat((k_BKtH, v_BKtH), -1), slices.count, slices.group)
+    # The sequence from all slices, keys beside values (B, K, T, X): one copy, also in the backward pass.
+    heads_CBKSX, tails_CBKSX = parts_CBKtX.unflatten(-2, (2, -1)).unbind(-3)
+    k_BKTH, v_BKTH = torch.cat([*heads_CBKSX.unbind(), *reversed(tails_CBKSX.unbind())], -2).split(widths, -1)
     outputs = []
     for number, (q_BNSH, (_, stop)) in enumerate(zip(q_BNtH.chunk(2, 2), slices.pieces, strict=True)):
         piece_documents = None if documents is None else documents.pieces[number]
-        outputs.append(attend_full(q_BNSH, k_BKTH[:, :, :stop], v_BKTH[:, :, :stop], piece_documents, dropout))
+        outputs.append(attend_full(q_BNSH, k_BKTH[:, :, :stop], v_BKTH[:, :, :stop], piece_documents, options))
     return torch.cat(outputs, 2)
 
 
@@ -251,7 +371,7 @@ def _attend_by_heads(
     k_BKtH: torch.Tensor,
     v_BKtH: torch.Tensor,
     documents: Documents | None,
-    dropout: float,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Exchange slices for heads: each rank attends on full sequences with some heads, then sends the results back."""
     num_ranks, num_heads, num_kv_heads = slices.count, q_BNtH.shape[1], k_BKtH.shape[1]
@@ -261,10 +381,14 @@ def _attend_by_heads(
     repeats = math.lcm(num_kv_heads, num_ranks) // num_kv_heads
     if repeats > 1:
         k_BKtH, v_BKtH = (tensor.repeat_interleave(repeats, 1) for tensor in (k_BKtH, v_BKtH))
+    value_width = v_BKtH.shape[-1]
+    v_BKtH = F.pad(v_BKtH, (0, q_BNtH.shape[-1] - value_width))
     parts_BCXtH = [tensor.unflatten(1, (num_ranks, -1)) for tensor in (q_BNtH, k_BKtH, v_BKtH)]
     sizes = [part.shape[2] for part in parts_BCXtH]
     received_CBXtH = exchange_parts(torch.cat(parts_BCXtH, 2).transpose(0, 1), slices.group)
     q_BnTH, k_BkTH, v_BkTH = received_CBXtH.movedim(0, 2).flatten(2, 3).split(sizes, 1)
-    output_BnTH = attend_full(q_BnTH, k_BkTH, v_BkTH, documents, dropout)
+    if options.sinks is not None:
+        options = replace(options, sinks=options.sinks.chunk(num_ranks)[slices.number])
+    output_BnTH = attend_full(q_BnTH, k_BkTH, v_BkTH[..., :value_width], documents, options)
     parts_CBntH = exchange_parts(output_BnTH.unflatten(2, (num_ranks, -1)).movedim(2, 0), slices.group)
     return parts_CBntH.movedim(0, 1).flatten(1, 2)

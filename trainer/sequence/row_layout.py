@@ -156,14 +156,43 @@ class Documents:
                 rows[start // num_tokens].append(end - start)
         return rows
 
+    @cached_property
+    def rows(self) -> tuple[list[DocumentRows], torch.Tensor]:
+        """The documents as rows of their own, padded to less than twice their length, and where each token of the batch
+        then is among all their tokens.
+        """
+        by_size: dict[int, list[tuple[int, int]]] = {}
+        for start, end in itertools.pairwise(self.borders.tolist()):
+            if start < end:
+                by_size.setdefault((end - start).bit_length(), []).append((start, end - start))
+        groups = [DocumentRows(spans, self.borders.device) for spans in by_size.values()]
+        places_M = torch.cat([group.places_NL.flatten()[group.tokens_M] for group in groups])
+        return groups, places_M.argsort()
+
     @property
     def are_tiny(self) -> bool:
         """True if documents are so short that a mask is faster than a loop."""
         return (len(self.borders) - 1) * _MIN_MEAN_LENGTH > self.numbers_BT.numel()
 
 
+class DocumentRows:
+    """Where documents of similar length lie in the concatenated rows of a batch: each is to become a row of its own."""
+
+    def __init__(self, spans: list[tuple[int, int]], device: torch.device) -> None:
+        """spans: the start and the length of each document."""
+        starts_N, lengths_N = torch.tensor(spans).unbind(1)
+        offsets_L = torch.arange(int(lengths_N.max()))
+        is_token_NL = offsets_L < lengths_N[:, None]
+        places_NL = torch.where(is_token_NL, starts_N[:, None] + offsets_L, 0)
+        self.places_NL = places_NL.to(device)
+        """Place of each token of the new rows; 0 for padding, which follows the shorter documents."""
+        self.is_padding_NL = ~is_token_NL.to(device)
+        self.tokens_M = is_token_NL.flatten().nonzero().squeeze(1).to(device)
+        """Indices of the tokens that are no padding in the concatenated new rows."""
+
+
 class Cache(Documents):
-    """A KV cache for generation: the keys and values of the texts so far, layer by layer.
+    """A cache for generation: the keys and values of the texts so far, or the states after them, layer by layer.
 
     Passed to a model instead of a batch's `documents`, it makes the tokens of a call continue those of earlier calls:
     `model(tokens, documents=cache)`, followed by `cache.advance(tokens.shape[1])`.
@@ -184,30 +213,38 @@ class Cache(Documents):
         self._padding = torch.tensor(padding) if any(padding) else None
         self._max_position = max_tokens - 1 if max_tokens else torch.iinfo(torch.int64).max
         self._max_tokens = max_tokens + max(padding, default=0)
-        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._layers: list[tuple[torch.Tensor, ...]] = []
         self._next = 0
-        self._mask_of_call: torch.Tensor | None = None
+        self._masks: dict[int | None, torch.Tensor] = {}
+        """Masks of the current call, by window."""
 
     def advance(self, num_tokens: int) -> None:
         """Record that a call with this many tokens has finished."""
         self.num_tokens += num_tokens
         self._next = 0
-        self._mask_of_call = None
+        self._masks = {}
+
+    def recall(self) -> tuple[torch.Tensor, ...] | None:
+        """Return what the next layer kept in the call before; None in the first call."""
+        return self._layers[self._next] if self._next < len(self._layers) else None
+
+    def keep(self, *state: torch.Tensor) -> None:
+        """Store what the next layer needs in the next call; the layer after it is then the next one."""
+        self._layers[self._next : self._next + 1] = [state]
+        self._next += 1
 
     def extend(self, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Append keys and values to the next layer's, and return those of all tokens so far: views."""
-        stop = self.num_tokens + k_BKTH.shape[2]
-        if self._next == len(self._layers):
-            self._layers.append((self._allocate(k_BKTH, stop), self._allocate(v_BKTH, stop)))
-        elif stop > self._layers[self._next][0].shape[2]:
-            larger = [self._allocate(buffer, stop) for buffer in self._layers[self._next]]
-            for buffer, full in zip(larger, self._layers[self._next], strict=True):
-                buffer[:, :, : self.num_tokens] = full[:, :, : self.num_tokens]
-            self._layers[self._next] = (larger[0], larger[1])
-        keys, values = self._layers[self._next]
+        stop, stored = self.num_tokens + k_BKTH.shape[2], self.recall()
+        if stored is None or stop > stored[0].shape[2]:
+            memory = (self._allocate(k_BKTH, stop), self._allocate(v_BKTH, stop))
+            for larger, full in zip(memory, stored or (), strict=False):
+                larger[:, :, : self.num_tokens] = full[:, :, : self.num_tokens]
+            stored = memory
+        keys, values = stored
         keys[:, :, self.num_tokens : stop] = k_BKTH
         values[:, :, self.num_tokens : stop] = v_BKTH
-        self._next += 1
+        self.keep(keys, values)
         return keys[:, :, :stop], values[:, :, :stop]
 
     def _allocate(self, like_BKTH: torch.Tensor, num_tokens: int) -> torch.Tensor:
@@ -217,14 +254,14 @@ class Cache(Documents):
             capacity = min(capacity, self._max_tokens)
         return like_BKTH.new_empty(*like_BKTH.shape[:2], capacity, like_BKTH.shape[3])
 
-    def keep(self, rows: Sequence[int]) -> None:
+    def keep_rows(self, rows: Sequence[int]) -> None:
         """Drop the texts of all other rows.  Copies what the cache holds."""
         index_R = torch.tensor(rows)
         if self._padding is not None:
             self._padding = self._padding[index_R.to(self._padding.device)]
-        for number, (keys, values) in enumerate(self._layers):
-            kept = index_R.to(keys.device)
-            self._layers[number] = (keys.index_select(0, kept), values.index_select(0, kept))
+        self._layers = [
+            tuple(kept.index_select(0, index_R.to(kept.device)) for kept in state) for state in self._layers
+        ]
 
     def positions_of(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         """Return the positions of a call's tokens: (T,), or (B, T) with padding, whose own positions are 0."""
@@ -233,22 +270,30 @@ class Cache(Documents):
             return index_T.clamp(max=self._max_position)
         return (index_T - self._padding.to(tokens_BT.device).unsqueeze(1)).clamp(min=0, max=self._max_position)
 
-    def mask_of(self, q_BNTH: torch.Tensor) -> torch.Tensor | None:
-        """Return the mask of a call's queries, (B, 1, T, S) for S tokens so far; None without padding.
+    def is_padding(self, x_BTD: torch.Tensor) -> torch.Tensor | None:
+        """Return which of a call's tokens are padding, (B, T); None if no text has padding."""
+        if self._padding is None:
+            return None
+        index_T = torch.arange(self.num_tokens, self.num_tokens + x_BTD.shape[1], device=x_BTD.device)
+        return index_T < self._padding.to(x_BTD.device).unsqueeze(1)
 
-        All layers share it: 0 where a query may attend to a key, else -inf.  Padding attends to itself, since a query
-        that attends to nothing has no finite output.
+    def mask_of(self, q_BNTH: torch.Tensor, window: int | None = None) -> torch.Tensor | None:
+        """Return the mask of a call's queries, (B, 1, T, S) for S tokens so far; None if no text has padding.
+
+        Layers share it: 0 where a query may attend to a key, one of the last `window`, else -inf.  Padding attends to
+        itself, since a query that attends to nothing has no finite output.
         """
-        if self._padding is None or self._mask_of_call is not None:
-            return self._mask_of_call
-        keys_S = torch.arange(self.num_tokens + q_BNTH.shape[2], device=q_BNTH.device)
-        queries_T1 = keys_S[self.num_tokens :].unsqueeze(1)
+        if self._padding is None or window in self._masks:
+            return self._masks.get(window)
         self._padding = self._padding.to(q_BNTH.device)
+        keys_S = torch.arange(self.num_tokens + q_BNTH.shape[2], device=q_BNTH.device)
+        distances_TS = keys_S[self.num_tokens :].unsqueeze(1) - keys_S
+        is_near_TS = (distances_TS >= 0) & (distances_TS < (window or len(keys_S)))
         is_text_B1S = (keys_S >= self._padding.unsqueeze(1)).unsqueeze(1)
-        is_seen_BTS = (is_text_B1S & (keys_S <= queries_T1)) | (keys_S == queries_T1)
+        is_seen_BTS = (is_text_B1S & is_near_TS) | (distances_TS == 0)
         mask_BTS = q_BNTH.new_zeros(is_seen_BTS.shape).masked_fill_(~is_seen_BTS, -torch.inf)
-        self._mask_of_call = mask_BTS.unsqueeze(1)
-        return self._mask_of_call
+        self._masks[window] = mask_BTS.unsqueeze(1)
+        return self._masks[window]
 
 
 _MIN_CACHED_TOKENS = 64

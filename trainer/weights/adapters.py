@@ -20,8 +20,10 @@ from trainer.config import LoraSection
 from trainer.config.pretrained import find_huggingface
 from trainer.errors import UserError
 from trainer.files import crc32
+from trainer.model.head import is_score
 from trainer.model.lora import ADAPTER, adapter_part, plain_name, transposed_layers
 from trainer.model.network import HuggingFaceNames
+from trainer.model.packed import Packing
 from trainer.recipe import Recipe, Transposed
 from trainer.weights.exporting import (
     ADAPTER_CONFIG,
@@ -147,26 +149,40 @@ class MergedSource:
 
     Each weight is W + (B @ A) * scaling, computed in float32 and returned in the dtype of W.  The full product is
     computed at once, as in other implementations, so that the results are bit-identical; only one layer's product is
-    in memory.  `transposed` are the layers whose W has shape (in, out).
+    in memory.  `transposed` are the layers whose W has shape (in, out).  `packings` are the weights that were packed
+    in training, by name: their W is what remains of it after packing, and they are returned in `dtype`, if given.  A
+    new head is returned as it was trained.
     """
 
     def __init__(
-        self, base: WeightSource, adapters: WeightSource, scaling: float, transposed: Collection[str] = ()
+        self,
+        base: WeightSource,
+        adapters: WeightSource,
+        scaling: float,
+        transposed: Collection[str] = (),
+        packings: Mapping[str, Packing] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.description, self.adapters = adapters.description, adapters
-        self.shapes, self.dtypes = base.shapes, base.dtypes
+        self._new_head = {name for name in adapters.shapes if is_score(name)}
         self._base_weights, self._scaling, self._transposed = base, scaling, frozenset(transposed)
+        self._packings = packings or {}
         self._layers = {f"{layer}.weight": layer for layer in adapted_layers(adapters.shapes)}
+        self.shapes = {**base.shapes, **{name: adapters.shapes[name] for name in self._new_head}}
+        self.dtypes = {name: (name in self._packings and dtype) or stored for name, stored in base.dtypes.items()}
+        self.dtypes |= {name: adapters.dtypes[name] for name in self._new_head}
         self._product: tuple[str, torch.Tensor] = ("", torch.empty(0))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a tensor, or all of it."""
-        base_weight = self._base_weights.read(name, start, stop)
-        return (
-            (base_weight + self._adapter_product(name)[start:stop]).to(base_weight.dtype)
-            if name in self._layers
-            else base_weight
-        )
+        if name in self._new_head:
+            return self.adapters.read(name, start, stop)
+        weight = self._base_weights.read(name, start, stop)
+        if name in self._packings:
+            weight = self._packings[name].rounded(weight)
+        if name in self._layers:
+            weight = weight + self._adapter_product(name)[start:stop]
+        return weight.to(self.dtypes[name])
 
     def _adapter_product(self, name: str) -> torch.Tensor:
         if self._product[0] != name:
@@ -218,12 +234,21 @@ def export_adapter(
             layer, letter = part
             exported_name = f"base_model.model.{weight_names[layer].removesuffix('.weight')}.lora_{letter}.weight"
             tensors.append(ExportedTensor(name, exported_name, shape, dtype or source.dtypes[name]))
+        elif is_score(name):
+            head_name = f"base_model.model.{names.to_huggingface(name)}"
+            tensors.append(ExportedTensor(name, head_name, shape, dtype or source.dtypes[name]))
+    has_head = any(is_score(tensor.name) for tensor in tensors)
     all_names = [names.to_huggingface(name) or name for name in model.state_dict(keep_vars=True)]
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     settings = {
-        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base or None},
+        **{
+            "peft_type": "LORA",
+            "task_type": "SEQ_CLS" if has_head else "CAUSAL_LM",
+            "base_model_name_or_path": base or None,
+        },
         **{"r": lora.rank, "lora_alpha": alpha, "lora_dropout": lora.dropout, "bias": "none"},
         "target_modules": target_modules({name.removesuffix(".weight") for name in weight_names.values()}, all_names),
+        **({"modules_to_save": ["score"]} if has_head else {}),
         **{"fan_in_fan_out": bool(is_transposed), "init_lora_weights": True, "inference_mode": True},
     }
     origin = origin or Origin()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -18,13 +19,15 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from trainer.checkpoint.state_parts import StatePart
 from trainer.config.pretrained import CONFIG, INDEX, WEIGHTS, check_links, fields_of, find_huggingface
 from trainer.config.rules import CHATML, CHATML_TEMPLATE
 from trainer.errors import UserError, setting_error
 from trainer.files import parse_json, sync_folder, writing_to
-from trainer.model.network import HuggingFaceNames
+from trainer.model.head import is_score
+from trainer.model.network import HuggingFaceNames, replace_head
 from trainer.recipe import Recipe, Stacked, Transposed
 from trainer.weights.sources import DTYPE_NAMES, WeightSource, find_weights, named_weights, row_blocks
 
@@ -244,7 +247,9 @@ class ExportedTensor:
         """
         if isinstance(self.exported_name, Stacked):
             return {self.exported_name.replace("*", str(row)): self.shape[1:] for row in range(self.shape[0])}
-        return {self.exported_name: self.shape[::-1] if self.transposed else self.shape}
+        if self.transposed:
+            return {self.exported_name: (*self.shape[:-2], self.shape[-1], self.shape[-2])}
+        return {self.exported_name: self.shape}
 
 
 def export(
@@ -294,6 +299,9 @@ def export(
         tensors = _list_tensors(source, recipe, model_config, names, dtype)
     shards = _split(tensors, max_shard_bytes)
     texts = _text_files(recipe, model_config, tensors, end_id, turn_ends, tokenizer, origin or Origin())
+    if heads := [shape for name, shape in source.shapes.items() if is_score(name)]:
+        texts[CONFIG] = _classifier_config(texts[CONFIG], heads[0][0])
+        texts.pop(GENERATION, None)
     if len(shards) > 1:
         total = sum(tensor.num_bytes for tensor in tensors)
         weight_map = {name: file for file, shard in shards.items() for tensor in shard for name in tensor.entries()}
@@ -354,7 +362,10 @@ def _list_tensors(
     """Return the tensors to write, in the model's order.  Raises UserError if the source or the names do not fit."""
     with torch.device("meta"):
         model = recipe.build_model(model_config)
+        if heads := [shape for name, shape in source.shapes.items() if is_score(name)]:
+            replace_head(model, recipe, model_config, heads[0][0])
     shapes = {name: tuple(weight.shape) for name, weight in named_weights(model).items()}
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     dtypes = source.dtypes
     tensors, unnamed = [], []
     for name, stored in find_weights(model, source, f"recipe {recipe.name!r}").items():
@@ -363,11 +374,27 @@ def _list_tensors(
             unnamed.append(name)
             continue
         source_dtype = dtypes[stored]
-        stored_dtype = dtype if dtype is not None and source_dtype.is_floating_point else source_dtype
+        # A buffer, such as the bias on the choice of experts, may need its precision.
+        is_cast = source_dtype.is_floating_point and name in parameters
+        stored_dtype = dtype if dtype is not None and is_cast else source_dtype
         tensors.append(ExportedTensor(stored, exported_name, shapes[name], stored_dtype))
+    if buffers := buffers_without_name(model, recipe, model_config):
+        type_name = find_huggingface(recipe).model_type_of(model_config)
+        raise UserError(f"Hugging Face's {type_name} has no {', '.join(buffers)}: without it the model is another one")
     if unnamed:
         raise UserError(f"recipe {recipe.name!r}: hf.names lacks {', '.join(unnamed)}")
     return tensors
+
+
+def buffers_without_name(model: nn.Module, recipe: Recipe, model_config: Any) -> list[str]:
+    """Return the persistent buffers of `model` that its Hugging Face counterpart does not have, such as the biases on
+    the choice of experts in a model type without them.  Empty for recipes without a mapping of names.
+    """
+    if recipe.hf is None or recipe.hf.stored is not None:
+        return []
+    names = HuggingFaceNames(recipe, model_config)
+    buffers = [name for name, weight in named_weights(model).items() if not isinstance(weight, nn.Parameter)]
+    return [name for name in buffers if names.to_huggingface(name) is None]
 
 
 def _split(tensors: Sequence[ExportedTensor], max_bytes: int) -> dict[str, list[ExportedTensor]]:
@@ -427,6 +454,7 @@ def _config_json(
             **{"bos_token_id": None, "eos_token_id": ends, "pad_token_id": None},
             **hf.fixed,
             **hf.config(model_config),
+            **hf.exported,
             **{"architectures": [hf.architecture_of(model_config)], "model_type": hf.model_type_of(model_config)},
             **{"dtype": dtype, "torch_dtype": dtype},  # the names in transformers 5 and 4
             **MARK,
@@ -436,7 +464,8 @@ def _config_json(
 
 def _update_config(original: bytes, recipe: Recipe, model_config: Any, tensors: Sequence[ExportedTensor]) -> bytes:
     """Return the original config.json, changing only outdated entries."""
-    hf, content, dtype = find_huggingface(recipe), json.loads(original), _main_dtype(tensors)
+    hf, dtype = find_huggingface(recipe), _main_dtype(tensors)
+    content = {key: value for key, value in json.loads(original).items() if key not in hf.dropped}
     try:
         is_unchanged = all(getattr(model_config, name) == value for name, value in fields_of(content, recipe).items())
     except UserError:
@@ -445,9 +474,29 @@ def _update_config(original: bytes, recipe: Recipe, model_config: Any, tensors: 
         content |= {**hf.fixed, **hf.config(model_config), "model_type": hf.model_type_of(model_config)}
     if hf.architecture_of(model_config) not in (content.get("architectures") or ()):
         content["architectures"] = [hf.architecture_of(model_config)]
+    content |= hf.exported
     dtype_keys = [key for key in ("dtype", "torch_dtype") if key in content] or ["dtype", "torch_dtype"]
     content |= dict.fromkeys(dtype_keys, dtype) | ({} if hf.stored else MARK)
     return original if content == json.loads(original) else (json.dumps(content, indent=2) + "\n").encode()
+
+
+def _classifier_config(content: bytes, num_labels: int) -> bytes:
+    """Return the config.json of a model for the classification of sequences, with `num_labels` scores.
+
+    transformers takes the score at the last token that is not padding.  A padding token that also ends texts is left
+    out, since the score was trained at that token; then only single texts can be scored.
+    """
+    entries = json.loads(content)
+    kind = re.sub("(ForCausalLM|LMHeadModel)$", "", entries["architectures"][0])
+    ends = entries.get("eos_token_id")
+    if entries.get("pad_token_id") in (ends if isinstance(ends, list) else [ends]):
+        entries["pad_token_id"] = None
+    labels = [f"LABEL_{number}" for number in range(num_labels)]
+    return json_bytes(
+        entries
+        | {"architectures": [f"{kind}ForSequenceClassification"], "id2label": dict(enumerate(labels))}
+        | {"label2id": {label: number for number, label in enumerate(labels)}}
+    )
 
 
 def _main_dtype(tensors: Sequence[ExportedTensor]) -> str:
@@ -495,7 +544,9 @@ def _write_tensor(file: BinaryIO, position: int, tensor: ExportedTensor, source:
     num_rows = tensor.shape[0] if tensor.shape else 1
     widest = max(source.dtypes[tensor.name], tensor.dtype, key=lambda dtype: dtype.itemsize)
     for start, stop in row_blocks(tensor.shape, widest, 0, num_rows):
-        if tensor.transposed:
+        if tensor.transposed and len(tensor.shape) > 2:
+            file.write(_bytes(source.read(tensor.name, start, stop).to(tensor.dtype).mT))
+        elif tensor.transposed:
             # A block of source rows covers some columns of every stored row.
             columns = source.read(tensor.name, start, stop).to(tensor.dtype).t().contiguous()
             for row in range(len(columns)):

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.reader import StoredWeights, find_checkpoint, open_checkpoint
-from trainer.checkpoint.state_parts import join
-from trainer.config import RunConfig, config_from_yaml, declared_by_yaml, stored_value
+from trainer.checkpoint.state_parts import join_state
+from trainer.config import RunConfig, config_from_yaml, declared_model, stored_value
+from trainer.config.initial_weights import nothing_to_pack
 from trainer.config.location import Location, fetched, locate
 from trainer.config.pretrained import (
     CONFIG,
@@ -29,9 +30,12 @@ from trainer.config.pretrained import (
 from trainer.config.schema import name_of_source
 from trainer.distributed.channel import Channel
 from trainer.errors import UserError, print_stderr
-from trainer.model.lora import is_base_weight, plain_name, transposed_layers
+from trainer.model.head import is_score
+from trainer.model.lora import is_base_weight, layers_to_pack, plain_name, transposed_layers
 from trainer.model.materialize import materialize
-from trainer.model.network import build_network
+from trainer.model.network import build_network, replace_head
+from trainer.model.packed import CODE_BITS, Packing
+from trainer.model.units import find_blocks
 from trainer.model.widths import scale_initial_weights
 from trainer.recipe import Recipe, all_recipes
 from trainer.weights.adapters import (
@@ -97,7 +101,9 @@ def load_initial_weights(model: nn.Module, origin: Origin, config: RunConfig, ch
     if source is None:
         note = f"; {path} has none that are used" if path else ""
         return f"drawn at random (run.seed={config.run.seed}){note}"
-    return name_of_source(str(Path(path).absolute())) if path and "://" not in path else path or source.description
+    where = name_of_source(str(Path(path).absolute())) if path and "://" not in path else path or source.description
+    remarks = source.remarks if isinstance(source, SafetensorsFolder) else []
+    return "; ".join([where, *remarks])
 
 
 def load_base(model: nn.Module, config: RunConfig, channel: Channel) -> BaseWeights:
@@ -109,6 +115,8 @@ def load_base(model: nn.Module, config: RunConfig, channel: Channel) -> BaseWeig
     initial = _open_initial_weights(config, channel)
     source = initial.source
     if source is None:
+        if config.lora.packs:
+            raise nothing_to_pack(config)
         return BaseWeights()
     filled = channel.agreed(lambda: _fill_base(model, source, initial.setting))
     share = channel.agreed(lambda: checksum_lines(source, filled.values(), channel.rank, channel.size))
@@ -155,7 +163,7 @@ def _open_initial_weights(config: RunConfig, channel: Channel) -> _InitialWeight
     # Rank 0 decides: each rank could find a different newest checkpoint of a live run.
     location: Location = channel.broadcast(channel.agreed(lambda: find() if channel.is_main else None))
     allow = config.checkpoint.allow_changes
-    source = channel.agreed(lambda: open_source(location, config.recipe, config.model, "train.init_from", allow))
+    source = channel.agreed(lambda: open_weights(location, config.recipe, config.model, "train.init_from", allow))
     return _InitialWeights(source, "train.init_from", location, location.path)
 
 
@@ -196,7 +204,7 @@ def model_of_folder(location: Location, device: torch.device | str = "cpu") -> n
     model_type = read_config(folder, "path")["model_type"]
     is_known = any(recipe.hf and recipe.hf.model_type == model_type for recipe in all_recipes())
     recipe, model_config = model_config_of(folder, all_recipes()) if is_known else any_model_of(folder)
-    source = open_source(location, recipe, model_config, "path")
+    source = open_weights(location, recipe, model_config, "path")
     return load_unsharded(build_meta_model(recipe, model_config), recipe, source, torch.device(device))
 
 
@@ -229,7 +237,7 @@ def load_unsharded(model: nn.Module, recipe: Recipe, source: WeightSource, devic
 # Opening
 
 
-def open_source(
+def open_weights(
     location: Location,
     recipe: Recipe,
     model_config: Any,
@@ -258,7 +266,7 @@ def open_source(
     else:
         stored = open_checkpoint(location.path)
         where = f"{stored.storage}/config.yaml"
-        declared = declared_by_yaml(stored.config_yaml, recipe.name, where) if checks else None
+        declared = declared_model(stored.config_yaml, recipe.name, where) if checks else None
         source = with_merged_adapters(stored, recipe, model_config)
     if declared is not None:
         declared.check(model_config, allow_changes or ())
@@ -266,16 +274,33 @@ def open_source(
 
 
 def with_merged_adapters(
-    stored: StoredWeights, recipe: Recipe, model_config: Any, base: str | None = None
+    stored: StoredWeights,
+    recipe: Recipe,
+    model_config: Any,
+    base: str | None = None,
+    dtype: torch.dtype | None = None,
+    into_original: bool = False,
 ) -> WeightSource:
-    """Return the weights of a checkpoint's model with any adapters merged into them."""
+    """Return the weights of a checkpoint's model with any adapters merged into them.
+
+    A base that was packed in training is what remains of it after packing, in `dtype` or else the dtype in which it is
+    stored.  With `into_original` it is the stored weights, and the model another one than was trained.
+    """
     if not adapted_layers(stored.shapes):
         return stored
-    alpha, rank = (stored_value(stored.config_yaml, f"lora.{key}") for key in ("alpha", "rank"))
+    keys = ("alpha", "rank", "base_dtype")
+    alpha, rank, base_dtype = (stored_value(stored.config_yaml, f"lora.{key}") for key in keys)
     assert isinstance(alpha, (int, float))
     assert isinstance(rank, int)
-    transposed = transposed_layers(build_meta_model(recipe, model_config))
-    return MergedSource(open_base(stored, recipe, model_config, base), stored, alpha / rank, transposed)
+    model = build_meta_model(recipe, model_config)
+    transposed = transposed_layers(model)
+    packings: dict[str, Packing] = {}
+    if str(base_dtype) in CODE_BITS and not into_original:
+        layers = layers_to_pack(model, find_blocks(model, recipe), adapted_layers(stored.shapes))
+        shapes = {f"{layer}.weight": model.get_parameter(f"{layer}.weight").shape for layer in layers}
+        packings = {name: Packing(str(base_dtype), shape[1]) for name, shape in shapes.items()}
+    weights = open_base(stored, recipe, model_config, base)
+    return MergedSource(weights, stored, alpha / rank, transposed, packings, dtype)
 
 
 def open_base(stored: StoredWeights, recipe: Recipe, model_config: Any, path: str | None = None) -> WeightSource:
@@ -293,8 +318,11 @@ def open_base(stored: StoredWeights, recipe: Recipe, model_config: Any, path: st
             f"{stored.description}: has adapters for the weights of {base_path}, which is missing\n"
             "  to fix: move it back, or export with --base and the folder where it is now"
         )
-    source = open_source(locate(base_path), recipe, model_config, "base")
-    names = find_weights(build_meta_model(recipe, model_config), source, "base").values()
+    source = open_weights(locate(base_path), recipe, model_config, "base")
+    model = build_meta_model(recipe, model_config)
+    if heads := [shape for name, shape in stored.shapes.items() if is_score(name)]:
+        replace_head(model, recipe, model_config, heads[0][0])
+    names = find_weights(model, source, "base").values()
     checksum = combine_checksums([checksum_lines(source, names)])
     if checksum != identity["checksum"]:
         raise UserError(f"{stored.description}: {wrong_base_message(base_path, checksum, identity)}")
@@ -309,5 +337,5 @@ def model_files_of(source: WeightSource) -> Origin:
         origin.files = read_model_files(source.description)
     elif isinstance(source, StoredWeights) and ORIGIN in source.parts:
         keys = [key for key in source.layout if key.startswith(f"{ORIGIN}.")]
-        origin.load_state_dict(join(source.parts[ORIGIN], {key: source.read_stored(key) for key in keys}))
+        origin.load_state_dict(join_state(source.parts[ORIGIN], {key: source.read_stored(key) for key in keys}))
     return origin

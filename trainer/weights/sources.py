@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +22,16 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trainer.config.pretrained import INDEX, MAX_INDEX_BYTES, WEIGHTS, check_no_gguf, no_weights
+from trainer.config.pretrained import CONFIG, INDEX, MAX_INDEX_BYTES, WEIGHTS, check_no_gguf, no_weights
 from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import read_json
+from trainer.model.head import is_score, replaced_output
 from trainer.model.network import HuggingFaceNames, MappedTensor
+from trainer.model.packed import find_packings
 from trainer.model.parameters import local, local_box, tied_names
 from trainer.recipe import Recipe, StoredTensors
 from trainer.recipe import WeightSource as WeightSource
+from trainer.weights.quantized import dequantized
 
 BLOCK_BYTES = 64 * 2**20
 """Maximum size of a block of rows that is read at once."""
@@ -37,7 +41,7 @@ BLOCK_BYTES = 64 * 2**20
 def fill(
     model: nn.Module, source: WeightSource, setting: str = "weights", only: Callable[[str], bool] | None = None
 ) -> None:
-    """Copy the weights of `source` into `model`, in place and in the model's own dtypes.
+    """Copy the weights of `source` into `model`, in place and in the model's own dtypes; packed ones are packed.
 
     `only` is a predicate on our names.  If given, only matching weights are copied, and others may be missing or extra
     in the source.
@@ -50,27 +54,37 @@ def fill(
     `find_weights`).  Raises UserError on the ranks with NaN or infinity in their rows of a parameter; warns of matrices
     in which this rank's rows are all zero.  Errors of the source while reading may be raised on a single rank.
     """
-    model_weights, dtypes = named_weights(model), source.dtypes
+    model_weights, packings = named_weights(model), find_packings(model)
+    shapes, dtypes = source.shapes, source.dtypes
     is_finite: dict[str, torch.Tensor] = {}
     is_zero: dict[str, torch.Tensor] = {}
     for name, stored in find_weights(model, source, setting, only).items():
-        weight = model_weights[name].detach()
+        weight, packing = model_weights[name].detach(), packings.get(name)
         box = local_box(weight)
+        scales = [torch.empty(0, device=weight.device)]
         if box is None:
             assert isinstance(weight, DTensor)
             full = source.read(stored)
+            if packing is not None:
+                full = packing.pack(full.to(weight.device))
+                scales.append(packing.scales(full).flatten())
             parts = distribute_tensor(full, weight.device_mesh, weight.placements, src_data_rank=None)
             local(weight).copy_(local(parts))
         elif weight.ndim == 0:
             local(weight).copy_(source.read(stored))
         else:
             (first, last), held = box[0], (slice(None), *(slice(*span) for span in box[1:]))
-            for start, stop in row_blocks(weight.shape, dtypes[stored], first, last):
-                local(weight)[start - first : stop - first].copy_(source.read(stored, start, stop)[held])
+            for start, stop in row_blocks(shapes[stored], dtypes[stored], first, last):
+                rows = source.read(stored, start, stop)
+                if packing is not None:
+                    rows = packing.pack(rows.to(weight.device))
+                    scales.append(packing.scales(rows).flatten())
+                local(weight)[start - first : stop - first].copy_(rows[held])
         if isinstance(model_weights[name], nn.Parameter):  # a buffer may well hold -inf, as a causal mask does
-            is_finite[stored] = torch.isfinite(local(weight)).all()
-            if weight.ndim > 1 and local(weight).numel():
-                is_zero[stored] = ~local(weight).any()
+            checked = local(weight) if packing is None else torch.cat(scales)
+            is_finite[stored] = torch.isfinite(checked).all()
+            if weight.ndim > 1 and checked.numel():
+                is_zero[stored] = ~checked.any()
     if is_finite and not torch.stack([*is_finite.values()]).all():
         listed = _listed(name for name, flag in is_finite.items() if not flag)
         raise UserError(
@@ -96,14 +110,16 @@ def find_weights(
     """Map the names of the model's weights to their names in `source`; of tied weights, only the first name is
     included.
 
-    With `only`, the result is restricted to the names for which it is true.
+    With `only`, the result is restricted to the names for which it is true.  A new head (`ScoreHead`) may be missing in
+    the source, and the output projection that it replaces may be there.
 
     Raises UserError, beginning with `setting`, that lists every difference: weights missing on either side, different
     shapes, and weights that are tied in the model but different in the source.  Persistent buffers may be missing in
     the source.
     """
-    source_shapes = source.shapes
+    source_shapes, packings = source.shapes, find_packings(model)
     model_weights = {name: tuple(weight.shape) for name, weight in named_weights(model).items()}
+    model_weights |= {name: (*model_weights[name][:-1], packing.width) for name, packing in packings.items()}
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     groups = {group[0]: group for group in tied_names(model)}
     aliases = {alias for group in groups.values() for alias in group[1:]}
@@ -117,9 +133,9 @@ def find_weights(
             # Equal copies of a tied weight are fine.  If two weights differ, one would be lost.
             others = [other for other in stored[1:] if _are_different(source, stored[0], other)]
             untied_pairs += [f"{stored[0]} and {other} are one tensor here, but two there" for other in others]
-        elif name in parameters:
+        elif name in parameters and not is_score(name):
             missing.append(f"missing there: {name} {model_weights[name]}")
-    dtypes = source.dtypes
+    dtypes, known = source.dtypes, {*model_weights, replaced_output(model)}
     integers = [
         f"{stored}: {str(dtypes[stored]).removeprefix('torch.')} there, as in a quantized folder whose scales are "
         "missing; floating point here"
@@ -129,7 +145,7 @@ def find_weights(
     differences = [
         *missing,
         *integers,
-        *(f"missing here: {name} {shape}" for name, shape in source_shapes.items() if name not in model_weights),
+        *(f"missing here: {name} {shape}" for name, shape in source_shapes.items() if name not in known),
         *(
             f"{name}: {source_shapes[name]} there, {shape} here"
             for name, shape in model_weights.items()
@@ -260,8 +276,10 @@ class SafetensorsFolder(StoredTensors):
         names = None if recipe is None else HuggingFaceNames(recipe, model_config)
         self.description = str(path)
         self._setting = setting
-        self._stored: dict[str, _StoredTensor | _StackedTensor] = {}
-        stacks: dict[str, dict[str, _StoredTensor]] = {}
+        self.remarks: list[str] = []
+        """What differs from the files: their format, and parts that the model lacks."""
+        readers: dict[str, tuple[Path, Any]] = {}
+        left_out: Counter[str] = Counter()
         for file, expected in _find_files(path, setting).items():
             handle = self._open(file)
             present = list(handle.keys())
@@ -269,14 +287,24 @@ class SafetensorsFolder(StoredTensors):
             if absent:
                 raise self._unreadable(file, f"has no {', '.join(absent)}, which {INDEX} lists")
             for name in expected or present:
-                if names is not None and names.is_ignored(name):
-                    continue
-                mapped = (names and names.from_huggingface(name)) or MappedTensor(name)
-                stored = self._describe(file, handle.get_slice(name), name, mapped.is_transposed)
-                if mapped.row is None:
-                    self._stored[mapped.name] = stored
-                else:
-                    stacks.setdefault(mapped.name, {})[mapped.row] = stored
+                if names is None:
+                    readers[name] = file, handle.get_slice(name)
+                elif (part := names.left_out(name)) is not None:
+                    left_out[part] += 1
+                elif not names.is_ignored(name):
+                    readers[name] = file, handle.get_slice(name)
+        self.remarks += [f"without {part} ({number} tensors)" for part, number in left_out.items()]
+        if recipe is not None and recipe.hf is not None and "quantization_config" in recipe.hf.dropped:
+            readers = self._dequantized(readers)
+        self._stored: dict[str, _StoredTensor | _StackedTensor] = {}
+        stacks: dict[str, dict[str, _StoredTensor]] = {}
+        for name, (file, reader) in readers.items():
+            mapped = (names and names.from_huggingface(name)) or MappedTensor(name)
+            stored = self._describe(file, reader, name, mapped.is_transposed)
+            if mapped.row is None:
+                self._stored[mapped.name] = stored
+            else:
+                stacks.setdefault(mapped.name, {})[mapped.row] = stored
         self._stored |= {name: self._stack(name, rows) for name, rows in stacks.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
@@ -290,8 +318,10 @@ class SafetensorsFolder(StoredTensors):
         try:
             if not stored.shape:
                 tensor: torch.Tensor = stored.reader[...]
-            elif stored.transposed:
+            elif stored.transposed and len(stored.shape) == 2:
                 tensor = stored.reader[:, start:stop].t()
+            elif stored.transposed:
+                tensor = stored.reader[start:stop].mT
             else:
                 tensor = stored.reader[start:stop]
         except (SafetensorError, OSError) as error:
@@ -310,8 +340,22 @@ class SafetensorsFolder(StoredTensors):
         shape, dtype = tuple(reader.get_shape()), reader.get_dtype()
         if dtype not in DTYPES:
             raise self._unreadable(file, f"{name} is stored as {dtype}; convert it to one of {', '.join(DTYPES)}")
-        transposed = transposed and len(shape) == 2
-        return _StoredTensor(file, reader, transposed, shape[::-1] if transposed else shape, DTYPES[dtype])
+        transposed = transposed and len(shape) >= 2
+        shape = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
+        return _StoredTensor(file, reader, transposed, shape, DTYPES[dtype])
+
+    def _dequantized(self, readers: dict[str, tuple[Path, Any]]) -> dict[str, tuple[Path, Any]]:
+        """Return the tensors with quantized ones dequantized, as config.json beside them describes their format."""
+        path = Path(self.description).expanduser() / CONFIG
+        quantization = read_json(path).get("quantization_config") if path.is_file() else None
+        if not quantization:
+            return readers
+        try:
+            found = dequantized(readers, quantization)
+        except UserError as error:
+            raise setting_error(self._setting, self.description, str(error)) from error
+        self.remarks.append(f"dequantized from {quantization['quant_method']} to bfloat16")
+        return found
 
     def _stack(self, name: str, rows: Mapping[str, _StoredTensor]) -> _StackedTensor:
         """Combine the rows of one of our tensors.  Raises UserError if rows are missing or differ in shape or dtype."""

@@ -5,5 +5,6 @@ template   chat templates, rendered as in transformers
 limits     limits the CPU time and memory of rendering templates
 masking    conversations -> tokens and loss mask
 store      tokenized conversations, cached on disk
-source     samples: packed conversations, or preference pairs; conversations for display
+source     samples: packed conversations, preference pairs or labelled conversations;
+           conversations for display
 """

@@ -199,13 +199,14 @@ def _without_nulls(value: Any) -> Any:
 
 
 COLUMNS: dict[str, tuple[str, ...]] = {
-    "messages": ("messages", "tools"),
-    "sharegpt": ("conversations", "system", "tools"),
-    "alpaca": ("instruction", "input", "output", "system", "history"),
-    "prompt_completion": ("prompt", "completion", "tools"),
+    "messages": ("messages", "tools", "label"),
+    "sharegpt": ("conversations", "system", "tools", "label"),
+    "alpaca": ("instruction", "input", "output", "system", "history", "label"),
+    "prompt_completion": ("prompt", "completion", "tools", "label"),
     "preference": ("prompt", "chosen", "rejected", "tools"),
+    "text": ("text", "label"),
 }
-"""Keys that a record of each format may have."""
+"""Keys that a record of each format may have; `label` is only read for objectives that need one."""
 
 _REQUIRED = {
     "preference": {"chosen", "rejected"},
@@ -213,8 +214,10 @@ _REQUIRED = {
     "sharegpt": {"conversations"},
     "prompt_completion": {"prompt", "completion"},
     "alpaca": {"instruction", "output"},
+    "text": {"text"},
 }
-"""Keys that a record of each format must have; `data.format=auto` tries the formats in this order."""
+"""Keys that a record of each format must have; `data.format=auto` tries the formats in this order, and `text` only with
+labels."""
 
 
 def check_columns(columns: Mapping[str, str], setting: str) -> None:
@@ -241,7 +244,13 @@ class Format:
         self.name, self._columns = name, dict(columns or {})
 
     @classmethod
-    def detect(cls, record: Mapping[str, Any], setting: str, columns: Mapping[str, str] | None = None) -> Format:
+    def detect(
+        cls,
+        record: Mapping[str, Any],
+        setting: str,
+        columns: Mapping[str, str] | None = None,
+        has_labels: bool = False,
+    ) -> Format:
         """Return the format that `setting` names; for `auto`, the first one with all its required keys in `record`."""
         columns_in_file = dict(columns or {})
         if setting != "auto":
@@ -249,10 +258,11 @@ class Format:
         matching_formats = [
             name
             for name, required_keys in _REQUIRED.items()
-            if all(columns_in_file.get(key, key) in record for key in required_keys)
+            if (has_labels or name != "text") and all(columns_in_file.get(key, key) in record for key in required_keys)
         ]
         if not matching_formats:
-            rule = f"matches none of the formats {', '.join(_REQUIRED)}; its keys: {', '.join(record) or 'none'}"
+            formats = [name for name in _REQUIRED if has_labels or name != "text"]
+            rule = f"matches none of the formats {', '.join(formats)}; its keys: {', '.join(record) or 'none'}"
             fix = f"map the file's keys to those of a format, for example data.columns={_mapping_for(record)!r}"
             raise BadChat(rule, "data.columns" if columns_in_file else "data.format", fix=fix)
         return cls(matching_formats[0], columns_in_file)
@@ -266,7 +276,7 @@ class Format:
             if missing[0] in record:
                 raise BadChat(f"{missing[0]!r} is null", fix="remove the record, or set its value")
             rule = f"has no key {missing[0]!r}; its keys: {', '.join(record) or 'none'}"
-            other_formats = [name for name, required_keys in _REQUIRED.items() if required_keys <= set(record)]
+            other_formats = [name for name, keys in _REQUIRED.items() if name != "text" and keys <= set(record)]
             if other_formats and not self._columns:
                 rule += f", which is the format {other_formats[0]}, while the file begins with {self.name}"
                 raise BadChat(rule, fix="write the records of each format to a separate file, or convert them")
@@ -282,8 +292,31 @@ class Format:
             case "prompt_completion":
                 tools = _tools(values["tools"])
                 return _prompt_with_answer(values["prompt"], values["completion"], "completion", tools)
+            case "text":
+                return Completion(_text(values["text"], "text"), "")
             case _:
                 return _read_preference(values)
+
+    def label(self, record: Mapping[str, Any]) -> int:
+        """Return the record's label: a whole number from 0 on, or 1 and 0 for true and false.  Raises BadChat."""
+        key = self._columns.get("label", "label")
+        label = record.get(key)
+        if self.name == "preference":
+            rule = "is a pair of answers, but train.objective needs one answer with a label"
+            raise BadChat(rule, fix="use an objective for pairs, such as recipe=dpo")
+        if label is None:
+            rule = f"has no key {key!r}; its keys: {', '.join(record) or 'none'}"
+            raise BadChat(
+                rule, "data.columns", fix="name the key of the label, for example data.columns={label: class}"
+            )
+        if not isinstance(label, int) or not 0 <= label < MAX_LABELS:
+            rule = f"{key} must be true or false, or a whole number from 0 to {MAX_LABELS - 1}, not {json_type(label)}"
+            raise BadChat(rule, fix="number the classes from 0 on")
+        return int(label)
+
+
+MAX_LABELS = 2**15
+"""Limit of labels: they are stored like token ids, which have 16 bits where the vocabulary is small."""
 
 
 _COMMON_COLUMN_NAMES = {

@@ -40,12 +40,22 @@ class Encoded:
     trained: NDArray[np.bool_]
     spelled: str = ""
 
+    def truncated(self, num_tokens: int, marks_end: bool) -> Encoded:
+        """Return the first `num_tokens` tokens.  marks_end: train on the last of them, and on no other."""
+        trained = self.trained[:num_tokens]
+        return Encoded(self.ids[:num_tokens], only_last(len(trained)) if marks_end else trained)
+
+
+def only_last(num_tokens: int) -> NDArray[np.bool_]:
+    """Return a mask of the last of `num_tokens` tokens."""
+    return np.arange(num_tokens) == num_tokens - 1
+
 
 class Encoder:
     """Encodes conversations as token ids with a loss mask.
 
     train_on: `assistant`, all assistant turns; `last`, the last assistant turn; `completion`, the assistant turns after
-        the last user message; `all`, every token.  Messages with weight 0 are never trained on.
+        the last user message; `all`, every token; `end`, the last token.  Messages with weight 0 are never trained on.
     setting: the value of `data.chat_template`, for error messages.
     """
 
@@ -74,9 +84,16 @@ class Encoder:
         plain = self.tokenizer.plain
         prompt = np.array([*plain.start_ids, *plain.encode(sample.prompt)], np.int64)
         completion = np.array([*plain.encode(sample.completion), *plain.end_ids], np.int64)
-        trained = np.arange(len(prompt) + len(completion)) >= (0 if self._train_on == "all" else len(prompt))
+        num_tokens = len(prompt) + len(completion)
+        trained = np.arange(num_tokens) >= (0 if self._train_on == "all" else len(prompt))
+        trained = only_last(num_tokens) if self.marks_end else trained
         spelled = self.tokenizer.spelled_in(sample.prompt + sample.completion)
         return Encoded(np.concatenate([prompt, completion]), trained, spelled)
+
+    @property
+    def marks_end(self) -> bool:
+        """True if only the last token of a conversation is a target: the position at which a head scores it."""
+        return self._train_on == "end"
 
     @property
     def has_template(self) -> bool:
@@ -161,10 +178,14 @@ class Encoder:
                     loss_mask |= (spans[:, 0] < end) & (spans[:, 1] > start)
                 if turn_spans and turn_spans[0][0] >= needed_chars:
                     break
+        if self.marks_end:
+            return full.text, ids, spans, only_last(len(ids))
         return full.text, ids, spans, ~loss_mask if is_all_trained else loss_mask
 
     def _turns(self, chat: Conversation) -> list[int]:
         """Return the indices of the messages to train on; for `all`, of the messages not to train on."""
+        if self.marks_end:
+            return []
         weights = [message.get("weight", 1) for message in chat.messages]
         if self._train_on == "all":
             return [number for number, weight in enumerate(weights) if weight == 0]

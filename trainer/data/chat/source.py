@@ -48,6 +48,8 @@ def open_chats(data: DataSection, vocab_size: int | None, split: Split) -> Sourc
         shard = chat_shards.train if split == "train" else chat_shards.held_out
     if shard is None:
         return None
+    if data.labels != "none":
+        return LabelledSource(shard, chat_shards.report, data.seq_len, encoder, data.labels == "mismatched")
     if chat_shards.report.pairs:
         return PairSource(shard, chat_shards.report, data.seq_len, encoder)
     return ChatSource(shard, chat_shards.report, data.seq_len, data.arrangement != "apart", encoder)
@@ -69,6 +71,7 @@ def _tokenize(data: DataSection, key: str, path: str, holdout: float, encoder: E
         key=key,
         files=tuple(map(Path, find_files(key, path))),
         format=data.format,
+        has_labels=data.labels != "none",
         columns=data.columns or {},
         train_on=data.train_on,
         seq_len=data.seq_len,
@@ -93,7 +96,7 @@ class _Conversations(Source):
         self.seq_len, self.vocab_size, self.tokenizer = seq_len, tokenizer.vocab_size, tokenizer.plain.name
         self.report, self._encoder = report, encoder
         self._shard, self.shards, self._offsets = shard, [shard], shard.read_offsets()
-        self.longest = int(np.diff(self._offsets).max(initial=1)) - 1
+        self.longest = int(self._lengths.max(initial=0))
         self._padding = shard.info.end_id // 2
 
     @cached_property
@@ -125,6 +128,11 @@ class _Conversations(Source):
                 return prompt
         return None
 
+    @property
+    def _lengths(self) -> NDArray[np.int64]:
+        """The number of positions of each conversation: its last token takes one only if it is scored."""
+        return np.diff(self._offsets) - (not self._encoder.marks_end)
+
     def _empty_rows(self, num_rows: int) -> dict[str, NDArray[Any]]:
         shape = (num_rows, self.seq_len)
         return {
@@ -139,9 +147,15 @@ class _Conversations(Source):
     def _write_row(self, rows: Mapping[str, NDArray[Any]], row: int, start: int, number: int) -> int:
         """Write conversation `number` into a row from offset `start` on, and return its end in the row.
 
-        A conversation of n tokens takes n - 1 positions: its last token is only a target.
+        A conversation of n tokens takes n - 1 positions: its last token is only a target.  With `data.train_on=end` it
+        takes n, and the only target, 0, is at the last of them.
         """
         encoded = self._read(number)
+        if self._encoder.marks_end:
+            stop = start + len(encoded.ids)
+            rows["tokens"][row, start:stop] = encoded.ids
+            rows["targets"][row, stop - 1] = 0
+            return stop
         stop = start + len(encoded.ids) - 1
         rows["tokens"][row, start:stop] = encoded.ids[:-1]
         rows["targets"][row, start:stop] = np.where(encoded.trained[1:], encoded.ids[1:], IGNORE)
@@ -156,7 +170,7 @@ class ChatSource(_Conversations):
 
     def __init__(self, shard: Shard, report: ChatReport, seq_len: int, pack: bool, encoder: Encoder) -> None:
         super().__init__(shard, report, seq_len, encoder)
-        lengths = np.diff(self._offsets) - 1
+        lengths = self._lengths
         one_per_row = np.arange(len(lengths)), np.arange(len(lengths) + 1)
         self._order, self._starts = best_fit(lengths, seq_len) if pack else one_per_row
         self._pack = pack
@@ -197,6 +211,54 @@ class PairSource(_Conversations):
         return rows
 
 
+class LabelledSource(_Conversations):
+    """Conversations with a label each, one per row.
+
+    A batch has `labels`, one of each sample; with `data.train_on=end` the label is also the target at the last token.
+    If they are mismatched, row 2i is the conversation of sample i, and row 2i + 1 has its prompt and the answer of the
+    next conversation.  A prompt ends before the first target.
+    """
+
+    def __init__(self, shard: Shard, report: ChatReport, seq_len: int, encoder: Encoder, is_mismatched: bool) -> None:
+        super().__init__(shard, report, seq_len, encoder)
+        self.rows_per_sample, self.num_labels = 1 + is_mismatched, report.num_labels
+
+    @property
+    def _lengths(self) -> NDArray[np.int64]:
+        return super()._lengths - 1  # the first value is the label
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def batch(self, indices: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
+        rows, labels = self._empty_rows(self.rows_per_sample * len(indices)), np.zeros(len(indices), np.int64)
+        for sample, index in enumerate(np.asarray(indices).tolist()):
+            if index < 0:
+                continue
+            row = self.rows_per_sample * sample
+            end = self._write_row(rows, row, 0, index)
+            labels[sample] = self._shard.read(int(self._offsets[index]), 1)[0] >> 1
+            if self._encoder.marks_end:
+                rows["targets"][row, end - 1] = labels[sample]
+            if self.rows_per_sample == 2:
+                self._write_mismatched(rows, row + 1, index, (index + 1) % len(self))
+        return {**rows, "labels": labels}
+
+    def _read(self, number: int) -> Encoded:
+        encoded = super()._read(number)
+        return Encoded(encoded.ids[1:], encoded.trained[1:])
+
+    def _write_mismatched(self, rows: Mapping[str, NDArray[Any]], row: int, number: int, other: int) -> None:
+        """Write the prompt of conversation `number` and the answer of conversation `other` into a row."""
+        (prompt, start), (answer, begin) = (
+            (encoded, int(np.argmax(encoded.trained))) for encoded in map(self._read, (number, other))
+        )
+        ids = np.concatenate([prompt.ids[:start], answer.ids[begin:]])[: self.seq_len + 1]
+        trained = np.concatenate([prompt.trained[:start], answer.trained[begin:]])[: self.seq_len + 1]
+        rows["tokens"][row, : len(ids) - 1] = ids[:-1]
+        rows["targets"][row, : len(ids) - 1] = np.where(trained[1:], ids[1:], IGNORE)
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Conversations for display
 
@@ -225,7 +287,9 @@ def first_chats(data: DataSection, inputs: Sequence[str], number: int, key: str)
     record_format: Format | None = None
     for location, record in islice(records, number):
         try:
-            record_format = record_format or Format.detect(record, data.format, data.columns)
+            record_format = record_format or Format.detect(
+                record, data.format, data.columns, has_labels=data.labels != "none"
+            )
             sample = record_format.read(record)
             if isinstance(sample, Pair):
                 yield DisplayedChat(f"{location}, chosen", encoder.pieces(sample.chosen))

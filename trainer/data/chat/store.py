@@ -1,7 +1,8 @@
 """Tokenizes the conversations of chat files once, and stores their tokens, loss masks and statistics in the cache.
 
 Each conversation is a document of a token shard.  Every stored value is 2 * id + is_trained, so that a single read
-returns both the token and its mask.  The two answers of a pair are consecutive documents.
+returns both the token and its mask.  The two answers of a pair are consecutive documents.  With labels, the first value
+of a document is 2 * label.
 
 If several processes request the same files at once, on any machines that share the cache, one of them tokenizes the
 files while the others wait; see `get_or_build`.
@@ -43,11 +44,13 @@ class ChatSpec:
     """A set of chat files, and the settings that determine how they are tokenized.
 
     key: the setting that names the files.
+    has_labels: whether each record has a label, which is stored as well.
     """
 
     key: str
     files: tuple[Path, ...]
     format: str
+    has_labels: bool
     columns: Mapping[str, str]
     train_on: str
     seq_len: int
@@ -108,8 +111,9 @@ def _tokenize_all(folder: Path, name: str, spec: ChatSpec, encoder: Encoder) -> 
     try:
         with ProgressLine(lambda: f"tokenizing {spec.key}: {report.chats:,} {report.kind}"):
             _write(reader.conversations(), spec.holdout, train, held_out, report)
-        report.tokens, report.trained = train.tokens, train.trained
-        report.held_out, report.held_out_tokens = held_out.samples, held_out.tokens
+        report.tokens = train.tokens - train.samples * spec.has_labels  # a label takes the place of a token
+        report.held_out, report.trained = held_out.samples, train.trained
+        report.held_out_tokens = held_out.tokens - held_out.samples * spec.has_labels
         _check(spec, report, is_empty=train.is_empty)
         train.publish()
         held_out.publish()
@@ -195,22 +199,38 @@ class _ChatReader:
 
     def _encode(self, location: str, record: Mapping[str, Any]) -> list[Encoded]:
         """Return a record's documents, or an empty list if it is dropped as too long or has no targets."""
-        max_tokens = self._spec.seq_len + 1
         try:
             samples = self._samples(record)
-            documents = [self._encoder.encode(sample, max_tokens) for sample in samples]
+            documents = [self._encoder.encode(sample, self._max_tokens) for sample in samples]
             self._count(samples, documents, location)
             documents = self._fit_length(documents)
+            label = self._label(record)
         except BadChat as error:
             raise self._user_error(error, location) from error
         if documents and not all(document.trained[1:].any() for document in documents):
             self._report.unused.append(location)
             return []
-        return documents
+        if label is None:
+            return documents
+        return [Encoded(np.insert(d.ids, 0, label), np.insert(d.trained, 0, False)) for d in documents]
+
+    @property
+    def _max_tokens(self) -> int:
+        """The largest number of tokens that fits a row: the last token takes a position only if it is scored."""
+        return self._spec.seq_len + (not self._encoder.marks_end)
+
+    def _label(self, record: Mapping[str, Any]) -> int | None:
+        """Return the record's label, or None if the objective needs none; counts the labels."""
+        if not self._spec.has_labels:
+            return None
+        assert self._format is not None
+        label = self._format.label(record)
+        self._report.num_labels = max(self._report.num_labels, label + 1)
+        return label
 
     def _samples(self, record: Mapping[str, Any]) -> Sequence[Sample]:
         if self._format is None:
-            self._format = Format.detect(record, self._spec.format, self._spec.columns)
+            self._format = Format.detect(record, self._spec.format, self._spec.columns, self._spec.has_labels)
             self._report.pairs = self._format.name == "preference"
         parsed = self._format.read(record)
         return [parsed.chosen, parsed.rejected] if isinstance(parsed, Pair) else [parsed]
@@ -227,12 +247,14 @@ class _ChatReader:
 
     def _fit_length(self, documents: list[Encoded]) -> list[Encoded]:
         """Apply `data.too_long`: return a record's documents unchanged or truncated, or an empty list to drop them."""
-        max_tokens, longest = self._spec.seq_len + 1, max(len(document.ids) for document in documents)
+        max_tokens, longest = self._max_tokens, max(len(document.ids) for document in documents)
         if longest <= max_tokens:
             return documents
         if self._spec.too_long == "error":
             raise BadChat(
-                f"has {longest} tokens, but a sequence fits only {max_tokens}", "data.seq_len", legal=longest - 1
+                f"has {longest} tokens, but a sequence fits only {max_tokens}",
+                "data.seq_len",
+                legal=longest - max_tokens + self._spec.seq_len,
             )
         if self._spec.too_long == "drop":
             self._report.dropped += 1
@@ -242,7 +264,7 @@ class _ChatReader:
             return []
         self._report.truncated += 1
         self._report.truncated_tokens += sum(max(0, len(document.ids) - max_tokens) for document in documents)
-        return [Encoded(document.ids[:max_tokens], document.trained[:max_tokens]) for document in documents]
+        return [document.truncated(max_tokens, self._encoder.marks_end) for document in documents]
 
     def _user_error(self, error: BadChat, location: str) -> UserError:
         """Convert a BadChat to a UserError with the record's location, about the setting that has to change."""
@@ -439,6 +461,7 @@ class ChatReport:
     plain: number of records with plain-text prompts and completions.
     spelling, spelled, token: number of conversations with a special token spelled out in their text, the locations of
         the first few, and one such token.
+    num_labels: the largest label and 1; 0 without labels.
     content: a digest of all tokens and masks.
     """
 
@@ -458,6 +481,7 @@ class ChatReport:
     spelling: int = 0
     spelled: list[str] = dataclasses.field(default_factory=list)
     token: str = ""
+    num_labels: int = 0
     content: str = ""
 
     @property

@@ -31,7 +31,7 @@ from trainer.files import find_cache_folders
 from trainer.urls import has_pattern, join, parent, split_query, with_suffix, without_credentials
 
 
-class NoShards(Exception):
+class NoShardsFound(Exception):
     """Raised when a URL has no token shards."""
 
 
@@ -40,10 +40,10 @@ def open_remote(setting: str, key: str, cache_dir: str | None, cache_gib: float 
 
     Each is downloaded into the cache when it is first read.
 
-    Raises NoShards if there are none, ShardError if they are unusable, and UserError if the cache is unusable or too
-    small.
+    Raises NoShardsFound if there are none, ShardError if they are unusable, and UserError if the cache is unusable or
+    too small.
     """
-    location = CacheLocation(
+    cache_settings = CacheSettings(
         find_cache_subfolder(cache_dir, "shards"), None if cache_gib is None else int(cache_gib * 2**30)
     )
     url_path, query = split_query(setting)
@@ -55,7 +55,7 @@ def open_remote(setting: str, key: str, cache_dir: str | None, cache_gib: float 
         with contextlib.suppress(Unreachable):  # missing, or unreadable: list the folder
             content = read(join(url, MANIFEST))
             url = join(url, MANIFEST)
-    shards = _by_manifest(url, content, location) if content is not None else _by_name(url, location)
+    shards = _listed_shards(url, content, cache_settings) if content is not None else _found_shards(url, cache_settings)
     if cache_gib is not None:
         _check_capacity([*shards.train, *shards.held_out], cache_gib)
     return shards
@@ -70,7 +70,7 @@ def _read_manifest(setting: str, url: str, key: str) -> bytes:
     return content
 
 
-def _by_manifest(url: str, content: bytes, location: CacheLocation) -> ShardSet:
+def _listed_shards(url: str, content: bytes, cache_settings: CacheSettings) -> ShardSet:
     manifest = Manifest.parse(content, url)
     base, version = parent(url), hashlib.blake2b(content, digest_size=12).hexdigest()
 
@@ -80,7 +80,7 @@ def _by_manifest(url: str, content: bytes, location: CacheLocation) -> ShardSet:
             if name.startswith("/"):
                 rule = f"lists {name}, which is on another machine's file system"
                 raise ShardError(f"the manifest {masked(base)} {rule}")
-            found.append(RemoteShard(name if "://" in name else join(base, name), info, location, version))
+            found.append(RemoteShard(name if "://" in name else join(base, name), info, cache_settings, version))
         return found
 
     train, held_out = shards(is_held_out=False), shards(is_held_out=True)
@@ -88,24 +88,26 @@ def _by_manifest(url: str, content: bytes, location: CacheLocation) -> ShardSet:
     return ShardSet(names, train, manifest.train_content, held_out, manifest.held_out_content)
 
 
-def _by_name(url: str, location: CacheLocation) -> ShardSet:
+def _found_shards(url: str, cache_settings: CacheSettings) -> ShardSet:
     is_single = split_query(url)[0].endswith(".bin") and not has_pattern(url)
     urls = [url] if is_single else [match for match in find_urls(url) if split_query(match)[0].endswith(".bin")]
     if not urls:
-        raise NoShards
+        raise NoShardsFound
     metadata = map_urls(read, [with_suffix(url, ".bin", ".json") for url in urls])
     shards: list[Shard] = [
-        RemoteShard(url, parse_info(content, url), location, hashlib.blake2b(content, digest_size=12).hexdigest())
+        RemoteShard(url, parse_info(content, url), cache_settings, hashlib.blake2b(content, digest_size=12).hexdigest())
         for url, content in zip(urls, metadata, strict=True)
     ]
-    return ShardSet([shard.name for shard in shards], shards, _cached_content(shards, b"\0".join(metadata), location))
+    return ShardSet(
+        [shard.name for shard in shards], shards, _cached_content(shards, b"\0".join(metadata), cache_settings)
+    )
 
 
-def _cached_content(shards: Sequence[Shard], metadata: bytes, location: CacheLocation) -> str:
+def _cached_content(shards: Sequence[Shard], metadata: bytes, cache_settings: CacheSettings) -> str:
     """Return the `sample_content` of shards, from the cache if it was computed before for the same metadata."""
     digest = hashlib.blake2b(metadata, digest_size=12)
     digest.update("\n".join(shard.name for shard in shards).encode())
-    path = location.folder.with_name(f"content-{digest.hexdigest()}")
+    path = cache_settings.folder.with_name(f"content-{digest.hexdigest()}")
     if isinstance(stored := read_value(path), str):
         return stored
     content = sample_content(shards)
@@ -145,7 +147,7 @@ def _check_capacity(shards: Sequence[Shard], cache_gib: float) -> None:
 
 
 @dataclass(frozen=True)
-class CacheLocation:
+class CacheSettings:
     """The cache folder, and the maximum number of bytes in it."""
 
     folder: Path
@@ -154,12 +156,12 @@ class CacheLocation:
     @property
     def cache(self) -> ShardCache:
         """The cache of this process."""
-        return _cache(self, os.getpid())
+        return _process_cache(self, os.getpid())
 
 
 @functools.cache
-def _cache(location: CacheLocation, process: int) -> ShardCache:
-    return ShardCache(location.folder, location.limit)
+def _process_cache(cache_settings: CacheSettings, process: int) -> ShardCache:
+    return ShardCache(cache_settings.folder, cache_settings.limit)
 
 
 class RemoteShard(Shard):
@@ -170,23 +172,23 @@ class RemoteShard(Shard):
 
     is_remote = True
 
-    def __init__(self, url: str, info: ShardInfo, location: CacheLocation, version: str) -> None:
+    def __init__(self, url: str, info: ShardInfo, cache_settings: CacheSettings, version: str) -> None:
         self._url, self.name, self.info = url, without_credentials(url), info
-        self.location, self._file_version = location, version
+        self.cache_settings, self._file_version = cache_settings, version
 
     @functools.cached_property
     def tokens(self) -> RemoteFile:
         """The token file."""
-        return self._item(".bin", self.info.num_tokens * self.dtype.itemsize, slice(0, 8))
+        return self._remote_file(".bin", self.info.num_tokens * self.dtype.itemsize, slice(0, 8))
 
     @functools.cached_property
     def index(self) -> RemoteFile:
         """The index file, with the offsets at which documents start."""
-        return self._item(".idx", (self.info.num_documents + 1) * 8, slice(8, 16))
+        return self._remote_file(".idx", (self.info.num_documents + 1) * 8, slice(8, 16))
 
     def peek(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
         """Return a few tokens.  Only these are downloaded, if the server supports range requests."""
-        if not self.location.cache.has(self.tokens.name):
+        if not self.cache_settings.cache.has(self.tokens.name):
             size = self.dtype.itemsize
             content = read_range(self._url, start * size, (start + count) * size)
             if content is not None and len(content) == count * size:
@@ -197,9 +199,9 @@ class RemoteShard(Shard):
         """Do nothing: the cache verifies a file when it is downloaded and when it is first read."""
 
     def _fill(self, buffer: NDArray[Any], offset: int, is_index: bool) -> int:
-        return self.location.cache.read_into(buffer, self.index if is_index else self.tokens, offset)
+        return self.cache_settings.cache.read_into(buffer, self.index if is_index else self.tokens, offset)
 
-    def _item(self, suffix: str, size: int, digits: slice) -> RemoteFile:
+    def _remote_file(self, suffix: str, size: int, digits: slice) -> RemoteFile:
         url = with_suffix(self._url, ".bin", suffix)
         identity = f"{without_credentials(url)} {self._file_version}"
         name = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
@@ -262,7 +264,7 @@ class ShardPrefetcher:
     ) -> None:
         remote_shards = [shard for shard in shards if isinstance(shard, RemoteShard)]
         self._files, self._find_shards = [shard.tokens for shard in remote_shards], find_shards
-        self._cache, self._steps, self._rank_slice = remote_shards[0].location.cache, steps, rank_slice
+        self._cache, self._steps, self._rank_slice = remote_shards[0].cache_settings.cache, steps, rank_slice
         self._steps_ahead: deque[_Step] = deque()
         self._steps_until: dict[str, int] = {}
         self._num_taken = 0

@@ -1,0 +1,36 @@
+"""A classifier of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from trainer.objective import Direction, Objective, Rows, register_objective
+from trainer.recipe import declare
+
+if TYPE_CHECKING:
+    import torch
+
+
+@register_objective("classify")
+@dataclass(frozen=True)
+class Classify(Objective):
+    """A classifier: give the class of a text, its label, the highest score.
+
+    The loss of a text is the cross-entropy of the scores, which are the outputs of a new head at the last token.
+    """
+
+    needs = ("scores", "labels")
+    better: ClassVar[Mapping[str, Direction]] = {"accuracy": "higher"}
+
+    num_labels: int = declare(2, "number of classes, which are numbered from 0", at_least=2, at_most=2**15)
+
+    @property
+    def outputs(self) -> int:  # type: ignore[override]
+        """One score for each class."""
+        return self.num_labels
+
+    def __call__(self, rows: Rows) -> torch.Tensor:
+        rows.log("accuracy", (rows.scores.argmax(1) == rows.labels).double())
+        return -rows.scores.log_softmax(1).gather(1, rows.labels.unsqueeze(1)).squeeze(1)

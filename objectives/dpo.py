@@ -1,0 +1,52 @@
+"""Direct preference optimisation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainer.objective import Direction, Objective, Rows, log_sigmoid, pairs, register_objective
+from trainer.recipe import declare
+
+if TYPE_CHECKING:
+    import torch
+
+REWARDS: Mapping[str, Direction] = {
+    "accuracy": "higher",
+    "margin": "higher",
+    "reward_chosen": "higher",
+    "reward_rejected": "lower",
+}
+
+
+def log_rewards(rows: Rows, chosen: torch.Tensor, rejected: torch.Tensor) -> None:
+    """Log the rewards of pairs, (S,) each, their difference, and how often the chosen one is higher."""
+    chosen, rejected = chosen.detach(), rejected.detach()
+    rows.log("accuracy", (chosen > rejected).float())
+    rows.log("margin", chosen - rejected)
+    rows.log("reward_chosen", chosen)
+    rows.log("reward_rejected", rejected)
+
+
+@register_objective("dpo")
+@dataclass(frozen=True)
+class Dpo(Objective):
+    """Direct preference optimisation: prefer one of two answers, relative to a reference model.
+
+    The loss of a pair is -log sigmoid(beta * ((c - c') - (r - r'))), where c and r are the log-probabilities of the
+    chosen and the rejected answer, and c' and r' those under the reference.
+
+    Source: Rafailov et al. 2023, "Direct Preference Optimization", arXiv:2305.18290.
+    """
+
+    rows, needs, better = 2, ("reference",), REWARDS
+
+    beta: float = declare(
+        0.1, "strength of the penalty for moving away from the reference model; scales the log-probabilities", above=0
+    )
+
+    def __call__(self, rows: Rows) -> torch.Tensor:
+        chosen, rejected = pairs(self.beta * (rows.logps - rows.reference))
+        log_rewards(rows, chosen, rejected)
+        return -log_sigmoid(chosen - rejected)

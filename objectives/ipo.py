@@ -1,0 +1,35 @@
+"""Identity preference optimisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainer.objectives.dpo import REWARDS, log_rewards
+
+from trainer.objective import Objective, Rows, pairs, register_objective
+from trainer.recipe import declare
+
+if TYPE_CHECKING:
+    import torch
+
+
+@register_objective("ipo")
+@dataclass(frozen=True)
+class Ipo(Objective):
+    """Identity preference optimisation: as DPO, but the margin is to reach a value instead of growing without end.
+
+    The loss of a pair is (m - 1 / (2 * beta))^2, where m is the gain in log-probability per target over the reference,
+    of the chosen answer less that of the rejected one.
+
+    Source: Azar et al. 2023, arXiv:2310.12036, equation 17; its authors average over the targets of each answer.
+    """
+
+    rows, needs, better = 2, ("reference",), REWARDS
+
+    beta: float = declare(0.1, "the margin per target is to reach 1 / (2 * beta)", above=0)
+
+    def __call__(self, rows: Rows) -> torch.Tensor:
+        chosen, rejected = pairs((rows.logps - rows.reference) / rows.lengths)
+        log_rewards(rows, self.beta * chosen, self.beta * rejected)
+        return (chosen - rejected - 1 / (2 * self.beta)) ** 2

@@ -1,0 +1,46 @@
+"""Kahneman-Tversky optimisation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from trainer.objective import Direction, Objective, Rows, pairs, register_objective
+from trainer.recipe import declare
+
+if TYPE_CHECKING:
+    import torch
+
+
+@register_objective("kto")
+@dataclass(frozen=True)
+class Kto(Objective):
+    """Kahneman-Tversky optimisation: raise answers labelled good and lower those labelled bad; no pairs are needed.
+
+    The loss of an answer is w * (1 - sigmoid(s * (beta * (g - k)))), where g is its gain in log-probability over the
+    reference, s is 1 for a good and -1 for a bad answer, and w is the weight of its kind.  k estimates how far the
+    model has moved from the reference: the mean gain, over the global batch, of answers to other prompts, at least 0.
+    It is a constant for the gradient.
+
+    Source: Ethayarajh et al. 2024, arXiv:2402.01306, equation 7.
+    """
+
+    rows, needs = 2, ("reference", "labels")
+    better: ClassVar[Mapping[str, Direction]] = {"reward_good": "higher", "reward_bad": "lower", "kl": "lower"}
+
+    beta: float = declare(0.1, "strength of the penalty for moving away from the reference model", above=0)
+    good_weight: float = declare(1.0, "weight of the answers labelled good", at_least=0)
+    bad_weight: float = declare(1.0, "weight of the answers labelled bad", at_least=0)
+
+    def statistic(self, rows: Rows) -> torch.Tensor:
+        """Return the gain of the second row of each sample: an answer to another prompt."""
+        return pairs(rows.logps - rows.reference)[1]
+
+    def __call__(self, rows: Rows) -> torch.Tensor:
+        gain, kl, good = pairs(rows.logps - rows.reference)[0], rows.known.clamp(min=0), rows.labels > 0
+        rows.log("reward_good", self.beta * gain.detach(), over=good)
+        rows.log("reward_bad", self.beta * gain.detach(), over=~good)
+        rows.log("kl", kl.expand_as(gain))
+        value = (self.beta * (gain - kl) * (2 * good.to(gain.dtype) - 1)).sigmoid()
+        return (1 - value) * (good * self.good_weight + ~good * self.bad_weight)

@@ -1,0 +1,37 @@
+"""Odds ratio preference optimisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainer.objectives.dpo import REWARDS, log_rewards
+
+from trainer.objective import Objective, Rows, log_sigmoid, pairs, register_objective
+from trainer.recipe import declare
+
+if TYPE_CHECKING:
+    import torch
+
+
+@register_objective("orpo")
+@dataclass(frozen=True)
+class Orpo(Objective):
+    """Odds ratio preference optimisation: imitate the chosen answer and prefer it, without a reference.
+
+    The loss of a pair is -c - beta * log sigmoid(log odds(c) - log odds(r)), where c and r are the mean
+    log-probabilities of the targets of the chosen and the rejected answer, and log odds(x) = x - log(1 - exp(x)).
+
+    Source: Hong et al. 2024, arXiv:2403.07691, equations 6 and 7.
+    """
+
+    rows, better = 2, REWARDS
+
+    beta: float = declare(0.1, "weight of the preference beside the imitation of the chosen answer", at_least=0)
+
+    def __call__(self, rows: Rows) -> torch.Tensor:
+        means = rows.logps / rows.lengths
+        chosen, rejected = pairs(means)
+        log_rewards(rows, self.beta * chosen, self.beta * rejected)
+        odds_chosen, odds_rejected = pairs(means - (-means.expm1()).log())
+        return -chosen - self.beta * log_sigmoid(odds_chosen - odds_rejected)

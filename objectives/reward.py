@@ -1,0 +1,36 @@
+"""A reward model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainer.objectives.dpo import REWARDS, log_rewards
+
+from trainer.objective import Objective, Rows, log_sigmoid, pairs, register_objective
+from trainer.recipe import declare
+
+if TYPE_CHECKING:
+    import torch
+
+
+@register_objective("reward")
+@dataclass(frozen=True)
+class Reward(Objective):
+    """A reward model: score answers so that the chosen one of a pair scores higher than the rejected one.
+
+    The loss of a pair is -log sigmoid(c - r) + centering * (c + r)^2, where c and r are the scores (Bradley-Terry): the
+    output of a new head at the last token of each answer.
+
+    Sources: Ouyang et al. 2022, arXiv:2203.02155, equation 1; for the second term Eisenstein et al. 2023,
+    arXiv:2312.09244, section 3.1.
+    """
+
+    rows, needs, outputs, better = 2, ("scores",), 1, REWARDS
+
+    centering: float = declare(0.0, "weight of the term that keeps scores around zero, for example 0.01", at_least=0)
+
+    def __call__(self, rows: Rows) -> torch.Tensor:
+        chosen, rejected = pairs(rows.scores[:, 0])
+        log_rewards(rows, chosen, rejected)
+        return -log_sigmoid(chosen - rejected) + self.centering * (chosen + rejected) ** 2

@@ -1,0 +1,36 @@
+"""Simple preference optimisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainer.objectives.dpo import REWARDS, log_rewards
+
+from trainer.objective import Objective, Rows, log_sigmoid, pairs, register_objective
+from trainer.recipe import declare
+
+if TYPE_CHECKING:
+    import torch
+
+
+@register_objective("simpo")
+@dataclass(frozen=True)
+class Simpo(Objective):
+    """Simple preference optimisation: prefer one of two answers by log-probability per target, without a reference.
+
+    The loss of a pair is -log sigmoid(beta * (c - r) - gamma), where c and r are the mean log-probabilities of the
+    targets of the chosen and the rejected answer.
+
+    Source: Meng et al. 2024, arXiv:2405.14734, equation 6.
+    """
+
+    rows, better = 2, REWARDS
+
+    beta: float = declare(2.0, "scale of the log-probabilities per target", above=0)
+    gamma: float = declare(1.0, "margin by which the chosen answer is to win, after scaling by beta", at_least=0)
+
+    def __call__(self, rows: Rows) -> torch.Tensor:
+        chosen, rejected = pairs(self.beta * rows.logps / rows.lengths)
+        log_rewards(rows, chosen, rejected)
+        return -log_sigmoid(chosen - rejected - self.gamma)

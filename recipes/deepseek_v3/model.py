@@ -1,0 +1,226 @@
+"""The network of DeepSeek-V3.
+
+Shape suffixes: B batch, T time, D model width, N heads, H head size of queries and keys, P its part without position,
+R its rotated part, C latent width, V head size of values; E experts, A experts per token, G groups of experts, S tokens
+of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from trainer.recipes._layers import (
+    Embedding,
+    FeedForward,
+    Head,
+    Linear,
+    Router,
+    YarnRope,
+    merge_heads,
+    rotate,
+    split_heads,
+    yarn_magnitude,
+)
+from trainer.recipes.deepseek_v3.config import DeepseekV3Config
+from trainer.recipes.qwen3_moe.model import Experts
+
+from trainer import experts, sequence
+from trainer.experts import Balance, Choice, Load, load_of
+from trainer.loss import IGNORE
+from trainer.sequence import Documents
+
+_LATENT_EPS = 1e-6
+"""Of the norms of latents; the published code has no setting for it."""
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention: latents, narrower than all heads together, determine queries, keys and values.
+
+    All heads share the rotated part of the keys (DeepSeek-AI 2024, "DeepSeek-V2", arXiv:2405.04434, section 2.1).
+    """
+
+    def __init__(self, config: DeepseekV3Config) -> None:
+        super().__init__()
+        self.config, std = config, config.init_std
+        num_heads, dim = config.num_heads, config.dim
+        if config.q_rank is None:
+            self.wq = Linear(dim, num_heads * config.head_dim, std=std)
+        else:
+            self.wq_a = Linear(dim, config.q_rank, std=std)
+            self.q_norm = nn.RMSNorm(config.q_rank, eps=_LATENT_EPS)
+            self.wq_b = Linear(config.q_rank, num_heads * config.head_dim, std=std)
+        self.wkv_a = Linear(dim, config.kv_rank + config.rope_dim, std=std)
+        self.kv_norm = nn.RMSNorm(config.kv_rank, eps=_LATENT_EPS)
+        self.wkv_b = Linear(config.kv_rank, num_heads * (config.nope_dim + config.value_dim), std=std)
+        self.wo = Linear(num_heads * config.value_dim, dim, std=std / math.sqrt(2 * config.num_layers))
+        of_heads = yarn_magnitude(config.rope_factor, config.rope_mscale_all_dim)
+        # YaRN raises the scores: by the magnitude of rotated pairs, or here by the scale of all scores.
+        self.scale = config.head_dim**-0.5 * of_heads**2
+        of_pairs = yarn_magnitude(config.rope_factor)
+        if config.rope_mscale and config.rope_mscale_all_dim:
+            of_pairs = yarn_magnitude(config.rope_factor, config.rope_mscale) / of_heads
+        self.rope = YarnRope(
+            config.rope_dim,
+            config.rope_theta,
+            factor=config.rope_factor,
+            original_len=config.rope_original_len,
+            beta_fast=config.rope_beta_fast,
+            beta_slow=config.rope_beta_slow,
+            truncate=True,
+            magnitude=of_pairs,
+        )
+
+    def forward(self, x_BTD: torch.Tensor, positions: torch.Tensor, documents: Documents | None) -> torch.Tensor:
+        config = self.config
+        q_BTX = self.wq(x_BTD) if config.q_rank is None else self.wq_b(self.q_norm(self.wq_a(x_BTD)))
+        q_BNTP, q_BNTR = split_heads(q_BTX, config.num_heads).split([config.nope_dim, config.rope_dim], -1)
+        latents_BTC, k_BTR = self.wkv_a(x_BTD).split([config.kv_rank, config.rope_dim], -1)
+        kv_BNTX = split_heads(self.wkv_b(self.kv_norm(latents_BTC)), config.num_heads)
+        k_BNTP, v_BNTV = kv_BNTX.split([config.nope_dim, config.value_dim], -1)
+        cos, sin = self.rope(positions)
+        q_BNTR = rotate(q_BNTR, cos, sin, config.rope_neighbours)
+        k_B1TR = rotate(k_BTR.unsqueeze(1), cos, sin, config.rope_neighbours)
+        q_BNTH = torch.cat((q_BNTP, q_BNTR), -1)
+        k_BNTH = torch.cat((k_BNTP, k_B1TR.expand_as(q_BNTR)), -1)
+        return self.wo(merge_heads(sequence.attend(q_BNTH, k_BNTH, v_BNTV, documents, scale=self.scale)))
+
+
+class GroupedChoice(Choice):
+    """Chooses the experts of each token from a few groups: those whose two best experts have the highest scores.
+
+    Always with a bias on the choice (section 2.1.2).
+    """
+
+    bias: torch.Tensor
+
+    def __init__(self, config: DeepseekV3Config) -> None:
+        super().__init__(config.num_experts, config.num_chosen, has_bias=True)
+        self.num_groups, self.num_chosen_groups = config.num_groups, config.num_chosen_groups
+
+    def forward(self, scores_SE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores of each token's experts, and these experts, both (S, A)."""
+        biased_SE = scores_SE + self.bias
+        if self.num_groups > 1:
+            biased_SGX = biased_SE.unflatten(-1, (self.num_groups, -1))
+            of_groups_SG = biased_SGX.topk(2, -1).values.sum(-1)
+            groups_SX = of_groups_SG.topk(self.num_chosen_groups).indices
+            is_open_SG = torch.zeros_like(of_groups_SG, dtype=torch.bool).scatter(1, groups_SX, True)
+            biased_SE = biased_SGX.masked_fill(~is_open_SG.unsqueeze(-1), -torch.inf).flatten(-2)
+        chosen_SA = biased_SE.topk(self.num_chosen).indices
+        return scores_SE.gather(1, chosen_SA), chosen_SA
+
+
+class MixtureOfExperts(nn.Module):
+    """A mixture of experts: shared ones for every token, and a few that each token chooses."""
+
+    def __init__(self, config: DeepseekV3Config) -> None:
+        super().__init__()
+        self.config = config
+        out_std = config.init_std / math.sqrt(2 * config.num_layers)
+        self.router = Router(config.dim, config.num_experts, std=config.init_std)
+        self.choice = GroupedChoice(config)
+        self.shared = FeedForward(config.dim, config.num_shared * config.expert_dim, config.init_std, out_std)
+        self.experts = Experts(config)
+
+    def forward(self, x_BTD: torch.Tensor, counts_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
+        """Return the output, and the load over the tokens that `counts_BT` marks (None if `counts_BT` is None)."""
+        config, x_SD = self.config, x_BTD.flatten(0, 1)
+        logits_SE = self.router(x_SD)
+        scores_SE = logits_SE.sigmoid()
+        weights_SA, chosen_SA = self.choice(scores_SE)
+        if config.normalize_chosen:
+            weights_SA = weights_SA / (weights_SA.sum(-1, keepdim=True) + 1e-20)
+        weights_SA = (config.route_scale * weights_SA).to(x_SD.dtype)
+        out_BTD = experts.mix(self.experts, x_SD, chosen_SA, weights_SA).view_as(x_BTD) + self.shared(x_BTD)
+        if counts_BT is None:
+            return out_BTD, None
+        load = load_of(
+            chosen_SA,
+            counts_BT,
+            config.num_experts,
+            scores_SE / scores_SE.sum(-1, keepdim=True) if config.needs_probs else None,
+            logits_SE if config.z_loss else None,
+        )
+        return out_BTD, load
+
+
+class DeepseekV3Block(nn.Module):
+    """One transformer block, with experts or, among the first ones, without."""
+
+    def __init__(self, config: DeepseekV3Config, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = LatentAttention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.has_experts = layer >= config.num_dense_layers
+        if self.has_experts:
+            self.moe = MixtureOfExperts(config)
+        else:
+            out_std = config.init_std / math.sqrt(2 * config.num_layers)
+            self.feed_forward = FeedForward(config.dim, config.ffn_dim, config.init_std, out_std)
+
+    def forward(
+        self,
+        x_BTD: torch.Tensor,
+        positions: torch.Tensor,
+        documents: Documents | None,
+        counts_BT: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Load]:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), positions, documents)
+        if not self.has_experts:
+            return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
+        out_BTD, load = self.moe(self.ffn_norm(x_BTD), counts_BT)
+        return x_BTD + out_BTD if load is None else (x_BTD + out_BTD, load)
+
+
+class DeepseekV3(nn.Module):
+    """DeepSeek-V3: maps `tokens` (B, T) to logits (B, T, vocabulary), or with `targets` (B, T) to the summed loss.
+
+    In training, the loss includes those of the routers (`trainer.experts.Balance`).
+    `documents` (B, T) prevents attention across documents in a row; `positions` and `borders` follow from it.
+    """
+
+    def __init__(self, config: DeepseekV3Config) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = Embedding(config.vocab_size, config.dim, std=config.init_std)
+        self.layers = nn.ModuleList(DeepseekV3Block(config, layer) for layer in range(config.num_layers))
+        norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.head = Head(norm, config.dim, config.vocab_size, std=config.init_std)
+        if config.tie_embeddings:
+            self.head.output.weight = self.tok_embeddings.weight
+        self.balance = Balance(
+            config.num_layers - config.num_dense_layers,
+            config.num_experts,
+            config.num_chosen,
+            loss=config.balance,
+            shares=config.balance_shares,
+            sequence_loss=config.sequence_balance,
+            z_loss=config.z_loss,
+            rate=config.balance_rate,
+        )
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
+        borders: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        packed = Documents.of(documents, borders)
+        positions = sequence.positions(tokens, positions, packed)
+        x_BTD = self.tok_embeddings(tokens)
+        if targets is None or not self.training:
+            for layer in self.layers:
+                x_BTD = layer(x_BTD, positions, packed)
+            return self.head(x_BTD, targets)
+        num_dense, loads = self.config.num_dense_layers, []
+        for layer in self.layers[:num_dense]:
+            x_BTD = layer(x_BTD, positions, packed)
+        for layer in self.layers[num_dense:]:
+            x_BTD, load = layer(x_BTD, positions, packed, targets != IGNORE)
+            loads.append(load)
+        return self.head(x_BTD, targets) + self.balance(loads)

@@ -1,0 +1,41 @@
+"""gpt-oss: a mixture of experts with biases, attention sinks, and a sliding window in every other layer.
+
+Source: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", arXiv:2508.10925; the published configurations.
+"""
+
+from __future__ import annotations
+
+from trainer.recipes._flops import mean_keys
+from trainer.recipes.gpt_oss.config import GptOssConfig, check
+from trainer.recipes.gpt_oss.huggingface import HUGGINGFACE
+from trainer.recipes.qwen3 import units
+
+from trainer.recipe import Recipe, register
+
+
+def flops(config: GptOssConfig, seq_len: float) -> float:
+    """Return model FLOPs per token of forward and backward: 6 per active matrix weight, plus attention.
+
+    seq_len: the mean number of tokens that attention spans, which need not be an integer.
+    """
+    attention = 2 * config.dim * config.head_dim * (config.num_heads + config.num_kv_heads)
+    experts = config.num_experts * config.dim + 3 * config.num_chosen * config.dim * config.expert_dim
+    matrices = config.num_layers * (attention + experts) + config.dim * config.vocab_size
+    # Queries with keys and weights with values: two products.
+    keys = sum(mean_keys(seq_len, config.window_of(layer)) for layer in range(config.num_layers))
+    return 6.0 * (matrices + 2 * config.num_heads * config.head_dim * keys)
+
+
+register(
+    Recipe(
+        name="gpt_oss",
+        config=GptOssConfig,
+        build="trainer.recipes.gpt_oss.model:GptOss",
+        units=units,
+        check=check,
+        flops=flops,
+        hf=HUGGINGFACE,
+        context=True,
+        experts="layers.*.moe.experts",
+    )
+)

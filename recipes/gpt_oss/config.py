@@ -1,0 +1,54 @@
+"""The configuration of a gpt-oss model, and its validation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.recipes.qwen3.config import check_heads
+
+from trainer.errors import setting_error
+from trainer.recipe import BalanceConfig, declare
+
+
+@dataclass(frozen=True)
+class GptOssConfig(BalanceConfig):
+    """The fields of a gpt-oss model."""
+
+    vocab_size: int = declare(257, "size of the vocabulary", at_least=1, at_most=2**31 - 1)
+    dim: int = declare(192, "width of the residual stream", at_least=1, at_most=2**20)
+    num_layers: int = declare(4, "transformer blocks", at_least=1, at_most=2**16)
+    num_heads: int = declare(6, "query heads", at_least=1, at_most=2**16)
+    num_kv_heads: int = declare(2, "key and value heads (grouped-query attention)", at_least=1)
+    head_dim: int = declare(32, "width of each head; need not equal dim / num_heads", at_least=2, at_most=2**16)
+    window: int = declare(
+        128,
+        "tokens that layers 0, 2, 4, ... attend to, with the token itself; the other layers attend to all",
+        at_least=1,
+    )
+    expert_dim: int = declare(192, "hidden width of an expert", at_least=1, at_most=2**24)
+    num_experts: int = declare(8, "experts per layer", at_least=1, at_most=2**16)
+    num_chosen: int = declare(2, "experts that process each token", at_least=1)
+    swiglu_alpha: float = declare(1.702, "factor of the gate inside its sigmoid", above=0)
+    swiglu_limit: float = declare(7.0, "magnitude at which an expert's gate and its input are clamped", above=0)
+    max_seq_len: int = declare(131072, "maximum sequence length", at_least=1)
+    rope_theta: float = declare(150000.0, "base of the rotary frequencies", above=1)
+    rope_factor: float = declare(32.0, "YaRN: how many times longer sequences can be; 1: not scaled", at_least=1)
+    rope_original_len: int = declare(4096, "YaRN: sequence length without scaling", at_least=1)
+    rope_beta_fast: float = declare(32.0, "YaRN: pairs that turn this often in that length are not scaled", above=0)
+    rope_beta_slow: float = declare(1.0, "YaRN: pairs that turn less often are scaled by the whole factor", above=0)
+    rope_truncate: bool = declare(False, "YaRN: round the range of pairs in between to whole pairs")
+    norm_eps: float = declare(1e-5, "epsilon of RMSNorm", above=0)
+    tie_embeddings: bool = declare(False, "share weights between the embedding and the output head")
+    init_std: float = declare(0.02, "standard deviation of the initial weights", above=0)
+
+    def window_of(self, layer: int) -> int | None:
+        """Return the window of a layer's attention; None if it attends to all tokens."""
+        return self.window if layer % 2 == 0 else None
+
+
+def check(config: GptOssConfig) -> None:
+    """Validate combinations of fields.  Raises UserError."""
+    check_heads(config)
+    if config.num_chosen > config.num_experts:
+        rule = f"must be at most model.num_experts={config.num_experts}"
+        raise setting_error("model.num_chosen", config.num_chosen, rule, config.num_experts)

@@ -1,0 +1,201 @@
+"""The network of gpt-oss.
+
+Shape suffixes: B batch, T time, D model width, N query heads, K key and value heads, H head size, F hidden width of an
+expert, G gates and inputs (2 x F), V vocabulary; E experts, A experts per token, S tokens of the batch, M token-expert
+pairs (S x A).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from trainer.recipes._layers import (
+    Embedding,
+    Head,
+    Linear,
+    Router,
+    YarnRope,
+    merge_heads,
+    rotate,
+    split_heads,
+    yarn_magnitude,
+)
+from trainer.recipes.gpt_oss.config import GptOssConfig
+
+from trainer import experts, sequence
+from trainer.experts import Balance, Choice, Load, grouped_bias, grouped_mm, load_of
+from trainer.loss import IGNORE
+from trainer.sequence import Documents
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with sinks, and with a window in some layers."""
+
+    def __init__(self, config: GptOssConfig, layer: int) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.std = config.num_heads, config.num_kv_heads, config.init_std
+        self.window = config.window_of(layer)
+        out_std = config.init_std / math.sqrt(2 * config.num_layers)
+        self.wq = Linear(config.dim, config.num_heads * config.head_dim, std=config.init_std, bias=True)
+        self.wk = Linear(config.dim, config.num_kv_heads * config.head_dim, std=config.init_std, bias=True)
+        self.wv = Linear(config.dim, config.num_kv_heads * config.head_dim, std=config.init_std, bias=True)
+        self.wo = Linear(config.num_heads * config.head_dim, config.dim, std=out_std, bias=True)
+        self.sinks = nn.Parameter(torch.empty(config.num_heads))
+        self.rope = YarnRope(
+            config.head_dim,
+            config.rope_theta,
+            factor=config.rope_factor,
+            original_len=config.rope_original_len,
+            beta_fast=config.rope_beta_fast,
+            beta_slow=config.rope_beta_slow,
+            truncate=config.rope_truncate,
+            magnitude=yarn_magnitude(config.rope_factor),
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.sinks, std=self.std)
+
+    def forward(self, x_BTD: torch.Tensor, positions: torch.Tensor, documents: Documents | None) -> torch.Tensor:
+        cos, sin = self.rope(positions)
+        q_BNTH = rotate(split_heads(self.wq(x_BTD), self.num_heads), cos, sin)
+        k_BKTH = rotate(split_heads(self.wk(x_BTD), self.num_kv_heads), cos, sin)
+        v_BKTH = split_heads(self.wv(x_BTD), self.num_kv_heads)
+        out_BNTH = sequence.attend(q_BNTH, k_BKTH, v_BKTH, documents, window=self.window, sinks_N=self.sinks)
+        return self.wo(merge_heads(out_BNTH))
+
+
+class Experts(nn.Module):
+    """Feed-forward experts with stacked weights: a SwiGLU with biases and clamped values.
+
+    Rows of `gate_up` are those of a gate and of an input in turn, as in the published files.
+    """
+
+    def __init__(self, config: GptOssConfig) -> None:
+        super().__init__()
+        num_experts, dim, expert_dim = config.num_experts, config.dim, config.expert_dim
+        self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
+        self.std, self.out_std = config.init_std, config.init_std / math.sqrt(2 * config.num_layers)
+        self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * expert_dim, dim))
+        self.gate_up_bias = nn.Parameter(torch.empty(num_experts, 2 * expert_dim))
+        self.down = nn.Parameter(torch.empty(num_experts, dim, expert_dim))
+        self.down_bias = nn.Parameter(torch.empty(num_experts, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.gate_up, std=self.std)
+        nn.init.normal_(self.down, std=self.out_std)
+        nn.init.zeros_(self.gate_up_bias)
+        nn.init.zeros_(self.down_bias)
+
+    def forward(self, x_MD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        """Return the outputs for rows in the order of experts, (M, D); those of each expert end before row `ends_E`."""
+        num_rows = x_MD.shape[0]
+        gate_up_MG = grouped_mm(x_MD, self.gate_up.transpose(1, 2), ends_E)
+        gate_up_MG = gate_up_MG + grouped_bias(self.gate_up_bias, ends_E, num_rows)
+        gate_MF = gate_up_MG[:, ::2].clamp(max=self.limit)
+        up_MF = gate_up_MG[:, 1::2].clamp(-self.limit, self.limit)
+        hidden_MF = gate_MF * torch.sigmoid(self.alpha * gate_MF) * (up_MF + 1)
+        return grouped_mm(hidden_MF, self.down.transpose(1, 2), ends_E) + grouped_bias(self.down_bias, ends_E, num_rows)
+
+
+class MixtureOfExperts(nn.Module):
+    """A mixture of experts, in which a softmax over the scores of a token's experts gives their weights."""
+
+    def __init__(self, config: GptOssConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.router = Router(config.dim, config.num_experts, std=config.init_std, bias=True)
+        self.choice = Choice(config.num_experts, config.num_chosen, has_bias=config.balance_rate is not None)
+        self.experts = Experts(config)
+
+    def forward(self, x_BTD: torch.Tensor, counts_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
+        """Return the output, and the load over the tokens that `counts_BT` marks (None if `counts_BT` is None)."""
+        config, x_SD = self.config, x_BTD.flatten(0, 1)
+        logits_SE = self.router(x_SD)
+        logits_SA, chosen_SA = self.choice(logits_SE)
+        weights_SA = logits_SA.softmax(-1).to(x_SD.dtype)
+        out_BTD = experts.mix(self.experts, x_SD, chosen_SA, weights_SA).view_as(x_BTD)
+        if counts_BT is None:
+            return out_BTD, None
+        load = load_of(
+            chosen_SA,
+            counts_BT,
+            config.num_experts,
+            logits_SE.softmax(-1) if config.needs_probs else None,
+            logits_SE if config.z_loss else None,
+        )
+        return out_BTD, load
+
+
+class GptOssBlock(nn.Module):
+    """One transformer block."""
+
+    def __init__(self, config: GptOssConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config, layer)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.moe = MixtureOfExperts(config)
+
+    def forward(
+        self,
+        x_BTD: torch.Tensor,
+        positions: torch.Tensor,
+        documents: Documents | None,
+        counts_BT: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Load]:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), positions, documents)
+        out_BTD, load = self.moe(self.ffn_norm(x_BTD), counts_BT)
+        return x_BTD + out_BTD if load is None else (x_BTD + out_BTD, load)
+
+
+class GptOss(nn.Module):
+    """gpt-oss: maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the summed loss.
+
+    In training, the loss includes those of the routers (`trainer.experts.Balance`).
+    `documents` (B, T) prevents attention across documents in a row; `positions` and `borders` follow from it.
+    """
+
+    def __init__(self, config: GptOssConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = Embedding(config.vocab_size, config.dim, std=config.init_std)
+        self.layers = nn.ModuleList(GptOssBlock(config, layer) for layer in range(config.num_layers))
+        norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.head = Head(norm, config.dim, config.vocab_size, std=config.init_std)
+        if config.tie_embeddings:
+            self.head.output.weight = self.tok_embeddings.weight
+        self.balance = Balance(
+            config.num_layers,
+            config.num_experts,
+            config.num_chosen,
+            loss=config.balance,
+            shares=config.balance_shares,
+            sequence_loss=config.sequence_balance,
+            z_loss=config.z_loss,
+            rate=config.balance_rate,
+        )
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
+        borders: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        packed = Documents.of(documents, borders)
+        positions = sequence.positions(tokens, positions, packed)
+        x_BTD = self.tok_embeddings(tokens)
+        if targets is None or not self.training:
+            for layer in self.layers:
+                x_BTD = layer(x_BTD, positions, packed)
+            return self.head(x_BTD, targets)
+        loads = []
+        for layer in self.layers:
+            x_BTD, load = layer(x_BTD, positions, packed, targets != IGNORE)
+            loads.append(load)
+        return self.head(x_BTD, targets) + self.balance(loads)

@@ -1,0 +1,445 @@
+"""Packed base weights (lora.base_dtype=nf4, fp8): their values, on any mesh, in exports, in memory and in the plan."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tests.helpers.forked import REPOSITORY
+from tests.helpers.hf_models import model_of
+from tests.helpers.plan_truth import CollectiveLog, fake_model, update
+from tests.helpers.ranks import run_ranks, tiny_overrides
+from tests.model.test_lora import config_of, stored, trained
+from tests.weights.test_huggingface import TINY
+from tests.weights.test_pretrained import folder_of
+from trainer import RunConfig, Trainer, UserError, load_config, load_weights, run
+from trainer.config import LoraSection, MeshShape
+from trainer.export import command_line as export_command
+from trainer.model.lora import AdaptedLinear, add_adapters
+from trainer.model.network import build_network, flops_of
+from trainer.model.packed import BLOCK, PackedLinear, Packing, find_packings
+from trainer.model.parameters import count_parameters, count_trained_parameters, local
+from trainer.plan.machine import find_machine
+from trainer.plan.plan import make_plan, without_data
+from trainer.plan.probe import Probe
+
+WIDE = replace(TINY, dim=64, ffn_dim=192)
+"""Rows of 64 and 192 weights.  Three ranks do not divide its 32 and 64 rows evenly."""
+PACKINGS = ["nf4", "fp8"]
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A Llama folder in Hugging Face format, in float32."""
+    return folder_of(tmp_path / "base", config=WIDE)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_scales_and_values_equal_those_of_bitsandbytes(dtype: torch.dtype) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional", reason="the library of NF4: pip install bitsandbytes")
+    weight = torch.randn(129, 512, generator=torch.Generator().manual_seed(0)).to(dtype) * 0.02
+    weight[3, 64:128] = 0
+    weight[5, :64] *= 1e-30
+    codes, state = functional.quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4")
+    packing = Packing("nf4", 512)
+    packed = packing.pack(weight)
+    assert torch.equal(packed[:, :256].flatten(), codes.flatten())
+    assert torch.equal(packing.scales(packed).flatten(), state.absmax)
+    for computed in (torch.float32, torch.bfloat16):
+        state.dtype = computed
+        assert torch.equal(packing.unpack(packed, computed), functional.dequantize_4bit(codes, state))
+
+
+@pytest.mark.parametrize(("packing", "bits", "most"), [("nf4", 4.5, 0.16), ("fp8", 8.5, 1 / 16)])
+def test_error_of_a_value_is_bounded(packing: str, bits: float, most: float) -> None:
+    """By half the largest gap between two codes of NF4; by half a unit in the last place of e4m3."""
+    weight = torch.randn(4, 8, 256, generator=torch.Generator().manual_seed(0))
+    weight[0, 0, :64] = 0
+    form = Packing(packing, 256)
+    packed = form.pack(weight)
+    assert packed.shape == (4, 8, 256 * bits / 8)
+    difference = (form.unpack(packed, torch.float32) - weight).abs().view(-1, BLOCK)
+    largest = weight.abs().view(-1, BLOCK).amax(dim=1, keepdim=True)
+    allowed = most * (largest if packing == "nf4" else weight.abs().view(-1, BLOCK).clamp(min=largest / 448))
+    assert (difference <= allowed).all()
+    assert not form.unpack(packed, torch.float32)[0, 0, :64].any()
+    assert torch.equal(form.unpack(packed[1], torch.float32), form.unpack(packed, torch.float32)[1])
+    assert torch.equal(form.rounded(form.rounded(weight)), form.rounded(weight)) or packing == "fp8"
+
+
+@pytest.mark.parametrize("kind", ["linear", "Conv1D"])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_gradients_follow_the_formula_and_only_bytes_are_saved(packing: str, kind: str) -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    layer = nn.Linear(64, 128) if kind == "linear" else Conv1D(128, 64)
+    whole: Any = nn.Sequential(layer)
+    add_adapters(whole, [whole], LoraSection(rank=2, alpha=6.0, base_dtype=packing))  # type: ignore[arg-type]
+    adapted = whole[0]
+    form = adapted.base_layer.packings["weight"]
+    adapted.base_layer.weight.data.copy_(form.pack(layer.weight.detach()))  # type: ignore[arg-type]
+    rounded = form.rounded(layer.weight.detach())  # type: ignore[arg-type]
+    rounded = rounded if kind == "linear" else rounded.t()
+    down, up = adapted.factors
+    nn.init.normal_(up)
+    x = torch.randn(3, 5, 64)
+    for is_enabled in (True, False):
+        ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        adapted.is_enabled = is_enabled
+        saved: list[torch.Tensor] = []
+
+        def note(tensor: torch.Tensor, saved: list[torch.Tensor] = saved) -> torch.Tensor:
+            saved.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            output = whole(ours)
+        output.sin().sum().backward()
+        expected = F.linear(theirs, rounded, layer.bias) + is_enabled * 3.0 * theirs @ down.detach().T @ up.detach().T
+        expected.sin().sum().backward()
+        torch.testing.assert_close((output, ours.grad), (expected, theirs.grad))
+        assert any(tensor.dtype == torch.uint8 for tensor in saved)
+        assert not any(tensor.is_floating_point() and tensor.numel() >= 64 * 128 for tensor in saved)
+
+
+def test_linear_layers_of_the_blocks_are_packed_whether_adapted_or_not() -> None:
+    def network(*overrides: str) -> tuple[RunConfig, nn.Module]:
+        config = load_config("llama_small", tiny_overrides("model.dim=64", "model.ffn_dim=192", *overrides))
+        lora = replace(config.lora, rank=4, targets=["wq"], base_dtype="nf4")
+        return replace(config, lora=lora), build_network(replace(config, lora=lora))
+
+    config, model = network()
+    assert {name.partition(".")[2].partition(".")[2] for name in find_packings(model)} == {
+        *("attention.wq.base_layer.weight", "attention.wk.weight", "attention.wv.weight", "attention.wo.weight"),
+        *("feed_forward.w1.weight", "feed_forward.w2.weight", "feed_forward.w3.weight"),
+    }
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.uint8, torch.float32}
+    plain = build_network(replace(config, lora=replace(config.lora, base_dtype="float32")))
+    assert count_parameters(model) == count_parameters(plain)
+    assert count_trained_parameters(model) == count_trained_parameters(plain)
+    assert flops_of(config, model, 32) == flops_of(config, plain, 32)
+    _, half = network("fsdp.param_dtype=bfloat16")
+    dtypes = Counter(parameter.dtype for parameter in half.parameters() if not parameter.requires_grad)
+    assert dtypes.keys() == {torch.uint8, torch.bfloat16}, "the others in the dtype of computation"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["lora.rank=0"], "only applies to adapters"),
+        (["train.init_from=null", "model.dim=64"], "packs trained weights, and this model begins with random ones"),
+        (["lora.base_dtype=int4"], "lora.base_dtype=int4"),
+    ],
+)
+def test_mistakes(overrides: list[str], says: str, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = [*tiny_overrides(f"train.init_from={base}", "lora.rank=4", "lora.base_dtype=nf4", *overrides)]
+    given = {item.partition("=")[0]: item for item in own if "null" not in item and not item.startswith("model.ffn")}
+    if any("null" in item for item in overrides):
+        del given["train.init_from"]
+    else:
+        given = {key: item for key, item in given.items() if not key.startswith("model.")}
+    assert run.main(["recipe=llama_small", *given.values(), f"run.dir={base.parent / 'run'}"]) == 2
+    assert says in capsys.readouterr().err
+    assert not (base.parent / "run").exists()
+
+
+def test_row_that_blocks_do_not_divide_is_refused(tmp_path: Path) -> None:
+    narrow = folder_of(tmp_path / "narrow", config=replace(WIDE, ffn_dim=96))
+    with pytest.raises(UserError, match=r"lora.base_dtype=nf4: packs blocks of 64 .* divide the 96 of .*w2"):
+        Trainer(config_of(narrow, tmp_path / "run", "lora.base_dtype=nf4"))
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_weights_that_are_not_finite_are_refused(packing: str, base: Path, tmp_path: Path) -> None:
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][-1, -1] = torch.nan
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"NaN or infinity in layers.1.feed_forward.w2"):
+        Trainer(config_of(base, tmp_path / "run", f"lora.base_dtype={packing}"))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Meshes
+
+
+def train_here(base: str, runs: list[tuple[str, list[str]]]) -> list[tuple[list[float], int, int]]:
+    """Train each run to its end, or on.
+
+    Return the losses of its steps, the bytes that this rank holds of packed weights, and the number of these weights.
+    """
+    found = []
+    for folder, overrides in runs:
+        trainer = Trainer(config_of(base, Path(folder), *overrides))
+        packed = [trainer.model.get_parameter(name) for name in find_packings(trainer.model)]
+        num_bytes = sum(local(parameter).nbytes for parameter in packed)
+        num_weights = sum(
+            parameter.shape[0] * packing.width
+            for parameter, packing in zip(packed, find_packings(trainer.model).values(), strict=True)
+        )
+        assert trainer.fit() == 0
+        trainer.close()
+        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+        found.append(([line["loss"] for line in lines if line["kind"] == "train"], num_bytes, num_weights))
+    return found
+
+
+ELSEWHERE = {
+    "selective": ["train.activation_checkpoint=selective"],
+    "budget": ["train.activation_checkpoint=budget:0.3"],
+    "never": ["fsdp.reshard_after_forward=never", "fsdp.accumulate=sharded"],
+    "offload": ["fsdp.cpu_offload=true"],
+    "one micro-batch": ["train.micro_batch_size=1"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "own", "packing"),
+    [
+        (3, [], "nf4"),  # 22, 22 and 20 of 64 rows
+        *(
+            pytest.param(*case, marks=pytest.mark.campaign)
+            for case in (
+                (2, [], "nf4"),
+                (2, [], "fp8"),
+                (4, [], "nf4"),
+                (4, ["mesh.replicate=2"], "nf4"),
+                (4, ["mesh.context=2", "train.activation_checkpoint=full", "train.micro_batch_size=1"], "nf4"),
+                (4, ["mesh.replicate=2"], "fp8"),
+                *((2, settings, "nf4") for settings in ELSEWHERE.values()),
+            )
+        ),
+    ],
+)
+def test_same_losses_on_every_mesh_and_after_changing_it(
+    ranks: int, own: list[str], packing: str, base: Path, tmp_path: Path
+) -> None:
+    """And a rank holds its share of the bytes: 4.5 bits a weight for NF4."""
+    steps = [f"lora.base_dtype={packing}", "train.steps=6", "checkpoint.every=3", "checkpoint.keep_last=0"]
+    steps += ["train.global_batch_size=12" if ranks == 3 else "train.global_batch_size=8", "data.seq_len=16"]
+    ((alone, all_bytes, num_weights),) = train_here(str(base), [(str(tmp_path / "alone"), steps)])
+    bits = {"nf4": 4.5, "fp8": 8.5}[packing]
+    assert all_bytes == num_weights * bits / 8
+    straight = tmp_path / "straight"
+    reports = run_ranks(ranks, train_here, str(base), [(str(straight), [*steps, *own])])
+    num_shards = 2 if "mesh.replicate=2" in own else ranks
+    for ((losses, num_bytes, _),) in reports:
+        torch.testing.assert_close(losses, alone, rtol=1e-6, atol=0)
+        assert num_bytes <= all_bytes / num_shards * (1.05 if ranks == 3 else 1)
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(straight, elsewhere)
+    shutil.rmtree(elsewhere / "checkpoints" / "step_00000006")
+    ((on_one, _, _),) = train_here(str(base), [(str(elsewhere), steps)])
+    torch.testing.assert_close(on_one, alone, rtol=1e-6, atol=0)
+
+
+@pytest.mark.campaign
+def test_packed_layers_compile_in_one_graph(base: Path, tmp_path: Path) -> None:
+    plain, compiled = (["lora.base_dtype=nf4", f"train.compile={word}", "train.steps=2"] for word in ("false", "true"))
+    (expected, _, _), (found, _, _) = train_here(
+        str(base), [(str(tmp_path / "a"), plain), (str(tmp_path / "b"), compiled)]
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("packing", "most"), [("nf4", 0.30), ("fp8", 0.55)])
+def test_gathers_bring_the_bytes_of_packed_weights(packing: str, most: float) -> None:
+    """A step's all-gathers beside those of a base in bfloat16, without what is not packed in either."""
+
+    def gathered(base_dtype: str) -> tuple[int, int]:
+        own = ["model.dim=256", "model.ffn_dim=512", "fsdp.param_dtype=bfloat16", f"lora.base_dtype={base_dtype}"]
+        own += ["lora.rank=4", "fsdp.reshard_after_forward=always"]
+        config = load_config("llama_small", tiny_overrides(*own), needs_weights=False)
+        with fake_model(config, MeshShape(1, 2)) as (model, _), CollectiveLog() as log:
+            update(model, config, 1)
+            packed = find_packings(model).items()
+            weights = sum(model.get_parameter(name).shape[0] * packing.width for name, packing in packed)
+        return sum(size * count for (kind, _, size), count in log.counts.items() if kind == "all_gather"), weights
+
+    whole, (small, num_weights) = gathered("bfloat16")[0], gathered(packing)
+    of_packed = 2 * 2 * num_weights  # bytes in bfloat16, in the forward and in the backward pass
+    share = (small - (whole - of_packed)) / of_packed
+    print(f"{packing}: {share:.3f} of the bytes in bfloat16")
+    assert 0 < share <= most
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Checkpoints and exports
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["nf4", pytest.param("fp8", marks=pytest.mark.campaign)])
+def test_exports_are_the_function_that_was_trained(
+    packing: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = [f"lora.base_dtype={packing}", "lora.targets=[wq,w2]", "optim.lr=0.1", "train.steps=3"]
+    folder = trained(base, tmp_path / "run", *own)
+    checkpoint = stored(folder)
+    assert all(".lora_" in name for name in checkpoint.shapes), "no byte of the base"
+    assert checkpoint.parts["base"]["path"] == str(base)
+
+    def exported(name: str, *options: str) -> Path:
+        assert export_command([str(folder), str(tmp_path / name), *options]) == 0, capsys.readouterr().err
+        return tmp_path / name
+
+    tokens = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        expected = load_weights(folder)(tokens)
+        merged = load_weights(exported("merged", "--merged"))(tokens)
+        original = load_weights(exported("original", "--merged=original"))(tokens)
+    torch.testing.assert_close(merged, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    assert (original - expected).abs().max() > 1e-3 * expected.abs().max(), "another function"
+
+    before, after, into = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged", "original"))
+    only_packed, adapted = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(after[only_packed], Packing(packing, 64).rounded(before[only_packed]))
+    torch.testing.assert_close(
+        after[adapted] - Packing(packing, 192).rounded(before[adapted]), into[adapted] - before[adapted]
+    )
+    assert torch.equal(after["lm_head.weight"], before["lm_head.weight"])
+    assert (exported("adapter") / "adapter_model.safetensors").exists()
+
+    own = ["lora.rank=0", "lora.alpha=16", "train.steps=1", "optim.lr=1e-12", "optim.weight_decay=0"]
+    again = trained(folder, tmp_path / "again", *own)
+    with torch.no_grad():
+        torch.testing.assert_close(load_weights(again)(tokens), merged)
+    assert export_command([str(again), str(tmp_path / "none"), "--merged=original"]) == 2
+    assert "were not packed" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_base_in_bfloat16_is_merged_in_bfloat16_unless_told_otherwise(base: Path, tmp_path: Path) -> None:
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(base / "model.safetensors").items()}
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    folder = trained(base, tmp_path / "run", "lora.base_dtype=nf4", "optim.lr=0.1")
+    model = load_weights(folder)
+    layer: Any = model.get_submodule("layers.0.feed_forward.w2")
+    assert isinstance(layer, AdaptedLinear)
+    assert isinstance(layer.base_layer, PackedLinear)
+    down, up = layer.factors
+    expected = layer.base_layer.unpacked(layer.base_layer.weight, torch.float32) + layer.scaling * up @ down
+    for options, dtype in (([], torch.bfloat16), (["--dtype", "float32"], torch.float32)):
+        assert export_command([str(folder), str(tmp_path / "out"), "--merged", "--overwrite", *options]) == 0
+        found = load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, expected.to(dtype), rtol=1e-6 if dtype == torch.float32 else 0, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_resume_with_another_base_is_refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also if it packs to the same bytes: the checksum is that of the weights before packing."""
+    folder = trained(base, tmp_path / "run", "lora.base_dtype=nf4")
+    tensors = load_file(base / "model.safetensors")
+    weight = tensors["model.layers.1.mlp.down_proj.weight"]
+    changed = weight.clone()
+    changed[0, 1 if weight[0, 0] == weight[0].abs().max() else 0] *= 1 + 1e-6
+    form = Packing("nf4", 192)
+    assert torch.equal(form.pack(weight), form.pack(changed))
+    assert not torch.equal(weight, changed)
+    tensors["model.layers.1.mlp.down_proj.weight"] = changed
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="is not the base model that this was trained on"):
+        trained(base, folder, "lora.base_dtype=nf4", "train.steps=4")
+    assert export_command([str(folder), str(tmp_path / "out"), "--merged"]) == 2
+    assert "is not the base model" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"lora.base_dtype"):
+        trained(base, folder, "lora.base_dtype=fp8", "train.steps=4")
+
+
+def test_any_part_of_the_rows_packs_to_the_same_bytes(base: Path) -> None:
+    form, weight = Packing("nf4", 192), load_file(base / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
+    whole = form.pack(weight)
+    for parts in (2, 3, 64):
+        assert torch.equal(torch.cat([form.pack(part) for part in weight.chunk(parts)]), whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.campaign) for kind in ("gpt2", "qwen3_moe"))]
+)
+def test_models_of_transformers_are_packed(kind: str, tmp_path: Path) -> None:
+    """Trained, merged, and loaded by transformers: the logits of the run."""
+    from transformers import AutoModelForCausalLM
+
+    sizes = {"n_embd": 64} if kind == "gpt2" else {"hidden_size": 64, "intermediate_size": 128}
+    if kind == "qwen3_moe":
+        sizes["moe_intermediate_size"] = 64
+    model_of(kind, **sizes).save_pretrained(tmp_path / "base")
+    own = ["model.name=hf", f"model.path={tmp_path / 'base'}", "lora.rank=4", "lora.base_dtype=nf4", "optim.lr=0.05"]
+    common = ["data.source=synthetic", "data.seq_len=16", "train.global_batch_size=4", "train.micro_batch_size=2"]
+    config = load_config(
+        "llama_small", [*own, *common, "train.steps=3", "run.device=cpu", f"run.dir={tmp_path / 'run'}"]
+    )
+    trainer = Trainer(config)
+    assert find_packings(trainer.model)
+    assert trainer.fit() == 0
+    trainer.close()
+    tokens = torch.arange(40).view(2, 20)
+    assert export_command([str(tmp_path / "run"), str(tmp_path / "merged"), "--merged"]) == 0
+    with torch.no_grad():
+        expected = load_weights(tmp_path / "run")(tokens)
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()(tokens).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The plan
+
+PUBLISHED = {
+    "Llama 3 8B": ["llama3_8b"],
+    "Qwen3 32B": [
+        *("qwen3_8b", "model.dim=5120", "model.num_layers=64", "model.num_heads=64", "model.ffn_dim=25600"),
+    ],
+    "Llama 3 70B": ["llama3_70b"],
+}
+CARDS = {"rtx4090": "24 GB", "l40s": "48 GB", "h100": "80 GB"}
+
+
+@pytest.mark.campaign
+def test_table_of_models_is_the_planners() -> None:
+    text = (REPOSITORY / "docs" / "four_bits.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if "B | " in line]
+    rows = [row for row in rows if row[0] in PUBLISHED]
+    found = []
+    for row in planned_rows():
+        print("|", " | ".join(row), "|", flush=True)
+        found.append(row)
+    assert found == rows
+
+
+def planned_rows() -> Iterator[list[str]]:
+    """Yield the rows of the table: model, GPUs, GiB needed in nf4, fp8 and bfloat16, and the smallest card for nf4."""
+    own = ["lora.rank=16", "data.seq_len=2048", "train.micro_batch_size=1", "train.activation_checkpoint=full"]
+    for model, (recipe, *shape) in PUBLISHED.items():
+        probes: dict[str, Probe] = {}
+        for num_ranks in (1, 2, 4, 8):
+            needed, smallest = [], "-"
+            for base_dtype in ("nf4", "fp8", "bfloat16"):
+                more = [f"lora.base_dtype={base_dtype}", f"train.global_batch_size={num_ranks}", "train.compile=false"]
+                config = without_data(load_config(recipe, [*shape, *own, *more], needs_weights=False))
+                probe = probes.setdefault(base_dtype, Probe(config, "cuda"))
+                plans = [make_plan(config, MeshShape(1, num_ranks), find_machine(card), probe) for card in CARDS]
+                needed.append(f"{plans[-1].needed_gib:.1f}")
+                if base_dtype == "nf4":
+                    fitting = (size for plan, size in zip(plans, CARDS.values(), strict=True) if plan.fits)
+                    smallest = next(fitting, "-")
+            yield [model, str(num_ranks), *needed, smallest]

@@ -1,0 +1,52 @@
+"""The teacher of a distillation: a second model, built like that of a run and frozen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from trainer.config.load import CONFIG
+from trainer.config.location import locate
+from trainer.config.pretrained import any_model_of, find_native
+from trainer.config.resolve import config_from_yaml
+from trainer.config.schema import LoraSection, RunConfig
+from trainer.errors import setting_error
+from trainer.objective import Tokens
+
+KEY = "objective.teacher"
+
+
+def teacher_config(config: RunConfig) -> RunConfig | None:
+    """Return the configuration with the teacher as its model and initial weights; None without a teacher model.
+
+    The teacher computes in the dtype of the run and is stored in it, on the same mesh.  Raises UserError if its model
+    is unknown or has another vocabulary.
+    """
+    if "teacher" not in config.objective.needs:
+        return None
+    path: str | None = config.objective.teacher
+    if not path:
+        raise setting_error(KEY, path, "names the model to imitate", example="models/Qwen3-8B")
+    location, init_from = locate(path), str(path) or None
+    if location.kind == "huggingface":
+        native = find_native(path, KEY)
+        model = (native or any_model_of(path))[1]
+        init_from = path if native else None  # the generic recipe reads its own folder
+    elif (location.folder / CONFIG).is_file():
+        model = config_from_yaml((location.folder / CONFIG).read_text(), KEY).model
+    else:
+        raise setting_error(KEY, path, "must be a Hugging Face folder, a run folder or a checkpoint")
+    stored: Literal["bfloat16", "float32"] = "bfloat16" if config.fsdp.param_dtype == "bfloat16" else "float32"
+    train = replace(config.train, init_from=init_from, freeze=(), weights_dtype=stored)
+    fsdp = replace(config.fsdp, reshard_after_forward="default")
+    found = replace(config, model=model, train=train, fsdp=fsdp, lora=LoraSection(), objective=Tokens())
+    if found.vocab_size != config.vocab_size:
+        rule = f"has a vocabulary of {found.vocab_size} tokens, and the trained model one of {config.vocab_size}"
+        raise setting_error(KEY, path, rule, fix="use a teacher with the same tokenizer")
+    if config.context > 1 and not found.recipe.context:
+        rule = f"is a model of recipe {found.recipe.name!r}, which needs whole sequences"
+        raise setting_error(KEY, path, rule, fix="set mesh.context=1")
+    if config.expert > 1:
+        rule = "ranks share out the experts of one model, and a teacher is a second one"
+        raise setting_error("mesh.expert", config.expert, rule, 1)
+    return found

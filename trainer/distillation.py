@@ -1,0 +1,154 @@
+"""Distillation from a sharded teacher: the Trainer of objectives that compare probabilities with a teacher's.
+
+Shape suffixes: n tokens of a chunk, N tokens of a micro-batch, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.config import RunConfig
+from trainer.config.teacher import teacher_config
+from trainer.data.loader import Batch
+from trainer.loss import IGNORE, Gradients, find_loss, replace_loss
+from trainer.model.gradients import reshard
+from trainer.trainer import Trainer
+from trainer.weights.loading import load_base
+
+TEACHER = "teacher"
+"""Key of the state entry that identifies the teacher's weights."""
+
+_CHUNK_BYTES = 16 * 2**20
+"""Bytes of fp32 logits per chunk.  Several tensors of this size are in memory at once, for student and teacher."""
+
+
+class DistillationTrainer(Trainer):
+    """Trains a model to imitate a teacher: a second model, frozen and sharded like the first.
+
+    The logits of both are computed a chunk at a time, and never as a whole.
+    """
+
+    takes_objectives = True
+
+    def __init__(self, config: RunConfig) -> None:
+        self.teacher: nn.Module | None = None
+        super().__init__(config)
+        if self.teacher is not None:
+            found = teacher_config(self.config)
+            assert found is not None
+            self.state.add(TEACHER, load_base(self.teacher, found, self.world))
+
+    def build_model(self, config: RunConfig | None = None) -> nn.Module:
+        """Return the sharded model; for the run's own model, build the teacher first."""
+        if config is None and (found := self.world.agreed(lambda: teacher_config(self.config))) is not None:
+            self.teacher = super().build_model(found).requires_grad_(False).eval()
+        return super().build_model(config)
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """Return this rank's loss summed over the batch's targets.
+
+        Collectives: those of two forward passes, the teacher's first.
+        """
+        outputs = self._teacher_outputs(batch)
+        divergence = torch.zeros((), device=self.world.device, dtype=torch.float64)
+
+        def compare(hidden: torch.Tensor, weight: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
+            objective, needs_gradients = self.config.objective, torch.is_grad_enabled()
+            loss, sum_of_divergences = _Comparison.apply(  # type: ignore[no-untyped-call]
+                hidden.flatten(0, -2), weight, targets.flatten(), outputs, objective, needs_gradients
+            )
+            divergence.add_(sum_of_divergences)
+            return loss
+
+        with replace_loss(compare):
+            loss = super().loss(batch)
+        self.log("divergence", divergence, over=(batch["targets"] != IGNORE).sum())
+        return loss
+
+    @torch.no_grad()
+    def _teacher_outputs(self, batch: Batch) -> Outputs:
+        """Return what the teacher's logits of a batch are computed from."""
+        assert self.teacher is not None
+        found: list[Outputs] = []
+
+        def capture(hidden: torch.Tensor, weight: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
+            # A copy of the weight, which is freed below where it was gathered.
+            found.append(Outputs(hidden.flatten(0, -2), None if weight is None else weight.clone()))
+            return hidden.new_zeros(())
+
+        with replace_loss(capture):
+            find_loss(self.teacher)(batch)
+        reshard(self.teacher)
+        return found[0]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Hidden states (N, D) and the weight (V, D) that give the logits; without a weight, the logits (N, V)."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor | None
+
+    def logits(self, start: int, stop: int) -> torch.Tensor:
+        """Return rows [start, stop) of the logits in fp32, (n, V)."""
+        hidden_nD = self.hidden[start:stop]
+        return (hidden_nD if self.weight is None else hidden_nD @ self.weight.T).float()
+
+
+class _Comparison(torch.autograd.Function):
+    """Returns the summed loss of tokens, and the sum of their divergences from the teacher, which has no gradient.
+
+    Gradients are computed in the forward pass, while a chunk's logits exist, as in `linear_cross_entropy`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: torch.Tensor,
+        weight_VD: torch.Tensor | None,
+        targets_N: torch.Tensor,
+        teacher: Outputs,
+        objective: Any,
+        needs_gradients: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        student, needed = Outputs(hidden_ND, weight_VD), ctx.needs_input_grad
+        gradients = Gradients(hidden_ND, needs_gradients and needed[0], needs_gradients and needed[1])
+        size = (hidden_ND if weight_VD is None else weight_VD).shape[-1 if weight_VD is None else 0]
+        rows = max(1, _CHUNK_BYTES // (4 * size))
+        loss, divergence = (hidden_ND.new_zeros((), dtype=torch.float32) for _ in range(2))
+        for start in range(0, len(targets_N), rows):
+            stop = min(start + rows, len(targets_N))
+            targets_n = targets_N[start:stop]
+            counts_n = targets_n != IGNORE
+            logits_nV = student.logits(start, stop).requires_grad_(gradients.is_needed)
+            with torch.set_grad_enabled(gradients.is_needed):
+                logps_nV = logits_nV.log_softmax(1)
+                divergences_n = objective.divergence(logps_nV, teacher.logits(start, stop).log_softmax(1))
+                target_logps_n = logps_nV.gather(1, targets_n.where(counts_n, 0).unsqueeze(1)).squeeze(1)
+                losses_n = (1 - objective.hard) * divergences_n - objective.hard * target_logps_n
+                chunk_loss = losses_n.where(counts_n, 0.0).sum()
+            loss += chunk_loss.detach()
+            divergence += divergences_n.detach().where(counts_n, 0.0).sum()
+            if gradients.is_needed:
+                (grad_nV,) = torch.autograd.grad(chunk_loss, logits_nV)
+                grad_nV = grad_nV.to(hidden_ND.dtype)
+                if weight_VD is not None:
+                    gradients.add(grad_nV, hidden_ND[start:stop], weight_VD, start)
+                elif gradients.hidden_ND is not None:
+                    gradients.hidden_ND[start:stop] = grad_nV
+        ctx.save_for_backward(gradients.hidden_ND, gradients.weight_VD)
+        ctx.weight_dtype = None if weight_VD is None else weight_VD.dtype
+        ctx.mark_non_differentiable(divergence)
+        return loss, divergence
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
+        scale = grad_outputs[0]
+        hidden = None if grad_hidden_ND is None else grad_hidden_ND * scale
+        weight = None if grad_weight_VD is None else (grad_weight_VD * scale).to(ctx.weight_dtype)
+        return hidden, weight, None, None, None, None

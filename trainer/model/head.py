@@ -1,0 +1,59 @@
+"""The head of a reward model or classifier, which takes the place of the projection onto the vocabulary."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainer.loss import linear_cross_entropy
+
+_STD = 0.02
+"""Standard deviation of the initial weights: transformers' default for such heads."""
+
+SCORE = "score"
+"""Name of the head's parameter in its module; also the name of the head in transformers."""
+
+
+class ScoreHead(nn.Module):
+    """A linear map from hidden states (..., D) to scores (..., outputs), without a bias.
+
+    With targets it returns the summed cross-entropy of the scores, like the projection that it replaces, so that the
+    functions of `trainer.loss` apply to it as well.
+    """
+
+    def __init__(self, in_features: int, num_outputs: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.score = nn.Parameter(torch.empty(num_outputs, in_features, dtype=dtype))
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The weight under the name that it has in other output layers, for code that inspects these."""
+        return self.score
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.score, std=_STD)
+
+    def forward(self, hidden: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(hidden, self.score) if targets is None else linear_cross_entropy(hidden, self.score, targets)
+
+
+def replace_output(model: nn.Module, name: str, num_outputs: int, dtype: torch.dtype | None) -> None:
+    """Replace the output projection of `model`, the module called `name`, by a new head.
+
+    dtype: that of the new head's weight; None for that of the projection's.
+    """
+    weight: torch.Tensor = model.get_submodule(name).weight  # type: ignore[assignment]
+    owner, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(owner), attribute, ScoreHead(weight.shape[1], num_outputs, dtype or weight.dtype))
+
+
+def is_score(name: str) -> bool:
+    """Return whether a parameter is that of a `ScoreHead`."""
+    return name.rpartition(".")[2] == SCORE
+
+
+def replaced_output(model: nn.Module) -> str | None:
+    """Return the name of the weight that a `ScoreHead` of the model has replaced; None without one."""
+    heads = [name for name, module in model.named_modules() if isinstance(module, ScoreHead)]
+    return f"{heads[0]}.weight" if heads else None

@@ -1,0 +1,52 @@
+"""The kernel that unpacks weights on a GPU, see `trainer.model.packed`.  Imports Triton, so only GPUs import this."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_TILE = 1024
+"""Number of codes that one program unpacks."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _unpack(  # type: ignore[no-untyped-def]
+    packed,
+    scales,
+    values,
+    weights,
+    width,
+    row_bytes,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Unpack TILE bytes of one row: bytes (R, row_bytes), the same memory as float32, the value of each code."""
+    PER_BYTE: tl.constexpr = 8 // BITS
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * TILE
+    at = first + tl.arange(0, TILE)
+    code_bytes = width // PER_BYTE
+    is_inside = at < code_bytes
+    codes = tl.load(packed + row * row_bytes + at, mask=is_inside, other=0).to(tl.int32)
+    scale = tl.load(scales + (row * row_bytes + code_bytes) // 4 + at * PER_BYTE // BLOCK, mask=is_inside, other=0.0)
+    if BITS == 4:
+        high = tl.load(values + (codes >> 4)) * scale
+        low = tl.load(values + (codes & 15)) * scale
+        to = first * 2 + tl.arange(0, 2 * TILE)
+        tl.store(weights + row * width + to, tl.interleave(high, low), mask=to < width)
+    else:
+        tl.store(weights + row * width + at, tl.load(values + codes) * scale, mask=is_inside)
+
+
+def unpack_into(weights: torch.Tensor, packed: torch.Tensor, values: torch.Tensor, bits: int, block: int) -> None:
+    """Unpack rows (R, bytes) into `weights` (R, width) of any floating dtype.
+
+    values: the value of each code, in float32.  bits: of a code.  block: weights that share a scale.
+    """
+    (num_rows, width), row_bytes = weights.shape, packed.shape[1]
+    grid = (num_rows, triton.cdiv(width * bits // 8, _TILE))
+    if num_rows:
+        with torch.cuda.device_of(weights):
+            _unpack[grid](packed, packed.view(torch.float32), values, weights, width, row_bytes, bits, block, _TILE)

@@ -1,0 +1,169 @@
+"""The Trainer of objectives: computes what an objective needs, and sums up the losses that it returns.
+
+The objective itself sees a micro-batch (`trainer.objective.Rows`), and no mesh, scale or collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from trainer.config import RunConfig
+from trainer.data.loader import Batch
+from trainer.data.transfer import prefetch_to_device
+from trainer.errors import setting_error
+from trainer.experts import find_balance
+from trainer.loss import IGNORE, by_row, find_loss, replace_loss, scores_at_targets
+from trainer.metrics.record import Record
+from trainer.model.gradients import reshard
+from trainer.model.lora import without_adapters
+from trainer.objective import Rows, log_nothing
+from trainer.trainer import Trainer
+from trainer.weights.adapters import REFERENCE
+from trainer.weights.loading import load_base
+
+
+class ObjectiveTrainer(Trainer):
+    """Trains a model for an objective whose loss is one of whole sequences: preferences, rewards, classes.
+
+    The loss is the mean over the samples of the global batch.  A reference model is the initial weights: with adapters,
+    the model without them, otherwise a second, frozen copy, sharded like the model.
+    """
+
+    takes_objectives = True
+
+    def __init__(self, config: RunConfig) -> None:
+        self.reference: nn.Module | None = None
+        self._known: torch.Tensor | None = None
+        super().__init__(config)
+        if self.reference is not None:
+            self.state.add(REFERENCE, load_base(self.reference, self.config, self.world))
+
+    def build_model(self, config: RunConfig | None = None) -> nn.Module:
+        """Return the sharded model; for the run's own model, build the reference first if it is a separate model."""
+        if config is None and self.config.has_reference_model:
+            self.reference = super().build_model(self.config).requires_grad_(False).eval()
+        model = super().build_model(config)
+        balance = find_balance(model)
+        if balance is not None:  # its losses are sums over tokens, which are no part of the loss of a sequence
+            balance.loss = balance.sequence_loss = balance.z_loss = 0.0
+        return model
+
+    def count(self, batch: Batch) -> float:
+        """Return the number of samples; padding, which has no targets, does not count."""
+        return int(self._sample_mask(batch).sum())
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """Return this rank's loss summed over the batch's samples.
+
+        Collectives: those of two forward passes with a reference, whose pass is the first; otherwise those of one.
+        """
+        objective, mask_S = self.config.objective, self._sample_mask(batch)
+        if objective.has_statistic and self._known is None:  # the first batch of an evaluation
+            assert self.eval_loader is not None
+            self._known = self._mean_statistic(self.eval_loader)
+        num_samples = mask_S.sum()
+
+        def log(name: str, values_S: torch.Tensor, over: torch.Tensor | None = None) -> None:
+            over_S = mask_S if over is None else over & mask_S
+            self.log(name, values_S.where(over_S, 0.0).sum(), over=num_samples if over is None else over_S.sum())
+
+        return objective(self._rows(batch, log=log)).where(mask_S, 0.0).sum()
+
+    @contextmanager
+    def global_sums(self, micro_batches: Sequence[Batch]) -> Iterator[None]:
+        """Inside the block, `loss` knows the mean of the objective's statistic over the global batch, if it has one.
+
+        Collectives with a statistic: those of another forward pass for each micro-batch, and a small all-reduce.
+        """
+        if self.config.objective.has_statistic:
+            self._known = self._mean_statistic(micro_batches)
+        try:
+            with super().global_sums(micro_batches):
+                yield
+        finally:
+            self._known = None
+
+    def evaluate(self) -> Record | None:
+        """Return and log the mean loss over the held-out samples; see `Trainer.evaluate`.
+
+        A statistic is a mean over all held-out samples, which takes a second pass over them.
+        """
+        try:
+            return super().evaluate()
+        finally:
+            self._known = None
+
+    @torch.no_grad()
+    def _mean_statistic(self, batches: Iterable[Batch]) -> torch.Tensor:
+        sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        for batch in prefetch_to_device(batches, self.world.device):
+            mask_S = self._sample_mask(batch)
+            values_S = self.config.objective.statistic(self._rows(batch))
+            sums += torch.stack([values_S.where(mask_S, 0.0).sum(), mask_S.sum()])
+        total, count = self.world.sum_on_device(sums)
+        return total / count.clamp(min=1)
+
+    def _rows(self, batch: Batch, log: Callable[..., None] = log_nothing) -> Rows:
+        """Return what the objective needs of a batch."""
+        needs = self.config.objective.needs
+        return Rows(
+            logps=torch.empty(0) if "scores" in needs else self._logps(batch),
+            lengths=(batch["targets"] != IGNORE).sum(1).clamp(min=1),
+            reference=self._reference_logps(batch) if "reference" in needs else None,
+            labels=batch["labels"] if "labels" in needs else None,
+            scores=self._scores(batch) if "scores" in needs else None,
+            known=self._known,
+            log=log,
+        )
+
+    def _logps(self, batch: Batch) -> torch.Tensor:
+        """Return the log-probability of each row's targets: (R,)."""
+        with by_row():
+            logps_R = -super().loss(batch)
+        self._check_rows(batch, logps_R)
+        return logps_R
+
+    def _reference_logps(self, batch: Batch) -> torch.Tensor:
+        """Return the log-probability of each row's targets under the reference: (R,)."""
+        with torch.no_grad(), by_row():
+            if self.reference is None:
+                with _eval_mode(self.model), without_adapters(self.model):
+                    return -super().loss(batch)
+            logps_R = -find_loss(self.reference)(batch)
+            reshard(self.reference)
+            return logps_R
+
+    def _scores(self, batch: Batch) -> torch.Tensor:
+        """Return the outputs of the head at each row's last target: (R, outputs)."""
+        with replace_loss(scores_at_targets):
+            scores_RC = super().loss(batch)
+        self._check_rows(batch, scores_RC)
+        return scores_RC
+
+    def _check_rows(self, batch: Batch, values: torch.Tensor) -> None:
+        """Raise UserError if the model has computed its loss in another way than with the functions of trainer.loss."""
+        if values.shape[:1] != batch["tokens"].shape[:1]:
+            name, objective = self.recipe.name, self.config.train.objective
+            rule = f"recipe {name!r} sums the loss over all rows itself, but {objective} needs the loss of each row"
+            fix = "compute it with trainer.linear_cross_entropy, or have the model return logits"
+            raise setting_error("train.objective", objective, rule, fix=fix)
+
+    def _sample_mask(self, batch: Batch) -> torch.Tensor:
+        """Return a mask of the samples that have targets: (S,)."""
+        mask_R = (batch["targets"] != IGNORE).any(dim=1)
+        return mask_R[:: self.config.objective.rows]
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model in evaluation mode, which disables dropout, inside the block."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

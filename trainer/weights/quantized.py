@@ -1,0 +1,137 @@
+"""Reads quantized weights of published models, row by row, as bfloat16.
+
+Two formats, which config.json names in `quantization_config`:
+
+- `mxfp4`: the experts of gpt-oss.  `NAME_blocks` (E, N, K / 32, 16) has two numbers of 4 bits in each byte, and
+  `NAME_scales` (E, N, K / 32) the exponent of each 32 numbers, plus 127; together they are `NAME`, (E, K, N).  Format:
+  Open Compute Project 2023, "OCP Microscaling Formats (MX) Specification", version 1.0, sections 5.2 and 5.3.
+- `fp8`: the matrices of DeepSeek-V3.  `NAME` (N, K) has numbers of 8 bits, and `NAME_scale_inv` a factor for each block
+  of `weight_block_size` of them.  Format: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2, and the published code.
+
+Numbers of 4 bits are exact in bfloat16; those of 8 bits are multiplied in fp32 and then rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.errors import UserError
+
+_BLOCKS, _SCALES, _SCALE_INV = "_blocks", "_scales", "_scale_inv"
+_FP8 = "F8_E4M3"
+
+_E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+"""The numbers of 4 bits without their sign, which is the highest bit."""
+
+
+def dequantized(
+    readers: Mapping[str, tuple[Path, Any]], quantization: Mapping[str, Any]
+) -> dict[str, tuple[Path, Any]]:
+    """Replace the tensors of quantized weights by one for each weight, which is dequantized when it is read.
+
+    readers: for each tensor its file and its slice, as safetensors' `get_slice` returns it.  quantization: the entry
+    `quantization_config` of config.json.
+
+    Raises UserError for another format, and for tensors of a weight that are missing or do not fit each other.
+    """
+    method = quantization.get("quant_method")
+    if method not in ("mxfp4", "fp8"):
+        raise UserError(f"quantization_config: quant_method={method}: only mxfp4 and fp8 are read")
+    found: dict[str, tuple[Path, Any]] = {}
+    for name, (file, reader) in readers.items():
+        if method == "mxfp4" and name.endswith(_BLOCKS):
+            weight = name.removesuffix(_BLOCKS)
+            found[weight] = file, _Mxfp4(reader, _partner(readers, weight + _SCALES, name))
+        elif method == "fp8" and reader.get_dtype() == _FP8:
+            scales = _partner(readers, name + _SCALE_INV, name)
+            found[name] = file, _Fp8(reader, scales, _block_of(quantization))
+        elif not name.endswith(_SCALES if method == "mxfp4" else _SCALE_INV):
+            found[name] = file, reader
+    for name, (_, weight) in found.items():
+        if isinstance(weight, (_Mxfp4, _Fp8)) and (mistake := weight.mistake()):
+            raise UserError(f"{name}: {mistake}")
+    return found
+
+
+def _partner(readers: Mapping[str, tuple[Path, Any]], scales: str, name: str) -> Any:
+    if scales not in readers:
+        raise UserError(f"{name}: has no {scales}, without which it cannot be dequantized; download the folder again")
+    return readers[scales][1]
+
+
+def _block_of(quantization: Mapping[str, Any]) -> tuple[int, int]:
+    block = quantization.get("weight_block_size")
+    if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
+        raise UserError(
+            f"quantization_config: weight_block_size={block}: must be two whole numbers, such as [128, 128]"
+        )
+    return block[0], block[1]
+
+
+@dataclass(frozen=True)
+class _Mxfp4:
+    """Stacked matrices (E, K, N) from blocks (E, N, K / 32, 16) and scales (E, N, K / 32)."""
+
+    blocks: Any
+    scales: Any
+
+    def mistake(self) -> str:
+        blocks, scales = list(self.blocks.get_shape()), list(self.scales.get_shape())
+        fits = len(blocks) == 4 and blocks[3] == 16 and blocks[:3] == scales
+        return "" if fits else f"blocks {blocks} and scales {scales} do not fit each other"
+
+    def get_dtype(self) -> str:
+        return "BF16"
+
+    def get_shape(self) -> list[int]:
+        num_experts, rows, blocks, _ = self.blocks.get_shape()
+        return [num_experts, 32 * blocks, rows]
+
+    def __getitem__(self, experts: slice) -> torch.Tensor:
+        """Return the matrices of some experts."""
+        blocks_ENBX, scales_ENB = self.blocks[experts], self.scales[experts]
+        values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.bfloat16)
+        # The lower half of a byte comes first.
+        both = (values[(half).int()] for half in (blocks_ENBX & 15, blocks_ENBX >> 4))
+        numbers_ENBY = torch.stack([*both], -1).flatten(-2)
+        exponents_ENB1 = scales_ENB.int().unsqueeze(-1) - 127
+        return torch.ldexp(numbers_ENBY, exponents_ENB1).flatten(-2).mT
+
+
+@dataclass(frozen=True)
+class _Fp8:
+    """A matrix (N, K) from numbers of 8 bits and a factor for each of its blocks."""
+
+    numbers: Any
+    scales: Any
+    block: tuple[int, int]
+
+    def mistake(self) -> str:
+        shape, scales = list(self.numbers.get_shape()), list(self.scales.get_shape())
+        expected = [math.ceil(size / block) for size, block in zip(shape, self.block, strict=False)]
+        if len(shape) == 2 and scales == expected:
+            return ""
+        return f"is {shape} with scales {scales}, where blocks of {list(self.block)} have {expected}"
+
+    def get_dtype(self) -> str:
+        return "BF16"
+
+    def get_shape(self) -> list[int]:
+        shape: list[int] = self.numbers.get_shape()
+        return shape
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        """Return some rows."""
+        (num_rows, num_columns), (height, width) = self.get_shape(), self.block
+        start, stop, _ = rows.indices(num_rows)
+        first = start // height
+        scales = self.scales[first : math.ceil(stop / height)].float()
+        scales = scales.repeat_interleave(height, 0)[start - first * height :][: stop - start]
+        scales = scales.repeat_interleave(width, 1)[:, :num_columns]
+        return (self.numbers[start:stop].float() * scales).to(torch.bfloat16)
