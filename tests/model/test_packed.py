@@ -19,7 +19,7 @@ from torch import nn
 from tests.helpers.forked import REPOSITORY
 from tests.helpers.hf_models import model_of
 from tests.helpers.plan_truth import CollectiveLog, fake_model, update
-from tests.helpers.ranks import run_ranks, tiny_overrides
+from tests.helpers.ranks import run_command, run_python_module, run_ranks, tiny_overrides
 from tests.model.test_lora import config_of, stored, trained
 from tests.weights.test_huggingface import TINY
 from tests.weights.test_pretrained import folder_of
@@ -166,6 +166,12 @@ def test_row_that_blocks_do_not_divide_is_refused(tmp_path: Path) -> None:
     narrow = folder_of(tmp_path / "narrow", config=replace(WIDE, ffn_dim=96))
     with pytest.raises(UserError, match=r"lora.base_dtype=nf4: packs blocks of 64 .* divide the 96 of .*w2"):
         Trainer(config_of(narrow, tmp_path / "run", "lora.base_dtype=nf4"))
+
+
+def test_torch_that_converts_bytes_is_refused(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    with pytest.raises(UserError, match=r"lora.base_dtype=nf4: needs torch 2.13"):
+        Trainer(config_of(base, tmp_path / "run", "lora.base_dtype=nf4", "fsdp.param_dtype=bfloat16"))
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -324,6 +330,27 @@ def test_exports_are_the_function_that_was_trained(
         torch.testing.assert_close(load_weights(again)(tokens), merged)
     assert export_command([str(again), str(tmp_path / "none"), "--merged=original"]) == 2
     assert "were not packed" in capsys.readouterr().err
+
+
+@pytest.mark.campaign
+def test_what_else_a_run_does_with_its_model(base: Path, tmp_path: Path) -> None:
+    """Evaluations, norms by layer, an average of the weights, a sample; then the commands that load it."""
+    (tmp_path / "text.txt").write_text("so many words, one after another, are read from a file. " * 200)
+    given = [f"train.init_from={base}", "lora.rank=4", "lora.base_dtype=nf4", f"data.path={tmp_path / 'text.txt'}"]
+    given += [f"data.eval_path={tmp_path / 'text.txt'}", "data.tokenizer=bytes", f"data.cache_dir={tmp_path / 'cache'}"]
+    given += ["eval.every=2", "eval.steps=1", "log.norms_every=2", "train.ema=0.5", "log.sample_tokens=4"]
+    shaped = [item for item in tiny_overrides(*given, "train.steps=4") if not item.startswith("model.")]
+    ran = run_command(tmp_path / "run", "recipe=llama_small", *shaped, "nproc=2")
+    assert ran.exit_code == 0, ran.stderr + ran.stdout
+    assert {"eval", "norms", "train", "end"} <= {line["kind"] for line in ran.metrics}
+    assert "frozen, packed as nf4; adapters of rank 4" in ran.stdout
+    for command in (
+        ["trainer.evaluate", tmp_path / "run"],
+        ["trainer.generate", tmp_path / "run", "--prompt", "so many", "--greedy", "--max-tokens", 3],
+        ["trainer.export", tmp_path / "run", tmp_path / "merged", "--merged", "--ema"],
+    ):
+        done = run_python_module(*command)
+        assert done.exit_code == 0, done.stderr + done.stdout
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ def advice_on_experts(plan: Plan) -> Iterator[str]:
     exchanges of D numbers of 2 bytes for each of a token's A rows, with full recomputation.
     """
     config, shard = plan.config, plan.mesh.shard
-    if config.recipe.experts is None or config.expert > 1 or shard == 1:
+    if not config.recipe.declares_experts(config.model) or config.expert > 1 or shard == 1:
         return
     if (line := _padding(plan)) is not None:
         yield line
