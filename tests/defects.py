@@ -539,6 +539,27 @@ DEFECTS: list[Defect] = [
         "chosen_TA.long() - (group.size - 1 - group.rank) * num_local",
     ),
     Defect(
+        "columns-of-a-rank-taken-for-an-expert",
+        "adapters-of-experts",
+        "PeftFactors.read",
+        "stacked.permute(1, 2, 0)",
+        "stacked.permute(1, 0, 2)",
+    ),
+    Defect(
+        "gate-and-up-merged-with-the-same-rows",
+        "adapters-of-experts",
+        "find_matrices",
+        "start = stop",
+        "start = 0",
+    ),
+    Defect(
+        "experts-of-transformers-without-a-bias",
+        "experts-of-transformers",
+        "trainer.recipes.hf.experts:_outputs",
+        "out_MD + grouped_bias(experts.down_proj_bias, ends_E, len(x_MD)) if experts.has_bias else out_MD",
+        "out_MD",
+    ),
+    Defect(
         "experts-gathered-on-the-whole-axis",
         "experts-planned",
         "trainer.plan.step:_Group.__init__",
@@ -592,8 +613,8 @@ DEFECTS: list[Defect] = [
         "embeddings-decay",
         "optimizers",
         "trainer.optim.groups:assign",
-        "parameter.ndim >= 2 and id(parameter) not in embeddings",
-        "parameter.ndim >= 2",
+        "not (is_vector(name, parameter) or id(parameter) in embeddings)",
+        "not is_vector(name, parameter)",
     ),
     Defect(
         "rows-of-the-next-rank",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.helpers.hf_models import KINDS, model_of, settings_of
+from tests.helpers.ranks import run_command, tiny_overrides
 from tests.sequence.test_document_isolation import SHAPES, build
 from trainer.lifecycle.document_check import find_leak
 from trainer.loss import cross_entropy
@@ -179,3 +181,25 @@ def test_models_of_transformers_pass(kind: str, dtype: str, weights: str) -> Non
     if weights == "trained":
         model.load_state_dict(model_of(kind).state_dict())
     assert find_leak(model.to(getattr(torch, dtype)), 257, 128, torch.device("cpu")) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["nproc=2", "fsdp.param_dtype=bfloat16", "train.activation_checkpoint=full"],
+        pytest.param([], marks=pytest.mark.campaign),
+        pytest.param(["fsdp.param_dtype=bfloat16", "train.compile=true"], marks=pytest.mark.campaign),
+    ],
+    ids=["sharded and recomputed", "plain", "compiled"],
+)
+def test_run_is_rejected_before_its_first_step(more: list[str], tmp_path: Path) -> None:
+    """What the model carries over a border is less than the rounding of bfloat16."""
+    shared = [item for item in tiny_overrides("data.documents=masked", *more) if not item.startswith("model.")]
+    model = "model.name=tests.helpers.own_recipes:carrying"
+    ran = run_command(tmp_path / "run", "recipe=llama_small", model, *shared)
+    assert ran.exit_code == 2
+    assert ran.stderr.count("data.documents=masked") == 1
+    assert "model.name=tests.helpers.own_recipes:carrying lets documents in one row influence each other" in ran.stderr
+    assert "through hidden.1 (Carry)" in ran.stderr
+    assert not (tmp_path / "run").exists()

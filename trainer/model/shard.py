@@ -116,12 +116,16 @@ def check_experts(
     size = config.expert
     if size == 1:
         return
-    inside = {id(child) for module in find_experts(model, recipe).values() for child in module.modules()}
+    modules = find_experts(model, recipe)
+    if not modules:
+        rule = f"ranks cannot share out experts of {type(model).__name__}: it has none, or they are not stacked"
+        raise setting_error("mesh.expert", size, rule, 1)
+    inside = {id(child) for module in modules.values() for child in module.modules()}
     for unit in units:
         if any(id(module) in inside for module in unit.modules):
             rule = f"makes experts a unit of their own ({unit}); with mesh.expert={size} units must contain them"
             raise setting_error("fsdp.wrap", config.fsdp.wrap, rule, "block")
-    for name, module in find_experts(model, recipe).items():
+    for name, module in modules.items():
         for own, parameter in module.named_parameters():
             num_experts, parts = parameter.shape[0], num_shards // size
             if num_experts % size:
