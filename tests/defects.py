@@ -74,7 +74,7 @@ def definitions(root: Path) -> dict[str, list[tuple[Path, int, int]]]:
     The keys are dotted names, with and without their module: `Trainer.close` and `trainer.trainer:Trainer.close`.
     """
     found: dict[str, list[tuple[Path, int, int]]] = {}
-    for top in ("trainer", "recipes"):
+    for top in ("trainer", "recipes", "objectives"):
         for path in sorted((root / top).rglob("*.py")):
             module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
             for name, begin, end in _spans(path.read_text()):
@@ -454,6 +454,77 @@ DEFECTS: list[Defect] = [
         "mesh.size(axis) - 1 - mesh.get_local_rank(axis)",
     ),
     Defect(
+        "window-without-the-last-token",
+        "windows-and-sinks",
+        "_attend_in_window",
+        ".triu(1).tril(window)",
+        ".triu(2).tril(window)",
+    ),
+    Defect(
+        "sinks-without-the-scale",
+        "windows-and-sinks",
+        "_with_sink_key",
+        "options.sinks / scale",
+        "options.sinks",
+    ),
+    Defect(
+        "sinks-of-other-heads",
+        "windows-and-sinks",
+        "_attend_by_heads",
+        "options.sinks.chunk(num_ranks)[slices.number]",
+        "options.sinks.chunk(num_ranks)[0]",
+    ),
+    Defect(
+        "halves-of-a-byte-swapped",
+        "quantized-weights",
+        "_Mxfp4.__getitem__",
+        "(blocks_ENBX & 15, blocks_ENBX >> 4)",
+        "(blocks_ENBX >> 4, blocks_ENBX & 15)",
+    ),
+    Defect(
+        "scales-of-other-rows",
+        "quantized-weights",
+        "_Fp8.__getitem__",
+        "[start - first * height :][: stop - start]",
+        "[: stop - start]",
+    ),
+    Defect(
+        "bias-on-the-choice-rounded",
+        "quantized-weights",
+        "_list_tensors",
+        "source_dtype.is_floating_point and name in parameters",
+        "source_dtype.is_floating_point",
+    ),
+    Defect(
+        "groups-by-their-best-expert",
+        "from-hugging-face",
+        "GroupedChoice.forward",
+        "biased_SGX.topk(2, -1)",
+        "biased_SGX.topk(1, -1)",
+    ),
+    Defect(
+        "fast-pairs-stretched",
+        "from-hugging-face",
+        "YarnRope.frequencies",
+        "frequencies * (1 - stretched + stretched / self.factor)",
+        "frequencies * (stretched + (1 - stretched) / self.factor)",
+    ),
+    Defect(
+        "inputs-clamped-on-one-side",
+        "from-hugging-face",
+        "recipes.gpt_oss.model:Experts.forward",
+        ".clamp(-self.limit, self.limit)",
+        ".clamp(max=self.limit)",
+    ),
+    Defect(
+        "blocks-without-experts-repeated",
+        "other-mixtures",
+        "_longest_repetition",
+        "kinds[n] == kinds[n - period] for n in range(first + period, len(kinds))",
+        "kinds[n] == kinds[n - period] for n in range(first + 2 * period + 1, len(kinds))",
+        by_campaign=True,
+    ),
+    Defect(
         "gradients-of-experts-are-sums",
         "experts-refused",
         "_compute",
@@ -542,8 +613,8 @@ DEFECTS: list[Defect] = [
         "embeddings-decay",
         "optimizers",
         "trainer.optim.groups:assign",
-        "parameter.ndim >= 2 and id(parameter) not in embeddings",
-        "parameter.ndim >= 2",
+        "not (is_vector(name, parameter) or id(parameter) in embeddings)",
+        "not is_vector(name, parameter)",
     ),
     Defect(
         "rows-of-the-next-rank",
@@ -831,9 +902,37 @@ DEFECTS: list[Defect] = [
     Defect(
         "reference-with-adapters",
         "preferences",
-        "PreferenceTrainer._reference_logprobs",
+        "ObjectiveTrainer._reference_logps",
         "with _eval_mode(self.model), without_adapters(self.model):",
         "with _eval_mode(self.model):",
+    ),
+    Defect(
+        "statistic-of-a-rank",
+        "objectives",
+        "ObjectiveTrainer._mean_statistic",
+        "total, count = self.world.sum_on_device(sums)",
+        "total, count = sums",
+    ),
+    Defect(
+        "settings-of-dpo-dropped",
+        "objective-files",
+        "objective_section",
+        'if section == OLD_SECTION and objective == "dpo":',
+        'if section == OLD_SECTION and objective == "ipo":',
+    ),
+    Defect(
+        "lowest-accuracy-is-best",
+        "score-models",
+        "find_best",
+        "-1 if good[-1].higher_is_better else 1",
+        "1",
+    ),
+    Defect(
+        "teacher-of-a-cold-softmax",
+        "distillation",
+        "Distill.divergence",
+        "(logps / self.temperature).log_softmax(-1) for logps in (student, teacher)",
+        "(logps / t).log_softmax(-1) for logps, t in ((student, self.temperature), (teacher, 1.0))",
     ),
     Defect(
         "any-base-will-do",
@@ -848,6 +947,24 @@ DEFECTS: list[Defect] = [
         "with_merged_adapters",
         "stored, alpha / rank, transposed",
         "stored, alpha, transposed",
+    ),
+    Defect("nibbles-swapped", "packed-base", "Packing._pack_into", "codes[..., 0] << 4", "codes[..., 1] << 4"),
+    Defect(
+        "merged-into-another-base",
+        "packed-base",
+        "with_merged_adapters",
+        "in CODE_BITS and not into_original",
+        "in CODE_BITS and into_original",
+    ),
+    Defect("bytes-counted-as-weights", "packed-base", "num_weights", "packing.width", "packing.row_bytes"),
+    Defect("unpacked-kept", "packed-base", "_PackedProduct.forward", "(weight)", "(layer.unpacked(weight, x.dtype))"),
+    Defect("only-adapted-are-packed", "packed-base", "layers_to_pack", "linear | set(adapted)", "set(adapted)"),
+    Defect(
+        "gathers-planned-unpacked",
+        "packed-plan",
+        "ParameterFacts.gathered_size",
+        "self.element_size if self.packed_weights else param_size",
+        "param_size",
     ),
     Defect(
         "frozen-have-gradients",
@@ -1198,6 +1315,41 @@ DEFECTS: list[Defect] = [
         "Documents._make_mask",
         "queries_BQ[:, None, :, None] == self.numbers_BT[:, None, None, :]",
         "queries_BQ[:, None, :, None] >= self.numbers_BT[:, None, None, :]",
+    ),
+    Defect(
+        "foreign-gradients-unseen",
+        "documents-tested",
+        "_has_foreign_gradient",
+        "_is_nonzero(gradient, others_BT)",
+        "_is_nonzero(gradient, others_BT & ~others_BT)",
+    ),
+    Defect(
+        "places-compared-with-themselves",
+        "documents-tested",
+        "_compare_places",
+        'torch.stack((batch["tokens"][0], batch["tokens"][0].roll(length)))',
+        'torch.stack((batch["tokens"][0], batch["tokens"][0]))',
+    ),
+    Defect(
+        "state-kept-at-borders",
+        "hybrids-packed",
+        "_by_document",
+        "if documents is None:",
+        "if documents is None or True:",
+    ),
+    Defect(
+        "decays-of-other-documents",
+        "linear-attention",
+        "_prepare_chunks",
+        "steps_BNCSS = torch.where(same_BCSS, steps_BNCSS, 0)",
+        "steps_BNCSS = torch.where(same_BCSS | ~same_BCSS, steps_BNCSS, 0)",
+    ),
+    Defect(
+        "maps-composed-in-reverse",
+        "linear-attention",
+        "_gather_pieces",
+        "tails.flip(0)",
+        "tails",
     ),
     Defect(
         "slices-counted-from-0",

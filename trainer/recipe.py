@@ -167,7 +167,7 @@ class Recipe:
         `seq_len` tokens (the mean length of masked documents); by default 6 x parameters outside embeddings (Kaplan et
         al. 2020, arXiv:2001.08361).
     hf: the mapping to Hugging Face; needed to export to and import from that format.
-    context: declares that only `trainer.sequence.attend` and `trainer.sequence.positions` mix or count tokens, so
+    context: declares that only functions of `trainer.sequence` other than `apply_by_document` mix or count tokens, so
         ranks may hold slices of sequences (`mesh.context`).
     experts: the modules of experts, a name such as "layers.*.moe.experts".  It declares that their parameters are all
         stacked by expert along dimension 0, and that they are only called through `trainer.experts.mix`, so ranks may

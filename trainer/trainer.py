@@ -22,8 +22,9 @@ from trainer.data.transfer import prefetch_to_device
 from trainer.distributed.world import World
 from trainer.experts import global_balance
 from trainer.lifecycle.assembly import assemble_run
+from trainer.lifecycle.document_check import check_documents
 from trainer.lifecycle.expert_check import check_experts
-from trainer.lifecycle.selfcheck import check_context, check_documents, check_same_run, check_shape, check_start
+from trainer.lifecycle.selfcheck import check_context, check_same_run, check_shape, check_start
 from trainer.lifecycle.state import seed_everything
 from trainer.lifecycle.summary import show_result, start_facts, start_notes, start_record
 from trainer.loss import count_targets, find_loss

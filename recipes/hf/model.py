@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from trainer.errors import nearest, setting_error
 from trainer.loss import cross_entropy, linear_cross_entropy
 from trainer.model.parameters import num_writes, storage_id
-from trainer.sequence import Documents
+from trainer.sequence import Documents, apply_by_document
 
 _ATTENTION = {"flex": "flex_attention"}
 """Our names of attention kernels where they differ from the library's."""
@@ -57,6 +57,11 @@ def build(config: HfConfig) -> transformers.PreTrainedModel:
     model.__class__ = _with_loss(library)
     if _head_computes_logits(model):
         model.get_output_embeddings().__class__ = LossHead
+    recurrent_layers = [module for module in model.modules() if _is_recurrent(module)]
+    for layer in recurrent_layers:
+        kind: Any = type(layer)
+        layer.__class__ = _by_document(kind)
+    model.has_recurrent_layers = bool(recurrent_layers)
     return model
 
 
@@ -89,8 +94,13 @@ def settings_of(config: HfConfig) -> transformers.PreTrainedConfig:
         suggestion = f"; it has {best}" if best else ""
         rule = f"transformers {transformers.__version__} has no causal language model for model_type={kind}{suggestion}"
         raise setting_error("model.path", config.path, rule)
+    # In config.json the library writes infinity, which JSON does not have, as {"__float__": "Infinity"}.
+    content = json.loads(
+        json.dumps(config.config),
+        object_hook=lambda entries: float(entries["__float__"]) if [*entries] == ["__float__"] else entries,
+    )
     try:
-        return transformers.CONFIG_MAPPING[kind].from_dict(dict(config.config))
+        return transformers.CONFIG_MAPPING[kind].from_dict(content)
     except Exception as error:  # the library raises errors of any type for an invalid entry
         raise setting_error("model.path", config.path, f"config.json: {_first_line(error)}") from error
 
@@ -139,6 +149,8 @@ def _with_loss(library: Any) -> Any:
         packed = Documents.of(documents, borders)
         if packed is not None or positions is not None:
             inputs["position_ids"] = positions if packed is None else packed.positions_BT
+        if packed is not None and self.has_recurrent_layers:
+            inputs["documents"] = packed  # passed on to all layers
         head = self.get_output_embeddings()
         if targets is not None and isinstance(head, LossHead):
             return head(self.base_model(**inputs).last_hidden_state, targets)
@@ -150,6 +162,36 @@ def _with_loss(library: Any) -> Any:
     theirs = [*inspect.signature(library.forward).parameters.values()][1:]
     named = [p.replace(kind=p.KEYWORD_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in theirs]
     forward.__signature__ = inspect.Signature([*own, *named])  # type: ignore[attr-defined]
+    made = type(library.__name__, (library,), {"forward": forward, "__module__": library.__module__})
+    made.__qualname__, made.__doc__ = library.__qualname__, library.__doc__
+    return made
+
+
+def _is_recurrent(module: nn.Module) -> bool:
+    """Return whether a module passes a state from token to token: it has a convolution, and a cache for its state."""
+    arguments = inspect.signature(module.forward).parameters
+    has_cache = not {"cache_params", "past_key_values"}.isdisjoint(arguments)
+    return has_cache and any(isinstance(child, nn.Conv1d) for child in module.children())
+
+
+@functools.cache
+def _by_document(library: Any) -> Any:
+    """Return a subclass of a recurrent layer's class that starts anew with each document, with the same class name.
+
+    The library hands the layers' kernels the documents' borders, but its own code in torch ignores them.
+    """
+
+    def forward(self: Any, hidden_states: torch.Tensor, documents: Documents | None = None, **theirs: Any) -> Any:
+        is_training = self.training
+        # In training, the library hands the weights of projections to a fused kernel, which would leave out adapters.
+        self.training = is_training and not any(hasattr(child, "base_layer") for child in self.children())
+        try:
+            if documents is None:
+                return library.forward(self, hidden_states, **theirs)
+            return apply_by_document(lambda rows: library.forward(self, rows, **theirs), hidden_states, documents)
+        finally:
+            self.training = is_training
+
     made = type(library.__name__, (library,), {"forward": forward, "__module__": library.__module__})
     made.__qualname__, made.__doc__ = library.__qualname__, library.__doc__
     return made

@@ -46,6 +46,48 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Each model's configuration class, without `Config`, and its settings."""
 
+MAMBA = {"mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16, "mamba_n_heads": 6}
+DELTA = {
+    **{"num_hidden_layers": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 2},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 12},
+}
+
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            **{**GROUPED, **DELTA, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2},
+            **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+        },
+    ),
+    "qwen3_5": ("Qwen3_5Text", {**GROUPED, **DELTA, "head_dim": 16}),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            **{**GROUPED, "head_dim": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8},
+            **{"n_groups": 2, "chunk_size": 16, "num_hidden_layers": 4},
+            "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"],
+        },
+    ),
+    "bamba": (
+        "Bamba",
+        {**GROUPED, **MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1], "mamba_expand": 2},
+    ),
+    "falcon_h1": ("FalconH1", {**GROUPED, **MAMBA, "head_dim": 16, "mamba_d_ssm": 96}),
+    "lfm2": ("Lfm2", {**GROUPED, "num_hidden_layers": 3, "full_attn_idxs": [1]}),
+    "olmo_hybrid": ("OlmoHybrid", {**GROUPED, **DELTA, "linear_num_key_heads": 4}),
+    "zamba2": (
+        "Zamba2",
+        {
+            **{**GROUPED, "hidden_size": 64, "num_key_value_heads": 4, "num_hidden_layers": 3, "chunk_size": 16},
+            **{"mamba_d_state": 8, "mamba_headdim": 16, "n_mamba_heads": 8, "mamba_ngroups": 1, "num_mem_blocks": 1},
+            **{"hybrid_layer_ids": [1], "layers_block_type": ["mamba", "hybrid", "mamba"]},
+        },
+    ),
+}
+"""The same for models of attention and layers with a state; documents in one row cross borders of their chunks."""
+
+
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": KINDS["qwen3_moe"],
@@ -67,7 +109,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 def settings_of(kind: str, **changes: Any) -> Any:
     import transformers
 
-    name, entries = {**KINDS, **MIXTURES}[kind]
+    name, entries = (KINDS | HYBRIDS | MIXTURES)[kind]
     return getattr(transformers, f"{name}Config")(**entries | changes)
 
 

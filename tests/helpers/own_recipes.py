@@ -68,6 +68,28 @@ class Shifting(Mlp):
         return self.out(x)
 
 
+class Carrying(Mlp):
+    """A model that accepts documents, and carries a small part of each token to the next in its second layer."""
+
+    def __init__(self, config: MlpConfig) -> None:
+        super().__init__(config)
+        self.hidden[1] = Carry(config.width)
+
+    def forward(self, tokens: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(tokens)
+
+
+class Carry(nn.Module):
+    """A causal convolution over two tokens."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.map = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.map(x + 1e-4 * nn.functional.pad(x[:, :-1], (0, 0, 1, 0)))
+
+
 class ViewUnit(nn.Module):
     """A unit with an output that is a view of a tensor saved for its backward pass."""
 
@@ -235,6 +257,7 @@ UNITS = ["table", "hidden.*", "out"]
 register(Recipe("mlp", MlpConfig, Mlp, UNITS))
 register(Recipe("viewing_in_place", MlpConfig, viewing(adds_in_place=True), UNITS))
 register(Recipe("shifting", MlpConfig, Shifting, UNITS, context=True))
+register(Recipe("carrying", MlpConfig, Carrying, UNITS))
 register(Recipe("viewing", MlpConfig, viewing(adds_in_place=False), UNITS))
 register(Recipe("mlp_crashing", MlpConfig, Mlp, UNITS, trainer=CrashingTrainer))
 register(Recipe("mlp_sleeping", MlpConfig, Mlp, UNITS, trainer=SleepingTrainer))

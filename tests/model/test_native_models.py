@@ -25,6 +25,7 @@ from tests.weights.test_huggingface import (
     their_llama,
     their_qwen3,
     their_qwen3_moe,
+    their_qwen3_next,
 )
 from trainer import load_config, load_weights
 from trainer.data.loader import TrainLoader
@@ -39,6 +40,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "gpt2": their_gpt2,
     "qwen3": their_qwen3,
     "qwen3_moe": their_qwen3_moe,
+    "qwen3_next": their_qwen3_next,
     "gpt_oss": their_gpt_oss,
     "deepseek_v3": their_deepseek_v3,
 }
@@ -104,7 +106,9 @@ def relative(found: list[float], expected: list[float]) -> float:
     return difference
 
 
-SLOW = {("qwen3_moe", "2"), ("gpt_oss", "2"), ("deepseek_v3", "2")}
+SLOW = {("qwen3_moe", "2"), ("qwen3_next", "2"), ("gpt_oss", "2"), ("deepseek_v3", "2")}
+RATES = {"qwen3_next": ["optim.lr=2e-4"]}
+"""Where rounding decides a near tie of a router within 20 steps of 2e-3."""
 
 
 @pytest.mark.slow
@@ -119,7 +123,7 @@ SLOW = {("qwen3_moe", "2"), ("gpt_oss", "2"), ("deepseek_v3", "2")}
 def test_twenty_steps_equal_a_plain_loop(kind: str, mesh: str, tmp_path: Path) -> None:
     """The export equals the trained model to the bit."""
     source = write_theirs(kind, tmp_path / "source")
-    losses, expected = losses_of_both(source, tmp_path / "run", kind, mesh)
+    losses, expected = losses_of_both(source, tmp_path / "run", kind, mesh, *RATES.get(kind, []))
     assert relative(losses, expected) < 1e-6
     assert main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     trained = load_weights(tmp_path / "run")

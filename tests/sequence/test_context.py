@@ -308,6 +308,7 @@ MODELS = {
     "gpt2": ["model.name=gpt2", *_SHAPE, "model.max_seq_len=32", "model.vocab_size=257"],
     "qwen3": ["model.name=qwen3", *_SHAPE, "model.head_dim=8"],
     "qwen3_moe": ["model.name=qwen3_moe", *_SHAPE, "model.head_dim=8"],
+    "qwen3_next": ["model.name=qwen3_next", "model.attention_every=2", *_SHAPE, "model.delta_key_dim=8"],
     "gpt_oss": ["model.name=gpt_oss", *_SHAPE, "model.head_dim=8", "model.window=5"],
     "deepseek_v3": ["model.name=deepseek_v3", *_SHAPE],
     "adapters": [*_SHAPE, "model.ffn_dim=64", "lora.rank=2"],
@@ -315,11 +316,15 @@ MODELS = {
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("mesh", [["mesh.context=2", GATHER], ["mesh.context=2", HEADS]], ids=["gather", "heads"])
-def test_every_model_trains_in_slices(mesh: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "mesh"),
+    [(2, ["mesh.context=2", GATHER]), (2, ["mesh.context=2", HEADS]), (4, ["mesh.context=4", GATHER])],
+    ids=["gather", "heads", "4"],
+)
+def test_every_model_trains_in_slices(ranks: int, mesh: list[str], tmp_path: Path) -> None:
     runs = [[*overrides, f"run.dir={tmp_path / name}"] for name, overrides in MODELS.items()]
     whole = run_ranks(1, train_models, runs)[0]
-    for name, found, right in zip(MODELS, run_ranks(2, train_models, runs, *mesh)[-1], whole, strict=True):
+    for name, found, right in zip(MODELS, run_ranks(ranks, train_models, runs, *mesh)[-1], whole, strict=True):
         assert relative(found, right) < 1e-5, name
 
 

@@ -109,6 +109,14 @@ SHAPES: dict[str, dict[str, int]] = {
     "llama": {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 64, "vocab_size": 50},
     "gpt2": {"dim": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 50, "max_seq_len": 32},
     "qwen3": {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 50},
+    "qwen3_next": {
+        "dim": 32,
+        "num_layers": 2,
+        "attention_every": 2,
+        "num_heads": 4,
+        "delta_key_dim": 8,
+        "vocab_size": 50,
+    },
     "qwen3_moe": {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 50},
     "gpt_oss": {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 50}
     | {"window": 7},

@@ -32,7 +32,7 @@ from trainer.weights.exporting import export
 from trainer.weights.sources import SafetensorsFolder, WeightSource, fill, full_state_dict, named_weights
 
 LLAMA, GPT2, QWEN3, QWEN3_MOE = map(find_recipe, ("llama", "gpt2", "qwen3", "qwen3_moe"))
-GPT_OSS, DEEPSEEK_V3 = map(find_recipe, ("gpt_oss", "deepseek_v3"))
+QWEN3_NEXT, GPT_OSS, DEEPSEEK_V3 = map(find_recipe, ("qwen3_next", "gpt_oss", "deepseek_v3"))
 TINY = LLAMA.config(vocab_size=263, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=64)
 STRETCHED = {"rope_factor": 8.0, "rope_original_len": 16, "max_seq_len": 512, "rope_theta": 10000.0}
 MODELS = {
@@ -49,6 +49,14 @@ MODELS = {
         QWEN3_MOE.config(
             **{"vocab_size": 263, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 12},
             **{"expert_dim": 16, "num_experts": 12, "num_chosen": 3, "normalize_chosen": False},
+        ),
+    ),
+    "qwen3_next": (
+        QWEN3_NEXT,
+        QWEN3_NEXT.config(
+            **{"vocab_size": 263, "dim": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16},
+            **{"attention_every": 2, "rotary_dim": 4, "delta_heads": 4, "delta_key_heads": 2, "delta_key_dim": 8},
+            **{"delta_value_dim": 12, "expert_dim": 16, "shared_dim": 24, "num_experts": 12, "num_chosen": 3},
         ),
     ),
     "gpt_oss": (
@@ -289,6 +297,17 @@ def their_qwen3_moe(**changes: Any) -> Any:
     return transformers.Qwen3MoeConfig(**(shape | {"norm_topk_prob": True, "initializer_range": 0.2} | changes))
 
 
+def their_qwen3_next(**changes: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 263, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16}
+    shape |= {"num_key_value_heads": 2, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
+    shape |= {"linear_key_head_dim": 8, "linear_value_head_dim": 12, "moe_intermediate_size": 16}
+    shape |= {"shared_expert_intermediate_size": 24, "num_experts": 12, "num_experts_per_tok": 3}
+    # The norm after the delta rule divides by the length of what a query reads, which is a sum that may cancel: with
+    # large weights, both libraries differ from float64 by a thousand times float32's rounding.
+    return transformers.Qwen3NextConfig(**(shape | {"initializer_range": 0.06} | changes))
+
+
 def their_gpt_oss(**changes: Any) -> Any:
     transformers = pytest.importorskip("transformers")
     shape = {"vocab_size": 263, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 12}
@@ -321,6 +340,7 @@ SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_f
         their_gpt2,
         their_qwen3,
         their_qwen3_moe,
+        their_qwen3_next,
         their_gpt_oss,
         their_deepseek_v3,
         lambda: their_deepseek_v3(q_lora_rank=None, n_group=1, topk_group=1, rope_parameters=None),

@@ -288,8 +288,8 @@ def _check_lora(config: RunConfig) -> None:
         if not lora.targets:
             raise setting_error("lora.targets", lora.targets, "must name at least one layer", defaults.targets)
         if rate := getattr(config.model, "balance_rate", None):
-            rule = f"moves biases of the frozen model, which adapters (lora.rank={lora.rank}) do not contain"
-            raise setting_error("model.balance_rate", rate, rule, 0.0)
+            rule = "would move the biases on the choice of experts, which an adapter does not contain"
+            raise setting_error("model.balance_rate", rate, rule, 0)
         return
     for key in ("alpha", "dropout", "targets", "base_dtype"):
         if getattr(lora, key) != getattr(defaults, key):

@@ -6,15 +6,14 @@ replicas that differ once never become equal again, and samples that two ranks r
 Not checked: custom loaders, which have no sample indices to compare; buffers, which may differ between ranks (each save
 compares those that it stores); and models besides `Trainer.model`, such as a teacher or an average.
 
-The check changes nothing, draws no random numbers, and works for any recipe.  Two further checks run the model itself:
-context parallelism (`check_context`) and documents packed into one row (`check_documents`) must not change its loss.
+The check changes nothing, draws no random numbers, and works for any recipe.  A further check runs the model itself:
+context parallelism (`check_context`) must not change its loss.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import importlib.util
-import inspect
 import json
 import math
 import platform
@@ -35,7 +34,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from trainer.config import MeshShape, RunConfig, Slices, check_config
 from trainer.config.rules import check_requirements
 from trainer.data.loader import Batch, TrainLoader
-from trainer.data.source import as_mapping
 from trainer.distributed.channel import Channel
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError, setting_error
@@ -43,7 +41,7 @@ from trainer.loss import IGNORE, find_loss
 from trainer.metrics.sinks import warn
 from trainer.model.gradients import evaluation_mode, replicas_of, reshard
 from trainer.model.parameters import local_box, tied_names
-from trainer.sequence import current_slices, full_sequences, use_slices
+from trainer.sequence import current_slices, use_slices
 
 DATA = "data"
 """Entry of `Trainer.exempt_from_selfcheck` that skips the check of the samples."""
@@ -515,50 +513,3 @@ def _with_targets(batch: Batch) -> Batch:
 
 def _to_device(batch: Batch, world: World) -> Batch:
     return {name: entry.to(world.device) for name, entry in batch.items()}
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Documents packed into one row must not attend to each other
-
-
-_DOCUMENT_LENGTH = 6
-"""Number of tokens of each test document."""
-
-_LOGIT_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
-"""Tolerance of the logits relative to the largest one, for a different order of summation, by dtype; others use
-`_DEFAULT_LOGIT_TOLERANCE`."""
-_DEFAULT_LOGIT_TOLERANCE = 3e-2
-
-
-def check_documents(world: World, model: nn.Module, loader: object, config: RunConfig) -> None:
-    """Raise UserError on all ranks if documents share rows and the model lets them attend to each other.
-
-    A model may accept document ids and ignore them, which only its outputs show.  So the check runs the model itself,
-    and works for any recipe: the logits of a document must be the same alone and after two different documents.
-
-    A no-op if documents do not share rows, or with a custom loader.  Collectives: those of one forward pass of three
-    short rows.
-    """
-    if not isinstance(loader, TrainLoader) or "documents" not in as_mapping(loader.source.batch(np.array([-1]))):
-        return
-    accepts_documents = "documents" in inspect.signature(model.forward).parameters
-    if not accepts_documents or _mixes_documents(model, loader.source.vocab_size, world.device):
-        rule = f"model.name={config.model.name} lets documents in one row attend to each other"
-        raise setting_error("data.documents", "masked", rule, "apart")
-
-
-def _mixes_documents(model: nn.Module, vocab_size: int, device: torch.device) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    first, second, tested = (torch.randint(vocab_size, (_DOCUMENT_LENGTH,), generator=generator) for _ in range(3))
-    tokens = torch.stack([torch.cat(pair) for pair in ((first, tested), (second, tested), (tested, first))]).to(device)
-    documents = torch.arange(2, device=device).repeat_interleave(_DOCUMENT_LENGTH).expand_as(tokens).contiguous()
-    # Eager, because compiling for these sizes would not help the run, which has other sizes.
-    with evaluation_mode(model), torch.compiler.set_stance("force_eager"), full_sequences():
-        logits = model(tokens, documents=documents)
-    after_first, after_second, alone = (
-        logits[0, _DOCUMENT_LENGTH:],
-        logits[1, _DOCUMENT_LENGTH:],
-        logits[2, :_DOCUMENT_LENGTH],
-    )
-    max_difference = max(float((other - alone).abs().max()) for other in (after_first, after_second))
-    return not max_difference <= _LOGIT_TOLERANCE.get(logits.dtype, _DEFAULT_LOGIT_TOLERANCE) * float(alone.abs().max())

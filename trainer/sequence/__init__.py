@@ -1,9 +1,11 @@
-"""Operations across tokens: attention and positions.
+"""Operations across tokens: attention, linear attention, convolutions and positions.
 
 A model that uses only these functions to mix tokens or number their positions keeps packed documents separate: `attend`
-lets a token attend only to earlier tokens of its own document, and `positions` counts from 0 in each document.  If no
-documents are given, each row counts as one.  Such a model also supports context parallelism, where each rank holds a
-slice of every sequence: the model is called with the slice, and both functions still operate on the full sequence.
+lets a token attend only to earlier tokens of its own document, `gated_delta_rule` and `causal_convolution` start anew
+with each document, and `positions` counts from 0 in it.  If no documents are given, each row counts as one.  Such a
+model also supports context parallelism, where each rank holds a slice of every sequence: the model is called with the
+slice, and these functions still operate on the full sequence.  `apply_by_document` keeps the documents of any other
+causal layer apart, but knows no slices.
 
 Shape suffixes: B batch, T time, N query heads, K key and value heads, H head size.
 """
@@ -13,6 +15,8 @@ from __future__ import annotations
 import torch
 
 from trainer.sequence.attention import AttentionOptions, attend_cached, attend_full, attend_slices
+from trainer.sequence.linear_attention import causal_convolution, gated_delta_rule
+from trainer.sequence.recurrence import apply_by_document
 from trainer.sequence.row_layout import (
     Cache,
     Documents,
@@ -27,11 +31,14 @@ from trainer.sequence.row_layout import (
 __all__ = [
     "Cache",
     "Documents",
+    "apply_by_document",
     "attend",
+    "causal_convolution",
     "current_slices",
     "find_borders",
     "forget_slices",
     "full_sequences",
+    "gated_delta_rule",
     "positions",
     "slice_sequences",
     "sliced",

@@ -156,14 +156,43 @@ class Documents:
                 rows[start // num_tokens].append(end - start)
         return rows
 
+    @cached_property
+    def rows(self) -> tuple[list[DocumentRows], torch.Tensor]:
+        """The documents as rows of their own, padded to less than twice their length, and where each token of the batch
+        then is among all their tokens.
+        """
+        by_size: dict[int, list[tuple[int, int]]] = {}
+        for start, end in itertools.pairwise(self.borders.tolist()):
+            if start < end:
+                by_size.setdefault((end - start).bit_length(), []).append((start, end - start))
+        groups = [DocumentRows(spans, self.borders.device) for spans in by_size.values()]
+        places_M = torch.cat([group.places_NL.flatten()[group.tokens_M] for group in groups])
+        return groups, places_M.argsort()
+
     @property
     def are_tiny(self) -> bool:
         """True if documents are so short that a mask is faster than a loop."""
         return (len(self.borders) - 1) * _MIN_MEAN_LENGTH > self.numbers_BT.numel()
 
 
+class DocumentRows:
+    """Where documents of similar length lie in the concatenated rows of a batch: each is to become a row of its own."""
+
+    def __init__(self, spans: list[tuple[int, int]], device: torch.device) -> None:
+        """spans: the start and the length of each document."""
+        starts_N, lengths_N = torch.tensor(spans).unbind(1)
+        offsets_L = torch.arange(int(lengths_N.max()))
+        is_token_NL = offsets_L < lengths_N[:, None]
+        places_NL = torch.where(is_token_NL, starts_N[:, None] + offsets_L, 0)
+        self.places_NL = places_NL.to(device)
+        """Place of each token of the new rows; 0 for padding, which follows the shorter documents."""
+        self.is_padding_NL = ~is_token_NL.to(device)
+        self.tokens_M = is_token_NL.flatten().nonzero().squeeze(1).to(device)
+        """Indices of the tokens that are no padding in the concatenated new rows."""
+
+
 class Cache(Documents):
-    """A KV cache for generation: the keys and values of the text so far, layer by layer.
+    """A cache for generation: the keys and values of the text so far, or the states after it, layer by layer.
 
     Passed to a model instead of a batch's `documents`, it makes the tokens of a call continue those of earlier calls:
     `model(tokens, documents=cache)`, followed by `cache.advance(tokens.shape[1])`.
@@ -172,7 +201,7 @@ class Cache(Documents):
     def __init__(self) -> None:
         self.num_tokens = 0
         """Number of tokens in finished calls."""
-        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._layers: list[tuple[torch.Tensor, ...]] = []
         self._next = 0
 
     def advance(self, num_tokens: int) -> None:
@@ -180,15 +209,22 @@ class Cache(Documents):
         self.num_tokens += num_tokens
         self._next = 0
 
+    def recall(self) -> tuple[torch.Tensor, ...] | None:
+        """Return what the next layer kept in the call before; None in the first call."""
+        return self._layers[self._next] if self._next < len(self._layers) else None
+
+    def keep(self, *state: torch.Tensor) -> None:
+        """Store what the next layer needs in the next call; the layer after it is then the next one."""
+        self._layers[self._next : self._next + 1] = [state]
+        self._next += 1
+
     def extend(self, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Append keys and values to the next layer's, and return those of all tokens so far."""
-        if self._next < len(self._layers):
-            k_BKSH, v_BKSH = self._layers[self._next]
+        stored = self.recall()
+        if stored is not None:
+            k_BKSH, v_BKSH = stored
             k_BKTH, v_BKTH = torch.cat((k_BKSH, k_BKTH), 2), torch.cat((v_BKSH, v_BKTH), 2)
-            self._layers[self._next] = (k_BKTH, v_BKTH)
-        else:
-            self._layers.append((k_BKTH, v_BKTH))
-        self._next += 1
+        self.keep(k_BKTH, v_BKTH)
         return k_BKTH, v_BKTH
 
 

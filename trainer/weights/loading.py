@@ -294,6 +294,7 @@ def with_merged_adapters(
     assert isinstance(alpha, (int, float))
     assert isinstance(rank, int)
     model = build_meta_model(recipe, model_config)
+    transposed = transposed_layers(model)
     packings: dict[str, Packing] = {}
     adapted = adapted_layers(stored.shapes)
     experts = find_matrices(model, adapted)
@@ -303,7 +304,7 @@ def with_merged_adapters(
         shapes = {f"{layer}.weight": model.get_parameter(f"{layer}.weight").shape for layer in layers}
         packings = {name: Packing(str(base_dtype), shape[1]) for name, shape in shapes.items()}
     weights = open_base(stored, recipe, model_config, base)
-    return MergedSource(weights, stored, alpha / rank, transposed_layers(model), packings, dtype, experts)
+    return MergedSource(weights, stored, alpha / rank, transposed, packings, dtype, experts)
 
 
 def open_base(stored: StoredWeights, recipe: Recipe, model_config: Any, path: str | None = None) -> WeightSource:

@@ -1,0 +1,47 @@
+"""Qwen3-Next: a hybrid of gated softmax attention and the gated delta rule, with a mixture of experts in every block.
+
+Sources: the Qwen team 2025, the published configurations and weights of Qwen3-Next; Yang, Kautz and Hatamizadeh 2024,
+"Gated Delta Networks", arXiv:2412.06464.
+"""
+
+from __future__ import annotations
+
+from trainer.recipes.qwen3 import units
+from trainer.recipes.qwen3_next.config import Qwen3NextConfig, check
+from trainer.recipes.qwen3_next.huggingface import HUGGINGFACE
+
+from trainer.recipe import Recipe, register
+
+
+def flops(config: Qwen3NextConfig, seq_len: float) -> float:
+    """Return the model's FLOPs per token, forward plus backward: 6 per active matrix weight, plus what mixes tokens.
+
+    Of causal attention, half of both products counts.  Of the delta rule, that each token reads the state with its key,
+    writes to it and reads it with its query: the recurrence itself, without the products that chunks add.
+    seq_len: the mean number of tokens that attention spans, which need not be an integer.
+    """
+    num_attention = config.num_layers // config.attention_every
+    num_delta = config.num_layers - num_attention
+    attention = config.dim * config.head_dim * (3 * config.num_heads + 2 * config.num_kv_heads)
+    keys, values = config.delta_key_heads * config.delta_key_dim, config.delta_heads * config.delta_value_dim
+    delta = config.dim * (2 * keys + 3 * values + 2 * config.delta_heads) + config.conv_width * (2 * keys + values)
+    experts = (config.num_experts + 1 + 3 * config.num_chosen * config.expert_dim + 3 * config.shared_dim) * config.dim
+    matrices = num_attention * attention + num_delta * delta + config.num_layers * experts
+    scores = num_attention * config.num_heads * config.head_dim * seq_len
+    states = num_delta * 3 * values * config.delta_key_dim
+    return 6.0 * (matrices + config.dim * config.vocab_size + scores + states)
+
+
+register(
+    Recipe(
+        name="qwen3_next",
+        config=Qwen3NextConfig,
+        build="trainer.recipes.qwen3_next.model:Qwen3Next",
+        units=units,
+        check=check,
+        flops=flops,
+        hf=HUGGINGFACE,
+        context=True,
+        experts="layers.*.moe.experts",
+    )
+)

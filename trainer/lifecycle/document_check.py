@@ -1,0 +1,332 @@
+"""Self-check of documents packed into one row: none may influence another.
+
+A model may accept document ids and ignore them in some layer, and neither its loss nor its outputs need show it: what a
+recurrent layer carries over a border is smaller than the rounding of bfloat16 as long as its weights are fresh.  So the
+check does not compare outputs.  It runs the model itself, for any recipe, in two ways:
+
+1. *Gradients.*  The gradient of one document's loss with respect to the embeddings of another document must be zero in
+   every bit.  A token that takes no part in a computation gets exact zeros in any dtype, while one that takes part does
+   not, however small its share.  To the loss are added the inputs and outputs of all modules, so that a module is also
+   tested if the next weight is zero, as fresh adapters and some projections are.
+2. *Exchanged places.*  A bias by absolute position has no gradient.  So two documents of equal length share two rows,
+   once in each order.  Every module must make the same of a document in both places; it gets the same input in both,
+   since its predecessors' outputs are copied from one row to the other, so that rounding does not accumulate.
+
+Borders lie within and across the chunks in which recurrent layers compute, and documents are longer than any
+convolution.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from trainer.config import RunConfig
+from trainer.data.loader import Batch, TrainLoader
+from trainer.data.source import as_mapping
+from trainer.distributed.world import World
+from trainer.errors import setting_error
+from trainer.loss import IGNORE, find_loss
+from trainer.model.gradients import evaluation_mode
+from trainer.sequence import find_borders, full_sequences
+
+_LENGTHS = (70, 150, 100)
+"""Tokens of the three documents of a row.  Recurrent layers compute in chunks of 64 to 256 tokens: the second document
+begins and ends within chunks and has borders of chunks in it, and the third crosses token 256."""
+
+_MAX_EXCHANGED = 128
+"""Maximum number of tokens of a document that changes its place: a whole number of chunks and of kernels' blocks."""
+
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
+"""Root mean square of the difference between the outputs of one module in two places, relative to that of the outputs,
+by dtype; others use `_HALF_TOLERANCE`."""
+_HALF_TOLERANCE = 2.0**-9
+"""Half the spacing of bfloat16: the difference if every element were rounded to its other neighbour.  Most modules give
+no difference at all, and kernels that sum up in another order round few elements differently."""
+
+
+def check_documents(world: World, model: nn.Module, loader: object, config: RunConfig) -> None:
+    """Raise UserError on all ranks if documents share rows and the model lets them influence each other.
+
+    The message names the module.  A no-op if documents do not share rows, or with a custom loader.  Collectives: those
+    of a forward and a backward pass over two rows of at most 320 tokens, of a forward pass of two rows, and a gather.
+    """
+    if not isinstance(loader, TrainLoader) or "documents" not in as_mapping(loader.source.batch(np.array([-1]))):
+        return
+    leak: str | None = "its forward pass takes no documents"
+    if "documents" in inspect.signature(model.forward).parameters:
+        leak = find_leak(model, loader.source.vocab_size, config.data.seq_len, world.device)
+    leaks = [found for found in world.gather(leak) if found is not None]
+    if leaks:
+        rule = f"model.name={config.model.name} lets documents in one row influence each other: {leaks[0]}"
+        raise setting_error("data.documents", "masked", rule, "apart")
+
+
+def find_leak(model: nn.Module, vocab_size: int, seq_len: int, device: torch.device) -> str | None:
+    """Return which module lets documents in one row of at most `seq_len` tokens influence each other, or None.
+
+    Gradients of parameters are neither computed nor changed.
+    """
+    generator = torch.Generator().manual_seed(0)
+    # Eager, because compiling for these sizes would not help the run, which has other sizes.
+    with evaluation_mode(model), torch.compiler.set_stance("force_eager"), full_sequences():
+        num_tokens = min(sum(_LENGTHS), seq_len)
+        if num_tokens >= len(_LENGTHS):
+            first, second = (max(1, length * num_tokens // sum(_LENGTHS)) for length in _LENGTHS[:2])
+            lengths = (first, second, num_tokens - first - second)
+            batch = _make_batch(lengths, vocab_size, generator, device)
+            if _has_foreign_gradient(model, batch):
+                return _name_mixing_module(model, batch)
+        length = min(_MAX_EXCHANGED, seq_len // 2)
+        return _compare_places(model, _make_batch((length, length), vocab_size, generator, device)) if length else None
+
+
+def _make_batch(
+    lengths: Sequence[int], vocab_size: int, generator: torch.Generator, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return two rows of random tokens in documents of these lengths, with the entries that a loader gives.
+
+    Only the last two documents have targets: the second to last in the first row, and the last in the second.  Targets
+    are random, so that no model is certain of them, which would make gradients vanish.
+    """
+    shape, numbers_D = (2, sum(lengths)), torch.arange(len(lengths))
+    documents = numbers_D.repeat_interleave(torch.tensor(lengths)).expand(shape).contiguous()
+    positions = torch.cat([torch.arange(length) for length in lengths]).expand(shape).contiguous()
+    tokens, targets = (torch.randint(vocab_size, shape, generator=generator) for _ in range(2))
+    targets[documents != numbers_D[-2:, None]] = IGNORE
+    batch = {"tokens": tokens, "targets": targets, "documents": documents, "positions": positions}
+    batch["borders"] = find_borders(documents)
+    return {name: entry.to(device) for name, entry in batch.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Gradients
+
+
+def _has_foreign_gradient(model: nn.Module, batch: Batch) -> bool:
+    """Return whether the documents with targets depend on embeddings of others, in any module."""
+    others_BT, sums = batch["targets"] == IGNORE, _HiddenSums(batch["targets"] != IGNORE)
+    gradients = _embedding_gradients(model, batch, sums, sums.add_inputs, sums.add_outputs)
+    return any(_is_nonzero(gradient, others_BT) for gradient in gradients)
+
+
+def _embedding_gradients(
+    model: nn.Module,
+    batch: Batch,
+    sums: _HiddenSums,
+    before: Callable[[str, Any], Any],
+    after: Callable[[str, Any, Any], Any],
+) -> list[torch.Tensor]:
+    """Return the gradients of the loss and `sums` with respect to the embeddings; with hooks as for `_hooks`."""
+    embeddings = _SeparatedEmbeddings(batch["tokens"])
+    with torch.enable_grad(), _hooks(model, before, after):
+        with embeddings:
+            loss = find_loss(model)(batch)
+        if not embeddings.found:
+            return []
+        gradients = torch.autograd.grad(sum(sums.close(), loss.float()), embeddings.found, allow_unused=True)
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+class _SeparatedEmbeddings(TorchFunctionMode):
+    """Collects what functions of torch look up for `tokens`, as leaves of the graph, so that only these get gradients.
+
+    This finds tables in any form: an embedding module, a function, or an indexed parameter.
+    """
+
+    def __init__(self, tokens_BT: torch.Tensor) -> None:
+        super().__init__()
+        self._tokens_BT = tokens_BT
+        self.found: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, torch.Tensor) or not result.is_floating_point():
+            return result
+        shape = self._tokens_BT.shape
+        if result.shape[:2] != shape or not any(map(self._is_tokens, tree_leaves((args, kwargs)))):
+            return result
+        leaf = result.detach().requires_grad_()
+        self.found.append(leaf)
+        return leaf
+
+    def _is_tokens(self, argument: Any) -> bool:
+        if not isinstance(argument, torch.Tensor) or argument.is_floating_point():
+            return False
+        return argument is self._tokens_BT or (
+            argument.shape == self._tokens_BT.shape
+            and argument.dtype == self._tokens_BT.dtype
+            and torch.equal(argument, self._tokens_BT)
+        )
+
+
+class _HiddenSums:
+    """Sums up the inputs and outputs of all modules at some tokens, in their hooks."""
+
+    def __init__(self, counted_BT: torch.Tensor) -> None:
+        self._counted_BT = counted_BT
+        self._sums: list[torch.Tensor] | None = []
+
+    def add_inputs(self, name: str, inputs: Any) -> None:
+        for hidden in _hidden_states(inputs, self._counted_BT):
+            if hidden.requires_grad:
+                # In a forward pass that is recomputed too, so that it saves the same tensors.
+                counted = self._counted_BT.view(*self._counted_BT.shape, *[1] * (hidden.ndim - 2))
+                total = torch.where(counted, hidden, 0).sum(dtype=torch.float32)
+                if self._sums is not None:
+                    self._sums.append(total)
+
+    def add_outputs(self, name: str, inputs: Any, outputs: Any) -> None:
+        self.add_inputs(name, outputs)
+
+    def close(self) -> list[torch.Tensor]:
+        """Return the sums; later calls, from forward passes that are recomputed, add nothing."""
+        sums, self._sums = self._sums or [], None
+        return sums
+
+
+def _name_mixing_module(model: nn.Module, batch: Batch) -> str:
+    """Return the modules where gradients reach other documents: at their input, but not yet at their output.
+
+    If several layers leak, these are the last ones: the gradients that they pass on hide the others.
+    """
+    others_BT, sums = batch["targets"] == IGNORE, _HiddenSums(batch["targets"] != IGNORE)
+    reached: dict[str, dict[str, bool]] = {}
+
+    def watch(name: str, side: str, tensor: torch.Tensor) -> None:
+        flags = reached.setdefault(name, {"input": False, "output": False})
+
+        def note(gradient: torch.Tensor) -> None:
+            flags[side] = flags[side] or _is_nonzero(gradient, others_BT)
+
+        tensor.register_hook(note)
+
+    def watch_inputs(name: str, inputs: Any) -> Any:
+        def alias(leaf: Any) -> Any:
+            """Return an alias of a hidden state, whose gradient comes from this module alone."""
+            if not any(hidden.requires_grad for hidden in _hidden_states(leaf, others_BT)):
+                return leaf
+            own = leaf.view_as(leaf)
+            watch(name, "input", own)
+            return own
+
+        sums.add_inputs(name, inputs)
+        return tree_map(alias, inputs)
+
+    def watch_outputs(name: str, inputs: Any, outputs: Any) -> None:
+        sums.add_inputs(name, outputs)
+        for output in _hidden_states(outputs, others_BT):
+            if output.requires_grad:
+                watch(name, "output", output)
+
+    _embedding_gradients(model, batch, sums, watch_inputs, watch_outputs)
+    names = [name for name, flags in reached.items() if flags["input"] and not flags["output"]]
+    innermost = [
+        name
+        for name in names
+        if not any(other.startswith(f"{name}." if name else "") for other in names if other != name)
+    ]
+    return _describe(model, innermost)
+
+
+def _is_nonzero(gradient: torch.Tensor, where_BT: torch.Tensor) -> bool:
+    return bool((gradient[where_BT] != 0).any())  # true for NaN
+
+
+def _describe(model: nn.Module, names: Sequence[str]) -> str:
+    if not names:
+        return "through a module whose inputs or outputs are not (B, T, ...)"
+    modules = dict(model.named_modules())
+    parts = [f"{name} ({type(modules[name]).__name__.removeprefix('FSDP')})" for name in names[:3]]
+    return f"through {', '.join(parts)}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Exchanged places
+
+
+def _compare_places(model: nn.Module, batch: Batch) -> str | None:
+    """Return the first module that makes something else of a document after another one than at a row's beginning."""
+    length = batch["tokens"].shape[1] // 2
+    tokens_BT = torch.stack((batch["tokens"][0], batch["tokens"][0].roll(length)))
+    parameters_of = {name: any(True for _ in module.parameters()) for name, module in model.named_modules()}
+    found: list[str] = []
+
+    def differs(hidden: torch.Tensor) -> bool:
+        expected, actual = hidden[0].roll(length, 0).float(), hidden[1].float()
+        tolerance = _TOLERANCE.get(hidden.dtype, _HALF_TOLERANCE)
+        return not (actual - expected).norm() <= tolerance * expected.norm()
+
+    def compare_inputs(name: str, inputs: Any) -> None:
+        if not found and any(map(differs, _hidden_states(inputs, tokens_BT))):
+            found.append(name.rpartition(".")[0])  # what happens between the modules of the enclosing one
+
+    def compare_outputs(name: str, inputs: Any, outputs: Any) -> Any:
+        if not parameters_of[name]:
+            return None  # a function of positions alone, such as rotary angles, may differ
+        if not found and any(map(differs, _hidden_states(outputs, tokens_BT))):
+            found.append(name)
+
+        def exchange(leaf: Any) -> Any:
+            if not [*_hidden_states(leaf, tokens_BT)]:
+                return leaf
+            return torch.stack((leaf[0], leaf[0].roll(length, 0)))
+
+        return tree_map(exchange, outputs)
+
+    with _hooks(model, compare_inputs, compare_outputs):
+        logits = model(**{"tokens": tokens_BT} | _named_entries(model, batch))
+    if not found and isinstance(logits, torch.Tensor) and differs(logits):
+        found.append("")
+    return _describe(model, found) if found else None
+
+
+def _named_entries(model: nn.Module, batch: Batch) -> Batch:
+    names = inspect.signature(model.forward).parameters
+    return {name: batch[name] for name in ("documents", "positions", "borders") if name in names}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Hooks
+
+
+def _hidden_states(values: Any, like_BT: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the floating-point tensors of shape (B, T, ...) in nested values."""
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.shape[:2] == like_BT.shape:
+            yield leaf
+
+
+@contextlib.contextmanager
+def _hooks(
+    model: nn.Module, before: Callable[[str, Any], Any], after: Callable[[str, Any, Any], Any]
+) -> Iterator[None]:
+    """Call functions with the name and the values of every module inside the block.
+
+    before: receives positional and keyword arguments, and returns those to use, or None.  after: receives the outputs
+    as well, and returns those to use, or None.  Both are also called in a forward pass that is recomputed.
+    """
+    handles = []
+    for name, module in model.named_modules():
+
+        def run_before(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> Any:
+            return before(name, (args, kwargs))
+
+        def run_after(_: nn.Module, args: Any, kwargs: Any, outputs: Any, name: str = name) -> Any:
+            return after(name, (args, kwargs), outputs)
+
+        handles.append(module.register_forward_pre_hook(run_before, with_kwargs=True))
+        handles.append(module.register_forward_hook(run_after, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

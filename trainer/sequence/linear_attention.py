@@ -1,0 +1,243 @@
+"""The gated delta rule, a linear attention whose state is a matrix, and the short convolutions before it.
+
+Documents that share a row are kept apart by masks, so that shapes do not depend on them.  Under context parallelism,
+each rank computes how its pieces of a sequence change the state, which is an affine map: the state that enters a piece
+follows from the maps of all pieces before it, in one all-gather.
+
+Sources: Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks", arXiv:2412.06464; for the products over chunks, Yang
+et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", arXiv:2406.06484.
+
+Shape suffixes: B rows, or pieces of rows, T tokens, D channels, W taps of a convolution, N heads, H key size, E value
+size, C chunks of S tokens each, P pieces of a sequence.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from trainer.config import Slices
+from trainer.distributed.exchange import gather_parts
+from trainer.sequence.row_layout import Cache, Documents, current_slices
+
+_CHUNK = 64
+"""Tokens that are computed at once by matrix products; the state is only known between chunks."""
+
+
+def causal_convolution(
+    x_BTD: torch.Tensor, weight_DW: torch.Tensor, documents: Documents | None = None
+) -> torch.Tensor:
+    """Return the convolution of each channel with its taps, within documents: (B, T, D).  The last tap is the token's.
+
+    With a `Cache`, tokens follow those of earlier calls.  With context parallelism, T is the length of a slice; one
+    all-gather of W - 1 tokens of each piece, and one reduce-scatter in the backward pass.
+    """
+    num_before = weight_DW.shape[1] - 1
+    if isinstance(documents, Cache):
+        stored = documents.recall()
+        before_BTD = x_BTD.new_zeros(x_BTD.shape[0], num_before, x_BTD.shape[2]) if stored is None else stored[0]
+        x_BTD = torch.cat((before_BTD, x_BTD), 1)
+        documents.keep(x_BTD[:, x_BTD.shape[1] - num_before :])
+        return _convolve(x_BTD, weight_DW)
+    slices = current_slices()
+    if slices is None:
+        x_BTD = F.pad(x_BTD, (0, 0, num_before, 0))
+        return _convolve(x_BTD, weight_DW, None if documents is None else documents.positions_BT)
+    pieces_BTD = _split_pieces(slices, x_BTD)
+    ends_PBWD = _gather_pieces(slices, pieces_BTD[:, -num_before:])
+    before_BWD = torch.cat([F.pad(ends_PBWD, (0, 0, 0, 0, 0, 0, 1, 0))[number] for number in _numbers(slices)])
+    positions_BT = None if documents is None else _split_rows(slices, documents.positions_BT)
+    return _join_pieces(slices, _convolve(torch.cat((before_BWD, pieces_BTD), 1), weight_DW, positions_BT))
+
+
+def _convolve(x_BTD: torch.Tensor, weight_DW: torch.Tensor, positions_BT: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the convolution at all tokens but the first W - 1; of documents, given the positions in them."""
+    num_taps = weight_DW.shape[1]
+    if positions_BT is None:
+        out_BDT = F.conv1d(x_BTD.transpose(1, 2), weight_DW.unsqueeze(1), groups=x_BTD.shape[2])
+        return out_BDT.transpose(1, 2)
+    num_tokens = positions_BT.shape[1]
+    out_BTD = x_BTD[:, num_taps - 1 :] * weight_DW[:, -1]
+    for distance in range(1, num_taps):
+        start = num_taps - 1 - distance
+        is_inside_BT1 = (positions_BT >= distance).unsqueeze(-1)
+        seen_BTD = torch.where(is_inside_BT1, x_BTD[:, start : start + num_tokens], 0)
+        out_BTD = out_BTD + seen_BTD * weight_DW[:, start]
+    return out_BTD
+
+
+def gated_delta_rule(
+    q_BTNH: torch.Tensor,
+    k_BTNH: torch.Tensor,
+    v_BTNE: torch.Tensor,
+    decay_BTN: torch.Tensor,
+    beta_BTN: torch.Tensor,
+    documents: Documents | None = None,
+) -> torch.Tensor:
+    """Return what queries read from the state, (B, T, N, E), within documents.
+
+    The state S (H, E) of a head begins with zeros.  Each token with key k, value v, log decay g and rate b makes it
+    exp(g) S, then replaces the share b of what the key reads: S + b k (v - k S).  Its query then reads q S.  Computed
+    in float32; the result has the dtype of `v_BTNE`.
+
+    With a `Cache`, tokens follow those of earlier calls.  With context parallelism, T is the length of a slice; one
+    all-gather of H x (H + E) numbers of each head and piece, and one reduce-scatter in the backward pass.
+    """
+    inputs = [tensor.float() for tensor in (q_BTNH, k_BTNH, v_BTNE, decay_BTN, beta_BTN)]
+    num_rows, _, num_heads, key_size = k_BTNH.shape
+    zeros_BNHE = inputs[2].new_zeros(num_rows, num_heads, key_size, v_BTNE.shape[-1])
+    if isinstance(documents, Cache):
+        stored = documents.recall()
+        chunks = _prepare_chunks(*inputs, begins_BT=None)
+        out_BTNE, state_BNHE = _read_chunks(chunks, zeros_BNHE if stored is None else stored[0])
+        documents.keep(state_BNHE)
+    elif (slices := current_slices()) is None:
+        begins_BT = None if documents is None else documents.positions_BT == 0
+        out_BTNE, _ = _read_chunks(_prepare_chunks(*inputs, begins_BT=begins_BT), zeros_BNHE)
+    else:
+        begins_BT = None if documents is None else _split_rows(slices, documents.positions_BT == 0)
+        chunks = _prepare_chunks(*(_split_pieces(slices, tensor) for tensor in inputs), begins_BT=begins_BT)
+        map_BNHX = _total_map(chunks)
+        maps_PBNHX = _gather_pieces(slices, map_BNHX)
+        out_BTNE, _ = _read_chunks(chunks, _entering_states(slices, maps_PBNHX, zeros_BNHE))
+        out_BTNE = _join_pieces(slices, out_BTNE[:, : slices.num_tokens // len(slices.pieces)])
+    return out_BTNE[:, : v_BTNE.shape[1]].to(v_BTNE.dtype)
+
+
+class _Chunks(NamedTuple):
+    """What the tokens of each chunk do to the state and read from it; the state before a chunk is S."""
+
+    reads: torch.Tensor
+    """Queries that read S, with the decay up to them, (B, N, C, S, H)."""
+    seen: torch.Tensor
+    """Keys that read S: what tokens write is `writes` less what these read; (B, N, C, S, H)."""
+    writes: torch.Tensor
+    """(B, N, C, S, E)"""
+    keys: torch.Tensor
+    """Keys under which it is written, with the decay up to the end of the chunk, (B, N, C, S, H)."""
+    attention: torch.Tensor
+    """What queries read of the writes of their own chunk, (B, N, C, S, S)."""
+    decay: torch.Tensor
+    """What is left of S at the end of the chunk, (B, N, C)."""
+
+
+def _prepare_chunks(
+    q_BTNH: torch.Tensor,
+    k_BTNH: torch.Tensor,
+    v_BTNE: torch.Tensor,
+    decay_BTN: torch.Tensor,
+    beta_BTN: torch.Tensor,
+    *,
+    begins_BT: torch.Tensor | None,
+) -> _Chunks:
+    """Compute all that does not depend on the state.  begins_BT: marks the first token of each document."""
+    num_tokens = q_BTNH.shape[1]
+    size = min(_CHUNK, num_tokens)
+    num_missing = -num_tokens % size  # tokens with zeros change nothing
+
+    def chunk(tensor: torch.Tensor) -> torch.Tensor:
+        """Return (B, N, C, S, ...) for (B, T, N, ...)."""
+        padding = [0, 0] * (tensor.ndim - 2) + [0, num_missing]
+        return F.pad(tensor, padding).transpose(1, 2).unflatten(2, (-1, size))
+
+    q_BNCSH, k_BNCSH, v_BNCSE, decay_BNCS, beta_BNCS = map(chunk, (q_BTNH, k_BTNH, v_BTNE, decay_BTN, beta_BTN))
+    is_before_SS = torch.ones(size, size, dtype=torch.bool, device=q_BTNH.device).tril()
+    # The sum of decays after a token and up to another.  A difference of cumulative sums would contain the decays of
+    # other documents, which cancel only up to rounding.
+    steps_BNCSS = torch.where(is_before_SS.tril(-1), decay_BNCS.unsqueeze(-1), 0)
+    allowed = is_before_SS
+    if begins_BT is None:
+        since_start_BNCS = decay_BNCS.cumsum(-1)
+        from_start = torch.ones_like(is_before_SS[0])
+    else:
+        documents_BCS = F.pad(begins_BT, (0, num_missing)).unflatten(1, (-1, size)).cumsum(-1)[:, None]
+        same_BCSS = documents_BCS.unsqueeze(-1) == documents_BCS.unsqueeze(-2)
+        allowed, from_start = is_before_SS & same_BCSS, documents_BCS == 0
+        steps_BNCSS = torch.where(same_BCSS, steps_BNCSS, 0)
+        since_start_BNCS = torch.where(from_start, decay_BNCS, 0).cumsum(-1)
+    pairs_BNCSS = torch.where(allowed, steps_BNCSS.cumsum(-2).exp(), 0)
+    since_start_BNCS = torch.where(from_start, since_start_BNCS.exp(), 0)
+    rates_BNCSH = k_BNCSH * beta_BNCS.unsqueeze(-1)
+    system_BNCSS = (rates_BNCSH @ k_BNCSH.mT) * pairs_BNCSS
+    targets = torch.cat((v_BNCSE * beta_BNCS.unsqueeze(-1), rates_BNCSH * since_start_BNCS.unsqueeze(-1)), -1)
+    solved = torch.linalg.solve_triangular(system_BNCSS, targets, upper=False, unitriangular=True)
+    writes_BNCSE, seen_BNCSH = solved.split([v_BNCSE.shape[-1], k_BNCSH.shape[-1]], -1)
+    return _Chunks(
+        q_BNCSH * since_start_BNCS.unsqueeze(-1),
+        seen_BNCSH,
+        writes_BNCSE,
+        k_BNCSH * pairs_BNCSS[..., -1, :].unsqueeze(-1),
+        (q_BNCSH @ k_BNCSH.mT) * pairs_BNCSS,
+        since_start_BNCS[..., -1],
+    )
+
+
+def _read_chunks(chunks: _Chunks, state_BNHE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what queries read, (B, T, N, E), and the last state, given the first."""
+    outputs = []
+    for number in range(chunks.reads.shape[2]):
+        reads_BNSH, seen_BNSH, writes_BNSE, keys_BNSH, attention_BNSS, decay_BN = (
+            tensor.select(2, number) for tensor in chunks
+        )
+        new_BNSE = writes_BNSE - seen_BNSH @ state_BNHE
+        outputs.append(reads_BNSH @ state_BNHE + attention_BNSS @ new_BNSE)
+        state_BNHE = state_BNHE * decay_BN[..., None, None] + keys_BNSH.mT @ new_BNSE
+    return torch.cat(outputs, 2).transpose(1, 2), state_BNHE
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Context parallelism
+
+
+def _total_map(chunks: _Chunks) -> torch.Tensor:
+    """Return how all chunks together change the state, (B, N, H, H + E): S becomes A S + b, with [A, b] = result."""
+    keys_BNCHS = chunks.keys.mT
+    identity_HH = torch.eye(keys_BNCHS.shape[-2], device=keys_BNCHS.device)
+    factors_BNCHH = chunks.decay[..., None, None] * identity_HH - keys_BNCHS @ chunks.seen
+    terms_BNCHE = keys_BNCHS @ chunks.writes
+    (factor_BNHH, *factors), (term_BNHE, *terms) = factors_BNCHH.unbind(2), terms_BNCHE.unbind(2)
+    for next_factor_BNHH, next_term_BNHE in zip(factors, terms, strict=True):
+        factor_BNHH = next_factor_BNHH @ factor_BNHH
+        term_BNHE = next_factor_BNHH @ term_BNHE + next_term_BNHE
+    return torch.cat((factor_BNHH, term_BNHE), -1)
+
+
+def _entering_states(slices: Slices, maps_PBNHX: torch.Tensor, state_BNHE: torch.Tensor) -> torch.Tensor:
+    """Return the state that enters each of this rank's pieces, piece by piece along dimension 0."""
+    key_size, states = state_BNHE.shape[-2], []
+    for map_BNHX in maps_PBNHX.unbind():
+        states.append(state_BNHE)
+        state_BNHE = map_BNHX[..., :key_size] @ state_BNHE + map_BNHX[..., key_size:]
+    return torch.cat([states[number] for number in _numbers(slices)])
+
+
+def _numbers(slices: Slices) -> list[int]:
+    """Return the numbers of this rank's pieces among all pieces of a sequence."""
+    return [start // (stop - start) for start, stop in slices.pieces]
+
+
+def _split_pieces(slices: Slices, x_BtX: torch.Tensor) -> torch.Tensor:
+    """Return the pieces of a slice as rows, piece by piece."""
+    return torch.cat(x_BtX.chunk(len(slices.pieces), 1))
+
+
+def _join_pieces(slices: Slices, x_BTX: torch.Tensor) -> torch.Tensor:
+    """Undo `_split_pieces`."""
+    return torch.cat(x_BTX.chunk(len(slices.pieces)), 1)
+
+
+def _split_rows(slices: Slices, x_BT: torch.Tensor) -> torch.Tensor:
+    """Return this rank's pieces of full rows, piece by piece."""
+    return torch.cat([x_BT[:, start:stop] for start, stop in slices.pieces])
+
+
+def _gather_pieces(slices: Slices, part_BX: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of each piece, (P, B, ...), in the order of the sequence, from those of this rank's pieces."""
+    own_PBX = part_BX.unflatten(0, (len(slices.pieces), -1))
+    gathered_CPBX = gather_parts(own_PBX, slices.count, slices.group)
+    if len(slices.pieces) == 1:
+        return gathered_CPBX.flatten(0, 1)
+    heads, tails = gathered_CPBX.unbind(1)
+    return torch.cat((heads, tails.flip(0)))

@@ -1,0 +1,32 @@
+"""Layers with a state that passes from token to token, such as convolutions and linear attention, on packed documents.
+
+Shape suffixes: B batch, T time, D width, M tokens of all rows, N documents, L tokens of the longest of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from trainer.sequence.row_layout import Documents
+
+
+def apply_by_document(
+    layer: Callable[[torch.Tensor], torch.Tensor], x_BTD: torch.Tensor, documents: Documents
+) -> torch.Tensor:
+    """Return the output of a causal layer that starts anew with each document, (B, T, D).
+
+    layer: maps (N, L, D) to (N, L, D).  It is called with documents as rows, of which shorter ones are followed by
+    zeros: once for documents of 1 token, of 2 to 3, of 4 to 7 and so on, so that fewer than half of the tokens are
+    padding.  The host needs the documents' lengths: one sync with a GPU for each batch.
+    """
+    if len(documents.borders) == x_BTD.shape[0] + 1:  # each row is one document
+        return layer(x_BTD)
+    groups, order_M = documents.rows
+    x_MD = x_BTD.flatten(0, 1)
+    parts = []
+    for group in groups:
+        x_NLD = x_MD[group.places_NL].masked_fill(group.is_padding_NL.unsqueeze(-1), 0)
+        parts.append(layer(x_NLD).flatten(0, 1)[group.tokens_M])
+    return torch.cat(parts)[order_M].unflatten(0, x_BTD.shape[:2])
