@@ -20,7 +20,7 @@ from tests.model.test_lora import OWN, plain_loop
 from tests.weights.test_huggingface import MODELS
 from tests.weights.test_pretrained import folder_of
 from trainer import Trainer, UserError, load_config, load_weights
-from trainer.config import LoraSection, check_config
+from trainer.config import LoraSection
 from trainer.experts import ExpertAdapter, adapters_of, add_adapter, products
 from trainer.export import command_line as export_command
 from trainer.model.lora import add_adapters, find_layers, without_adapters
@@ -102,13 +102,6 @@ def test_modules_that_do_not_ask_for_adapters_get_none() -> None:
         find_layers(model, [], ["experts"])
     add_adapters(model, [], LoraSection(rank=2, targets="all-linear"))
     assert not model["experts"].w1.requires_grad
-
-
-def test_balance_by_biases_is_rejected() -> None:
-    """Neither the checkpoints of adapters nor their exports would contain the biases."""
-    config = load_config("deepseek_v3_small", ["lora.rank=4", "run.dir=unused"])
-    with pytest.raises(UserError, match=r"^model\.balance_rate=0\.001: would move the biases"):
-        check_config(config, 1, 1)
 
 
 def test_flops_count_the_adapters_of_chosen_experts() -> None:
