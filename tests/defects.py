@@ -604,7 +604,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "experts-of-transformers-without-a-bias",
         "experts-of-transformers",
-        "trainer.recipes.hf.experts:_outputs",
+        "recipes.hf.experts:_outputs",
         "out_MD + grouped_bias(experts.down_proj_bias, ends_E, len(x_MD)) if experts.has_bias else out_MD",
         "out_MD",
     ),
