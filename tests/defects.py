@@ -1394,6 +1394,13 @@ DEFECTS: list[Defect] = [
         "steps_BNCSS = torch.where(same_BCSS | ~same_BCSS, steps_BNCSS, 0)",
     ),
     Defect(
+        "first-piece-without-a-gather",
+        "linear-attention",
+        "_entering_states",
+        "torch.stack(states)[_numbers(slices)].flatten(0, 1)",
+        "torch.cat([states[number] for number in _numbers(slices)])",
+    ),
+    Defect(
         "maps-composed-in-reverse",
         "linear-attention",
         "_gather_pieces",
