@@ -604,7 +604,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "experts-of-transformers-without-a-bias",
         "experts-of-transformers",
-        "trainer.recipes.hf.experts:_outputs",
+        "recipes.hf.experts:_outputs",
         "out_MD + grouped_bias(experts.down_proj_bias, ends_E, len(x_MD)) if experts.has_bias else out_MD",
         "out_MD",
     ),
@@ -1392,6 +1392,13 @@ DEFECTS: list[Defect] = [
         "_prepare_chunks",
         "steps_BNCSS = torch.where(same_BCSS, steps_BNCSS, 0)",
         "steps_BNCSS = torch.where(same_BCSS | ~same_BCSS, steps_BNCSS, 0)",
+    ),
+    Defect(
+        "first-piece-without-a-gather",
+        "linear-attention",
+        "_entering_states",
+        "torch.stack(states)[_numbers(slices)].flatten(0, 1)",
+        "torch.cat([states[number] for number in _numbers(slices)])",
     ),
     Defect(
         "maps-composed-in-reverse",

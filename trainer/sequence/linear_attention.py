@@ -214,7 +214,8 @@ def _entering_states(slices: Slices, maps_PBNHX: torch.Tensor, state_BNHE: torch
     for map_BNHX in maps_PBNHX.unbind():
         states.append(state_BNHE)
         state_BNHE = map_BNHX[..., :key_size] @ state_BNHE + map_BNHX[..., key_size:]
-    return torch.cat([states[number] for number in _numbers(slices)])
+    # Chosen from a stack, so that all ranks take part in the backward pass of the gather, also with the first piece.
+    return torch.stack(states)[_numbers(slices)].flatten(0, 1)
 
 
 def _numbers(slices: Slices) -> list[int]:
