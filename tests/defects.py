@@ -74,7 +74,7 @@ def definitions(root: Path) -> dict[str, list[tuple[Path, int, int]]]:
     The keys are dotted names, with and without their module: `Trainer.close` and `trainer.trainer:Trainer.close`.
     """
     found: dict[str, list[tuple[Path, int, int]]] = {}
-    for top in ("trainer", "recipes"):
+    for top in ("trainer", "recipes", "objectives"):
         for path in sorted((root / top).rglob("*.py")):
             module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
             for name, begin, end in _spans(path.read_text()):
@@ -454,6 +454,77 @@ DEFECTS: list[Defect] = [
         "mesh.size(axis) - 1 - mesh.get_local_rank(axis)",
     ),
     Defect(
+        "window-without-the-last-token",
+        "windows-and-sinks",
+        "_attend_in_window",
+        ".triu(1).tril(window)",
+        ".triu(2).tril(window)",
+    ),
+    Defect(
+        "sinks-without-the-scale",
+        "windows-and-sinks",
+        "_with_sink_key",
+        "options.sinks / scale",
+        "options.sinks",
+    ),
+    Defect(
+        "sinks-of-other-heads",
+        "windows-and-sinks",
+        "_attend_by_heads",
+        "options.sinks.chunk(num_ranks)[slices.number]",
+        "options.sinks.chunk(num_ranks)[0]",
+    ),
+    Defect(
+        "halves-of-a-byte-swapped",
+        "quantized-weights",
+        "_Mxfp4.__getitem__",
+        "(blocks_ENBX & 15, blocks_ENBX >> 4)",
+        "(blocks_ENBX >> 4, blocks_ENBX & 15)",
+    ),
+    Defect(
+        "scales-of-other-rows",
+        "quantized-weights",
+        "_Fp8.__getitem__",
+        "[start - first * height :][: stop - start]",
+        "[: stop - start]",
+    ),
+    Defect(
+        "bias-on-the-choice-rounded",
+        "quantized-weights",
+        "_list_tensors",
+        "source_dtype.is_floating_point and name in parameters",
+        "source_dtype.is_floating_point",
+    ),
+    Defect(
+        "groups-by-their-best-expert",
+        "from-hugging-face",
+        "GroupedChoice.forward",
+        "biased_SGX.topk(2, -1)",
+        "biased_SGX.topk(1, -1)",
+    ),
+    Defect(
+        "fast-pairs-stretched",
+        "from-hugging-face",
+        "YarnRope.frequencies",
+        "frequencies * (1 - stretched + stretched / self.factor)",
+        "frequencies * (stretched + (1 - stretched) / self.factor)",
+    ),
+    Defect(
+        "inputs-clamped-on-one-side",
+        "from-hugging-face",
+        "recipes.gpt_oss.model:Experts.forward",
+        ".clamp(-self.limit, self.limit)",
+        ".clamp(max=self.limit)",
+    ),
+    Defect(
+        "blocks-without-experts-repeated",
+        "other-mixtures",
+        "_longest_repetition",
+        "kinds[n] == kinds[n - period] for n in range(first + period, len(kinds))",
+        "kinds[n] == kinds[n - period] for n in range(first + 2 * period + 1, len(kinds))",
+        by_campaign=True,
+    ),
+    Defect(
         "gradients-of-experts-are-sums",
         "experts-refused",
         "_compute",
@@ -466,6 +537,27 @@ DEFECTS: list[Defect] = [
         "_gathered",
         "chosen_TA.long() - group.rank * num_local",
         "chosen_TA.long() - (group.size - 1 - group.rank) * num_local",
+    ),
+    Defect(
+        "columns-of-a-rank-taken-for-an-expert",
+        "adapters-of-experts",
+        "PeftFactors.read",
+        "stacked.permute(1, 2, 0)",
+        "stacked.permute(1, 0, 2)",
+    ),
+    Defect(
+        "gate-and-up-merged-with-the-same-rows",
+        "adapters-of-experts",
+        "find_matrices",
+        "start = stop",
+        "start = 0",
+    ),
+    Defect(
+        "experts-of-transformers-without-a-bias",
+        "experts-of-transformers",
+        "trainer.recipes.hf.experts:_outputs",
+        "out_MD + grouped_bias(experts.down_proj_bias, ends_E, len(x_MD)) if experts.has_bias else out_MD",
+        "out_MD",
     ),
     Defect(
         "experts-gathered-on-the-whole-axis",
@@ -521,8 +613,8 @@ DEFECTS: list[Defect] = [
         "embeddings-decay",
         "optimizers",
         "trainer.optim.groups:assign",
-        "parameter.ndim >= 2 and id(parameter) not in embeddings",
-        "parameter.ndim >= 2",
+        "not (is_vector(name, parameter) or id(parameter) in embeddings)",
+        "not is_vector(name, parameter)",
     ),
     Defect(
         "rows-of-the-next-rank",
@@ -810,9 +902,37 @@ DEFECTS: list[Defect] = [
     Defect(
         "reference-with-adapters",
         "preferences",
-        "PreferenceTrainer._reference_logprobs",
+        "ObjectiveTrainer._reference_logps",
         "with _eval_mode(self.model), without_adapters(self.model):",
         "with _eval_mode(self.model):",
+    ),
+    Defect(
+        "statistic-of-a-rank",
+        "objectives",
+        "ObjectiveTrainer._mean_statistic",
+        "total, count = self.world.sum_on_device(sums)",
+        "total, count = sums",
+    ),
+    Defect(
+        "settings-of-dpo-dropped",
+        "objective-files",
+        "objective_section",
+        'if section == OLD_SECTION and objective == "dpo":',
+        'if section == OLD_SECTION and objective == "ipo":',
+    ),
+    Defect(
+        "lowest-accuracy-is-best",
+        "score-models",
+        "find_best",
+        "-1 if good[-1].higher_is_better else 1",
+        "1",
+    ),
+    Defect(
+        "teacher-of-a-cold-softmax",
+        "distillation",
+        "Distill.divergence",
+        "(logps / self.temperature).log_softmax(-1) for logps in (student, teacher)",
+        "(logps / t).log_softmax(-1) for logps, t in ((student, self.temperature), (teacher, 1.0))",
     ),
     Defect(
         "any-base-will-do",
@@ -827,6 +947,24 @@ DEFECTS: list[Defect] = [
         "with_merged_adapters",
         "stored, alpha / rank, transposed",
         "stored, alpha, transposed",
+    ),
+    Defect("nibbles-swapped", "packed-base", "Packing._pack_into", "codes[..., 0] << 4", "codes[..., 1] << 4"),
+    Defect(
+        "merged-into-another-base",
+        "packed-base",
+        "with_merged_adapters",
+        "in CODE_BITS and not into_original",
+        "in CODE_BITS and into_original",
+    ),
+    Defect("bytes-counted-as-weights", "packed-base", "num_weights", "packing.width", "packing.row_bytes"),
+    Defect("unpacked-kept", "packed-base", "_PackedProduct.forward", "(weight)", "(layer.unpacked(weight, x.dtype))"),
+    Defect("only-adapted-are-packed", "packed-base", "layers_to_pack", "linear | set(adapted)", "set(adapted)"),
+    Defect(
+        "gathers-planned-unpacked",
+        "packed-plan",
+        "ParameterFacts.gathered_size",
+        "self.element_size if self.packed_weights else param_size",
+        "param_size",
     ),
     Defect(
         "frozen-have-gradients",

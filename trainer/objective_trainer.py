@@ -82,7 +82,8 @@ class ObjectiveTrainer(Trainer):
         if self.config.objective.has_statistic:
             self._known = self._mean_statistic(micro_batches)
         try:
-            yield
+            with super().global_sums(micro_batches):
+                yield
         finally:
             self._known = None
 

@@ -171,7 +171,8 @@ class Recipe:
         ranks may hold slices of sequences (`mesh.context`).
     experts: the modules of experts, a name such as "layers.*.moe.experts".  It declares that their parameters are all
         stacked by expert along dimension 0, and that they are only called through `trainer.experts.mix`, so ranks may
-        share out the experts (`mesh.expert`).
+        share out the experts (`mesh.expert`).  May also be a function of the model that returns their names, if some
+        of the recipe's models have none; their configurations then have `num_experts`, which is None for these.
     blocks: fused weights, which Muon orthogonalizes block by block.  Maps patterns of parameter names to the number of
         equal blocks, or to the number of rows of each: {"*.attention.qkv.weight": 3}.
     """
@@ -189,13 +190,17 @@ class Recipe:
     flops: Callable[[Any, float], float] | None = None
     hf: HuggingFace | None = None
     context: bool = False
-    experts: str | None = None
+    experts: str | Callable[[nn.Module], Sequence[str]] | None = None
     blocks: Mapping[str, int | Sequence[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not dataclasses.is_dataclass(self.config):
             raise UserError(f"recipe {self.name!r}: config must be a dataclass, not {self.config!r}")
         object.__setattr__(self, "config", _with_name(self.config, self.name))
+
+    def declares_experts(self, config: Any) -> bool:
+        """Return whether ranks may share out experts of the network that `config` describes."""
+        return self.experts is not None and getattr(config, "num_experts", 1) is not None
 
     def build_model(self, config: Any) -> nn.Module:
         """Return the network that `config` describes, on the current default device."""

@@ -25,7 +25,7 @@ from trainer.recipes._layers import (
 from trainer.recipes.gpt_oss.config import GptOssConfig
 
 from trainer import experts, sequence
-from trainer.experts import Balance, Choice, Load, grouped_bias, grouped_mm, load_of
+from trainer.experts import Balance, Choice, Load, grouped_bias, load_of, products
 from trainer.loss import IGNORE
 from trainer.sequence import Documents
 
@@ -73,6 +73,9 @@ class Experts(nn.Module):
     Rows of `gate_up` are those of a gate and of an input in turn, as in the published files.
     """
 
+    matrices = {"gate_up_proj": ("gate_up",), "down_proj": ("down",)}
+    """For adapters; see `trainer.experts.adapters`."""
+
     def __init__(self, config: GptOssConfig) -> None:
         super().__init__()
         num_experts, dim, expert_dim = config.num_experts, config.dim, config.expert_dim
@@ -93,12 +96,13 @@ class Experts(nn.Module):
     def forward(self, x_MD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """Return the outputs for rows in the order of experts, (M, D); those of each expert end before row `ends_E`."""
         num_rows = x_MD.shape[0]
-        gate_up_MG = grouped_mm(x_MD, self.gate_up.transpose(1, 2), ends_E)
+        (gate_up_MG,) = products(self, "gate_up_proj", x_MD, ends_E)
         gate_up_MG = gate_up_MG + grouped_bias(self.gate_up_bias, ends_E, num_rows)
         gate_MF = gate_up_MG[:, ::2].clamp(max=self.limit)
         up_MF = gate_up_MG[:, 1::2].clamp(-self.limit, self.limit)
         hidden_MF = gate_MF * torch.sigmoid(self.alpha * gate_MF) * (up_MF + 1)
-        return grouped_mm(hidden_MF, self.down.transpose(1, 2), ends_E) + grouped_bias(self.down_bias, ends_E, num_rows)
+        (out_MD,) = products(self, "down_proj", hidden_MF, ends_E)
+        return out_MD + grouped_bias(self.down_bias, ends_E, num_rows)
 
 
 class MixtureOfExperts(nn.Module):

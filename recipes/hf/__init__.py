@@ -52,5 +52,6 @@ register(
         check=check,
         flops=_import_on_call("model", "flops"),
         hf=HUGGINGFACE,
+        experts=_import_on_call("experts", "expert_modules"),
     )
 )

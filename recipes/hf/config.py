@@ -51,6 +51,16 @@ class HfConfig:
         """Longest sequence that the position embeddings support, or None if config.json does not specify it."""
         return self._entry("n_positions", "max_position_embeddings")
 
+    @property
+    def num_experts(self) -> int | None:
+        """Number of experts per layer, or None if config.json specifies none."""
+        return self._entry("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+    @property
+    def num_chosen(self) -> int | None:
+        """Number of experts that process each token, or None if config.json does not specify it."""
+        return self._entry("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
+
     def _entry(self, *names: str) -> Any:
         text_config = self.config.get("text_config") or {}
         return next(

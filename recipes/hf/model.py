@@ -20,6 +20,7 @@ import transformers
 from torch import nn
 from trainer.recipes._flops import mean_keys
 from trainer.recipes.hf.config import HfConfig
+from trainer.recipes.hf.experts import dispatch_experts
 from transformers import initialization
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -51,6 +52,7 @@ def build(config: HfConfig) -> transformers.PreTrainedModel:
         rule = f"transformers cannot compute attention this way ({_first_line(error)})"
         raise setting_error("model.attention", config.attention, rule, None) from error
     _train_padding_embedding(model)
+    dispatch_experts(model)
     library: Any = type(model)
     model.__class__ = _with_loss(library)
     if _head_computes_logits(model):

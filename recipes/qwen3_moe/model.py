@@ -17,7 +17,7 @@ from trainer.recipes.qwen3.model import Qwen3Attention
 from trainer.recipes.qwen3_moe.config import Qwen3MoeConfig
 
 from trainer import experts, sequence
-from trainer.experts import Balance, Choice, Load, grouped_mm, load_of
+from trainer.experts import Balance, Choice, Load, load_of, products
 from trainer.loss import IGNORE
 from trainer.sequence import Documents
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 class Experts(nn.Module):
     """SwiGLU feed-forward experts with stacked weights."""
+
+    matrices = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+    """For adapters; see `trainer.experts.adapters`."""
 
     def __init__(self, config: Qwen3MoeConfig | DeepseekV3Config) -> None:
         super().__init__()
@@ -43,9 +46,9 @@ class Experts(nn.Module):
 
     def forward(self, x_MD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """Return the outputs for rows in the order of experts, (M, D); those of each expert end before row `ends_E`."""
-        gate_MF = F.silu(grouped_mm(x_MD, self.w1.transpose(1, 2), ends_E))
-        hidden_MF = gate_MF * grouped_mm(x_MD, self.w3.transpose(1, 2), ends_E)
-        return grouped_mm(hidden_MF, self.w2.transpose(1, 2), ends_E)
+        gate_MF, up_MF = products(self, "gate_up_proj", x_MD, ends_E)
+        (out_MD,) = products(self, "down_proj", F.silu(gate_MF) * up_MF, ends_E)
+        return out_MD
 
 
 class MixtureOfExperts(nn.Module):

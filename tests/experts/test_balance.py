@@ -19,6 +19,8 @@ from tests.helpers.ranks import run_ranks
 from tests.trainer.test_exactness import relative
 from trainer import Trainer, load_weights
 from trainer.config import MeshShape
+from trainer.config.rules import check_config
+from trainer.errors import UserError
 from trainer.experts import Balance, Choice, ExpertBalance, Load, find_balance, load_of
 from trainer.export import command_line as main
 from trainer.loss import IGNORE
@@ -426,3 +428,8 @@ def test_a_bias_is_not_lost_silently(tmp_path: Path, capfd: pytest.CaptureFixtur
     loaded = load_weights(tmp_path / "run")
     assert [m.bias.tolist() for m in loaded.modules() if isinstance(m, Choice)] == biases_of(trainer)
     assert any(value for layer in biases_of(trainer) for value in layer)
+
+
+def test_an_adapter_has_no_biases() -> None:
+    with pytest.raises(UserError, match=r"model.balance_rate=0.01: would move the biases .*\n.*model.balance_rate=0"):
+        check_config(config_of("x", *BIAS, "lora.rank=4"), 1, 1)

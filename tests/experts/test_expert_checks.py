@@ -256,6 +256,17 @@ def test_the_planner_says_when_an_expert_axis_pays() -> None:
     assert not list(advice_on_experts(make_plan(dense, shape, machine)))
 
 
+def test_the_planner_says_when_replicas_are_faster() -> None:
+    """With more ranks than experts FSDP divides another dimension, and copies once more; with replicas it need not."""
+    config = without_data(config_of("x", *LARGE, "train.global_batch_size=128"))
+    machine = find_machine("h100")
+    plan, replicated = (make_plan(config, shape, machine) for shape in (MeshShape(1, 128), MeshShape(2, 64)))
+    said = [line for line in advice_on_experts(plan) if "mesh.shard=64 mesh.replicate=2" in line]
+    assert replicated.time.total_s < 0.98 * plan.time.total_s
+    assert f"{replicated.time.total_s:.3g} s per step instead of {plan.time.total_s:.3g}" in said[0]
+    assert not [line for line in advice_on_experts(replicated) if "mesh.replicate" in line]
+
+
 def test_an_imbalance_of_the_router_costs_time_and_memory() -> None:
     config = without_data(config_of("x", *LARGE, "mesh.expert=8", EXCHANGE, "train.global_batch_size=16"))
     even, skewed = (

@@ -29,6 +29,7 @@ ODD = [*FEW, "model.expert_dim=26"]
 """Two experts, and a width that four ranks do not divide."""
 MUON = ["optim.name=muon", "optim.muon.dtype=float32"]
 ROUNDED = ["train.weights_dtype=bfloat16", "optim.state_dtype=bfloat16"]
+LORA = ["lora.rank=3", "lora.alpha=6", "lora.targets=[q_proj,gate_up_proj,down_proj]", "optim.lr=1e-2"]
 TINY = [
     *("model.balance=0", "model.num_layers=2", "model.dim=32", "model.num_heads=4", "model.head_dim=8"),
     *("model.expert_dim=24", "model.num_experts=4", "model.num_chosen=2", "data.source=synthetic", "data.seq_len=32"),
@@ -58,7 +59,7 @@ def train_each(folder: Path, runs: list[list[str]], num_steps: int) -> list[dict
 
 def expected_of(folder: Path, runs: list[list[str]], num_steps: int) -> list[dict[str, list[float]]]:
     """Return what each run is on one rank: only what concerns the model and the optimizer is left of it."""
-    of_model = ("model.", "optim.", "train.freeze", "train.ema", "train.weights_dtype")
+    of_model = ("model.", "optim.", "lora.", "train.freeze", "train.ema", "train.weights_dtype")
     kept = [[item for item in run if item.startswith(of_model)] for run in runs]
     different = [list(run) for run in dict.fromkeys(map(tuple, kept))]
     found = run_ranks(1, train_each, folder / "one", different, num_steps)[0]
@@ -71,6 +72,8 @@ EVERYDAY = [
     [TWO, GATHER, "mesh.context=2", "train.activation_checkpoint=selective"],
     [TWO, EXCHANGE, *ODD, *MUON],
     [*ODD, "mesh.shard=4"],
+    [TWO, EXCHANGE, "mesh.replicate=2", *LORA],
+    [FOUR, GATHER, "train.activation_checkpoint=selective", *LORA],
 ]
 POLICIES = [
     *(["train.micro_batch_size=2"], ["train.activation_checkpoint=full"], ["train.activation_checkpoint=selective"]),
@@ -88,6 +91,9 @@ OTHERS = [
     [*ODD, "mesh.shard=4", *ROUNDED],
     [TWO, EXCHANGE, *ROUNDED],
     [TWO, EXCHANGE, 'train.freeze=["layers.0.moe.experts.w1","*.router"]'],
+    *([TWO, GATHER, *LORA], [FOUR, EXCHANGE, "train.activation_checkpoint=full", *LORA], ["mesh.shard=4", *LORA]),
+    *(["mesh.replicate=2", *LORA], [TWO, EXCHANGE, "mesh.context=2", *LORA], ["mesh.shard=4", *FEW, *LORA]),
+    [TWO, GATHER, "fsdp.accumulate=sharded", "train.micro_batch_size=2", *LORA],
 ]
 
 
@@ -184,8 +190,9 @@ def load_each(
         ([("shard 4 expert 2", "2 x 2 expert 2"), ("expert 4", "shard 4")], []),
         pytest.param(list(itertools.product(ON, ON)), [], marks=CAMPAIGN),
         pytest.param(list(itertools.product([*ON][:2], [*ON][:2])), ODD, marks=CAMPAIGN),
+        pytest.param([("shard 4 expert 2", "expert 4"), ("expert 4", "shard 4")], LORA, marks=CAMPAIGN),
     ],
-    ids=["everyday", "every", "fewer experts than ranks"],
+    ids=["everyday", "every", "fewer experts than ranks", "adapters"],
 )
 def test_a_checkpoint_goes_on_on_any_mesh(pairs: list[tuple[str, str]], model: list[str], tmp_path: Path) -> None:
     needed = {name: ON[name] for name in dict.fromkeys(of for of, _ in pairs)}
@@ -234,6 +241,7 @@ MORE_PLANNED = [
     [TWO, EXCHANGE, "mesh.context=2", "mesh.context_method=gather"],
     [*ODD, "mesh.shard=4", "optim.name=muon"],
     [*FEW, "mesh.shard=4", "fsdp.param_dtype=bfloat16", "train.micro_batch_size=2"],
+    *([TWO, EXCHANGE, *LORA], [FOUR, GATHER, "train.activation_checkpoint=full", *LORA]),
 ]
 
 

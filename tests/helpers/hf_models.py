@@ -88,10 +88,28 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 """The same for models of attention and layers with a state; documents in one row cross borders of their chunks."""
 
 
+EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": KINDS["qwen3_moe"],
+    "mixtral": ("Mixtral", {**GROUPED, **EXPERTS, "intermediate_size": 32}),
+    "gpt_oss": ("GptOss", {**GROUPED, **EXPERTS, "head_dim": 16, "intermediate_size": 24, "sliding_window": 16}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **{**GROUPED, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2},
+            **{"n_shared_experts": 1, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1},
+            **{"first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 24, "num_hidden_layers": 3},
+            **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12},
+        },
+    ),
+}
+"""Mixtures of experts: plain, under other names, transposed with biases, and with shared experts and dense layers."""
+
+
 def settings_of(kind: str, **changes: Any) -> Any:
     import transformers
 
-    name, entries = (KINDS | HYBRIDS)[kind]
+    name, entries = (KINDS | HYBRIDS | MIXTURES)[kind]
     return getattr(transformers, f"{name}Config")(**entries | changes)
 
 

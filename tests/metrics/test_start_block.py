@@ -86,6 +86,21 @@ def test_weights_of_a_folder_with_and_without_adapters(
     assert resumed == (f"{folder}, frozen; adapters of rank 2 from {saved}" if rank else saved)
 
 
+def test_adapters_and_their_shares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["data.source=synthetic", "data.seq_len=16", "train.global_batch_size=2", "run.threads=1", "train.steps=1"]
+    own += ["model.num_layers=1", "lora.rank=2", "log.sample_tokens=0", "eval.every=0", "checkpoint.every=0"]
+    for targets, expected in {
+        "all-linear": r"wq, wk, wv, wo: 1\.54 k parameters, 100\.0% of them\n"
+        r"none on gate_up_proj, down_proj of the experts, which lora\.targets can name",
+        "[q_proj,down_proj]": r"wq: 448 parameters, 8\.0% of them\n"
+        r"down_proj of the experts: 5\.12 k parameters, 92\.0% of them\n"
+        r"none on gate_up_proj of some experts, which lora\.targets can name",
+        "[experts]": r"gate_up_proj, down_proj of the experts: 12\.3 k parameters, 100\.0% of them",
+    }.items():
+        config = load_config("qwen3_moe_small", [*own, f"lora.targets={targets}", f"run.dir={tmp_path / targets}"])
+        assert re.fullmatch(expected, started(config, capsys)["adapters"])
+
+
 @pytest.mark.parametrize("pairs", [False, True])
 def test_chats_and_pairs(pairs: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_tokenizer(tmp_path / "model", CHATML)

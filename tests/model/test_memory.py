@@ -56,7 +56,7 @@ def own_mib() -> float:
     return sum(int(lines[name].split()[0]) for name in ("RssAnon", "RssShmem")) / 2**10
 
 
-def load_folder(path: Path, run: Path, recipe: str) -> tuple[float, float, float]:
+def load_folder(path: Path, run: Path, recipe: str, *overrides: str) -> tuple[float, float, float]:
     """Build a model and fill it from a folder of weights; return by how much memory has grown at its peak, what this
     rank's shards take, and the largest unit, in MiB.
     """
@@ -67,7 +67,7 @@ def load_folder(path: Path, run: Path, recipe: str) -> tuple[float, float, float
     def build(folder: Path) -> Trainer:
         weights = f"{'model.path' if recipe.endswith('.yaml') else 'train.init_from'}={folder}"
         common = ["data.source=synthetic", "data.seq_len=16", "train.global_batch_size=8", f"run.dir={run / 'run'}"]
-        config = load_config(recipe, [*common, weights])
+        config = load_config(recipe, [*common, weights, *overrides])
         trainer = Trainer(config)
         load_initial_weights(trainer.model, trainer.origin, config, trainer.world)
         return trainer
@@ -117,6 +117,20 @@ def test_ranks_that_load_a_folder_hold_their_shards_and_one_unit(recipe: str, tm
         assert shards > 50
         print(f"grown by {grown:.0f} MiB: {shards:.0f} of shards, {block:.0f} of a block")
         assert grown < shards + block
+
+
+@pytest.mark.slow
+def test_weights_are_packed_while_they_are_read(tmp_path: Path) -> None:
+    """The memory of a rank grows by its bytes and less than one matrix, which has 64 MiB in float32."""
+    transformers = pytest.importorskip("transformers")
+    for name, width, wider in (("small", 64, 64), ("large", 2048, 8192)):
+        sizes = {"hidden_size": width, "intermediate_size": wider, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = transformers.LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=512)
+        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / name)
+    packed = ["lora.rank=4", "lora.base_dtype=nf4", "fsdp.param_dtype=float32"]
+    for grown, shards, _ in run_ranks(2, load_folder, tmp_path, tmp_path, "llama_small", *packed):
+        print(f"grown by {grown:.0f} MiB: {shards:.0f} of shards")
+        assert grown < shards + 64
 
 
 @pytest.mark.campaign

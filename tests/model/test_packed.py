@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tests.helpers.forked import REPOSITORY
 from tests.helpers.hf_models import model_of
 from tests.helpers.plan_truth import CollectiveLog, fake_model, update
-from tests.helpers.ranks import run_ranks, tiny_overrides
+from tests.helpers.ranks import run_command, run_python_module, run_ranks, tiny_overrides
 from tests.model.test_lora import config_of, stored, trained
 from tests.weights.test_huggingface import TINY
 from tests.weights.test_pretrained import folder_of
@@ -28,6 +30,9 @@ from trainer.model.lora import AdaptedLinear, add_adapters
 from trainer.model.network import build_network, flops_of
 from trainer.model.packed import BLOCK, PackedLinear, Packing, find_packings
 from trainer.model.parameters import count_parameters, count_trained_parameters, local
+from trainer.plan.machine import find_machine
+from trainer.plan.plan import make_plan, without_data
+from trainer.plan.probe import Probe
 
 WIDE = replace(TINY, dim=64, ffn_dim=192)
 """Rows of 64 and 192 weights.  Three ranks do not divide its 32 and 64 rows evenly."""
@@ -161,6 +166,12 @@ def test_row_that_blocks_do_not_divide_is_refused(tmp_path: Path) -> None:
     narrow = folder_of(tmp_path / "narrow", config=replace(WIDE, ffn_dim=96))
     with pytest.raises(UserError, match=r"lora.base_dtype=nf4: packs blocks of 64 .* divide the 96 of .*w2"):
         Trainer(config_of(narrow, tmp_path / "run", "lora.base_dtype=nf4"))
+
+
+def test_torch_that_converts_bytes_is_refused(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    with pytest.raises(UserError, match=r"lora.base_dtype=nf4: needs torch 2.13"):
+        Trainer(config_of(base, tmp_path / "run", "lora.base_dtype=nf4", "fsdp.param_dtype=bfloat16"))
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -321,6 +332,27 @@ def test_exports_are_the_function_that_was_trained(
     assert "were not packed" in capsys.readouterr().err
 
 
+@pytest.mark.campaign
+def test_what_else_a_run_does_with_its_model(base: Path, tmp_path: Path) -> None:
+    """Evaluations, norms by layer, an average of the weights, a sample; then the commands that load it."""
+    (tmp_path / "text.txt").write_text("so many words, one after another, are read from a file. " * 200)
+    given = [f"train.init_from={base}", "lora.rank=4", "lora.base_dtype=nf4", f"data.path={tmp_path / 'text.txt'}"]
+    given += [f"data.eval_path={tmp_path / 'text.txt'}", "data.tokenizer=bytes", f"data.cache_dir={tmp_path / 'cache'}"]
+    given += ["eval.every=2", "eval.steps=1", "log.norms_every=2", "train.ema=0.5", "log.sample_tokens=4"]
+    shaped = [item for item in tiny_overrides(*given, "train.steps=4") if not item.startswith("model.")]
+    ran = run_command(tmp_path / "run", "recipe=llama_small", *shaped, "nproc=2")
+    assert ran.exit_code == 0, ran.stderr + ran.stdout
+    assert {"eval", "norms", "train", "end"} <= {line["kind"] for line in ran.metrics}
+    assert "frozen, packed as nf4; adapters of rank 4" in ran.stdout
+    for command in (
+        ["trainer.evaluate", tmp_path / "run"],
+        ["trainer.generate", tmp_path / "run", "--prompt", "so many", "--greedy", "--max-tokens", 3],
+        ["trainer.export", tmp_path / "run", tmp_path / "merged", "--merged", "--ema"],
+    ):
+        done = run_python_module(*command)
+        assert done.exit_code == 0, done.stderr + done.stdout
+
+
 @pytest.mark.slow
 def test_base_in_bfloat16_is_merged_in_bfloat16_unless_told_otherwise(base: Path, tmp_path: Path) -> None:
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(base / "model.safetensors").items()}
@@ -394,3 +426,47 @@ def test_models_of_transformers_are_packed(kind: str, tmp_path: Path) -> None:
         expected = load_weights(tmp_path / "run")(tokens)
         found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()(tokens).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The plan
+
+PUBLISHED = {
+    "Llama 3 8B": ["llama3_8b"],
+    "Qwen3 32B": [
+        *("qwen3_8b", "model.dim=5120", "model.num_layers=64", "model.num_heads=64", "model.ffn_dim=25600"),
+    ],
+    "Llama 3 70B": ["llama3_70b"],
+}
+CARDS = {"rtx4090": "24 GB", "l40s": "48 GB", "h100": "80 GB"}
+
+
+@pytest.mark.campaign
+def test_table_of_models_is_the_planners() -> None:
+    text = (REPOSITORY / "docs" / "four_bits.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if "B | " in line]
+    rows = [row for row in rows if row[0] in PUBLISHED]
+    found = []
+    for row in planned_rows():
+        print("|", " | ".join(row), "|", flush=True)
+        found.append(row)
+    assert found == rows
+
+
+def planned_rows() -> Iterator[list[str]]:
+    """Yield the rows of the table: model, GPUs, GiB needed in nf4, fp8 and bfloat16, and the smallest card for nf4."""
+    own = ["lora.rank=16", "data.seq_len=2048", "train.micro_batch_size=1", "train.activation_checkpoint=full"]
+    for model, (recipe, *shape) in PUBLISHED.items():
+        probes: dict[str, Probe] = {}
+        for num_ranks in (1, 2, 4, 8):
+            needed, smallest = [], "-"
+            for base_dtype in ("nf4", "fp8", "bfloat16"):
+                more = [f"lora.base_dtype={base_dtype}", f"train.global_batch_size={num_ranks}", "train.compile=false"]
+                config = without_data(load_config(recipe, [*shape, *own, *more], needs_weights=False))
+                probe = probes.setdefault(base_dtype, Probe(config, "cuda"))
+                plans = [make_plan(config, MeshShape(1, num_ranks), find_machine(card), probe) for card in CARDS]
+                needed.append(f"{plans[-1].needed_gib:.1f}")
+                if base_dtype == "nf4":
+                    fitting = (size for plan, size in zip(plans, CARDS.values(), strict=True) if plan.fits)
+                    smallest = next(fitting, "-")
+            yield [model, str(num_ranks), *needed, smallest]

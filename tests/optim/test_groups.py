@@ -12,9 +12,11 @@ from torch import nn
 
 from tests.helpers.ranks import run_command, run_tiny, tiny_overrides
 from tests.optim.test_optim import plain_model
-from trainer import UserError
+from trainer import UserError, load_config
 from trainer.config import OptimSection
 from trainer.config.schema import MuonSection
+from trainer.model.network import build_network
+from trainer.model.widths import find_growth
 from trainer.optim.groups import assign, block_rows, describe, matrices_for_muon
 from trainer.optim.optimizer import build_optimizer
 
@@ -48,6 +50,22 @@ def test_stacked_experts_use_muon_and_routers_do_not() -> None:
     muon = {name for name, parameter in model.named_parameters() if id(parameter) in inside}
     assert {name.rpartition(".")[2] for name in muon if ".experts." in name} == {"w1", "w2", "w3"}
     assert not [name for name in muon if "router" in name]
+
+
+def test_stacked_biases_of_experts_are_vectors() -> None:
+    """They have two dimensions, but neither decay nor Muon is for them; nor do they grow like matrices."""
+    model = plain_model("gpt_oss_small", "model.num_layers=1")
+    found = {each.name: each for each in assign(model, OptimSection("muon", weight_decay=0.1))}
+    experts = {name.rpartition(".")[2]: each for name, each in found.items() if ".experts." in name}
+    assert {name: (each.optimizer, each.weight_decay) for name, each in experts.items()} == {
+        **dict.fromkeys(("gate_up", "down"), ("muon", 0.1)),
+        **dict.fromkeys(("gate_up_bias", "down_bias"), ("adamw", 0.0)),
+    }
+    base = "optim.base_model={dim: 32, expert_dim: 16, head_dim: 32}"
+    config = load_config("gpt_oss_small", ["model.num_layers=1", "model.dim=96", "model.expert_dim=64", base])
+    growth = find_growth(config, build_network(config))
+    of_bias = growth["layers.0.moe.experts.gate_up_bias"]
+    assert (of_bias.outputs, of_bias.inputs, of_bias.base_outputs, of_bias.base_inputs) == (128, 1, 32, 1)
 
 
 def test_convolutions_and_single_rows_do_not_use_muon() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from tests.fake_gpu import SOURCES, Stand, find_stand
 from tests.fake_gpu import __main__ as installing
 from tests.helpers.gate import wait_until
 from tests.helpers.ranks import merged, tiny_overrides
+from tests.weights.test_huggingface import TINY
+from tests.weights.test_pretrained import folder_of
 
 pytestmark = pytest.mark.campaign
 OWN = ["run.device=cuda", "data.source=synthetic", "train.steps=6", "eval.every=0"]
@@ -86,6 +89,27 @@ def test_kernels_compile_once_and_are_lean(stand: Stand, tmp_path: Path) -> None
     assert min(updates) <= 95  # of the block sizes that are tried, the largest; the smaller ones begin more often
     loss = [name for name in found["kernels"] if "logsumexp" in name or "arange_copy_copy" in name]
     assert len({name.split()[0] for name in loss}) <= 3
+
+
+@pytest.mark.parametrize("compiles", ["false", "true"])
+def test_weights_are_unpacked_by_one_kernel(stand: Stand, compiles: str, tmp_path: Path) -> None:
+    """It compiles for the GPU, nothing waits for it, and its values, in Triton's interpreter, are the CPU's."""
+    base, cache = folder_of(tmp_path / "base", config=replace(TINY, dim=64, ffn_dim=192)), tmp_path / "triton"
+    own = [f"train.init_from={base}", "lora.rank=4", "lora.base_dtype=nf4", "fsdp.param_dtype=bfloat16"]
+    shaped = tiny_overrides(*merged(OWN, [*own, f"train.compile={compiles}"]))
+    overrides = [item for item in shaped if not item.startswith("model.")]
+    variables = {"TRITON_CACHE_DIR": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    ran = stand.run(str(SOURCES / "kernels.py"), str(cache), *overrides, f"run.dir={tmp_path / 'run'}", **variables)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert found["graphs"][1] == found["graphs"][-1]
+    (unpacking,) = [count for name, count in found["kernels"].items() if name.startswith("_unpack ")]
+    print(f"{unpacking:.1f} instructions a weight")
+    assert unpacking <= 20
+    (code,) = [path.read_text() for path in cache.rglob("_unpack.ptx")]
+    assert "cvt.rn.bf16" in code, "rounded to nearest, as on the CPU"
+    ran = stand.run(str(SOURCES / "unpacking.py"), TRITON_INTERPRET="1", LD_PRELOAD="")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
 OPTIMIZERS: dict[str, list[str]] = {

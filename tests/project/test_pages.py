@@ -112,15 +112,18 @@ def write_inputs(folder: Path) -> None:
     (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     pairs = [{"prompt": chat[:1], "chosen": chat[1:2], "rejected": chat[3:4]} for chat in chats]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    labelled = [{"prompt": p["prompt"], "completion": p["chosen"], "label": n % 2 == 0} for n, p in enumerate(pairs)]
+    (folder / "labelled.jsonl").write_text("".join(json.dumps(record) + "\n" for record in labelled))
+    classes = [{"text": chat[0]["content"], "label": number % 3} for number, chat in enumerate(chats)]
+    (folder / "texts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in classes))
 
 
 def write_model(folder: Path, kind: str, tokenizer: Any) -> None:
     from tests.helpers.hf_models import model_of
 
     end = tokenizer.token_to_id("<|im_end|>")
-    model = model_of(
-        kind, vocab_size=512, eos_token_id=end, bos_token_id=0, pad_token_id=0, max_position_embeddings=256
-    )
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 256}
+    model = model_of(kind, eos_token_id=end, bos_token_id=0, pad_token_id=0, **sizes)
     model.save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
@@ -136,7 +139,7 @@ def smaller(words: list[str], folder: Path) -> list[str]:
         return []
     if recipe.startswith("llama3"):
         return OF_A_CLUSTER if "train.init_from" not in given else [*SMALL, *SHORT]
-    if recipe in ("sft", "dpo"):
+    if recipe in ("sft", "distill", "classify", "reward", "dpo", "ipo", "simpo", "orpo", "kto"):
         return ["run.device=cpu", "run.threads=1", "data.seq_len=128", "train.steps=6"]
     if "model.vocab_size" in given:  # a real tokenizer's: each step takes its time
         return [*SMALL, *NATIVE, *SHORT]

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from trainer.objectives.distill import Distill
 
+from tests.helpers.plan_truth import StorageMeter
 from tests.helpers.ranks import merged, run_ranks
 from tests.model.test_lora import config_of
 from tests.weights.test_pretrained import SOURCE, folder_of
-from trainer import UserError, load_weights
+from trainer import Trainer, UserError, load_weights
 from trainer.config import MeshShape
 from trainer.config.teacher import teacher_config
 from trainer.distillation import DistillationTrainer
@@ -160,3 +161,32 @@ def test_wrong_teachers_are_reported(models: tuple[Path, Path], tmp_path: Path) 
         config = config_of(student, tmp_path / "run", *settings_of("forward", path or "null"))
         with pytest.raises(UserError, match=re.escape(message)):
             teacher_config(config)
+
+
+def peak_of_a_step(kind: type[Trainer], base: Path, folder: Path, overrides: list[str]) -> int:
+    """Return the peak of the bytes of all tensors in the forward and backward pass of the second micro-batch."""
+    trainer = kind(config_of(base, folder, *overrides))
+    try:
+        batch = next(iter(trainer.loader))
+        trainer.loss(batch).backward()
+        trainer.optimizer.zero_grad()
+        with StorageMeter() as meter:
+            trainer.loss(batch).backward()
+        return meter.peak
+    finally:
+        trainer.close()
+
+
+@pytest.mark.slow
+def test_peak_memory_of_distillation(tmp_path: Path) -> None:
+    """At most 1.2 times the peak without, and the shards of the teacher: nobody holds all logits."""
+    own = replace(SOURCE, dim=128, num_layers=4, ffn_dim=384, vocab_size=8192)
+    student = folder_of(tmp_path / "student", config=own)
+    teacher = folder_of(tmp_path / "teacher", config=replace(own, dim=192, ffn_dim=576))
+    lengths = ["data.seq_len=512", "train.micro_batch_size=4", "train.global_batch_size=4", "run.threads=1"]
+    settings = merged(settings_of("forward", str(teacher)), lengths)
+    without = peak_of_a_step(Trainer, student, tmp_path / "without", [s for s in settings if "objective" not in s])
+    peak = peak_of_a_step(DistillationTrainer, student, tmp_path / "with", settings)
+    of_teacher = sum(p.numel() * p.element_size() for p in load_weights(teacher).parameters())
+    assert peak <= 1.2 * without + of_teacher, (peak, without, of_teacher)
+    assert 0.2 * without < 4 * 512 * 8192 * 4, "the whole logits of one model would be too much"

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -207,6 +208,44 @@ def test_losses_of_samples_of_samples_follow_the_formulas(name: str) -> None:
     assert losses.shape == (6,)
     assert set(fields) == set(objective.better), "every metric says which direction is better"
     assert all(values.shape == (6,) and not values.requires_grad for values in fields.values())
+
+
+def test_losses_equal_trls() -> None:
+    """On the same log-probabilities, pair by pair.  TRL's CPO has no reference, so DPO and IPO pass it the gains."""
+    pytest.importorskip("trl")
+    from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.gkd import GKDTrainer
+    from trl.experimental.orpo import ORPOTrainer
+
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 24, (8,), generator=draw)
+    logps, reference = (-lengths * (0.5 + 2 * torch.rand(8, generator=draw, dtype=torch.float64)) for _ in range(2))
+    rows, (chosen, rejected) = Rows(logps, lengths, reference=reference), (logps[0::2], logps[1::2])
+    device = {"accelerator": SimpleNamespace(device=torch.device("cpu")), "label_smoothing": 0.0, "alpha": 0.0}
+
+    def cpo(kind: str, values: torch.Tensor, **fields: float) -> torch.Tensor:
+        theirs = SimpleNamespace(loss_type=kind, **device, **fields)
+        return CPOTrainer.cpo_loss(theirs, values[0::2], values[1::2])[0]  # type: ignore[no-any-return]
+
+    gain = logps - reference
+    of = {name: SETTINGS[name] for name in PREFERENCES}
+    expected = {
+        "dpo": cpo("sigmoid", gain, beta=of["dpo"]["beta"]),
+        "ipo": cpo("ipo", gain / lengths, beta=of["ipo"]["beta"]),
+        "simpo": cpo("simpo", logps / lengths, beta=of["simpo"]["beta"], simpo_gamma=of["simpo"]["gamma"]),
+    }
+    orpo = SimpleNamespace(beta=of["orpo"]["beta"], **device)
+    odds, *_ = ORPOTrainer.odds_ratio_loss(orpo, chosen / lengths[0::2], rejected / lengths[1::2])
+    expected["orpo"] = -chosen / lengths[0::2] - odds
+    for name, theirs in expected.items():
+        torch.testing.assert_close(objective_of(name)(rows), theirs.double(), rtol=1e-6, atol=0, msg=name)
+
+    student, teacher = torch.randn(2, 12, 31, dtype=torch.float64, generator=draw)
+    for beta, temperature in ((0.0, 2.0), (0.5, 1.0), (1.0, 2.0)):
+        ours = find_objective("distill")(teacher="unused", beta=beta, temperature=temperature)
+        found = ours.divergence(student.log_softmax(-1), teacher.log_softmax(-1)).sum()
+        theirs = GKDTrainer.generalized_jsd_loss(student, teacher, beta=beta, temperature=temperature, reduction="sum")
+        torch.testing.assert_close(found, theirs, rtol=1e-6, atol=0)
 
 
 # ---------------------------------------------------------------------------------------------------------------

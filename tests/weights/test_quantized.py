@@ -174,8 +174,9 @@ def test_a_run_says_what_it_dequantizes_and_exports_full_precision(
     assert content["dtype"] == "bfloat16"
     assert not content.keys() & {"quantization_config", "auto_map"}
     tensors = stored(tmp_path / "out")
-    special = {name for name, tensor in tensors.items() if tensor.dtype != torch.bfloat16}
-    assert all(name.endswith("e_score_correction_bias") for name in special)
+    in_fp32 = {name for name, tensor in tensors.items() if tensor.dtype == torch.float32}
+    assert in_fp32 == {name for name in tensors if name.endswith("e_score_correction_bias")}
+    assert {tensor.dtype for tensor in tensors.values()} <= {torch.float32, torch.bfloat16}
     read, source = opened(tmp_path / "out"), opened(folder)
     assert read.shapes == source.shapes
     assert all(torch.equal(read.read(name), source.read(name)) for name in read.shapes)

@@ -27,7 +27,7 @@ def resolve_expert_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
         return config
     method = mesh.expert_method
     if method == "auto":
-        num_chosen = getattr(config.model, "num_chosen", 1)
+        num_chosen = getattr(config.model, "num_chosen", None) or 1
         is_cheap = ranks_per_node % config.expert == 0 and config.expert <= num_chosen
         method = "gather" if train.compile is True or is_cheap else "exchange"
         config = with_expert(config, config.expert, method)
@@ -46,7 +46,7 @@ def expert_choices(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> 
         methods = ["gather", "exchange"]
     sizes = [size for size in range(2, ranks_per_node + 1) if ranks_per_node % size == 0]
     found = [with_expert(config, 1, config.mesh.expert_method)]
-    for size in sorted({*sizes, 16, 32, 64}) if config.recipe.experts is not None else []:
+    for size in sorted({*sizes, 16, 32, 64}) if config.recipe.declares_experts(config.model) else []:
         for method in methods:
             tried = resolve_expert_method(with_expert(config, size, method), ranks_per_node)
             with contextlib.suppress(UserError):
@@ -62,7 +62,7 @@ def check_expert(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> No
     expert = config.expert
     if expert == 1:
         return
-    if config.recipe.experts is None:
+    if not config.recipe.declares_experts(config.model):
         rule = f"recipe {config.recipe.name!r} declares no experts that ranks could share out (Recipe(experts=...))"
         raise setting_error("mesh.expert", expert, rule, 1)
     num_experts = getattr(config.model, "num_experts", None)

@@ -106,7 +106,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 OLD_SECTION = "dpo"
-"""The section of the settings of DPO before there were other objectives; `resolve.objective_section` reads it."""
+"""The section of the settings of DPO before there were other objectives, when every run stored it.
+
+In recipe files and on the command line, `resolve.objective_section` reads it."""
 
 
 def keys_of_sections(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
@@ -230,6 +232,9 @@ def read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
     run = stored.get("run")
     if isinstance(run, dict) and isinstance(run.get("on_end"), str):
         run["on_end"] = masked_command(run["on_end"])
+    of_dpo = stored.pop(OLD_SECTION, None)
+    if section_of(stored, "train").get("objective") == OLD_SECTION and of_dpo is not None:
+        stored["objective"] = of_dpo
     return stored
 
 

@@ -104,7 +104,7 @@ _ADVICE_FOR_NAME = {
     "fsdp_transformer_layer_cls_to_wrap": "leave it out: fsdp.wrap=block, the default, wraps what the recipe lists",
     **dict.fromkeys(("adapter", "peft_config"), "set lora.rank, for example to 16"),
     "param_init_fn": "leave it out: each module fills itself in reset_parameters()",
-    "rl": "use recipe=dpo for preference pairs",
+    "rl": "use recipe=dpo, ipo, kto, simpo or orpo for preferences",
     "backward_prefetch": "set fsdp.prefetch_backward, for example to 2",
     "forward_prefetch": "set fsdp.prefetch_forward, for example to 2",
     "transformer_auto_wrap_policy": "leave it out: fsdp.wrap=block, the default, wraps the units that the recipe lists",
@@ -114,8 +114,8 @@ _ADVICE_FOR_NAME = {
     "fsdp_config": "set keys such as fsdp.wrap and mesh.shard, on the command line or in a recipe file",
     "report_to": "set log.trackers, for example to [wandb,tensorboard]",
     "warmup": "set schedule.warmup_steps, or schedule.warmup_ratio",
-    "load_in_4bit": "4-bit weights are not supported; lora.rank=16 lora.base_dtype=bfloat16 halves them",
-    "load_in_8bit": "8-bit weights are not supported; lora.rank=16 lora.base_dtype=bfloat16 halves them",
+    "load_in_4bit": "set lora.base_dtype=nf4, with lora.rank=16",
+    "load_in_8bit": "set lora.base_dtype=fp8, with lora.rank=16",
     "trust_remote_code": "leave it out: custom model code is never run",
 }
 

@@ -287,6 +287,9 @@ def _check_lora(config: RunConfig) -> None:
     if lora.rank:
         if not lora.targets:
             raise setting_error("lora.targets", lora.targets, "must name at least one layer", defaults.targets)
+        if rate := getattr(config.model, "balance_rate", None):
+            rule = "would move the biases on the choice of experts, which an adapter does not contain"
+            raise setting_error("model.balance_rate", rate, rule, 0)
         return
     for key in ("alpha", "dropout", "targets", "base_dtype"):
         if getattr(lora, key) != getattr(defaults, key):

@@ -617,7 +617,7 @@ class LoraSection:
     targets: str | list[str] = declare(
         "all-linear",
         "layers that get an adapter: all-linear (every linear layer of the blocks; routers and stacked experts get "
-        "none), or a list of module names or name endings",
+        "none), or a list of module names or name endings, and of stacked matrices: [q_proj,gate_up_proj,down_proj]",
     )
     base_dtype: Literal["float32", "bfloat16", "nf4", "fp8"] | None = declare(
         None,

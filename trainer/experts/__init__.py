@@ -13,6 +13,16 @@ Shape suffixes: D model width, E experts, A experts per token, S tokens of this 
 
 from __future__ import annotations
 
+from trainer.experts.adapters import (
+    ADAPTER,
+    ADAPTERS,
+    ExpertAdapter,
+    ExpertFactor,
+    adapters_of,
+    add_adapter,
+    matrices_of,
+    products,
+)
 from trainer.experts.balance import (
     BALANCE,
     Balance,
@@ -28,15 +38,21 @@ from trainer.experts.grouped import GROUPED, GROUPED_PRODUCT, fake_tensors, grou
 from trainer.experts.sharing import find_experts, imagine_group, share_out, watched
 
 __all__ = [
+    "ADAPTER",
+    "ADAPTERS",
     "BALANCE",
     "GROUPED",
     "GROUPED_PRODUCT",
     "Balance",
     "Choice",
     "Estimate",
+    "ExpertAdapter",
     "ExpertBalance",
+    "ExpertFactor",
     "ExpertGroup",
     "Load",
+    "adapters_of",
+    "add_adapter",
     "choices_of",
     "fake_tensors",
     "find_balance",
@@ -47,7 +63,9 @@ __all__ = [
     "grouped_outer",
     "imagine_group",
     "load_of",
+    "matrices_of",
     "mix",
+    "products",
     "share_out",
     "watched",
 ]

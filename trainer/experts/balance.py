@@ -267,7 +267,7 @@ class ExpertBalance:
             return
         total_LE = self._world.sum_on_device(balance.counted_LE) if balance.total_LE is None else balance.total_LE
         balance.counted_LE = balance.total_LE = None
-        is_good = torch.ones((), dtype=torch.bool, device=total_LE.device) if is_finite is None else is_finite
+        is_good = total_LE.new_ones((), dtype=torch.bool) if is_finite is None else is_finite.to(total_LE.device)
         missing_LE = total_LE.sum(1, keepdim=True) - balance.num_experts * total_LE
         if balance.rate and self._biases:
             signs_LE = missing_LE.sign() * is_good

@@ -20,13 +20,16 @@ from trainer.recipe import Recipe
 
 
 def find_experts(model: nn.Module, recipe: Recipe) -> dict[str, nn.Module]:
-    """Return the modules that `recipe.experts` names, by their names.  Raises UserError if there are none, or for a
-    module whose parameters are not all stacked by expert.
+    """Return the modules that `recipe.experts` names, by their names.  Raises UserError if it is a name that matches
+    none, or for a module whose parameters are not all stacked by expert.
     """
     if recipe.experts is None:
         return {}
-    found = {name: module for name, module in model.named_modules() if matches(name, recipe.experts)}
-    if not found:
+    if callable(recipe.experts):
+        found = {name: model.get_submodule(name) for name in recipe.experts(model)}
+    else:
+        found = {name: module for name, module in model.named_modules() if matches(name, recipe.experts)}
+    if not found and not callable(recipe.experts):
         raise UserError(f"recipe {recipe.name!r}: experts: the model has no module {recipe.experts!r}")
     for name, module in found.items():
         numbers = {parameter.shape[:1] for parameter in module.parameters()}

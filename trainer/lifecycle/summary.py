@@ -26,11 +26,13 @@ from trainer.data.stdlib import Split, gzip_bits_per_byte, held_out_text
 from trainer.data.tokenizer import tokenizer_of
 from trainer.distributed.world import CONTEXT, EXPERT, REPLICATE, SHARD, World
 from trainer.errors import UserError
+from trainer.experts import ADAPTERS
 from trainer.lifecycle.resume import Resume
 from trainer.metrics.console import readable_bytes, readable_count, readable_duration
 from trainer.metrics.sinks import Metrics
 from trainer.metrics.stop_criterion import StopCriterion
 from trainer.model.gradients import evaluation_mode
+from trainer.model.lora import adapter_part, expert_matrices
 from trainer.model.parameters import count_parameters, count_trained_parameters
 from trainer.model.sample import generate_sample
 from trainer.optim.groups import describe
@@ -88,6 +90,7 @@ def start_facts(trainer: Trainer) -> Mapping[str, str]:
         "model": f"{', '.join(description)}, {readable_count(num_parameters)} parameters{trained_facts}, "
         + (f"{num_units} FSDP units and the root" if is_sharded else "not sharded"),
         "weights": _weights_facts(config, trainer.initial_weights_source, trainer.resume, trainer.state.parts),
+        **({"adapters": _adapter_facts(model)} if config.lora.rank else {}),
         "tokenizer": _tokenizer_facts(config, loader),
         "template": _template_facts(config),
         "mesh": " x ".join(f"{name} {size}" for name, size in axes)
@@ -106,6 +109,28 @@ def _optimizer_facts(trainer: Trainer) -> list[str]:
     """Describe the optimizer, learning rate and decay of the parameters, if these differ between parameters."""
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     return [*describe(trainer.optimizer.parts, names), *trainer.optimizer.notes]
+
+
+def _adapter_facts(model: nn.Module) -> str:
+    """Describe which layers have adapters, with their share of the adapters' parameters; and experts without any."""
+    sizes: dict[bool, dict[str, int]] = {False: {}, True: {}}
+    left_out = dict(expert_matrices(model))
+    for name, parameter in model.named_parameters():
+        if part := adapter_part(name):
+            of_kind, layer = sizes[parameter.ndim == 3], part[0].rpartition(".")[2]
+            of_kind[layer] = of_kind.get(layer, 0) + parameter.numel()
+            left_out.pop(part[0].replace(f".{ADAPTERS}.", "."), None)
+    total = sum(size for of_kind in sizes.values() for size in of_kind.values())
+    facts = [
+        f"{', '.join(of_kind)}{' of the experts' * is_of_experts}: {readable_count(sum(of_kind.values()))} parameters, "
+        f"{sum(of_kind.values()) / total:.1%} of them"
+        for is_of_experts, of_kind in sizes.items()
+        if of_kind
+    ]
+    if left_out:
+        names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in left_out))
+        facts.append(f"none on {names} of {'the' if not sizes[True] else 'some'} experts, which lora.targets can name")
+    return "\n".join(facts)
 
 
 def _weights_facts(config: RunConfig, initial_weights_source: str, resume: Resume, parts: Mapping[str, object]) -> str:

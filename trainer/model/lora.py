@@ -2,7 +2,8 @@
 
 Modules and parameters have peft's names, so adapters are interchangeable with peft: `<layer>.base_layer.weight` is the
 layer's original weight, `<layer>.lora_A.default.weight` (rank, in) and `<layer>.lora_B.default.weight` (out, rank) are
-the adapter.  This module does not depend on recipes, meshes or files.
+the adapter.  The adapters of stacked experts, `<experts>.adapters.<matrix>.lora_A.default.weight` (E, rank, in) and B
+(E, out, rank), are in `trainer.experts`.  This module does not depend on recipes, meshes or files.
 
 Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", arXiv:2106.09685.
 """
@@ -23,12 +24,11 @@ from torch.distributed.tensor import DTensor
 
 from trainer.config import LoraSection
 from trainer.errors import UserError, nearest, setting_error
+from trainer.experts import ADAPTER, ExpertAdapter, ExpertFactor, add_adapter, matrices_of
 from trainer.model.head import is_score
 from trainer.model.packed import PackedLinear, pack_layer
 
 ALL_LINEAR = "all-linear"
-ADAPTER = "default"
-"""The name of a layer's adapter; there is only one here, while peft supports several."""
 
 _MIN_SIMILARITY = 0.75
 """Minimum similarity for suggesting a layer's name; gate_proj, for example, is not a likely misspelling of v_proj."""
@@ -53,6 +53,10 @@ class LoraFactor(nn.Module):
             nn.init.zeros_(self.weight)
         else:
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+
+
+FACTORS = (LoraFactor, ExpertFactor)
+"""The modules that hold the parameters of adapters."""
 
 
 class AdaptedLinear(nn.Module):
@@ -169,12 +173,21 @@ def add_adapters(
     blocks.  `alias` returns an alternative name of a layer, which targets may use too.  No-op with `lora.rank=0`.
     If `lora.base_dtype` is packed, so are the weights of these layers, and of the blocks' other linear layers.
 
-    Raises UserError for a target that matches no layer, with the nearest name, and for a layer that cannot be packed.
+    Raises UserError for a target that matches no layer, with the nearest name, for a layer that cannot be packed, and
+    for dropout on experts.
     """
     if not lora.rank:
         return
-    chosen = find_layers(model, blocks, lora.targets, alias)
+    names, stacks = find_layers(model, blocks, lora.targets, alias), expert_matrices(model)
+    chosen = [name for name in names if name not in stacks]
     model.requires_grad_(False)
+    for name in names:
+        if name in stacks:
+            if lora.dropout:
+                rule = f"does not apply to the adapters of experts, such as {name}: peft has none there"
+                raise setting_error("lora.dropout", lora.dropout, rule, 0.0)
+            module, _, matrix = name.rpartition(".")
+            add_adapter(model.get_submodule(module), matrix, lora.rank, lora.alpha / lora.rank)
     replaced: dict[int, nn.Module] = {}
     if lora.packs:
         for name in layers_to_pack(model, blocks, chosen):
@@ -208,6 +221,7 @@ def find_layers(
     """Return the names of the layers that `lora.targets` matches.  Raises UserError for a target without a match.
 
     Only a plain matrix product can have an adapter.  The output projection cannot, since it also computes the loss.
+    The matrices of stacked experts can have one if they are named, as `<experts>.<matrix>` or by their module.
     """
     candidates = [name for name, module in model.named_modules() if _is_plain_linear(module)]
     if targets == ALL_LINEAR:
@@ -218,14 +232,36 @@ def find_layers(
         return candidates
     requested = [targets] if isinstance(targets, str) else list(targets)
     names_of = {name: [name, *filter(None, [alias(name)])] for name in candidates}
+    names_of |= {name: _names_of_matrix(name, parameter, alias) for name, parameter in expert_matrices(model).items()}
     matches = {
-        target: [name for name in candidates if any(_matches_target(spelling, target) for spelling in names_of[name])]
+        target: [name for name, spellings in names_of.items() if any(_matches_target(s, target) for s in spellings)]
         for target in requested
     }
     for target, names in matches.items():
         if not names:
             raise _no_match(model, names_of, target, requested, alias)
-    return [name for name in candidates if any(name in names for names in matches.values())]
+    return [name for name in names_of if any(name in names for names in matches.values())]
+
+
+def expert_matrices(model: nn.Module) -> dict[str, str]:
+    """Return the matrices of stacked experts that can have adapters, `<experts>.<name>`, and their first parameter."""
+    return {
+        f"{module_name}.{matrix}": f"{module_name}.{parameters[0]}"
+        for module_name, module in model.named_modules()
+        for matrix, parameters in matrices_of(module).items()
+    }
+
+
+def _names_of_matrix(name: str, parameter: str, alias: Callable[[str], str | None]) -> list[str]:
+    """Return the names of a matrix of experts and of their module, here and in transformers."""
+    module, _, matrix = name.rpartition(".")
+    other_module = huggingface_module(alias(parameter) or "")
+    return [name, module, *([f"{other_module}.{matrix}", other_module] if other_module else [])]
+
+
+def huggingface_module(parameter: str) -> str:
+    """Return the module of experts in transformers to which a parameter belongs; in files, each expert may have one."""
+    return parameter.partition(".*.")[0] if ".*." in parameter else parameter.rpartition(".")[0]
 
 
 def _matches_target(name: str, target: str) -> bool:
@@ -292,7 +328,7 @@ def is_base_weight(name: str) -> bool:
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Disable all adapters inside the block."""
-    layers = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
+    layers = [module for module in model.modules() if isinstance(module, (AdaptedLinear, ExpertAdapter))]
     for layer in layers:
         layer.is_enabled = False
     try:

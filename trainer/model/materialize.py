@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.errors import UserError
-from trainer.model.lora import LoraFactor, plain_name
+from trainer.model.lora import FACTORS, plain_name
 from trainer.model.parameters import local, local_box, num_writes, seed_of, tied_names
 
 
@@ -90,7 +90,7 @@ def materialize(
         if is_loaded_later is not None:
             to_fill -= _skip_loaded_later(module, module_name, to_fill, is_loaded_later)
         if to_fill:
-            fill_module = _default_init if isinstance(module, LoraFactor) else fill
+            fill_module = _default_init if isinstance(module, FACTORS) else fill
             unfilled += _fill(
                 module, module_name, to_fill, seed_of(seed, plain_name(module_name)), scratch, fill_module
             )

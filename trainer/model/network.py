@@ -38,7 +38,7 @@ def build_network(config: RunConfig) -> nn.Module:
         return names.to_huggingface(name) if names else None
 
     def huggingface_layer(layer: str) -> str | None:
-        parameter = huggingface_name(f"{layer}.weight")
+        parameter = huggingface_name(f"{layer}.weight") or huggingface_name(layer)
         return parameter.removesuffix(".weight") if parameter else None
 
     with torch.device("meta"):
@@ -230,11 +230,22 @@ def _flops_if_all_trained(recipe: Recipe, model_config: Any, model: nn.Module, s
     # Each token is multiplied with all parameters except embedding tables.
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     embedded = {id(p): p.numel() for table in tables for p in table.parameters(recurse=False)}
-    return 6.0 * (sum(num_weights(model).values()) - sum(embedded.values()) - _num_adapter_parameters(model))
+    adapters = sum(parameter.numel() for parameter in _adapter_parameters(model))
+    return 6.0 * (sum(num_weights(model).values()) - sum(embedded.values()) - adapters)
 
 
-def _num_adapter_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for name, parameter in model.named_parameters() if adapter_part(name))
+def _adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for name, parameter in model.named_parameters() if adapter_part(name)]
+
+
+def _flops_of_adapters(model: nn.Module, model_config: Any) -> float:
+    """Return the FLOPs per token of adapters; a token uses only those of the experts that it chooses."""
+    total = 0.0
+    for parameter in _adapter_parameters(model):
+        num_experts = parameter.shape[0] if parameter.ndim == 3 else 1
+        num_chosen = getattr(model_config, "num_chosen", None) or num_experts
+        total += 6.0 * parameter.numel() * min(1.0, num_chosen / num_experts)
+    return total
 
 
 def flops_per_token(recipe: Recipe, model_config: Any, model: nn.Module, seq_len: float) -> float:
@@ -247,16 +258,18 @@ def flops_per_token(recipe: Recipe, model_config: Any, model: nn.Module, seq_len
     before it cost 2, and their attention costs a third.  "Before" refers to the order of `model.parameters()`.  Source:
     Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
-    total = _flops_if_all_trained(recipe, model_config, model, seq_len) + 6.0 * _num_adapter_parameters(model)
+    of_base = _flops_if_all_trained(recipe, model_config, model, seq_len)
+    total = of_base + _flops_of_adapters(model, model_config)
     if all(parameter.requires_grad for parameter in model.parameters()):
         return total
-    matrices, numel = _matrices(model, with_tied_tables=recipe.flops is not None), num_weights(model)
+    of_adapters, numel = {id(parameter) for parameter in _adapter_parameters(model)}, num_weights(model)
+    matrices = [p for p in _matrices(model, with_tied_tables=recipe.flops is not None) if id(p) not in of_adapters]
     # In a mixture of experts, a token uses only a share of the weights.
-    share = min(1.0, total / (6.0 * sum(numel[id(p)] for p in matrices)))
+    share = min(1.0, of_base / (6.0 * sum(numel[id(p)] for p in matrices)))
     before_first_trained = {id(p) for p in takewhile(lambda parameter: not parameter.requires_grad, model.parameters())}
     frozen = sum(numel[id(p)] for p in matrices if not p.requires_grad)
     without_backward = sum(numel[id(p)] for p in matrices if id(p) in before_first_trained)
-    attention = max(0.0, total - 6.0 * sum(numel[id(p)] for p in matrices))
+    attention = max(0.0, of_base - 6.0 * sum(numel[id(p)] for p in matrices))
     blocks = find_blocks(model, recipe)
     blocks_before = [block for block in blocks if all(id(p) in before_first_trained for p in block.parameters())]
     attention_before = attention * len(blocks_before) / max(1, len(blocks))

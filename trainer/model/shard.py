@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp_common
 from torch.distributed.fsdp._fully_shard import _fully_shard as fully_shard_module
 from torch.distributed.tensor import DTensor, Shard
+from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -115,12 +116,16 @@ def check_experts(
     size = config.expert
     if size == 1:
         return
-    inside = {id(child) for module in find_experts(model, recipe).values() for child in module.modules()}
+    modules = find_experts(model, recipe)
+    if not modules:
+        rule = f"ranks cannot share out experts of {type(model).__name__}: it has none, or they are not stacked"
+        raise setting_error("mesh.expert", size, rule, 1)
+    inside = {id(child) for module in modules.values() for child in module.modules()}
     for unit in units:
         if any(id(module) in inside for module in unit.modules):
             rule = f"makes experts a unit of their own ({unit}); with mesh.expert={size} units must contain them"
             raise setting_error("fsdp.wrap", config.fsdp.wrap, rule, "block")
-    for name, module in find_experts(model, recipe).items():
+    for name, module in modules.items():
         for own, parameter in module.named_parameters():
             num_experts, parts = parameter.shape[0], num_shards // size
             if num_experts % size:
@@ -149,6 +154,9 @@ def _shard(
     expert_mesh: DeviceMesh | None,
 ) -> None:
     """Call `fully_shard` on the units, innermost first, and on the model."""
+    if config.lora.packs and config.fsdp.param_dtype != "float32" and TorchVersion(torch.__version__) < "2.13":
+        rule = f"needs torch 2.13, since FSDP converted bytes to fsdp.param_dtype before; this is {torch.__version__}"
+        raise setting_error("lora.base_dtype", config.lora.base_dtype, rule, "bfloat16")
     policy = _precision(config)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.fsdp.cpu_offload else OffloadPolicy()
     shard = partial(fully_shard, mesh=mesh, offload_policy=offload)

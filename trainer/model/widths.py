@@ -18,7 +18,7 @@ from torch import nn
 
 from trainer.config import RunConfig
 from trainer.errors import setting_error
-from trainer.model.lora import LoraFactor
+from trainer.model.lora import FACTORS
 from trainer.model.network import build_network
 from trainer.model.parameters import is_vector, local, tied_names
 
@@ -107,7 +107,7 @@ def scale_initial_weights(model: nn.Module, config: RunConfig) -> None:
     growth = find_growth(config, model)
     modules = model.named_modules() if growth else ()
     for module_name, module in modules:
-        if isinstance(module, LoraFactor):
+        if isinstance(module, FACTORS):
             continue
         suits_width = config.recipe.init is None and getattr(type(module), "reset_parameters", None) in _BY_INPUTS
         for name, parameter in module.named_parameters(prefix=module_name, recurse=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -26,10 +27,17 @@ def advice_on_experts(plan: Plan) -> Iterator[str]:
     exchanges of D numbers of 2 bytes for each of a token's A rows, with full recomputation.
     """
     config, shard = plan.config, plan.mesh.shard
-    if config.recipe.experts is None or config.expert > 1 or shard == 1:
+    if not config.recipe.declares_experts(config.model) or config.expert > 1 or shard == 1:
         return
     if (line := _padding(plan)) is not None:
         yield line
+    if (replicated := _replicated(plan)) is not None:
+        yield (
+            f"experts: mesh.shard={replicated.mesh.shard} mesh.replicate={replicated.mesh.replicate} would take "
+            f"{replicated.time.total_s:.3g} s per step instead of {plan.time.total_s:.3g}, and "
+            f"{replicated.needed_gib:.4g} GiB instead of {plan.needed_gib:.4g}: there are fewer experts than "
+            f"{shard} ranks, so that FSDP divides other dimensions, and copies weights and gradients once more"
+        )
     num_tokens = int(config.train.micro_batch_size) * config.rows_per_sample * config.data.seq_len // config.context
     break_even = tokens_at_break_even(plan)
     rule = "" if break_even is None else f" ({num_tokens:,} tokens per micro-batch, against {break_even:,.0f})"
@@ -85,6 +93,22 @@ def _alternatives(plan: Plan) -> Iterator[Plan]:
     for size in sorted({inside, *(size for size in sizes if size > per_node)} - {1}):
         config = resolve_expert_method(with_expert(plan.config, size, "auto"), per_node)
         yield make_plan(config, plan.mesh, plan.machine)
+
+
+def _replicated(plan: Plan) -> Plan | None:
+    """Return the plan on fewer shards, the most that divide the experts, if it fits and its step is shorter."""
+    config, mesh = plan.config, plan.mesh
+    experts = [p for unit in plan.trace.units for p in unit.parameters if p.is_of_experts]
+    if not any(plan.layout.division(parameter).dim for parameter in experts):
+        return None
+    shard = math.gcd(mesh.shard, *(parameter.shape[0] for parameter in experts))
+    other = MeshShape(mesh.num_ranks // shard, shard)
+    section = replace(config.mesh, replicate=other.replicate, shard=shard)
+    if shard % config.context:
+        return None
+    found = make_plan(replace(config, mesh=section), other, plan.machine, plan.probe)
+    is_shorter = found.time.total_s <= (1 - _MIN_GAIN) * plan.time.total_s
+    return found if found.fits and is_shorter else None
 
 
 def _padding(plan: Plan) -> str | None:

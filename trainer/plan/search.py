@@ -61,7 +61,7 @@ def chosen_settings(config: RunConfig) -> dict[str, object]:
 
     `mesh.expert` is left out of those of a model without experts.
     """
-    has_experts = config.recipe.experts is not None or config.mesh.expert == AUTO
+    has_experts = config.recipe.declares_experts(config.model) or config.mesh.expert == AUTO
     return {
         "fsdp.reshard_after_forward": config.fsdp.reshard_after_forward,
         "train.activation_checkpoint": config.train.activation_checkpoint,
@@ -322,7 +322,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
     for sliced in context_choices(config, mesh, per_node) if config.recipe.context else []:
         if config.context < sliced.context and per_node % sliced.context == 0:
             yield f"mesh.context={sliced.context}", sliced, mesh
-    for shared_out in possible_choices(config, mesh, per_node) if config.recipe.experts is not None else []:
+    for shared_out in possible_choices(config, mesh, per_node) if config.recipe.declares_experts(config.model) else []:
         if config.expert < shared_out.expert:
             method = shared_out.mesh.expert_method
             yield f"mesh.expert={shared_out.expert} mesh.expert_method={method}", shared_out, mesh

@@ -102,7 +102,7 @@ def _choice_rows(choice: Choice) -> tuple[list[str], list[list[str]]]:
     plans = (choice.plan, *choice.runners_up)
     offloads = any(plan.config.train.offload_activations != "none" for plan in plans)
     heads = ["", "resharding", "checkpointing", "micro-batch", "context", *(["offloaded"] if offloads else [])]
-    heads += ["experts"] if choice.plan.config.recipe.experts is not None else []
+    heads += ["experts"] if choice.plan.config.recipe.declares_experts(choice.plan.config.model) else []
     heads += ["GiB", "s per step"]
     rows = []
     for number, plan in enumerate(plans):

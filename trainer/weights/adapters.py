@@ -19,12 +19,14 @@ from trainer.checkpoint.state_parts import StatePart
 from trainer.config import LoraSection
 from trainer.config.pretrained import find_huggingface
 from trainer.errors import UserError
+from trainer.experts import ADAPTER
 from trainer.files import crc32
 from trainer.model.head import is_score
-from trainer.model.lora import ADAPTER, adapter_part, plain_name, transposed_layers
+from trainer.model.lora import adapter_part, plain_name, transposed_layers
 from trainer.model.network import HuggingFaceNames
 from trainer.model.packed import Packing
 from trainer.recipe import Recipe, Transposed
+from trainer.weights.expert_adapters import ExpertMatrix, PeftFactors, peft_prefixes, target_parameters
 from trainer.weights.exporting import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -151,7 +153,8 @@ class MergedSource:
     computed at once, as in other implementations, so that the results are bit-identical; only one layer's product is
     in memory.  `transposed` are the layers whose W has shape (in, out).  `packings` are the weights that were packed
     in training, by name: their W is what remains of it after packing, and they are returned in `dtype`, if given.  A
-    new head is returned as it was trained.
+    new head is returned as it was trained.  `experts` are the parameters of experts that have adapters, of which only
+    the requested experts are computed.
     """
 
     def __init__(
@@ -162,12 +165,14 @@ class MergedSource:
         transposed: Collection[str] = (),
         packings: Mapping[str, Packing] | None = None,
         dtype: torch.dtype | None = None,
+        experts: Mapping[str, ExpertMatrix] | None = None,
     ) -> None:
         self.description, self.adapters = adapters.description, adapters
         self._new_head = {name for name in adapters.shapes if is_score(name)}
         self._base_weights, self._scaling, self._transposed = base, scaling, frozenset(transposed)
         self._packings = packings or {}
         self._layers = {f"{layer}.weight": layer for layer in adapted_layers(adapters.shapes)}
+        self._experts = experts or {}
         self.shapes = {**base.shapes, **{name: adapters.shapes[name] for name in self._new_head}}
         self.dtypes = {name: (name in self._packings and dtype) or stored for name, stored in base.dtypes.items()}
         self.dtypes |= {name: adapters.dtypes[name] for name in self._new_head}
@@ -182,6 +187,8 @@ class MergedSource:
             weight = self._packings[name].rounded(weight)
         if name in self._layers:
             weight = weight + self._adapter_product(name)[start:stop]
+        if name in self._experts:
+            weight = weight + self._experts[name].product(self.adapters, start, stop) * self._scaling
         return weight.to(self.dtypes[name])
 
     def _adapter_product(self, name: str) -> torch.Tensor:
@@ -222,17 +229,21 @@ def export_adapter(
     Adapters are stored as `dtype`, by default unchanged.  The tokenizer files in `origin` are copied.  Raises UserError
     as `exporting.export` does.
     """
-    names, layers = HuggingFaceNames(recipe, model_config), adapted_layers(source.shapes)
+    names, adapters = HuggingFaceNames(recipe, model_config), adapted_layers(source.shapes)
+    of_experts = peft_prefixes(model, adapters, names.to_huggingface)
+    layers = adapters - of_experts.keys()
     weight_names = {layer: _huggingface_weight(names, recipe, layer) for layer in layers}
     is_transposed = {layer for layer in layers if isinstance(weight_names[layer], Transposed)}
     is_transposed |= layers & transposed_layers(model)
     if is_transposed not in (set(), layers):
         raise UserError(f"recipe {recipe.name!r}: only some of the layers with adapters are stored transposed")
-    tensors = []
+    prefixes = {layer: name.removesuffix(".weight") for layer, name in weight_names.items()}
+    prefixes |= of_experts
+    source, tensors = PeftFactors(source, of_experts), []
     for name, shape in source.shapes.items():
         if part := adapter_part(name):
             layer, letter = part
-            exported_name = f"base_model.model.{weight_names[layer].removesuffix('.weight')}.lora_{letter}.weight"
+            exported_name = f"base_model.model.{prefixes[layer]}.lora_{letter}.weight"
             tensors.append(ExportedTensor(name, exported_name, shape, dtype or source.dtypes[name]))
         elif is_score(name):
             head_name = f"base_model.model.{names.to_huggingface(name)}"
@@ -251,6 +262,8 @@ def export_adapter(
         **({"modules_to_save": ["score"]} if has_head else {}),
         **{"fan_in_fan_out": bool(is_transposed), "init_lora_weights": True, "inference_mode": True},
     }
+    if of_experts:
+        settings["target_parameters"] = target_parameters(model, adapters, names.to_huggingface)
     origin = origin or Origin()
     tokenizer_files = {name: data for name, data in origin.files.items() if is_tokenizer_file(name)}
     texts = {ADAPTER_CONFIG: json_bytes(settings), **(origin.tokenizer or tokenizer_files)}

@@ -50,6 +50,7 @@ from trainer.weights.adapters import (
     without_adapters,
     wrong_base_message,
 )
+from trainer.weights.expert_adapters import find_matrices
 from trainer.weights.exporting import Origin, read_model_files, read_tokenizer
 from trainer.weights.sources import SafetensorsFolder, StateDictFile, WeightSource, fill, find_weights
 
@@ -293,13 +294,17 @@ def with_merged_adapters(
     assert isinstance(alpha, (int, float))
     assert isinstance(rank, int)
     model = build_meta_model(recipe, model_config)
+    transposed = transposed_layers(model)
     packings: dict[str, Packing] = {}
+    adapted = adapted_layers(stored.shapes)
+    experts = find_matrices(model, adapted)
     if str(base_dtype) in CODE_BITS and not into_original:
-        layers = layers_to_pack(model, find_blocks(model, recipe), adapted_layers(stored.shapes))
+        linear = adapted - {matrix.adapter for matrix in experts.values()}
+        layers = layers_to_pack(model, find_blocks(model, recipe), linear)
         shapes = {f"{layer}.weight": model.get_parameter(f"{layer}.weight").shape for layer in layers}
         packings = {name: Packing(str(base_dtype), shape[1]) for name, shape in shapes.items()}
     weights = open_base(stored, recipe, model_config, base)
-    return MergedSource(weights, stored, alpha / rank, transposed_layers(model), packings, dtype)
+    return MergedSource(weights, stored, alpha / rank, transposed, packings, dtype, experts)
 
 
 def open_base(stored: StoredWeights, recipe: Recipe, model_config: Any, path: str | None = None) -> WeightSource:

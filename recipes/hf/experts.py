@@ -1,0 +1,78 @@
+"""The experts of transformers' mixtures, computed through `trainer.experts`.
+
+Most of the library's mixtures have one module for the stacked experts of a layer, which is called with tokens, the
+experts of each and their weights, and whose class declares how these are computed (`use_experts_implementation`).  Such
+a module takes part in expert parallelism (`mesh.expert`), and its matrices can have adapters (`lora.targets`).
+Source: transformers, integrations/moe.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.experts import grouped_bias, mix, products
+
+
+def dispatch_experts(model: nn.Module) -> None:
+    """Let the modules of experts in `model` that declare how they are computed be computed by `trainer.experts`."""
+    module: Any
+    for module in model.modules():
+        if _is_declared(module):
+            inner = _first_matrix(module)
+            module.matrices = {inner: (inner,), "down_proj": ("down_proj",)}
+            library: Any = type(module)
+            module.__class__ = _dispatched(library)
+
+
+def expert_modules(model: nn.Module) -> list[str]:
+    """Return the names of the modules of experts that `trainer.experts` computes."""
+    return [name for name, module in model.named_modules() if "matrices" in vars(module)]
+
+
+def _first_matrix(module: Any) -> str:
+    return "gate_up_proj" if module.has_gate else "up_proj"
+
+
+def _is_declared(module: Any) -> bool:
+    """Return whether the class of a module declares its experts, and they have no parameters but those declared."""
+    flags = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated", "num_experts")
+    if not all(hasattr(module, flag) for flag in flags) or module.has_post_expert_norm:
+        return False
+    names = [_first_matrix(module), "down_proj"]
+    dims = dict.fromkeys(names, 3) | (dict.fromkeys((f"{name}_bias" for name in names), 2) if module.has_bias else {})
+    found = {name: parameter.ndim for name, parameter in module.named_parameters()}
+    return found == dims and {p.shape[0] for p in module.parameters()} == {module.num_experts}
+
+
+@functools.cache
+def _dispatched(library: Any) -> Any:
+    """Return a subclass of the library's class, with the same name, whose experts are computed through `mix`."""
+
+    def forward(
+        self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the outputs for tokens (S, D), their experts (S, A) and weights (S, A), as the library does.
+
+        Without weights, return those for rows in the order of experts, and where the rows of each end: see `mix`.
+        """
+        if top_k_weights is None:
+            return _outputs(self, hidden_states, top_k_index)
+        return mix(self, hidden_states, top_k_index, top_k_weights).to(hidden_states.dtype)
+
+    made = type(library.__name__, (library,), {"forward": forward, "__module__": library.__module__})
+    made.__qualname__, made.__doc__ = library.__qualname__, library.__doc__
+    return made
+
+
+def _outputs(experts: Any, x_MD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    inner = _first_matrix(experts)
+    (hidden_MF,) = products(experts, inner, x_MD.to(getattr(experts, inner).dtype), ends_E)
+    if experts.has_bias:
+        hidden_MF = hidden_MF + grouped_bias(getattr(experts, f"{inner}_bias"), ends_E, len(x_MD))
+    hidden_MF = experts._apply_gate(hidden_MF) if experts.has_gate else experts.act_fn(hidden_MF)
+    (out_MD,) = products(experts, "down_proj", hidden_MF, ends_E)
+    return out_MD + grouped_bias(experts.down_proj_bias, ends_E, len(x_MD)) if experts.has_bias else out_MD

@@ -1,0 +1,109 @@
+"""The matrices of experts: products of rows with them, and the adapters (LoRA) that they can have.
+
+A module of experts lists its matrices in an attribute `matrices`, and multiplies with them through `products`, which
+adds the products of their adapters.  The attribute maps names to the module's own parameters, which are stacked by
+expert: {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}.  Parameters that are one in transformers' model, one after
+another along their outputs, share an adapter, so that it is the one that peft would train; the names, and their order,
+are those of the parameters there.  Each parameter is (E, out, in), or (E, in, out) if the module has `is_transposed`.
+
+Shape suffixes: E experts, M token-expert pairs, K and N inputs and outputs of a matrix, R rank of an adapter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from trainer.experts.grouped import grouped_mm
+
+ADAPTER = "default"
+"""The name of a layer's adapter; there is only one here, while peft supports several."""
+
+ADAPTERS = "adapters"
+"""The child of a module of experts that holds its adapters."""
+
+
+class ExpertFactor(nn.Module):
+    """One of the two matrices of the adapter of each expert: `weight` (E, out, in), always in float32."""
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int, starts_at_zero: bool) -> None:
+        super().__init__()
+        self.starts_at_zero = starts_at_zero
+        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features, dtype=torch.float32))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.starts_at_zero:
+            nn.init.zeros_(self.weight)
+        else:  # as of a linear layer's factor; torch's own functions take the rank for a number of inputs
+            bound = 1 / math.sqrt(self.weight.shape[2])
+            nn.init.uniform_(self.weight, -bound, bound)
+
+
+class ExpertAdapter(nn.Module):
+    """The adapters of a matrix of each expert: to `x @ W.T` they add `scaling * x @ A.T @ B.T`.
+
+    The second factor starts at zero, so the initial output equals that of the experts alone.
+    """
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int, rank: int, scaling: float) -> None:
+        super().__init__()
+        self.scaling = scaling
+        self.is_enabled = True
+        """Whether the adapters are applied."""
+        first = ExpertFactor(num_experts, in_features, rank, starts_at_zero=False)
+        second = ExpertFactor(num_experts, rank, out_features, starts_at_zero=True)
+        self.lora_A, self.lora_B = nn.ModuleDict({ADAPTER: first}), nn.ModuleDict({ADAPTER: second})
+
+    def forward(self, x_MK: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        """Return the products without `scaling`, (M, N), for rows in the order of experts; see `grouped_mm`."""
+        down_ERK: torch.Tensor = self.lora_A[ADAPTER].weight  # type: ignore[assignment]
+        up_ENR: torch.Tensor = self.lora_B[ADAPTER].weight  # type: ignore[assignment]
+        low_MR = grouped_mm(x_MK.to(down_ERK.dtype), down_ERK.transpose(1, 2), ends_E)
+        return grouped_mm(low_MR, up_ENR.transpose(1, 2), ends_E)
+
+
+def products(experts: nn.Module, name: str, x_MK: torch.Tensor, ends_E: torch.Tensor) -> list[torch.Tensor]:
+    """Multiply rows with the matrices of their experts that `experts.matrices` lists under `name`: (M, N) of each.
+
+    Rows are in the order of experts, and those of each expert end before row `ends_E`; see `grouped_mm`.
+    """
+    parameters: list[torch.Tensor] = [getattr(experts, own) for own in matrices_of(experts)[name]]
+    is_transposed = getattr(experts, "is_transposed", False)
+    found = [grouped_mm(x_MK, each if is_transposed else each.transpose(1, 2), ends_E) for each in parameters]
+    adapter = adapters_of(experts).get(name)
+    if adapter is None or not adapter.is_enabled:
+        return found
+    parts = adapter(x_MK, ends_E).split([out_MN.shape[1] for out_MN in found], dim=1)
+    # Not in place: selective activation checkpointing may save the experts' own products.
+    return [
+        torch.add(out_MN, part_MN, alpha=adapter.scaling).to(out_MN.dtype)
+        for out_MN, part_MN in zip(found, parts, strict=True)
+    ]
+
+
+def matrices_of(module: nn.Module) -> Mapping[str, Sequence[str]]:
+    """Return the parameters of a module of experts that can have adapters, by the adapter's name; empty for others."""
+    found: Mapping[str, Sequence[str]] = getattr(module, "matrices", {})
+    return found
+
+
+def adapters_of(experts: nn.Module) -> dict[str, ExpertAdapter]:
+    """Return the adapters of a module of experts by name."""
+    found = getattr(experts, ADAPTERS, {})
+    return {name: adapter for name, adapter in found.items() if isinstance(adapter, ExpertAdapter)}
+
+
+def add_adapter(experts: nn.Module, name: str, rank: int, scaling: float) -> None:
+    """Add an adapter to the matrices that `experts.matrices` lists under `name`."""
+    shapes = [getattr(experts, own).shape for own in matrices_of(experts)[name]]
+    if getattr(experts, "is_transposed", False):
+        shapes = [torch.Size((shape[0], shape[2], shape[1])) for shape in shapes]
+    num_experts, in_features = shapes[0][0], shapes[0][2]
+    if ADAPTERS not in dict(experts.named_children()):
+        experts.add_module(ADAPTERS, nn.ModuleDict())
+    adapters: nn.ModuleDict = getattr(experts, ADAPTERS)
+    adapters[name] = ExpertAdapter(num_experts, in_features, sum(shape[1] for shape in shapes), rank, scaling)

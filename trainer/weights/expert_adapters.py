@@ -1,0 +1,122 @@
+"""Adapters of stacked experts in exports: merged into the experts, or in peft's format.
+
+In peft's format the adapter of a parameter of experts belongs to the module that holds it (`target_parameters`).  Its
+factors are matrices: A is (E x R, in), each expert's rows one after another, but B is (out, R x E), with the experts of
+a rank next to each other.  If several parameters of a module have adapters, each wraps the previous one in a
+`base_layer`, in the order of the module's parameters.  Source: peft 0.19.1 and later, `ParamWrapper`.
+
+Shape suffixes: E experts, K and N inputs and outputs of a matrix, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from trainer.experts import ADAPTER, ADAPTERS, matrices_of
+from trainer.model.lora import adapter_part, expert_matrices, huggingface_module
+from trainer.weights.sources import WeightSource
+
+
+@dataclass(frozen=True)
+class ExpertMatrix:
+    """The outputs of an adapter of experts that belong to one of their parameters.
+
+    adapter: its name, `<experts>.adapters.<matrix>`.  outputs: of its outputs, [start, stop).
+    is_transposed: whether the parameter is (E, in, out).
+    """
+
+    adapter: str
+    outputs: tuple[int, int]
+    is_transposed: bool
+
+    def product(self, adapters: WeightSource, start: int, stop: int | None) -> torch.Tensor:
+        """Return B @ A for experts [start, stop), in the shape of the parameter, in float32."""
+        down_ERK, up_ENR = (
+            adapters.read(f"{self.adapter}.lora_{part}.{ADAPTER}.weight", start, stop).float() for part in "AB"
+        )
+        found = up_ENR[:, slice(*self.outputs)] @ down_ERK
+        return found.transpose(1, 2) if self.is_transposed else found
+
+
+def find_matrices(model: nn.Module, adapters: Collection[str]) -> dict[str, ExpertMatrix]:
+    """Return the parameters of experts to which some of `adapters` belong, by name.  `model` has no adapters."""
+    found = {}
+    for module_name, module in model.named_modules():
+        is_transposed = bool(getattr(module, "is_transposed", False))
+        for matrix, parameters in matrices_of(module).items():
+            adapter, start = f"{module_name}.{ADAPTERS}.{matrix}", 0
+            for name in parameters if adapter in adapters else ():
+                stop = start + module.get_parameter(name).shape[2 if is_transposed else 1]
+                found[f"{module_name}.{name}"] = ExpertMatrix(adapter, (start, stop), is_transposed)
+                start = stop
+    return found
+
+
+def peft_prefixes(
+    model: nn.Module, adapters: Collection[str], to_huggingface: Callable[[str], str | None]
+) -> dict[str, str]:
+    """Return those of `adapters` that belong to experts of `model`, with the prefix of their tensors in peft's format.
+
+    `model` has no adapters.
+    """
+    targets, found = _targets(model, to_huggingface), {}
+    for name in (name for name in targets if name in adapters):
+        there, same_module = targets[name].rpartition(".")[0], f"{name.rpartition('.')[0]}."
+        later = [*targets][[*targets].index(name) + 1 :]
+        found[name] = there + ".base_layer" * sum(n.startswith(same_module) and n in adapters for n in later)
+    return found
+
+
+def target_parameters(
+    model: nn.Module, adapters: Collection[str], to_huggingface: Callable[[str], str | None]
+) -> list[str]:
+    """Return peft's `target_parameters`: the last two parts of the names if these are unambiguous, else full names."""
+    targets = _targets(model, to_huggingface)
+    full = {target for name, target in targets.items() if name in adapters}
+    short = {".".join(target.split(".")[-2:]) for target in full}
+    others = set(targets.values()) - full
+    return sorted(full if any(other.endswith(f".{each}") for other in others for each in short) else short)
+
+
+def _targets(model: nn.Module, to_huggingface: Callable[[str], str | None]) -> dict[str, str]:
+    """Return every adapter that experts of `model` could have, with the name of its parameter in transformers."""
+    found = {}
+    for name, parameter in expert_matrices(model).items():
+        module, _, matrix = name.rpartition(".")
+        found[f"{module}.{ADAPTERS}.{matrix}"] = (
+            f"{huggingface_module(to_huggingface(parameter) or parameter)}.{matrix}"
+        )
+    return found
+
+
+class PeftFactors:
+    """A `WeightSource` in which the factors of the experts' adapters are matrices, as in peft's format."""
+
+    def __init__(self, source: WeightSource, experts: Collection[str]) -> None:
+        """`experts`: the names of the adapters that belong to experts."""
+        self.description, self.dtypes, self._source = source.description, source.dtypes, source
+        self._letters = {name: part[1] for name in source.shapes if (part := adapter_part(name)) and part[0] in experts}
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: self._shape(name, shape) for name, shape in source.shapes.items()
+        }
+        self._last: tuple[str, torch.Tensor] = ("", torch.empty(0))
+
+    def _shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        letter = self._letters.get(name)
+        if letter is None:
+            return shape
+        return (shape[0] * shape[1], shape[2]) if letter == "A" else (shape[1], shape[2] * shape[0])
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return rows [start, stop) of a tensor, or all of it."""
+        if name not in self._letters:
+            return self._source.read(name, start, stop)
+        if self._last[0] != name:
+            stacked = self._source.read(name)
+            ordered = stacked if self._letters[name] == "A" else stacked.permute(1, 2, 0)  # to (out, rank, expert)
+            self._last = (name, ordered.reshape(self.shapes[name]))
+        return self._last[1][start:stop]
