@@ -420,9 +420,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "cache-of-another-layer",
         "generate",
-        "Cache.extend",
-        "            self._layers[self._next] = (k_BKTH, v_BKTH)",
-        "            self._layers[0] = (k_BKTH, v_BKTH)",
+        "Cache.keep",
+        "self._layers[self._next : self._next + 1] = [state]",
+        "self._layers[0:1] = [state]",
     ),
     Defect(
         "budget-by-size-alone",
@@ -1338,11 +1338,11 @@ DEFECTS: list[Defect] = [
         "if documents is None or True:",
     ),
     Defect(
-        "decays-of-other-documents",
+        "state-read-by-the-next-document",
         "linear-attention",
         "_prepare_chunks",
-        "steps_BNCSS = torch.where(same_BCSS, steps_BNCSS, 0)",
-        "steps_BNCSS = torch.where(same_BCSS | ~same_BCSS, steps_BNCSS, 0)",
+        "from_start = documents_BCS == 0",
+        "from_start = documents_BCS >= 0",
     ),
     Defect(
         "first-piece-without-a-gather",
