@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def expected_of(folder: Path, runs: list[list[str]], num_steps: int) -> list[dic
 
 EVERYDAY = [
     [TWO, EXCHANGE, "mesh.replicate=2", "train.activation_checkpoint=full"],
-    [FOUR, GATHER, "fsdp.accumulate=sharded"],
+    [FOUR, GATHER, "fsdp.accumulate=sharded", "fsdp.cpu_offload=true"],
     [TWO, GATHER, "mesh.context=2", "train.activation_checkpoint=selective"],
     [TWO, EXCHANGE, *ODD, *MUON],
     [*ODD, "mesh.shard=4"],
@@ -83,7 +84,8 @@ MESHES = [[TWO], [FOUR], [TWO, "mesh.replicate=2"]]
 EVERY = [[*mesh, method, *policy] for mesh in MESHES for method in (EXCHANGE, GATHER) for policy in ([], *POLICIES)]
 OTHERS = [
     *([*FEW, "mesh.shard=4"], [*FEW, "mesh.replicate=2"], [*ODD, "mesh.shard=4", *MUON]),
-    *([TWO, EXCHANGE, *FEW], [TWO, GATHER, *ODD], [TWO, GATHER, "fsdp.cpu_offload=true"]),
+    *([TWO, EXCHANGE, *FEW], [TWO, GATHER, *ODD], [*ODD, "mesh.shard=4", "fsdp.cpu_offload=true"]),
+    [TWO, EXCHANGE, "mesh.replicate=2", "fsdp.cpu_offload=true", "train.activation_checkpoint=full"],
     [TWO, EXCHANGE, "fsdp.prefetch_forward=1", "fsdp.prefetch_backward=1", "fsdp.separate_reduce=true"],
     [TWO, GATHER, "train.ema=0.9", "model.balance=0.1"],
     [TWO, EXCHANGE, *MUON, "optim.muon.variant=normuon"],
@@ -133,6 +135,7 @@ ON = {
     "shard 4 expert 2": [TWO, EXCHANGE],
     "expert 4": [FOUR, GATHER],
     "2 x 2 expert 2": [TWO, GATHER, "mesh.replicate=2"],
+    "expert 4 offloaded": [FOUR, EXCHANGE, "fsdp.cpu_offload=true"],
 }
 MORE = ["train.steps=15"]
 
@@ -187,7 +190,7 @@ def load_each(
 @pytest.mark.parametrize(
     ("pairs", "model"),
     [
-        ([("shard 4 expert 2", "2 x 2 expert 2"), ("expert 4", "shard 4")], []),
+        ([("shard 4 expert 2", "2 x 2 expert 2"), ("expert 4 offloaded", "shard 4")], []),
         pytest.param(list(itertools.product(ON, ON)), [], marks=CAMPAIGN),
         pytest.param(list(itertools.product([*ON][:2], [*ON][:2])), ODD, marks=CAMPAIGN),
         pytest.param([("shard 4 expert 2", "expert 4"), ("expert 4", "shard 4")], LORA, marks=CAMPAIGN),
@@ -213,9 +216,11 @@ def test_a_checkpoint_goes_on_on_any_mesh(pairs: list[tuple[str, str]], model: l
 # Plans
 
 
-def measure(folder: Path, overrides: list[str]) -> tuple[int, Counter[tuple[str, int, int]], int]:
+def measure(
+    folder: Path, overrides: list[str], make_config: Callable[..., RunConfig] = config_of
+) -> tuple[int, Counter[tuple[str, int, int]], int]:
     """Return the peak of tensors in the third step, its collectives, and the bytes that exchanges of rows brought."""
-    trainer = Trainer(config_of(folder, *overrides))
+    trainer = Trainer(make_config(folder, *overrides))
     meter, log = StorageMeter(), CollectiveLog()
     batches = iter(trainer.loader)
     for number in range(3):
@@ -251,8 +256,8 @@ def test_a_run_sends_what_was_planned(overrides: list[str], tmp_path: Path) -> N
     assert_planned(run_ranks(4, measure, tmp_path / "run", overrides), plan_of(tmp_path, overrides))
 
 
-def plan_of(folder: Path, overrides: list[str]) -> Plan:
-    config = without_data(config_of(folder, *overrides))
+def plan_of(folder: Path, overrides: list[str], make_config: Callable[..., RunConfig] = config_of) -> Plan:
+    config = without_data(make_config(folder, *overrides))
     replicate = max(1, config.mesh.replicate)
     return make_plan(config, MeshShape(replicate, 4 // replicate), find_machine("cpu"))
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import itertools
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.experts.test_expert_parallel import EXCHANGE, FOUR, GATHER, TWO
+from tests.experts.test_balance import biases_of
+from tests.experts.test_expert_parallel import EXCHANGE, FOUR, GATHER, TWO, assert_planned, measure, plan_of
 from tests.helpers.ranks import merged, run_ranks
 from tests.trainer.test_exactness import relative
 from trainer import RunConfig, Trainer, load_config
@@ -42,8 +45,8 @@ def config_of(name: str, folder: Path | str, *overrides: str) -> RunConfig:
     return load_config(recipe.removeprefix("recipe="), given)
 
 
-def train_each(folder: Path, runs: list[tuple[str, list[str]]], num_steps: int) -> list[dict[str, list[float]]]:
-    """Train each model with its overrides, one after another in one process group."""
+def train_each(folder: Path, runs: list[tuple[str, list[str]]], num_steps: int) -> list[dict[str, Any]]:
+    """Train each model with its overrides, one after another in one process group; see also `biases_of`."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -52,7 +55,9 @@ def train_each(folder: Path, runs: list[tuple[str, list[str]]], num_steps: int) 
         trainer = Trainer(config_of(name, folder / str(number), *overrides))
         records = list(itertools.islice(trainer.steps(), num_steps))
         trainer.close()
-        found.append({field: [record[field] for record in records] for field in ("loss", "grad_norm")})
+        fields = ("loss", "grad_norm", "busiest_expert")
+        found.append({field: [record[field] for record in records] for field in fields})
+        found[-1]["biases"] = biases_of(trainer)
     return found
 
 
@@ -84,6 +89,9 @@ def test_losses_are_those_of_one_rank(name: str, runs: list[list[str]], num_step
         print(name, run, relative(ours["loss"], theirs["loss"]), relative(ours["grad_norm"], theirs["grad_norm"]))
         assert relative(ours["loss"], theirs["loss"]) < 1e-6, run
         assert relative(ours["grad_norm"], theirs["grad_norm"]) < 1e-5, run
+        assert ours["busiest_expert"] == theirs["busiest_expert"], run
+        assert ours["biases"] == theirs["biases"], run
+        assert any(value for layer in ours["biases"] for value in layer) == (name == "deepseek_v3")
 
 
 @CAMPAIGN
@@ -93,6 +101,23 @@ def test_compiled_blocks_gather(name: str, tmp_path: Path) -> None:
     ours = run_ranks(2, train_each, tmp_path / "two", runs, 3, timeout_s=900)[0][0]
     theirs = run_ranks(1, train_each, tmp_path / "one", [(name, ["data.documents=masked"])], 3)[0][0]
     assert relative(ours["loss"], theirs["loss"]) < 1e-6
+
+
+@CAMPAIGN
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [TWO, EXCHANGE],
+        [FOUR, GATHER, "train.activation_checkpoint=full"],
+        [TWO, EXCHANGE, "mesh.context=2", "mesh.context_method=gather"],
+    ],
+)
+def test_a_run_sends_what_was_planned(name: str, overrides: list[str], tmp_path: Path) -> None:
+    of_four = ["model.num_experts=4", *(["model.num_groups=2"] if name == "deepseek_v3" else [])]
+    given, make_config = [*overrides, *of_four], partial(config_of, name)
+    found = run_ranks(4, measure, tmp_path / "run", given, make_config)
+    assert_planned(found, plan_of(tmp_path, given, make_config))
 
 
 @CAMPAIGN

@@ -118,14 +118,15 @@ def test_flops_count_the_adapters_of_chosen_experts() -> None:
 
 def config_of(base: Path, folder: Path, kind: str, *overrides: str) -> Any:
     shared = [*merged([*OWN, *QUIET], overrides), f"run.dir={folder}"]
-    if kind == "native":
-        return load_config("qwen3_moe_small", [f"train.init_from={base}", "model.balance=0", *shared])
+    if kind.startswith("native "):
+        of_model = [f"model.name={kind.removeprefix('native ')}", "model.balance=0"]
+        return load_config("llama_small", [*of_model, f"train.init_from={base}", *shared])
     return load_config("llama_small", ["model.name=hf", f"model.path={base}", *shared])
 
 
 def base_of(path: Path, kind: str) -> Path:
-    if kind == "native":
-        recipe, config = MODELS["qwen3_moe"]
+    if kind.startswith("native "):
+        recipe, config = MODELS[kind.removeprefix("native ")]
         return folder_of(path, recipe, config)
     pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
     from tests.helpers import hf_models
@@ -145,9 +146,11 @@ def in_peft(name: str, weight: torch.Tensor) -> torch.Tensor:
 
 
 CASES = {
-    "native": ("native", [NAMED]),
-    "native, one matrix": ("native", ["lora.targets=[down_proj]"]),
-    "native, one layer": ("native", ["lora.targets=[layers.1.moe.experts]"]),
+    "native": ("native qwen3_moe", [NAMED]),
+    "native, one matrix": ("native qwen3_moe", ["lora.targets=[down_proj]"]),
+    "native, one layer": ("native qwen3_moe", ["lora.targets=[layers.1.moe.experts]"]),
+    "native gpt_oss": ("native gpt_oss", ["lora.targets=[v_proj,experts]"]),
+    "native deepseek_v3": ("native deepseek_v3", ["lora.targets=[o_proj,experts]"]),
     "qwen3_moe": ("qwen3_moe", [NAMED]),
     "gpt_oss": ("gpt_oss", ["lora.targets=[v_proj,experts]", "model.attention=eager"]),
     "deepseek_v3": ("deepseek_v3", ["lora.targets=[o_proj,gate_up_proj]"]),
@@ -238,13 +241,14 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @pytest.mark.campaign
 def test_a_run_goes_on_and_another_starts_from_merged_experts(tmp_path: Path) -> None:
-    base = base_of(tmp_path / "base", "native")
+    base = base_of(tmp_path / "base", "native qwen3_moe")
+    own = [NAMED, "schedule.name=constant"]
     for name, overrides in (("straight", []), ("stopped", ["train.steps=3"])):
-        trainer = Trainer(config_of(base, tmp_path / name, "native", NAMED, "schedule.name=constant", *overrides))
+        trainer = Trainer(config_of(base, tmp_path / name, "native qwen3_moe", *own, *overrides))
         assert trainer.fit() == 0
         trainer.close()
     shutil.copytree(tmp_path / "stopped", tmp_path / "resumed")
-    trainer = Trainer(config_of(base, tmp_path / "resumed", "native", NAMED, "schedule.name=constant"))
+    trainer = Trainer(config_of(base, tmp_path / "resumed", "native qwen3_moe", *own))
     assert trainer.fit() == 0
     trainer.close()
 
@@ -255,7 +259,7 @@ def test_a_run_goes_on_and_another_starts_from_merged_experts(tmp_path: Path) ->
     assert losses("resumed") == losses("straight")
     assert export_command([str(tmp_path / "straight"), str(tmp_path / "merged"), "--merged"]) == 0
     expected = load_weights(tmp_path / "merged").state_dict()
-    trainer = Trainer(config_of(tmp_path / "straight", tmp_path / "again", "native", NAMED))
+    trainer = Trainer(config_of(tmp_path / "straight", tmp_path / "again", "native qwen3_moe", NAMED))
     for name, parameter in trainer.model.named_parameters():
         if not parameter.requires_grad:
             assert torch.equal(local(parameter), expected[name.replace(".base_layer", "")]), name

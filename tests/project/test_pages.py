@@ -110,6 +110,7 @@ def write_inputs(folder: Path) -> None:
         subprocess.run([sys.executable, "-m", "trainer.prepare", "web.jsonl", *options], cwd=folder, check=True)
     chats = [said(*(" ".join(WORDS[(number + turn) % 30 :][:5]) for turn in range(4))) for number in range(60)]
     (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"messages": chat[:1]}) + "\n" for chat in chats[:20]))
     pairs = [{"prompt": chat[:1], "chosen": chat[1:2], "rejected": chat[3:4]} for chat in chats]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     labelled = [{"prompt": p["prompt"], "completion": p["chosen"], "label": n % 2 == 0} for n, p in enumerate(pairs)]

@@ -36,7 +36,9 @@ def causal_convolution(
     """
     num_before = weight_DW.shape[1] - 1
     if isinstance(documents, Cache):
-        stored = documents.recall()
+        stored, is_padding_BT = documents.recall(), documents.is_padding(x_BTD)
+        if is_padding_BT is not None:
+            x_BTD = x_BTD.masked_fill(is_padding_BT.unsqueeze(-1), 0)
         before_BTD = x_BTD.new_zeros(x_BTD.shape[0], num_before, x_BTD.shape[2]) if stored is None else stored[0]
         x_BTD = torch.cat((before_BTD, x_BTD), 1)
         documents.keep(x_BTD[:, x_BTD.shape[1] - num_before :])
@@ -89,7 +91,9 @@ def gated_delta_rule(
     num_rows, _, num_heads, key_size = k_BTNH.shape
     zeros_BNHE = inputs[2].new_zeros(num_rows, num_heads, key_size, v_BTNE.shape[-1])
     if isinstance(documents, Cache):
-        stored = documents.recall()
+        stored, is_padding_BT = documents.recall(), documents.is_padding(beta_BTN)
+        if is_padding_BT is not None:  # at a rate of 0 nothing is written
+            inputs[-1] = inputs[-1].masked_fill(is_padding_BT.unsqueeze(-1), 0)
         chunks = _prepare_chunks(*inputs, begins_BT=None)
         out_BTNE, state_BNHE = _read_chunks(chunks, zeros_BNHE if stored is None else stored[0])
         documents.keep(state_BNHE)
@@ -146,19 +150,14 @@ def _prepare_chunks(
     is_before_SS = torch.ones(size, size, dtype=torch.bool, device=q_BTNH.device).tril()
     # The sum of decays after a token and up to another.  A difference of cumulative sums would contain the decays of
     # other documents, which cancel only up to rounding.
-    steps_BNCSS = torch.where(is_before_SS.tril(-1), decay_BNCS.unsqueeze(-1), 0)
-    allowed = is_before_SS
-    if begins_BT is None:
-        since_start_BNCS = decay_BNCS.cumsum(-1)
-        from_start = torch.ones_like(is_before_SS[0])
-    else:
+    sums_BNCSS = torch.where(is_before_SS.tril(-1), decay_BNCS.unsqueeze(-1), 0).cumsum(-2)
+    same_document, from_start = is_before_SS, is_before_SS[-1]
+    if begins_BT is not None:
         documents_BCS = F.pad(begins_BT, (0, num_missing)).unflatten(1, (-1, size)).cumsum(-1)[:, None]
-        same_BCSS = documents_BCS.unsqueeze(-1) == documents_BCS.unsqueeze(-2)
-        allowed, from_start = is_before_SS & same_BCSS, documents_BCS == 0
-        steps_BNCSS = torch.where(same_BCSS, steps_BNCSS, 0)
-        since_start_BNCS = torch.where(from_start, decay_BNCS, 0).cumsum(-1)
-    pairs_BNCSS = torch.where(allowed, steps_BNCSS.cumsum(-2).exp(), 0)
-    since_start_BNCS = torch.where(from_start, since_start_BNCS.exp(), 0)
+        same_document = documents_BCS.unsqueeze(-1) == documents_BCS.unsqueeze(-2)
+        from_start = documents_BCS == 0  # the document that the state before the chunk is of
+    pairs_BNCSS = torch.where(is_before_SS & same_document, sums_BNCSS.exp(), 0)
+    since_start_BNCS = torch.where(from_start, decay_BNCS.cumsum(-1).exp(), 0)
     rates_BNCSH = k_BNCSH * beta_BNCS.unsqueeze(-1)
     system_BNCSS = (rates_BNCSH @ k_BNCSH.mT) * pairs_BNCSS
     targets = torch.cat((v_BNCSE * beta_BNCS.unsqueeze(-1), rates_BNCSH * since_start_BNCS.unsqueeze(-1)), -1)
@@ -210,7 +209,8 @@ def _entering_states(slices: Slices, maps_PBNHX: torch.Tensor, state_BNHE: torch
     for map_BNHX in maps_PBNHX.unbind():
         states.append(state_BNHE)
         state_BNHE = map_BNHX[..., :key_size] @ state_BNHE + map_BNHX[..., key_size:]
-    return torch.cat([states[number] for number in _numbers(slices)])
+    # Chosen from a stack, so that all ranks take part in the backward pass of the gather, also with the first piece.
+    return torch.stack(states)[_numbers(slices)].flatten(0, 1)
 
 
 def _numbers(slices: Slices) -> list[int]:
