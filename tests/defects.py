@@ -972,7 +972,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "lowest-accuracy-is-best",
         "score-models",
-        "find_best",
+        "trainer.checkpoint.retention:find_best",
         "-1 if good[-1].higher_is_better else 1",
         "1",
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -215,9 +216,11 @@ def test_a_checkpoint_goes_on_on_any_mesh(pairs: list[tuple[str, str]], model: l
 # Plans
 
 
-def measure(folder: Path, overrides: list[str]) -> tuple[int, Counter[tuple[str, int, int]], int]:
+def measure(
+    folder: Path, overrides: list[str], make_config: Callable[..., RunConfig] = config_of
+) -> tuple[int, Counter[tuple[str, int, int]], int]:
     """Return the peak of tensors in the third step, its collectives, and the bytes that exchanges of rows brought."""
-    trainer = Trainer(config_of(folder, *overrides))
+    trainer = Trainer(make_config(folder, *overrides))
     meter, log = StorageMeter(), CollectiveLog()
     batches = iter(trainer.loader)
     for number in range(3):
@@ -253,8 +256,8 @@ def test_a_run_sends_what_was_planned(overrides: list[str], tmp_path: Path) -> N
     assert_planned(run_ranks(4, measure, tmp_path / "run", overrides), plan_of(tmp_path, overrides))
 
 
-def plan_of(folder: Path, overrides: list[str]) -> Plan:
-    config = without_data(config_of(folder, *overrides))
+def plan_of(folder: Path, overrides: list[str], make_config: Callable[..., RunConfig] = config_of) -> Plan:
+    config = without_data(make_config(folder, *overrides))
     replicate = max(1, config.mesh.replicate)
     return make_plan(config, MeshShape(replicate, 4 // replicate), find_machine("cpu"))
 

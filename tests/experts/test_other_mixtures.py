@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from tests.experts.test_balance import biases_of
-from tests.experts.test_expert_parallel import EXCHANGE, FOUR, GATHER, TWO
+from tests.experts.test_expert_parallel import EXCHANGE, FOUR, GATHER, TWO, assert_planned, measure, plan_of
 from tests.helpers.ranks import merged, run_ranks
 from tests.trainer.test_exactness import relative
 from trainer import RunConfig, Trainer, load_config
@@ -100,6 +101,23 @@ def test_compiled_blocks_gather(name: str, tmp_path: Path) -> None:
     ours = run_ranks(2, train_each, tmp_path / "two", runs, 3, timeout_s=900)[0][0]
     theirs = run_ranks(1, train_each, tmp_path / "one", [(name, ["data.documents=masked"])], 3)[0][0]
     assert relative(ours["loss"], theirs["loss"]) < 1e-6
+
+
+@CAMPAIGN
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [TWO, EXCHANGE],
+        [FOUR, GATHER, "train.activation_checkpoint=full"],
+        [TWO, EXCHANGE, "mesh.context=2", "mesh.context_method=gather"],
+    ],
+)
+def test_a_run_sends_what_was_planned(name: str, overrides: list[str], tmp_path: Path) -> None:
+    of_four = ["model.num_experts=4", *(["model.num_groups=2"] if name == "deepseek_v3" else [])]
+    given, make_config = [*overrides, *of_four], partial(config_of, name)
+    found = run_ranks(4, measure, tmp_path / "run", given, make_config)
+    assert_planned(found, plan_of(tmp_path, given, make_config))
 
 
 @CAMPAIGN

@@ -142,19 +142,22 @@ def losses_of_both(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mesh", "micro_batch_size"),
+    ("kind", "mesh", "micro_batch_size"),
     [
-        pytest.param("1", 2, marks=pytest.mark.campaign),
-        pytest.param("1", 8, marks=pytest.mark.campaign),
-        ("2", 4),
-        pytest.param("2x2", 1, marks=pytest.mark.campaign),
+        pytest.param("qwen3_moe", "1", 2, marks=pytest.mark.campaign),
+        pytest.param("qwen3_moe", "1", 8, marks=pytest.mark.campaign),
+        ("qwen3_moe", "2", 4),
+        pytest.param("qwen3_moe", "2x2", 1, marks=pytest.mark.campaign),
+        pytest.param("gpt_oss", "2", 2, marks=pytest.mark.campaign),
     ],
 )
-def test_experts_are_balanced_over_the_global_batch(mesh: str, micro_batch_size: int, tmp_path: Path) -> None:
+def test_experts_are_balanced_over_the_global_batch(
+    kind: str, mesh: str, micro_batch_size: int, tmp_path: Path
+) -> None:
     """As by transformers with the whole batch at once, on any mesh and with any micro-batch size."""
-    source = write_theirs("qwen3_moe", tmp_path / "source", output_router_logits=True, router_aux_loss_coef=0.5)
+    source = write_theirs(kind, tmp_path / "source", output_router_logits=True, router_aux_loss_coef=0.5)
     micro_batches = f"train.micro_batch_size={micro_batch_size}"
-    losses, expected = losses_of_both(source, tmp_path / "run", "qwen3_moe", mesh, micro_batches)
+    losses, expected = losses_of_both(source, tmp_path / "run", kind, mesh, micro_batches)
     assert relative(losses, expected) < 1e-5
 
 
