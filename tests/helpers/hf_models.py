@@ -75,6 +75,14 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon_h1": ("FalconH1", {**GROUPED, **MAMBA, "head_dim": 16, "mamba_d_ssm": 96}),
     "lfm2": ("Lfm2", {**GROUPED, "num_hidden_layers": 3, "full_attn_idxs": [1]}),
+    "kimi_linear": (
+        "KimiLinear",
+        {
+            **{**TINY, "num_hidden_layers": 4, "num_key_value_heads": 4, "intermediate_size": 96, "num_experts": 4},
+            **{"num_experts_per_token": 2, "moe_intermediate_size": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 8},
+            **{"qk_rope_head_dim": 8, "v_head_dim": 8, "linear_num_heads": 4, "linear_head_dim": 8},
+        },
+    ),
     "olmo_hybrid": ("OlmoHybrid", {**GROUPED, **DELTA, "linear_num_key_heads": 4}),
     "zamba2": (
         "Zamba2",
