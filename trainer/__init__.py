@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from trainer.data.source import Source as Source
     from trainer.errors import UserError as UserError
     from trainer.loss import linear_cross_entropy as linear_cross_entropy
+    from trainer.model.gradients import gathered as gathered
+    from trainer.model.logprobs import token_logprobs as token_logprobs
+    from trainer.model.sample import Sampling as Sampling
+    from trainer.model.sample import generate_batch as generate_batch
     from trainer.objective import Objective as Objective
     from trainer.objective import register_objective as register_objective
     from trainer.recipe import HuggingFace as HuggingFace
@@ -45,6 +49,7 @@ __all__ = [
     "Objective",
     "Recipe",
     "RunConfig",
+    "Sampling",
     "Source",
     "Stacked",
     "TrainLoader",
@@ -53,12 +58,15 @@ __all__ = [
     "UserError",
     "WeightSource",
     "fill",
+    "gathered",
+    "generate_batch",
     "linear_cross_entropy",
     "load_config",
     "load_weights",
     "main",
     "register",
     "register_objective",
+    "token_logprobs",
 ]
 
 _MODULES = {
@@ -66,6 +74,7 @@ _MODULES = {
     "Objective": "objective",
     "Recipe": "recipe",
     "RunConfig": "config",
+    "Sampling": "model.sample",
     "Source": "data.source",
     "TrainLoader": "data.loader",
     "Stacked": "recipe",
@@ -74,11 +83,14 @@ _MODULES = {
     "UserError": "errors",
     "WeightSource": "recipe",
     "fill": "weights.sources",
+    "gathered": "model.gradients",
+    "generate_batch": "model.sample",
     "linear_cross_entropy": "loss",
     "load_config": "config",
     "load_weights": "weights.loading",
     "register": "recipe",
     "register_objective": "objective",
+    "token_logprobs": "model.logprobs",
 }
 
 if not (Path(__file__).parent / "recipes").exists():

@@ -5,19 +5,26 @@ Shape suffixes: n tokens of a chunk, N tokens of a micro-batch, D model width, V
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from trainer.config import RunConfig
 from trainer.config.teacher import teacher_config
-from trainer.data.loader import Batch
+from trainer.data.loader import Batch, EvalLoader, TrainLoader
+from trainer.data.opening import open_source
+from trainer.data.top_logps import TopLogps, create_files, finish_files
+from trainer.data.transfer import prefetch_to_device
+from trainer.errors import setting_error
 from trainer.loss import IGNORE, Gradients, find_loss, replace_loss
 from trainer.model.gradients import reshard
 from trainer.trainer import Trainer
-from trainer.weights.loading import load_base
+from trainer.weights.loading import load_base, load_initial_weights
 
 TEACHER = "teacher"
 """Key of the state entry that identifies the teacher's weights."""
@@ -48,18 +55,30 @@ class DistillationTrainer(Trainer):
             self.teacher = super().build_model(found).requires_grad_(False).eval()
         return super().build_model(config)
 
+    def build_loader(self) -> Iterable[Batch]:
+        """Return the training data; with the teacher's log-probabilities, if these are in files."""
+        path, rank, size = self.config.objective.teacher, self.world.rank, self.world.size
+        if self.teacher is not None:
+            return super().build_loader()
+        source = TopLogps(open_source(self.config.data, self.config.vocab_size, "train"), path)
+        return TrainLoader.from_config(source, self.config, rank, size, self.world.device)
+
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return this rank's loss summed over the batch's targets.
 
-        Collectives: those of two forward passes, the teacher's first.
+        Collectives: those of two forward passes, the teacher's first; of one if its log-probabilities are in files.
         """
-        outputs = self._teacher_outputs(batch)
+        teacher: Outputs | TopLogProbs
+        if self.teacher is None:
+            teacher = TopLogProbs(batch["top_ids"].flatten(0, 1), batch["top_logps"].flatten(0, 1))
+        else:
+            teacher = outputs_of(self.teacher, batch)
         divergence = torch.zeros((), device=self.world.device, dtype=torch.float64)
 
         def compare(hidden: torch.Tensor, weight: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
             objective, needs_gradients = self.config.objective, torch.is_grad_enabled()
             loss, sum_of_divergences = _Comparison.apply(  # type: ignore[no-untyped-call]
-                hidden.flatten(0, -2), weight, targets.flatten(), outputs, objective, needs_gradients
+                hidden.flatten(0, -2), weight, targets.flatten(), teacher, objective, needs_gradients
             )
             divergence.add_(sum_of_divergences)
             return loss
@@ -69,21 +88,21 @@ class DistillationTrainer(Trainer):
         self.log("divergence", divergence, over=(batch["targets"] != IGNORE).sum())
         return loss
 
-    @torch.no_grad()
-    def _teacher_outputs(self, batch: Batch) -> Outputs:
-        """Return what the teacher's logits of a batch are computed from."""
-        assert self.teacher is not None
-        found: list[Outputs] = []
 
-        def capture(hidden: torch.Tensor, weight: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
-            # A copy of the weight, which is freed below where it was gathered.
-            found.append(Outputs(hidden.flatten(0, -2), None if weight is None else weight.clone()))
-            return hidden.new_zeros(())
+@torch.no_grad()
+def outputs_of(model: nn.Module, batch: Batch) -> Outputs:
+    """Return what a model's logits of a batch are computed from.  Collectives: those of a forward pass."""
+    found: list[Outputs] = []
 
-        with replace_loss(capture):
-            find_loss(self.teacher)(batch)
-        reshard(self.teacher)
-        return found[0]
+    def capture(hidden: torch.Tensor, weight: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
+        # A copy of the weight, which is freed below where it was gathered.
+        found.append(Outputs(hidden.flatten(0, -2), None if weight is None else weight.clone()))
+        return hidden.new_zeros(())
+
+    with replace_loss(capture):
+        find_loss(model)(batch)
+    reshard(model)
+    return found[0]
 
 
 @dataclass(frozen=True)
@@ -98,6 +117,37 @@ class Outputs:
         hidden_nD = self.hidden[start:stop]
         return (hidden_nD if self.weight is None else hidden_nD @ self.weight.T).float()
 
+    def compared(self, student_nV: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log-probabilities of the student and of this teacher at rows [start, stop), (n, V) each."""
+        return student_nV, self.logits(start, stop).log_softmax(1)
+
+
+@dataclass(frozen=True)
+class TopLogProbs:
+    """The most likely next tokens of a teacher and their log-probabilities, (N, k) each.
+
+    Student and teacher are compared on k + 1 outcomes: these tokens, and that it is any other one.  For a divergence
+    this is a lower bound, which is exact for k = V.
+    """
+
+    ids: torch.Tensor
+    logps: torch.Tensor
+
+    def compared(self, student_nV: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log-probabilities of both at rows [start, stop), (n, k + 1) each; see `Outputs.compared`."""
+        student_nk = student_nV.gather(1, self.ids[start:stop])
+        return _with_rest(student_nk), _with_rest(self.logps[start:stop])
+
+
+def _with_rest(logps_nk: torch.Tensor) -> torch.Tensor:
+    """Append the log-probability of all other outcomes: (n, k + 1)."""
+    rest_n1 = (1 - logps_nk.exp().sum(1, keepdim=True)).clamp(min=_LEAST).log()
+    return torch.cat([logps_nk, rest_n1], 1)
+
+
+_LEAST = 1e-7
+"""Least probability of the other outcomes: below it, float32 has no digits left."""
+
 
 class _Comparison(torch.autograd.Function):
     """Returns the summed loss of tokens, and the sum of their divergences from the teacher, which has no gradient.
@@ -111,7 +161,7 @@ class _Comparison(torch.autograd.Function):
         hidden_ND: torch.Tensor,
         weight_VD: torch.Tensor | None,
         targets_N: torch.Tensor,
-        teacher: Outputs,
+        teacher: Outputs | TopLogProbs,
         objective: Any,
         needs_gradients: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,7 +177,7 @@ class _Comparison(torch.autograd.Function):
             logits_nV = student.logits(start, stop).requires_grad_(gradients.is_needed)
             with torch.set_grad_enabled(gradients.is_needed):
                 logps_nV = logits_nV.log_softmax(1)
-                divergences_n = objective.divergence(logps_nV, teacher.logits(start, stop).log_softmax(1))
+                divergences_n = objective.divergence(*teacher.compared(logps_nV, start, stop))
                 target_logps_n = logps_nV.gather(1, targets_n.where(counts_n, 0).unsqueeze(1)).squeeze(1)
                 losses_n = (1 - objective.hard) * divergences_n - objective.hard * target_logps_n
                 chunk_loss = losses_n.where(counts_n, 0.0).sum()
@@ -152,3 +202,46 @@ class _Comparison(torch.autograd.Function):
         hidden = None if grad_hidden_ND is None else grad_hidden_ND * scale
         weight = None if grad_weight_VD is None else (grad_weight_VD * scale).to(ctx.weight_dtype)
         return hidden, weight, None, None, None, None
+
+
+@torch.no_grad()
+def write_top_logps(config: RunConfig, folder: Path, num_top: int) -> int:
+    """Write the most likely next tokens of a run's teacher for every token of its data; return the number of samples.
+
+    One process.  Raises UserError if the configuration names no teacher model.
+    """
+    found = teacher_config(config)
+    if found is None:
+        raise setting_error("train.objective", config.train.objective, "has no teacher model", fix="use recipe=distill")
+    if config.data.source == "synthetic":
+        rule = "is generated without end, and files hold every sample"
+        raise setting_error("data.source", config.data.source, rule, fix="use your own data")
+    trainer = Trainer(found)
+    try:
+        with trainer.lifecycle.without_writing():
+            load_initial_weights(trainer.model, trainer.origin, trainer.config, trainer.world)
+            data, batch_size = trainer.config.data, int(trainer.config.train.micro_batch_size)
+            source = open_source(data, trainer.config.vocab_size, "train")
+            create_files(folder, len(source), source.seq_len, num_top)
+            ids, logps = (np.load(folder / f"{name}.npy", mmap_mode="r+") for name in ("ids", "logps"))
+            batches = EvalLoader(source, global_batch_size=batch_size, micro_batch_size=batch_size)
+            first = 0
+            trainer.model.eval()
+            for batch in prefetch_to_device(batches, trainer.world.device):
+                outputs, shape = outputs_of(trainer.model, batch), batch["tokens"].shape
+                rows, num_tokens = max(1, _CHUNK_BYTES // (4 * (found.vocab_size or 1))), shape[0] * shape[1]
+                count = min(batch_size, len(source) - first)  # the last batch is padded
+                chunks = [
+                    outputs.logits(start, min(start + rows, num_tokens)).log_softmax(1).topk(num_top)
+                    for start in range(0, num_tokens, rows)
+                ]
+                for target, name in ((logps, "values"), (ids, "indices")):
+                    values = torch.cat([getattr(chunk, name) for chunk in chunks]).view(*shape, num_top)
+                    target[first : first + count] = values[:count].cpu().numpy()
+                first += count
+            for target in (ids, logps):
+                target.flush()
+            finish_files(folder, source.fingerprint, source.seq_len, str(config.objective.teacher))
+            return len(source)
+    finally:
+        trainer.close()

@@ -1,7 +1,8 @@
-"""Generate text with a trained model, and print it as it is generated.
+"""Generate text with a trained model: print it as it is generated, or answer a file of prompts in batches.
 
     python -m trainer.generate <run, checkpoint or Hugging Face folder> --prompt TEXT
     python -m trainer.generate <run, checkpoint or Hugging Face folder> --chat TEXT
+    python -m trainer.generate <run, checkpoint or Hugging Face folder> --prompts FILE --batch 16 --out FILE
 
 Uses one process, on a GPU if there is one.  Generation stops at the end of the document or turn.
 """
@@ -10,7 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import secrets
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -31,7 +35,8 @@ from trainer.config.pretrained import (
     has_config_only,
     model_config_of,
 )
-from trainer.data.prompts import chat_end_ids, chat_prompt_tokens, prompt_tokens
+from trainer.data.ingest.progress import ProgressLine
+from trainer.data.prompts import ChatPrompts, chat_end_ids, chat_prompt_tokens, prompt_tokens, read_prompts
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
 from trainer.errors import (
     EXIT_FINISHED,
@@ -42,17 +47,16 @@ from trainer.errors import (
     run_command,
     setting_error,
 )
+from trainer.files import append_and_sync, writing_to
 from trainer.model.sample import (
     GREEDY,
     NO_TOKEN,
-    CachedDecoder,
-    Decoder,
     Sampling,
-    TransformersDecoder,
-    WindowDecoder,
+    Token,
+    find_decoder,
+    generate_batch,
     generate_tokens,
-    is_transformers_model,
-    supports_kv_cache,
+    max_seq_len,
 )
 from trainer.recipe import add_working_folder_to_path, all_recipes
 from trainer.weights.exporting import GENERATION, read_model_files, settings_for_folder, tokenizer_settings
@@ -63,6 +67,9 @@ _MAX_PROMPT_CHARS = 60
 
 _NUM_CONTEXT_TOKENS = 8
 """Number of preceding tokens to decode along with new ones: they determine, for example, if a space comes first."""
+
+_BATCH = 8
+"""Default number of prompts to continue at once."""
 
 
 @dataclass(frozen=True)
@@ -83,21 +90,6 @@ class TextGenerator:
     settings: Mapping[str, Any]
     bos: bool | None = None
     turn_ends: frozenset[int] = frozenset()
-
-    @property
-    def max_seq_len(self) -> int | None:
-        """The maximum sequence length of the model in tokens, or None if it does not declare one."""
-        config = getattr(self.model, "config", None)
-        lengths = (getattr(config, name, None) for name in ("max_seq_len", "max_position_embeddings"))
-        return next((int(length) for length in lengths if length), None)
-
-    def build_decoder(self) -> Decoder:
-        """Return the fastest decoder that the model supports."""
-        if supports_kv_cache(self.model):
-            return CachedDecoder(self.model, self.device)
-        if is_transformers_model(self.model):
-            return TransformersDecoder(self.model, self.device)
-        return WindowDecoder(self.model, self.device, self.max_seq_len or 1024)
 
     def end_ids(self, tokenizer: Tokenizer) -> set[int]:
         """Return the tokens that end a text: those in `settings`, or else the tokenizer's; plus `turn_ends`."""
@@ -198,12 +190,26 @@ def _parser() -> CommandParser:
     text = parser.add_mutually_exclusive_group(required=True)
     text.add_argument("--prompt", metavar="TEXT", help="text for the model to continue")
     text.add_argument("--chat", metavar="TEXT", help="user message to answer, using the tokenizer's chat template")
+    text.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="a prompt on each line, or a .jsonl file of objects with `prompt` or `messages`; writes JSON lines, in "
+        "order: the prompt's object with `completion` and `finish` (end or length)",
+    )
+    parser.add_argument("--batch", type=int, metavar="N", help="prompts to continue at once (default: 8)")
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="where to write the answers to --prompts (default: stdout); those that it already has are not repeated",
+    )
     parser.add_argument("--greedy", action="store_true", help="always take the most likely token")
     parser.add_argument(
         "--max-tokens", type=int, default=256, help="maximum number of tokens to generate (default: 256)"
     )
     parser.add_argument(
-        "--seed", type=int, help="random seed; the same seed gives the same text (default: a new one each time)"
+        "--seed",
+        type=int,
+        help="random seed; the same seed gives the same text (default: a new one each time, and 0 for --prompts)",
     )
     parser.add_argument("--temperature", type=float, help="default: the model's generation_config.json, or 0.8")
     parser.add_argument("--top-p", type=float, help="default: the model's generation_config.json, or 1")
@@ -221,43 +227,156 @@ def _generate(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         text_generator = open_generator(options.path, torch.device(device), stack, options.allow_import, options.ema)
         tokenizer = find_tokenizer(text_generator.tokenizer, bos=text_generator.bos)
-        if options.chat is None:
-            prompt = prompt_tokens(options.prompt, tokenizer)
-        else:
-            prompt = chat_prompt_tokens(options.chat, text_generator.tokenizer, "--chat", text_generator.template)
-        max_len = text_generator.max_seq_len or sys.maxsize
-        if len(prompt) >= max_len:
-            key, text = ("--prompt", options.prompt) if options.chat is None else ("--chat", options.chat)
-            excerpt = text if len(text) <= _MAX_PROMPT_CHARS else f"{text[:_MAX_PROMPT_CHARS]}..."
-            raise setting_error(
-                key, excerpt, f"is {len(prompt)} tokens long, but the model has positions for {max_len}"
-            )
-        num_tokens = min(options.max_tokens, max_len - len(prompt))
         options_given = {name: getattr(options, name) for name in ("temperature", "top_p")}
         overrides = {name: value for name, value in options_given.items() if value is not None}
         sampling = GREEDY if options.greedy else replace(text_generator.sampling(), **overrides)
-        generator = torch.Generator()
-        generator.manual_seed(options.seed) if options.seed is not None else generator.seed()
-        end_ids = text_generator.end_ids(tokenizer)
-        tokens = generate_tokens(
-            text_generator.build_decoder(), prompt, num_tokens, sampling, generator, end_ids, _require_token
-        )
-        make_safe = printable if sys.stdout.isatty() else str
-        try:
-            for text in stream_text((token for token in tokens if token not in end_ids), prompt, tokenizer.decode):
-                print(make_safe(text), end="", flush=True)
-        except KeyboardInterrupt:
-            print(flush=True)
-            raise
-        print(flush=True)
+        if options.prompts is None:
+            _stream(options, text_generator, tokenizer, sampling)
+        else:
+            _answer_file(options, text_generator, tokenizer, sampling)
     return EXIT_FINISHED
 
 
-def _require_token(token: int) -> int:
+def _stream(
+    options: argparse.Namespace, text_generator: TextGenerator, tokenizer: Tokenizer, sampling: Sampling
+) -> None:
+    """Print the text that continues `--prompt` or answers `--chat` as it is generated."""
+    if options.chat is None:
+        prompt = prompt_tokens(options.prompt, tokenizer)
+    else:
+        prompt = chat_prompt_tokens(options.chat, text_generator.tokenizer, "--chat", text_generator.template)
+    model, device = text_generator.model, text_generator.device
+    max_len = max_seq_len(model) or sys.maxsize
+    if len(prompt) >= max_len:
+        key, text = ("--prompt", options.prompt) if options.chat is None else ("--chat", options.chat)
+        excerpt = text if len(text) <= _MAX_PROMPT_CHARS else f"{text[:_MAX_PROMPT_CHARS]}..."
+        raise setting_error(key, excerpt, f"is {len(prompt)} tokens long, but the model has positions for {max_len}")
+    num_tokens = min(options.max_tokens, max_len - len(prompt))
+    seed = secrets.randbits(63) if options.seed is None else options.seed
+    end_ids = text_generator.end_ids(tokenizer)
+    decoder = find_decoder(model, device, len(prompt) + num_tokens)
+    generated = generate_tokens(decoder, [prompt], [num_tokens], sampling, seed, ends=end_ids)
+    tokens = (token for token in map(_require_token, generated) if token not in end_ids)
+    make_safe = printable if sys.stdout.isatty() else str
+    try:
+        for text in stream_text(tokens, prompt, tokenizer.decode):
+            print(make_safe(text), end="", flush=True)
+    except KeyboardInterrupt:
+        print(flush=True)
+        raise
+    print(flush=True)
+
+
+_NOT_FINITE = "the model's logits are not finite: its weights are damaged, or training has diverged"
+
+
+def _require_token(generated: Token) -> int:
     """Return the sampled token.  Raises TrainingFailed if it is NO_TOKEN, because the logits were not finite."""
-    if token == NO_TOKEN:
-        raise TrainingFailed("the model's logits are not finite: its weights are damaged, or training has diverged")
-    return token
+    if generated.token == NO_TOKEN:
+        raise TrainingFailed(_NOT_FINITE)
+    return generated.token
+
+
+def _answer_file(
+    options: argparse.Namespace, text_generator: TextGenerator, tokenizer: Tokenizer, sampling: Sampling
+) -> None:
+    """Write the text that continues each prompt of `--prompts`, in order: a batch at a time, which is then on disk.
+
+    Answers that `--out` already has are not repeated.
+    """
+    records, prompts = _read_prompts(options, text_generator, tokenizer)
+    out = None if options.out is None else Path(options.out)
+    num_done = num_before = 0 if out is None else _count_answers(out, records, options.prompts)
+    end_ids, max_len = text_generator.end_ids(tokenizer), max_seq_len(text_generator.model) or sys.maxsize
+    num_tokens, start_time = 0, time.monotonic()
+
+    def progress() -> str:
+        seconds = time.monotonic() - start_time
+        line = f"{num_done} of {len(records)} prompts, {num_tokens / seconds:.1f} tokens/s"
+        left_s = int((len(records) - num_done) * seconds / max(1, num_done - num_before))
+        return (
+            line
+            if num_done == num_before
+            else f"{line}, {left_s // 3600}:{left_s // 60 % 60:02d}:{left_s % 60:02d} left"
+        )
+
+    with ProgressLine(progress):
+        for start in range(num_done, len(records), options.batch or _BATCH):
+            batch = range(start, min(start + (options.batch or _BATCH), len(records)))
+            texts = generate_batch(
+                text_generator.model,
+                [prompts[index] for index in batch],
+                [min(options.max_tokens, max_len - len(prompts[index])) for index in batch],
+                sampling,
+                seed=options.seed or 0,
+                indices=batch,
+                ends=end_ids,
+                device=text_generator.device,
+            )
+            lines = []
+            for index, text in zip(batch, texts, strict=True):
+                if text.finish == "not finite":
+                    raise TrainingFailed(_NOT_FINITE)
+                completion = "".join(
+                    stream_text((t for t in text.tokens if t not in end_ids), prompts[index], tokenizer.decode)
+                )
+                answer = {"completion": completion, "finish": text.finish}
+                lines.append(json.dumps({**records[index], **answer}) + "\n")
+            if out is None:
+                print("".join(lines), end="", flush=True)
+            else:
+                with writing_to("--out", out):
+                    append_and_sync(out, "".join(lines))
+            num_done, num_tokens = batch.stop, num_tokens + sum(len(text.tokens) for text in texts)
+
+
+def _read_prompts(
+    options: argparse.Namespace, text_generator: TextGenerator, tokenizer: Tokenizer
+) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """Return the records of `--prompts`, and the tokens of each.  Raises UserError if one of them cannot be used."""
+    path = Path(options.prompts).expanduser()
+    records, prompts = list[dict[str, Any]](), list[list[int]]()
+    chats: ChatPrompts | None = None
+    max_len = max_seq_len(text_generator.model) or sys.maxsize
+    for location, record in read_prompts(path, "--prompts"):
+        if "messages" in record:
+            chats = chats or ChatPrompts(text_generator.tokenizer, "--prompts", path, text_generator.template)
+            tokens = chats.tokens(record["messages"], record.get("tools") or ())
+        else:
+            tokens = prompt_tokens(record["prompt"], tokenizer)
+        if len(tokens) >= max_len:
+            rule = f"{location}: is {len(tokens)} tokens long, but the model has positions for {max_len}"
+            raise setting_error("--prompts", path, rule)
+        records.append(record)
+        prompts.append(tokens)
+    if not records:
+        raise setting_error("--prompts", path, "has no prompts")
+    return records, prompts
+
+
+def _count_answers(out: Path, records: Sequence[Mapping[str, Any]], prompts: str) -> int:
+    """Return the number of prompts that `out` has answers to, and remove a line that was not finished.
+
+    Raises UserError if a line is not the answer to the prompt in its place.
+    """
+    if not out.parent.is_dir():
+        raise setting_error("--out", out, f"there is no folder {out.parent}")
+    if not out.exists():
+        return 0
+    content = out.read_bytes()
+    lines = content.split(b"\n")
+    for number, line in enumerate(lines[:-1]):
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            answer = {}
+        prompt = {**records[number], "completion": "", "finish": ""} if number < len(records) else None
+        if not isinstance(answer, dict) or prompt is None or {**answer, "completion": "", "finish": ""} != prompt:
+            rule = f"its line {number + 1} is not the answer to prompt {number + 1} of {prompts}"
+            raise setting_error("--out", out, rule, fix="name a file that does not exist")
+    if lines[-1]:
+        os.truncate(out, len(content) - len(lines[-1]))
+    return len(lines) - 1
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -265,6 +384,7 @@ def _check(options: argparse.Namespace) -> None:
         raise setting_error("--device", options.device, "torch finds no usable GPU", "cpu")
     for key, value, is_legal, rule, legal in (
         ("--max-tokens", options.max_tokens, options.max_tokens >= 1, "must be at least 1", 1),
+        ("--batch", options.batch, options.batch is None or options.batch >= 1, "must be at least 1", 1),
         ("--temperature", options.temperature, (options.temperature or 0) >= 0, "must be at least 0", 0),
         ("--top-p", options.top_p, options.top_p is None or 0 < options.top_p <= 1, "must be above 0 and at most 1", 1),
     ):
@@ -273,6 +393,9 @@ def _check(options: argparse.Namespace) -> None:
     for key, value in (("--temperature", options.temperature), ("--top-p", options.top_p)):
         if options.greedy and value:
             raise setting_error(key, value, "cannot be combined with --greedy", fix=f"leave out {key} or --greedy")
+    for key, value in (("--batch", options.batch), ("--out", options.out)):
+        if options.prompts is None and value is not None:
+            raise setting_error(key, value, "needs --prompts FILE", fix=f"leave out {key}")
 
 
 if __name__ == "__main__":

@@ -115,6 +115,14 @@ def scores_at_targets(hidden: torch.Tensor, weight: torch.Tensor | None, targets
     return (hidden_BD if weight is None else hidden_BD @ weight.float().T).double()
 
 
+def losses_of_tokens(hidden: torch.Tensor, weight: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
+    """Return the loss of each target, (B, T) in fp32, and 0 for those to ignore; a `Replacement`."""
+    if weight is not None:
+        return linear_cross_entropy(hidden, weight, targets, reduction="token")
+    losses_N = F.cross_entropy(hidden.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE, reduction="none")
+    return losses_N.view(targets.shape)
+
+
 def loss_mode(config: RunConfig) -> AbstractContextManager[None]:
     """Return the context in which a run computes its model's loss: as a sum over tokens, by row, or as scores."""
     if "scores" in config.objective.needs:
@@ -147,7 +155,7 @@ def linear_cross_entropy(
     weight: torch.Tensor,
     targets: torch.Tensor,
     chunk_bytes: int | None = None,
-    reduction: Literal["sum", "row"] | None = None,
+    reduction: Literal["sum", "row", "token"] | None = None,
 ) -> torch.Tensor:
     """Return the summed cross-entropy of `hidden @ weight.T` (..., V) against `targets` (...), in fp32.
 
@@ -157,10 +165,11 @@ def linear_cross_entropy(
 
     With `reduction="sum"` the result is a scalar.  Gradients are computed in the forward pass, while a chunk's logits
     exist, so that nothing is computed twice, as in Liger Kernel (arXiv:2410.10989).  With `"row"` the result is one sum
-    per sequence, (B,) for targets (B, T); the backward pass recomputes the logits, since each sequence may have its own
-    incoming gradient.  The default is "sum"; inside `by_row` it is "row", summed in fp64.
+    per sequence, (B,) for targets (B, T), and with `"token"` one loss per target, 0 for those to ignore; the backward
+    pass recomputes the logits, since each sequence or token may have its own incoming gradient.  The default is "sum";
+    inside `by_row` it is "row", summed in fp64.
     """
-    if (replacement := _replacement.get()) is not None:
+    if reduction is None and (replacement := _replacement.get()) is not None:
         return replacement(hidden, weight, targets)
     hidden_ND, targets_N = hidden.flatten(0, -2), targets.flatten()
     row_bytes = 4 * weight.shape[0]
@@ -169,6 +178,9 @@ def linear_cross_entropy(
         chunk_bytes = max(_CHUNK_BYTES, _GPU_CHUNK_ROWS * row_bytes if on_a_gpu else 0)
     num_chunks = max(1, math.ceil(hidden_ND.shape[0] / max(1, chunk_bytes // row_bytes)))
     arguments = (hidden_ND, weight, targets_N, num_chunks)
+    if reduction == "token":
+        losses: torch.Tensor = _LinearCrossEntropyPerToken.apply(*arguments)  # type: ignore[no-untyped-call]
+        return losses.view(targets.shape)
     if reduction == "row" or (reduction is None and _sums_by_row.get()):
         losses_N: torch.Tensor = _LinearCrossEntropyPerToken.apply(*arguments)  # type: ignore[no-untyped-call]
         sums_B = losses_N.view(targets.shape).sum(-1, dtype=torch.float64)

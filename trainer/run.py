@@ -382,6 +382,7 @@ COMMANDS = {
     "widths": "trainer.widths",
     "runs": "trainer.runs",
     "sweep": "trainer.sweep",
+    "teach": "trainer.teach",
     "submit": "trainer.submit",
 }
 """The subcommands of `meshtrainer`, and the modules with their `command_line` functions."""

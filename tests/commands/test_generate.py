@@ -22,7 +22,18 @@ from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import TrainingFailed
 from trainer.export import command_line as export
 from trainer.generate import open_generator, stream_text
-from trainer.model.sample import GREEDY, CachedDecoder, Sampling, WindowDecoder, generate_sample, generate_tokens
+from trainer.model.sample import (
+    GREEDY,
+    NO_TOKEN,
+    CachedDecoder,
+    Decoder,
+    Sampling,
+    Token,
+    WindowDecoder,
+    generate_batch,
+    generate_tokens,
+    gumbel_noise,
+)
 from trainer.sequence import Cache
 
 CPU = torch.device("cpu")
@@ -44,42 +55,119 @@ def test_cached_logits_equal_recomputed_ones(name: str) -> None:
     assert (torch.cat(found, 1) - whole).abs().max() < 1e-5 * whole.abs().max()
 
 
+def tokens_of(decoder: Decoder, prompt: Sequence[int], num_tokens: int, sampling: Sampling = GREEDY) -> list[int]:
+    return [generated.token for generated in generate_tokens(decoder, [prompt], [num_tokens], sampling, seed=3)]
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_sliding_window_gives_the_same_text(name: str) -> None:
     model = build(*MODELS[name])
-    draws = [
-        list(generate_tokens(reader, PROMPT, 20, Sampling(), torch.Generator().manual_seed(3)))
-        for reader in (CachedDecoder(model, CPU), WindowDecoder(model, CPU, 32))
-    ]
-    assert draws[0] == draws[1]
-    moved = list(generate_tokens(WindowDecoder(model, CPU, 8), PROMPT, 20, GREEDY, torch.Generator()))
-    last = WindowDecoder(model, CPU, 8)
-    assert moved[-1] == int(last([*PROMPT, *moved[:-1]][-8:]).argmax())
+    cached, windowed = CachedDecoder(model, CPU), WindowDecoder(model, CPU, 32)
+    assert tokens_of(cached, PROMPT, 20, Sampling()) == tokens_of(windowed, PROMPT, 20, Sampling())
+    moved = tokens_of(WindowDecoder(model, CPU, 8), PROMPT, 20)
+    with torch.no_grad():
+        last = model(torch.tensor([[*PROMPT, *moved[:-1]][-8:]]))[0, -1]
+    assert moved[-1] == int(last.argmax())
+    assert generate_batch(model, [PROMPT], 20, context=8)[0].tokens == moved
 
 
-class Alone:
-    device = CPU
-
-    def broadcast(self, value: int) -> int:
-        return value
+PROMPTS = [[5], PROMPT, [17, 3, 200, 41, 6, 5, 5, 90, 31, 12], [88, 2], [9] * 17, [140, 3, 3]]
+"""Of different lengths."""
+ENDS = frozenset({7, 9, 50, 51, 52, 53, 54, 60, 61, 62, 63, 64, 65})
 
 
-def test_sample_in_training_equals_the_commands() -> None:
-    model, world = build(*MODELS["qwen3"]), Alone()
-    cached = generate_sample(model, world, PROMPT, 10, context=32)
-    assert cached == generate_sample(model, world, PROMPT, 10, context=32, is_compiled=True)
-    assert (cached[:5], len(cached)) == (PROMPT, 15)
-    assert len(generate_sample(model, world, PROMPT, 10, context=8)) == 15
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(1.0, top_k=20), Sampling(1.0, top_p=0.7)], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_texts_of_a_batch_equal_those_generated_alone(name: str, sampling: Sampling) -> None:
+    """Prompts of different lengths, whose texts end at different tokens, so that the batch becomes smaller."""
+    model = build(*MODELS[name])
+    limits = [40, 40, 3, 40, 40, 25]
+    together = generate_batch(model, PROMPTS, limits, sampling, seed=3, ends=ENDS)
+    for index, (prompt, limit, text) in enumerate(zip(PROMPTS, limits, together, strict=True)):
+        (alone,) = generate_batch(model, [prompt], limit, sampling, seed=3, indices=[index], ends=ENDS)
+        assert text.tokens == alone.tokens
+        assert text.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+        assert text.finish == ("end" if text.tokens[-1] in ENDS else "length")
+        assert text.finish == "end" or len(text.tokens) == limit
+        with torch.no_grad():
+            whole = model(torch.tensor([[*prompt, *text.tokens]]))[0].log_softmax(-1)
+        expected = [float(whole[len(prompt) + n - 1, token]) for n, token in enumerate(text.tokens)]
+        assert text.logprobs == pytest.approx(expected, abs=1e-5)
+    assert len({len(text.tokens) for text in together}) > 2
+
+
+def test_noise_is_a_function_of_seed_prompt_and_position() -> None:
+    def noise(seed: int, index: int, position: int) -> torch.Tensor:
+        return gumbel_noise(seed, [0, index], [0, position], 500, CPU)[1]
+
+    assert noise(0, 1, 2).equal(gumbel_noise(0, [1], [2], 500, CPU)[0])
+    assert noise(0, 1, 2)[:100].equal(gumbel_noise(0, [1], [2], 100, CPU)[0])
+    others = [noise(0, 1, 2), noise(1, 1, 2), noise(0, 2, 2), noise(0, 1, 3), noise(0, 2, 1)]
+    assert torch.corrcoef(torch.stack(others)).sub(torch.eye(5)).abs().max() < 5 / 500**0.5
+    rows = gumbel_noise(5, range(200), [0] * 200, 5000, CPU).double()
+    assert rows.isfinite().all()
+    # The distribution function of the standard Gumbel distribution, at 40 points; 5 standard errors.
+    for point in torch.linspace(-1.5, 6.0, 40).tolist():
+        share = math.exp(-math.exp(-point))
+        assert (rows <= point).double().mean() == pytest.approx(share, abs=5 * (share * (1 - share) / 1e6) ** 0.5)
+
+
+def test_batch_calls_the_model_once_for_all_texts() -> None:
+    """And drops those that have ended once they are half of the batch."""
+    model, sizes = build(*MODELS["llama"]), list[int]()
+    model.register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
+    generate_batch(model, PROMPTS, [3, 5, 5, 5, 12, 12])
+    assert sizes == [6] * 5 + [2] * 7
+
+
+def test_cache_copies_nothing_but_to_grow() -> None:
+    """The memory for keys doubles until it has `max_tokens`; other calls write into it."""
+    cache, places, capacities = Cache(max_tokens=200), list[int](), list[int]()
+    for _ in range(200):
+        keys, _ = cache.extend(torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 4))
+        cache.advance(1)
+        places.append(keys.data_ptr())
+        capacities.append(keys.untyped_storage().nbytes() // (2 * 4 * 4))
+    assert sorted(set(capacities)) == [64, 130, 200]
+    assert len(set(places)) <= 3
+    assert cache.num_tokens == 200
+
+
+def test_texts_up_to_the_last_position_of_the_model() -> None:
+    """One text has ended there, while another still has far to go."""
+    model, prompts, limits = build(*MODELS["gpt2"]), [[9] * 60, [5, 3], [7]], [4, 62, 63]
+    together = generate_batch(model, prompts, limits, Sampling(), seed=2)
+    for index, text in enumerate(together):
+        (alone,) = generate_batch(model, [prompts[index]], limits[index], Sampling(), seed=2, indices=[index])
+        assert text.tokens == alone.tokens
+        assert len(text.tokens) == limits[index]
+
+
+def test_continuation_of_a_text_that_was_cut_off_is_the_same() -> None:
+    model = build(*MODELS["qwen3"])
+    (whole,) = generate_batch(model, [PROMPT], 30, Sampling(), seed=1)
+    (rest,) = generate_batch(model, [[*PROMPT, *whole.tokens[:10]]], 20, Sampling(), seed=1)
+    assert whole.tokens[10:] == rest.tokens
+
+
+def test_model_is_left_in_its_mode_and_an_empty_batch_is_empty() -> None:
+    model = build(*MODELS["gpt2"]).train()
+    assert generate_batch(model, [], 5) == []
+    nothing, two = generate_batch(model, [[1], [2, 3]], [0, 2])
+    assert (nothing.tokens, len(two.tokens)) == ([], 2)
+    assert model.training
 
 
 def test_sampling_of_tokens() -> None:
-    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    logprobs = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(300, 4)
+    noise = gumbel_noise(0, range(300), [0] * 300, 4, CPU)
 
     def drawn(sampling: Sampling) -> set[int]:
-        generator = torch.Generator().manual_seed(0)
-        return {sampling.choose(logits, generator) for _ in range(300)}
+        return {*sampling.choose(logprobs, noise).tolist()}
 
     assert drawn(GREEDY) == {0}
+    shares = torch.bincount(Sampling(1.0).choose(logprobs, noise)) / 300
+    assert (shares - logprobs[0].exp()).abs().max() < 5 * 0.5 / 300**0.5
     assert drawn(Sampling(1.0)) == {0, 1, 2, 3}
     assert drawn(Sampling(1.0, top_p=0.8)) == {0, 1}
     assert drawn(Sampling(1.0, top_p=0.81)) == {0, 1, 2}
@@ -88,15 +176,29 @@ def test_sampling_of_tokens() -> None:
     assert drawn(Sampling(0.01)) == {0}
 
 
+class Fixed(Decoder):
+    """Returns the same logits for every text."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+
+    def begin(self, prompts: Sequence[Sequence[int]], length: int, max_tokens: int) -> torch.Tensor:
+        return self.logits
+
+    def extend(self, tokens: Sequence[int]) -> torch.Tensor:
+        return self.logits
+
+
 @pytest.mark.parametrize("sampling", [Sampling(), GREEDY, Sampling(top_k=2), Sampling(top_p=0.5)])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_non_finite_logits_end_a_text(sampling: Sampling, value: float) -> None:
-    """Also in a step with a non-finite loss, which is skipped: the run continues."""
-    logits = torch.tensor([0.0, 1.0, value, -math.inf])
-    generator = torch.Generator()
-    assert list(generate_tokens(lambda _: logits, [0], 5, sampling, generator)) == []
+    """Also in a step with a non-finite loss, which is skipped: the run continues, and so do the other texts."""
+    logits = torch.tensor([[0.0, 1.0, value, -math.inf], [0.0, 5.0, 5.0, -math.inf]])
+    generated = list(generate_tokens(Fixed(logits), [[0], [0]], [5, 5], sampling))
+    assert [token.token for token in generated if token.row == 0] == [NO_TOKEN]
+    assert len([token for token in generated if token.row == 1 and token.token in (0, 1, 2)]) == 5
     with pytest.raises(TrainingFailed, match="logits are not finite"):
-        list(generate_tokens(lambda _: logits, [0], 5, sampling, generator, agree=generate._require_token))
+        list(map(generate._require_token, generated))
 
 
 def test_text_is_printed_in_whole_characters() -> None:
@@ -115,11 +217,8 @@ def test_text_is_printed_in_whole_characters() -> None:
 def written_here(path: Path, num_tokens: int) -> list[int]:
     with ExitStack() as stack:
         writer = open_generator(str(path), CPU, stack)
-        return list(
-            generate_tokens(
-                writer.build_decoder(), PROMPT, num_tokens, GREEDY, torch.Generator(), writer.end_ids(ByteTokenizer())
-            )
-        )
+        (text,) = generate_batch(writer.model, [PROMPT], num_tokens, ends=writer.end_ids(ByteTokenizer()))
+        return text.tokens
 
 
 def written_there(folder: Path, num_tokens: int, prompt: Sequence[int] = PROMPT) -> list[int]:
@@ -189,8 +288,8 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: object, ends: int = 0) 
 def test_prompt_is_continued_and_a_seed_repeats_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tokenizers")
     folder = speaking(tmp_path / "folder", eos_token_id=[])
-    reader = CachedDecoder(load_weights(folder), CPU)
-    expected = [token for token in generate_tokens(reader, [3, 5], 12, GREEDY, torch.Generator()) if token < len(WORDS)]
+    tokens = generate_batch(load_weights(folder), [[3, 5]], 12)[0].tokens
+    expected = [token for token in tokens if token < len(WORDS)]
     found = said(capsys, folder, "--prompt", "w3 w5", "--greedy", "--max-tokens", 12)
     assert found.split() == [WORDS[token] for token in expected]
     drawn = [said(capsys, folder, "--prompt", "w3 w5", "--seed", seed, "--temperature", 3) for seed in (1, 1, 2)]
@@ -205,17 +304,52 @@ def test_chat_uses_the_template_and_ends_at_the_models_end_token(
     folder = speaking(tmp_path / "folder", eos_token_id=[])
     end = len(WORDS)
     prompt = [1, 7, end, 2]
-    tokens = list(generate_tokens(CachedDecoder(load_weights(folder), CPU), prompt, 30, GREEDY, torch.Generator()))
+    tokens = generate_batch(load_weights(folder), [prompt], 30)[0].tokens
     speaking(tmp_path / "ends", eos_token_id=[262, tokens[6]])
     found = said(capsys, tmp_path / "ends", "--chat", "w7", "--greedy", "--max-tokens", 30)
     until = tokens.index(tokens[6])
     assert found.split() == [WORDS[token] for token in tokens[:until] if token < len(WORDS)]
 
 
+def answers(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_file_of_prompts_is_answered_in_order_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same answers for any batch size, and after an interruption in the middle of a line."""
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("jinja2")
+    folder, prompts = speaking(tmp_path / "folder", eos_token_id=[262]), tmp_path / "prompts.jsonl"
+    records: list[dict[str, Any]] = [{"prompt": "w1 " * n, "id": n} for n in (3, 1, 5)]
+    records += [{"messages": [{"role": "user", "content": f"w{n}"}]} for n in (4, 6)]
+    prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
+    own = [folder, "--prompts", prompts, "--max-tokens", 9]
+    printed = [json.loads(line) for line in said(capsys, *own, "--batch", 1).splitlines()]
+    assert [{**answer, **record} for answer, record in zip(printed, records, strict=True)] == printed
+    assert {answer["finish"] for answer in printed} <= {"end", "length"}
+    assert len({answer["completion"] for answer in printed}) > 3
+    out = tmp_path / "out.jsonl"
+    assert said(capsys, *own, "--batch", 3, "--out", out) == ""
+    assert answers(out) == printed
+    lines = out.read_text().splitlines(keepends=True)
+    out.write_text("".join(lines[:2]) + lines[2][:20])
+    said(capsys, *own, "--batch", 2, "--out", out)
+    assert out.read_text() == "".join(lines)
+    assert said(capsys, *own, "--out", out) == ""
+    plain = tmp_path / "prompts.txt"
+    plain.write_text("w1 w1 w1 \n\nw1 \n")
+    lines = said(capsys, folder, "--prompts", plain, "--max-tokens", 9).splitlines()
+    assert [json.loads(line)["completion"] for line in lines] == [answer["completion"] for answer in printed[:2]]
+    assert generate.command_line([str(folder), "--prompts", str(plain), "--out", str(out)]) == 2
+    assert "its line 1 is not the answer to prompt 1 of" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--prompt", "a", "--max-tokens", "0"], "--max-tokens=0: must be at least 1"),
+        (["--prompt", "a", "--batch", "4"], "--batch=4: needs --prompts FILE"),
+        (["--prompts", "none.txt"], "--prompts=none.txt: cannot be read (No such file or directory)"),
         (["--prompt", "a", "--top-p", "0"], "--top-p=0.0: must be above 0"),
         (["--prompt", "a", "--temperature", "-1"], "--temperature=-1.0: must be at least 0"),
         (["--prompt", "a", "--greedy", "--temperature", "1"], "--temperature=1.0: cannot be combined with --greedy"),
@@ -238,8 +372,8 @@ def test_ctrl_c_and_a_closed_pipe_end_it_quietly(
     pytest.importorskip("tokenizers")
     folder = speaking(tmp_path / "folder", eos_token_id=[])
 
-    def interrupted(*arguments: Any) -> Any:
-        yield 3
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        yield Token(0, 3, 0.0)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:

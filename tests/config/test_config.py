@@ -36,7 +36,7 @@ from trainer.config import (
 from trainer.config.rules import compiles_blocks
 from trainer.recipe import find_recipe
 
-FOR_A_FOLDER = ("name: auto", "recipe: dpo")
+FOR_A_FOLDER = ("name: auto", "recipe: dpo", "recipe: sft")
 RECIPES = sorted(n for n, path in recipe_files().items() if not any(text in path.read_text() for text in FOR_A_FOLDER))
 """Those of a model of their own: what is for a folder needs one."""
 

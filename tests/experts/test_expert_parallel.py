@@ -69,7 +69,7 @@ def expected_of(folder: Path, runs: list[list[str]], num_steps: int) -> list[dic
 
 EVERYDAY = [
     [TWO, EXCHANGE, "mesh.replicate=2", "train.activation_checkpoint=full"],
-    [FOUR, GATHER, "fsdp.accumulate=sharded"],
+    [FOUR, GATHER, "fsdp.accumulate=sharded", "fsdp.cpu_offload=true"],
     [TWO, GATHER, "mesh.context=2", "train.activation_checkpoint=selective"],
     [TWO, EXCHANGE, *ODD, *MUON],
     [*ODD, "mesh.shard=4"],
@@ -84,7 +84,8 @@ MESHES = [[TWO], [FOUR], [TWO, "mesh.replicate=2"]]
 EVERY = [[*mesh, method, *policy] for mesh in MESHES for method in (EXCHANGE, GATHER) for policy in ([], *POLICIES)]
 OTHERS = [
     *([*FEW, "mesh.shard=4"], [*FEW, "mesh.replicate=2"], [*ODD, "mesh.shard=4", *MUON]),
-    *([TWO, EXCHANGE, *FEW], [TWO, GATHER, *ODD], [TWO, GATHER, "fsdp.cpu_offload=true"]),
+    *([TWO, EXCHANGE, *FEW], [TWO, GATHER, *ODD], [*ODD, "mesh.shard=4", "fsdp.cpu_offload=true"]),
+    [TWO, EXCHANGE, "mesh.replicate=2", "fsdp.cpu_offload=true", "train.activation_checkpoint=full"],
     [TWO, EXCHANGE, "fsdp.prefetch_forward=1", "fsdp.prefetch_backward=1", "fsdp.separate_reduce=true"],
     [TWO, GATHER, "train.ema=0.9", "model.balance=0.1"],
     [TWO, EXCHANGE, *MUON, "optim.muon.variant=normuon"],
@@ -134,6 +135,7 @@ ON = {
     "shard 4 expert 2": [TWO, EXCHANGE],
     "expert 4": [FOUR, GATHER],
     "2 x 2 expert 2": [TWO, GATHER, "mesh.replicate=2"],
+    "expert 4 offloaded": [FOUR, EXCHANGE, "fsdp.cpu_offload=true"],
 }
 MORE = ["train.steps=15"]
 
@@ -188,7 +190,7 @@ def load_each(
 @pytest.mark.parametrize(
     ("pairs", "model"),
     [
-        ([("shard 4 expert 2", "2 x 2 expert 2"), ("expert 4", "shard 4")], []),
+        ([("shard 4 expert 2", "2 x 2 expert 2"), ("expert 4 offloaded", "shard 4")], []),
         pytest.param(list(itertools.product(ON, ON)), [], marks=CAMPAIGN),
         pytest.param(list(itertools.product([*ON][:2], [*ON][:2])), ODD, marks=CAMPAIGN),
         pytest.param([("shard 4 expert 2", "expert 4"), ("expert 4", "shard 4")], LORA, marks=CAMPAIGN),

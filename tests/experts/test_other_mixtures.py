@@ -6,10 +6,12 @@ import copy
 import itertools
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.experts.test_balance import biases_of
 from tests.experts.test_expert_parallel import EXCHANGE, FOUR, GATHER, TWO, assert_planned, measure, plan_of
 from tests.helpers.ranks import merged, run_ranks
 from tests.trainer.test_exactness import relative
@@ -43,8 +45,8 @@ def config_of(name: str, folder: Path | str, *overrides: str) -> RunConfig:
     return load_config(recipe.removeprefix("recipe="), given)
 
 
-def train_each(folder: Path, runs: list[tuple[str, list[str]]], num_steps: int) -> list[dict[str, list[float]]]:
-    """Train each model with its overrides, one after another in one process group."""
+def train_each(folder: Path, runs: list[tuple[str, list[str]]], num_steps: int) -> list[dict[str, Any]]:
+    """Train each model with its overrides, one after another in one process group; see also `biases_of`."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -53,7 +55,9 @@ def train_each(folder: Path, runs: list[tuple[str, list[str]]], num_steps: int) 
         trainer = Trainer(config_of(name, folder / str(number), *overrides))
         records = list(itertools.islice(trainer.steps(), num_steps))
         trainer.close()
-        found.append({field: [record[field] for record in records] for field in ("loss", "grad_norm")})
+        fields = ("loss", "grad_norm", "busiest_expert")
+        found.append({field: [record[field] for record in records] for field in fields})
+        found[-1]["biases"] = biases_of(trainer)
     return found
 
 
@@ -85,6 +89,9 @@ def test_losses_are_those_of_one_rank(name: str, runs: list[list[str]], num_step
         print(name, run, relative(ours["loss"], theirs["loss"]), relative(ours["grad_norm"], theirs["grad_norm"]))
         assert relative(ours["loss"], theirs["loss"]) < 1e-6, run
         assert relative(ours["grad_norm"], theirs["grad_norm"]) < 1e-5, run
+        assert ours["busiest_expert"] == theirs["busiest_expert"], run
+        assert ours["biases"] == theirs["biases"], run
+        assert any(value for layer in ours["biases"] for value in layer) == (name == "deepseek_v3")
 
 
 @CAMPAIGN

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+from collections.abc import Sequence
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -24,7 +25,7 @@ from trainer.metrics.callbacks import Callback
 from trainer.metrics.console import ConsoleSink, PlainScreen
 from trainer.metrics.record import Record
 from trainer.metrics.terminal import Terminal
-from trainer.model.sample import CachedDecoder, Sampling, generate_tokens
+from trainer.model.sample import Sampling, generate_batch
 
 PROMPTS = ["def ", "class A:\n    "]
 SAMPLED = [f"log.prompts={json.dumps(PROMPTS)}", "log.prompt_tokens=5", "eval.every=2", "eval.steps=1", "train.steps=3"]
@@ -34,13 +35,12 @@ def samples(run: Path) -> list[tuple[int, str, str]]:
     return [(x["step"], x["prompt"], x["text"]) for x in lines(run) if x["kind"] == "sample"]
 
 
-def continued(run: Path, prompt: str, ema: bool) -> str:
-    """Return the text that the run's newest checkpoint generates, as in `trainer.generate`."""
+def continued(run: Path, prompts: Sequence[str], ema: bool) -> list[str]:
+    """Return the texts that the run's newest checkpoint generates, as in `trainer.generate`."""
     model, tokenizer = load_weights(run, ema=ema), find_tokenizer("bytes")
-    read, generator = CachedDecoder(model, torch.device("cpu")), torch.Generator().manual_seed(0)
-    given = [*tokenizer.start_ids, *tokenizer.encode(prompt).tolist()]
-    written = generate_tokens(read, given, 5, Sampling(), generator, {tokenizer.end_id})
-    return tokenizer.decode([token for token in written if token != tokenizer.end_id])
+    given = [[*tokenizer.start_ids, *tokenizer.encode(prompt).tolist()] for prompt in prompts]
+    texts = generate_batch(model, given, 5, Sampling(), ends={tokenizer.end_id})
+    return [tokenizer.decode([token for token in text.tokens if token != tokenizer.end_id]) for text in texts]
 
 
 @pytest.mark.slow
@@ -54,7 +54,7 @@ def test_prompts_are_continued_at_each_evaluation(tmp_path: Path, capsys: pytest
         trainer.close()
     found = samples(one)
     assert [(step, prompt) for step, prompt, _ in found] == [(step, prompt) for step in (2, 3) for prompt in PROMPTS]
-    assert [text for step, _, text in found if step == 3] == [continued(one, prompt, ema=True) for prompt in PROMPTS]
+    assert [text for step, _, text in found if step == 3] == continued(one, PROMPTS, ema=True)
     losses = [[x["loss"] for x in lines(run) if x["kind"] in ("train", "eval")] for run in (one, plain)]
     assert losses[0] == losses[1]
     kept = (one / "samples.txt").read_text()

@@ -118,16 +118,15 @@ def test_flops_count_the_adapters_of_chosen_experts() -> None:
 
 def config_of(base: Path, folder: Path, kind: str, *overrides: str) -> Any:
     shared = [*merged([*OWN, *QUIET], overrides), f"run.dir={folder}"]
-    if kind.startswith("native"):
-        balance = ["model.balance=0", "model.sequence_balance=0"]
-        balance += ["model.balance_rate=0"] if kind.endswith("deepseek_v3") else []
-        return load_config(f"{kind.split()[-1]}_small", [f"train.init_from={base}", *balance, *shared])
+    if kind.startswith("native "):
+        of_model = [f"model.name={kind.removeprefix('native ')}", "model.balance=0"]
+        return load_config("llama_small", [*of_model, f"train.init_from={base}", *shared])
     return load_config("llama_small", ["model.name=hf", f"model.path={base}", *shared])
 
 
 def base_of(path: Path, kind: str) -> Path:
-    if kind.startswith("native"):
-        recipe, config = MODELS[kind.split()[-1]]
+    if kind.startswith("native "):
+        recipe, config = MODELS[kind.removeprefix("native ")]
         return folder_of(path, recipe, config)
     pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
     from tests.helpers import hf_models
@@ -150,8 +149,8 @@ CASES = {
     "native": ("native qwen3_moe", [NAMED]),
     "native, one matrix": ("native qwen3_moe", ["lora.targets=[down_proj]"]),
     "native, one layer": ("native qwen3_moe", ["lora.targets=[layers.1.moe.experts]"]),
-    "native gpt_oss": ("native gpt_oss", ["lora.targets=[wv,experts]"]),
-    "native deepseek_v3": ("native deepseek_v3", ["lora.targets=[wo,gate_up_proj]"]),
+    "native gpt_oss": ("native gpt_oss", ["lora.targets=[v_proj,experts]"]),
+    "native deepseek_v3": ("native deepseek_v3", ["lora.targets=[o_proj,experts]"]),
     "qwen3_moe": ("qwen3_moe", [NAMED]),
     "gpt_oss": ("gpt_oss", ["lora.targets=[v_proj,experts]", "model.attention=eager"]),
     "deepseek_v3": ("deepseek_v3", ["lora.targets=[o_proj,gate_up_proj]"]),
@@ -243,14 +242,13 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 @pytest.mark.campaign
 def test_a_run_goes_on_and_another_starts_from_merged_experts(tmp_path: Path) -> None:
     base = base_of(tmp_path / "base", "native qwen3_moe")
+    own = [NAMED, "schedule.name=constant"]
     for name, overrides in (("straight", []), ("stopped", ["train.steps=3"])):
-        trainer = Trainer(
-            config_of(base, tmp_path / name, "native qwen3_moe", NAMED, "schedule.name=constant", *overrides)
-        )
+        trainer = Trainer(config_of(base, tmp_path / name, "native qwen3_moe", *own, *overrides))
         assert trainer.fit() == 0
         trainer.close()
     shutil.copytree(tmp_path / "stopped", tmp_path / "resumed")
-    trainer = Trainer(config_of(base, tmp_path / "resumed", "native qwen3_moe", NAMED, "schedule.name=constant"))
+    trainer = Trainer(config_of(base, tmp_path / "resumed", "native qwen3_moe", *own))
     assert trainer.fit() == 0
     trainer.close()
 

@@ -20,9 +20,8 @@ from tests.helpers.tiny import full
 from trainer import Source, Trainer, TrainLoader, UserError, fill, load_config, load_weights, run
 from trainer.config import MeshShape
 from trainer.export import command_line as export
-from trainer.generate import TextGenerator
 from trainer.model.materialize import materialize
-from trainer.model.sample import GREEDY, generate_tokens
+from trainer.model.sample import Sampling, generate_batch
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan
 from trainer.recipe import find_recipe
@@ -279,8 +278,20 @@ def test_generated_text_equals_that_of_transformers(folders: Any, tokens: torch.
     how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = there.generate(tokens[:1], **how)
     assert torch.equal(model.generate(tokens[:1], **how), expected)
-    reader = TextGenerator(model, torch.device("cpu"), "bytes", "model", {}).build_decoder()
-    assert [*generate_tokens(reader, tokens[0].tolist(), 8, GREEDY, torch.Generator())] == expected[0, -8:].tolist()
+    assert generate_batch(model, [tokens[0].tolist()], 8)[0].tokens == expected[0, -8:].tolist()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "gemma3"])
+def test_texts_of_a_batch_equal_those_generated_alone(kind: str, folders: Any) -> None:
+    """With transformers' cache, prompts of different lengths, and texts that end at different tokens."""
+    model = model_of(folders(kind))
+    prompts, ends = [[5], [5, 99, 17, 3, 140], [9] * 12, [88, 2]], {*range(60, 75)}
+    together = generate_batch(model, prompts, 20, Sampling(), seed=3, ends=ends)
+    for index, prompt in enumerate(prompts):
+        (alone,) = generate_batch(model, [prompt], 20, Sampling(), seed=3, indices=[index], ends=ends)
+        assert together[index].tokens == alone.tokens
+        assert together[index].logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+    assert len({len(text.tokens) for text in together}) > 1
 
 
 # ---------------------------------------------------------------------------------------------------------------

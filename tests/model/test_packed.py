@@ -30,6 +30,7 @@ from trainer.model.lora import AdaptedLinear, add_adapters
 from trainer.model.network import build_network, flops_of
 from trainer.model.packed import BLOCK, PackedLinear, Packing, find_packings
 from trainer.model.parameters import count_parameters, count_trained_parameters, local
+from trainer.plan.__main__ import command_line as plan_command
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan, without_data
 from trainer.plan.probe import Probe
@@ -439,6 +440,15 @@ PUBLISHED = {
     "Llama 3 70B": ["llama3_70b"],
 }
 CARDS = {"rtx4090": "24 GB", "l40s": "48 GB", "h100": "80 GB"}
+
+
+@pytest.mark.slow
+def test_packing_is_proposed_where_a_plan_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["recipe=llama3_8b", "model.num_layers=6", "lora.rank=16", "data.seq_len=2048", "train.micro_batch_size=1"]
+    own += ["train.global_batch_size=1", "train.activation_checkpoint=full", "train.compile=false", "ranks=1"]
+    assert plan_command([*own, "lora.base_dtype=bfloat16", "device=h100", "memory_gib=7.5"]) == 3
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("would fit: ")]
+    assert any("lora.base_dtype=" in line for line in lines), lines
 
 
 @pytest.mark.campaign

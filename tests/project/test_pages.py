@@ -110,6 +110,7 @@ def write_inputs(folder: Path) -> None:
         subprocess.run([sys.executable, "-m", "trainer.prepare", "web.jsonl", *options], cwd=folder, check=True)
     chats = [said(*(" ".join(WORDS[(number + turn) % 30 :][:5]) for turn in range(4))) for number in range(60)]
     (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"messages": chat[:1]}) + "\n" for chat in chats[:20]))
     pairs = [{"prompt": chat[:1], "chosen": chat[1:2], "rejected": chat[3:4]} for chat in chats]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     labelled = [{"prompt": p["prompt"], "completion": p["chosen"], "label": n % 2 == 0} for n, p in enumerate(pairs)]
@@ -135,7 +136,7 @@ def smaller(words: list[str], folder: Path) -> list[str]:
     """Return settings that make the run of a command small."""
     recipe = next((word[7:] for word in words if word.startswith("recipe=")), "")
     given = {word.partition("=")[0] for word in words}
-    if {"--help", "--print-config"} & given or words[2] != "trainer.run":
+    if {"--help", "--print-config"} & given or words[2] not in ("trainer.run", "trainer.teach"):
         return []
     if recipe.startswith("llama3"):
         return OF_A_CLUSTER if "train.init_from" not in given else [*SMALL, *SHORT]

@@ -21,12 +21,13 @@ import torch.nn.attention.varlen  # registers its operator
 import torch.utils._python_dispatch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch.distributed.fsdp._fully_shard import _fsdp_common, _fully_shard
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_state, _fully_shard
 from torchdata.stateful_dataloader import stateful_dataloader
 
 from tests.helpers.forked import REPOSITORY
 
-MOST_USES = 58
+MOST_USES = 62
 
 PRIVATE: dict[str, Callable[[], object]] = {
     # tensors, storages, operators
@@ -71,6 +72,12 @@ PRIVATE: dict[str, Callable[[], object]] = {
         hasattr(dist, "set_timeout") or _takes(dist.distributed_c10d._set_pg_timeout, "timeout", "group")
     ),
     "_timeout": lambda: "_timeout" in dir(dist.ProcessGroupGloo._Options),
+    "_get_fsdp_state": lambda: callable(FSDPModule._get_fsdp_state),
+    "_fsdp_param_groups": lambda: "self._fsdp_param_groups" in inspect.getsource(_fsdp_state.FSDPState),
+    "_auto_reshard_after_forward": lambda: (
+        "if self._auto_reshard_after_forward:\n            for fsdp_param_group in self._fsdp_param_groups:\n"
+        "                fsdp_param_group.post_forward_mesh_info = None" in inspect.getsource(_fsdp_state.FSDPState)
+    ),
     "_get_post_forward_mesh_info": lambda: _takes(
         _fully_shard._get_post_forward_mesh_info, "reshard_after_forward", "mesh_info"
     ),
@@ -94,7 +101,19 @@ PRIVATE: dict[str, Callable[[], object]] = {
 }
 """Each private name, and a check of what is relied upon."""
 
-NOT_TORCH = {"_exit", "_getframe", "_current_frames", "_replace", "_means", "_worker", "_backward", "_low", "_high"}
+NOT_TORCH = {
+    "_exit",
+    "_scales",
+    "_scale_inv",
+    "_getframe",
+    "_current_frames",
+    "_replace",
+    "_means",
+    "_worker",
+    "_backward",
+    "_low",
+    "_high",
+}
 """Of Python itself, or names of our own that stand in texts."""
 
 OF_TRANSFORMERS = {

@@ -135,8 +135,11 @@ def test_slices_equal_the_whole_sequence(
     for each in every:
         run(each)
     assert sum(part.numel() for part in sent) <= given[0].numel() * count / 4, "small messages"
-    monkeypatch.setattr(linear_attention, "gather_parts", lambda *_: torch.stack(sent))
+    gathered = torch.stack(sent)
+    monkeypatch.setattr(linear_attention, "gather_parts", lambda *_: gathered)
     found = [run(each) for each in every]
+    for output in found:  # else its rank would not take part in a collective of the backward pass
+        assert torch.autograd.grad(output.sum(), gathered, retain_graph=True, allow_unused=True)[0] is not None
     whole = definition(given, numbers(LENGTHS) if packed else None)
     expected = torch.cat([part_of(each, whole, 1) for each in every], 1)
     compare(torch.cat(found, 1), expected, given)

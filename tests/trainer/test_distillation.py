@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from tests.weights.test_pretrained import SOURCE, folder_of
 from trainer import Trainer, UserError, load_weights
 from trainer.config import MeshShape
 from trainer.config.teacher import teacher_config
-from trainer.distillation import DistillationTrainer
+from trainer.distillation import DistillationTrainer, write_top_logps
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan
 
@@ -190,3 +191,37 @@ def test_peak_memory_of_distillation(tmp_path: Path) -> None:
     of_teacher = sum(p.numel() * p.element_size() for p in load_weights(teacher).parameters())
     assert peak <= 1.2 * without + of_teacher, (peak, without, of_teacher)
     assert 0.2 * without < 4 * 512 * 8192 * 4, "the whole logits of one model would be too much"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["context 2", pytest.param("two", marks=pytest.mark.campaign)])
+def test_distillation_from_files(mesh: str, models: tuple[Path, Path], tmp_path: Path) -> None:
+    """With all tokens in the files the losses are those of the teacher itself; with some, a lower bound."""
+    student, teacher = models
+    num_ranks, overrides = MESHES[mesh]
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{number} squared is {number**2}. " for number in range(60)))
+    data = ["data.source=tokens", f"data.path={text}", "data.tokenizer=bytes", f"data.cache_dir={tmp_path / 'cache'}"]
+    mixture = [*settings_of("mixture", str(teacher)), *data]
+    for num_top in (SOURCE.vocab_size, 8):
+        config = config_of(student, tmp_path / "unused", *mixture, "train.micro_batch_size=4")
+        num_samples = write_top_logps(config, tmp_path / f"top{num_top}", num_top)
+        assert num_samples == np.load(tmp_path / f"top{num_top}" / "ids.npy").shape[0] > 20
+    places = {"teacher": str(teacher), "all": str(tmp_path / "top263"), "top 8": str(tmp_path / "top8")}
+    runs = [
+        (str(tmp_path / name), merged([*settings_of("mixture", place), *data], overrides))
+        for name, place in places.items()
+    ]
+    of_teacher, of_all, of_top = (
+        [(line["loss"], line["divergence"]) for line in lines if line["kind"] == "train"]
+        for lines in run_ranks(num_ranks, train_each, str(student), runs)[0]
+    )
+    torch.testing.assert_close(of_all, of_teacher, rtol=2e-6, atol=1e-7)
+    assert 0.2 * of_teacher[0][1] < of_top[0][1] < of_teacher[0][1]
+    other = config_of(student, tmp_path / "other", *settings_of("mixture", places["all"]), *data, "data.seq_len=16")
+    with pytest.raises(UserError, match="was written for other samples"):
+        DistillationTrainer(other)
+    for changed in ("objective.temperature=2", "eval.every=2"):
+        config = config_of(student, tmp_path / "other", *settings_of("mixture", places["all"]), changed)
+        with pytest.raises(UserError, match="needs the teacher, but objective.teacher=.* holds its log-prob"):  # noqa: RUF043
+            teacher_config(config)

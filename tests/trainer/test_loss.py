@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainer.loss
+from tests.weights.test_huggingface import MODELS, build
+from trainer import UserError
 from trainer.loss import IGNORE, by_row, count_targets, cross_entropy, find_loss, linear_cross_entropy
+from trainer.model.logprobs import token_logprobs
 
 NUM_ROWS, WIDTH, VOCAB = 24, 8, 50
 ROW_BYTES = 4 * VOCAB
@@ -336,3 +340,41 @@ def test_float32_gradients_reuse_memory() -> None:
     assert [name for name, shape in seen if shape == (40, 5) and "mm" in name] == ["aten.mm.default"] + 2 * [
         "aten.addmm_.default"
     ]
+
+
+def test_losses_by_token() -> None:
+    """From hidden states in chunks, and of a whole model: with gradients, each with its own weight."""
+    generator = torch.Generator().manual_seed(0)
+    model = build(*MODELS["llama"])
+    tokens = torch.randint(0, 263, (3, 9), generator=generator)
+    targets = torch.randint(0, 263, (3, 9), generator=generator)
+    targets[0, :4] = targets[2, 5:] = IGNORE
+    weights = torch.randn(3, 9, generator=generator)
+    logprobs = token_logprobs(model, {"tokens": tokens, "targets": targets})
+    (logprobs * weights).sum().backward()
+    found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    picked = model(tokens).log_softmax(-1).gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    expected = picked.where(targets != IGNORE, 0.0)
+    (expected * weights).sum().backward()
+    assert (logprobs - expected).abs().max() < 1e-5
+    for gradient, parameter in zip(found, model.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert (gradient - parameter.grad).abs().max() < 1e-5 * parameter.grad.abs().max() + 1e-6
+    hidden, weight = torch.randn(3, 9, 8, generator=generator), torch.randn(263, 8, generator=generator)
+    losses = linear_cross_entropy(hidden, weight, targets, chunk_bytes=2 * 4 * 263, reduction="token")
+    of_tokens = F.cross_entropy((hidden @ weight.T).flatten(0, 1), targets.flatten(), reduction="none")
+    assert (losses - of_tokens.view(3, 9)).abs().max() < 1e-5
+
+
+def test_losses_by_token_of_a_model_that_sums_itself_are_refused() -> None:
+    class Sums(torch.nn.Module):
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(F.one_hot(tokens, 5).float().flatten(0, 1), targets.flatten(), reduction="sum")
+
+    batch = {"tokens": torch.zeros(2, 3, dtype=torch.int64), "targets": torch.zeros(2, 3, dtype=torch.int64)}
+    with pytest.raises(UserError, match=r"^log-probabilities by token: Sums sums its loss over all tokens itself"):
+        token_logprobs(Sums(), batch)
+    recipe, config = MODELS["qwen3_moe"]
+    with pytest.raises(UserError, match="the losses of the routers belong to no token"):
+        token_logprobs(build(recipe, replace(config, balance=0.1)).train(), batch)

@@ -104,6 +104,7 @@ _ADVICE_FOR_NAME = {
     "fsdp_transformer_layer_cls_to_wrap": "leave it out: fsdp.wrap=block, the default, wraps what the recipe lists",
     **dict.fromkeys(("adapter", "peft_config"), "set lora.rank, for example to 16"),
     "param_init_fn": "leave it out: each module fills itself in reset_parameters()",
+    "loss_type": "set train.objective, for example to ipo or kto",
     "rl": "use recipe=dpo, ipo, kto, simpo or orpo for preferences",
     "backward_prefetch": "set fsdp.prefetch_backward, for example to 2",
     "forward_prefetch": "set fsdp.prefetch_forward, for example to 2",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 from trainer.config.load import CONFIG
@@ -13,7 +14,17 @@ from trainer.config.schema import LoraSection, RunConfig
 from trainer.errors import setting_error
 from trainer.objective import Tokens
 
-KEY = "objective.teacher"
+KEY, TOP = "objective.teacher", "top.json"
+"""The setting, and the file that marks a folder with a teacher's log-probabilities."""
+
+
+def _check_files(config: RunConfig, path: str) -> None:
+    """Raise UserError for settings that need the teacher itself."""
+    rule = f"needs the teacher, but {KEY}={path} holds its log-probabilities of the training data"
+    if config.objective.temperature != 1:
+        raise setting_error("objective.temperature", config.objective.temperature, rule, 1.0)
+    if config.eval.every:
+        raise setting_error("eval.every", config.eval.every, rule, 0)
 
 
 def teacher_config(config: RunConfig) -> RunConfig | None:
@@ -27,6 +38,9 @@ def teacher_config(config: RunConfig) -> RunConfig | None:
     path: str | None = config.objective.teacher
     if not path:
         raise setting_error(KEY, path, "names the model to imitate", example="models/Qwen3-8B")
+    if (Path(path) / TOP).is_file():
+        _check_files(config, path)
+        return None
     location, init_from = locate(path), str(path) or None
     if location.kind == "huggingface":
         native = find_native(path, KEY)

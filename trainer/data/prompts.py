@@ -1,8 +1,11 @@
-"""Encodes prompts: text to continue, or a user's message in a chat template."""
+"""Reads and encodes prompts: text to continue, or a conversation in a chat template."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import setting_error
@@ -46,20 +49,71 @@ def chat_prompt_tokens(text: str, tokenizer: str, key: str, template: str = "mod
 
     Raises UserError if there is no template.
     """
-    try:
-        from trainer.data.chat.template import find_template
-    except ImportError as error:
-        raise setting_error(key, text, f"needs the {error.name} library: pip install {error.name}") from error
-    from trainer.data.chat.formats import BadChat
-    from trainer.data.chat.masking import ChatTokenizer
+    return ChatPrompts(tokenizer, key, text, template).tokens([{"role": "user", "content": text}])
 
-    chat_template, chat_tokenizer = find_template(template, tokenizer, key=key), ChatTokenizer(tokenizer)
-    if chat_template is None:
-        raise setting_error(key, text, f"data.tokenizer={tokenizer} has no chat template", fix="--prompt TEXT")
-    message = {"role": "user", "content": chat_tokenizer.quoted(text)}
-    try:
-        rendered = chat_template.render([message], prompts=True).text
-    except BadChat as error:
-        raise setting_error(key, text, str(error), fix=error.fix) from error
-    ids, _ = chat_tokenizer.encode(rendered)
-    return [int(token) for token in ids]
+
+class ChatPrompts:
+    """Encodes conversations that the assistant is to continue, with a chat template and its generation prompt."""
+
+    def __init__(self, tokenizer: str, key: str, value: object, template: str = "model") -> None:
+        """`tokenizer`, `template`: as in `data`.  `key`, `value`: the setting or option to name in errors.
+
+        Raises UserError if there is no template.
+        """
+        try:
+            from trainer.data.chat.template import find_template
+        except ImportError as error:
+            raise setting_error(key, value, f"needs the {error.name} library: pip install {error.name}") from error
+        from trainer.data.chat.masking import ChatTokenizer
+
+        template_found = find_template(template, tokenizer, key=key)
+        if template_found is None:
+            raise setting_error(key, value, f"data.tokenizer={tokenizer} has no chat template", fix="--prompt TEXT")
+        self._template, self._tokenizer = template_found, ChatTokenizer(tokenizer)
+        self._key, self._value = key, value
+
+    def tokens(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> list[int]:
+        """Return the tokens of a conversation.  Raises UserError if the template rejects it."""
+        from trainer.data.chat.formats import BadChat
+
+        quoted = self._tokenizer.quoted
+        try:
+            rendered = self._template.render(quoted(messages), quoted(tools), prompts=True).text
+        except BadChat as error:
+            raise setting_error(self._key, self._value, str(error), fix=error.fix) from error
+        ids, _ = self._tokenizer.encode(rendered)
+        return [int(token) for token in ids]
+
+
+def read_prompts(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the prompts of a file as (location for messages, record).
+
+    Each line of a `.jsonl` file is an object with `prompt`, a text, or `messages`, as in `data.format=messages`; its
+    other keys are kept.  Of any other file, each line that is not blank is a prompt.
+
+    Raises UserError, naming `key`, if the file or a line cannot be read.
+    """
+    from trainer.data.chat.formats import BadChat, Format, read_records
+
+    if path.suffix != ".jsonl":
+        try:
+            with open(path, encoding="utf-8") as file:
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        yield f"{path.name}:{number}", {"prompt": line.rstrip("\n")}
+        except OSError as error:
+            raise setting_error(key, path, f"cannot be read ({error.strerror or error})") from error
+        except UnicodeDecodeError as error:
+            raise setting_error(key, path, f"is not UTF-8 ({error.reason})", fix="convert it to UTF-8") from error
+        return
+    for location, record in read_records(path, key):
+        if isinstance(record.get("prompt"), str) and "messages" not in record:
+            yield location, dict(record)
+            continue
+        if "messages" not in record:
+            raise setting_error(key, path, f"{location}: needs `prompt`, a text, or `messages`")
+        try:
+            Format("messages").read(record)
+        except BadChat as error:
+            raise setting_error(key, path, f"{location}: {error}", fix=error.fix) from error
+        yield location, dict(record)

@@ -282,16 +282,13 @@ def _compare_places(model: nn.Module, batch: Batch) -> str | None:
 
         return tree_map(exchange, outputs)
 
+    named = inspect.signature(model.forward).parameters
+    entries = {name: batch[name] for name in ("documents", "positions", "borders") if name in named}
     with _hooks(model, compare_inputs, compare_outputs):
-        logits = model(**{"tokens": tokens_BT} | _named_entries(model, batch))
+        logits = model(tokens_BT, **entries)
     if not found and isinstance(logits, torch.Tensor) and differs(logits):
         found.append("")
     return _describe(model, found) if found else None
-
-
-def _named_entries(model: nn.Module, batch: Batch) -> Batch:
-    names = inspect.signature(model.forward).parameters
-    return {name: batch[name] for name in ("documents", "positions", "borders") if name in names}
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.retention import disk_space_warning
 from trainer.config import RunConfig
-from trainer.config.rules import compiles_blocks
 from trainer.config.schema import MODEL
 from trainer.data.loader import TrainLoader
 from trainer.data.mixture import MixedSource, describe_usage
@@ -31,10 +30,9 @@ from trainer.lifecycle.resume import Resume
 from trainer.metrics.console import readable_bytes, readable_count, readable_duration
 from trainer.metrics.sinks import Metrics
 from trainer.metrics.stop_criterion import StopCriterion
-from trainer.model.gradients import evaluation_mode
 from trainer.model.lora import adapter_part, expert_matrices
 from trainer.model.parameters import count_parameters, count_trained_parameters
-from trainer.model.sample import generate_sample
+from trainer.model.sample import Sampling, generate_batch
 from trainer.optim.groups import describe
 from trainer.optim.optimizer import training_bytes
 from trainer.plan.forecast import describe_choice
@@ -320,7 +318,7 @@ def _text_option(config: RunConfig) -> str:
 def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metrics) -> None:
     """If `log.sample_tokens` is set, print a sample text, and gzip's bits per byte to compare with the loss.
 
-    Collectives: those of one forward pass per token.
+    Collectives: those of `generate_batch`.
     """
     if not config.log.sample_tokens:
         return
@@ -330,18 +328,23 @@ def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metr
     tokenizer, is_chat = tokenizer_of(config.data), config.data.source == "chat"
     prompt = _find_chat_prompt(config) if is_chat else [*tokenizer.start_ids, *tokenizer.encode("def ").tolist()]
     end_ids = chat_end_ids(config.data.tokenizer, config.data.chat_template) if is_chat else set()
-    num_tokens, seq_len = config.log.sample_tokens, config.data.seq_len
-    compiles = compiles_blocks(config.train.compile, world.device.type)
-    with evaluation_mode(model):
-        tokens = generate_sample(model, world, prompt, num_tokens, seq_len, compiles, end_ids)
+    (generated,) = generate_batch(
+        model,
+        [prompt],
+        config.log.sample_tokens,
+        Sampling(),
+        ends=end_ids,
+        context=config.data.seq_len,
+        device=world.device,
+    )
     if is_chat:
         metrics.say("\nsample answer from the model, to:\n", "bold")
         metrics.say(tokenizer.decode(prompt))
         metrics.say("\nits answer:\n", "bold")
-        metrics.say(tokenizer.decode(tokens[len(prompt) :]))
+        metrics.say(tokenizer.decode(generated.tokens))
     else:
         metrics.say("\nsample text from the model:\n", "bold")
-        metrics.say(tokenizer.decode(tokens))
+        metrics.say(tokenizer.decode([*prompt, *generated.tokens]))
 
 
 def _find_chat_prompt(config: RunConfig) -> list[int]:

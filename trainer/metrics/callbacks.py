@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.config import RunConfig
-from trainer.config.rules import compiles_blocks
 from trainer.config.schema import LogSection
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.data.mixture import SOURCE, MixedSource
@@ -28,9 +27,8 @@ from trainer.loss import IGNORE, row_losses
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import Metrics
 from trainer.metrics.step_metrics import Amount
-from trainer.model.gradients import evaluation_mode
 from trainer.model.parameters import local
-from trainer.model.sample import generate_sample
+from trainer.model.sample import Sampling, generate_batch
 from trainer.model.units import ShardUnit, parameters_by_unit
 from trainer.optim.average import WeightAverage
 
@@ -177,19 +175,23 @@ class Samples(Callback):
         assert len(self._prompts) == len(self._config.log.prompts)
 
     def after_evaluation(self, step: int) -> None:
-        """Write a sample record for each prompt.  Collectives: those of one forward pass per token."""
+        """Write a sample record for each prompt.  Collectives: those of `generate_batch`."""
         if not self._prompts:
             return
         config, tokenizer = self._config, find_tokenizer(self._config.data.tokenizer)
-        num_tokens, seq_len = config.log.prompt_tokens, config.data.seq_len
-        compiles = compiles_blocks(config.train.compile, self._world.device.type)
-        with self._average.swapped_in(), evaluation_mode(self._model):
-            for prompt, prompt_ids in self._prompts:
-                ids = generate_sample(
-                    self._model, self._world, prompt_ids, num_tokens, seq_len, compiles, self._end_ids
-                )
-                text = tokenizer.decode([token for token in ids[len(prompt_ids) :] if token not in self._end_ids])
-                self._metrics.write(Record(kind="sample", step=step, prompt=prompt, text=text))
+        with self._average.swapped_in():
+            texts = generate_batch(
+                self._model,
+                [tokens for _, tokens in self._prompts],
+                config.log.prompt_tokens,
+                Sampling(),
+                ends=self._end_ids,
+                context=config.data.seq_len,
+                device=self._world.device,
+            )
+        for (prompt, _), generated in zip(self._prompts, texts, strict=True):
+            text = tokenizer.decode([token for token in generated.tokens if token not in self._end_ids])
+            self._metrics.write(Record(kind="sample", step=step, prompt=prompt, text=text))
 
 
 class GarbageCollection(Callback):

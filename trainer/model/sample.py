@@ -1,23 +1,35 @@
-"""Generates text, one token at a time, for samples during training and the `generate` command; not a serving engine."""
+"""Generates text with a model, for many prompts at once: for samples, the `generate` command, and rollouts.
+
+Not a serving engine: all texts of a batch begin together, and the batch ends with its last text.
+
+Shape suffixes: B texts of a batch, T tokens of a call, V vocabulary.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from trainer.distributed.world import World
+from trainer.model.gradients import evaluation_mode, forward_is_collective
 from trainer.sequence import Cache, full_sequences
 
 NO_TOKEN = -1
-"""Returned instead of a token if the logits are not finite: the text ends there, and training continues."""
+"""Generated instead of a token if the logits are not finite: the text ends there, and training continues."""
 
 _PREFILL_TOKENS = 512
-"""Number of prompt tokens to process at once, which bounds the memory for their logits."""
+"""Number of prompt tokens to process in one call, over all texts, which bounds the memory for their logits."""
+
+_DEFAULT_CONTEXT = 1024
+"""Length of the window of a model that has no cache and declares no maximum length."""
 
 
 @dataclass(frozen=True)
@@ -32,85 +44,204 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
 
-    def choose(self, logits_V: torch.Tensor, generator: torch.Generator) -> int:
-        """Sample a token from its logits (V,); NO_TOKEN if they are not finite."""
-        logits_V = logits_V.float().cpu()
-        probs_V = (logits_V / (self.temperature or 1.0)).softmax(0)
-        if not probs_V.isfinite().all():
-            return NO_TOKEN
-        if self.temperature == 0.0:
-            return int(logits_V.argmax())
+    def choose(self, logprobs_BV: torch.Tensor, noise_BV: torch.Tensor | None = None) -> torch.Tensor:
+        """Return a token of each text, (B,), from their log-probabilities; `noise_BV` is only used for sampling.
+
+        The token with the largest sum of log-probability and Gumbel noise is a sample of the distribution (Gumbel
+        1954; Maddison et al. 2014, arXiv:1411.0030).
+        """
+        if self.temperature == 0.0 or noise_BV is None:
+            return logprobs_BV.argmax(1)
+        scores_BV = logprobs_BV / self.temperature
         if self.top_k or self.top_p < 1.0:
-            sorted_V, order_V = probs_V.sort(descending=True, stable=True)
-            before_V = sorted_V.cumsum(0) - sorted_V
-            dropped_V = before_V >= self.top_p
-            dropped_V[0] = False
+            sorted_BV, order_BV = scores_BV.softmax(1).sort(dim=1, descending=True, stable=True)
+            is_dropped_BV = sorted_BV.cumsum(1) - sorted_BV >= self.top_p
+            is_dropped_BV[:, 0] = False
             if self.top_k:
-                dropped_V[self.top_k :] = True
-            probs_V = probs_V.index_fill(0, order_V[dropped_V], 0.0)
-        return int(torch.multinomial(probs_V, 1, generator=generator))
+                is_dropped_BV[:, self.top_k :] = True
+            scores_BV = scores_BV.masked_fill(is_dropped_BV.scatter(1, order_BV, is_dropped_BV), -math.inf)
+        return (scores_BV + noise_BV).argmax(1)
 
 
 GREEDY = Sampling(temperature=0.0)
 
 
-Decoder: TypeAlias = Callable[[Sequence[int]], torch.Tensor]
-"""Feeds text to a model step by step.
+def gumbel_noise(
+    seed: int, indices: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device
+) -> torch.Tensor:
+    """Return Gumbel noise (B, V) that depends on nothing but the seed, each text's index and the token's position.
 
-A call with the tokens that follow those of earlier calls returns the logits (V,) of the next token.
-"""
+    Whatever else is in the batch, on whatever rank, a text has the same noise.  Every number is a hash of its place: a
+    counter that begins at a hash of seed, index and position, mixed by the finalizer of MurmurHash3 (as in SplitMix,
+    Steele et al. 2014).
+    """
+    places = list(zip(indices, positions, strict=True))
+    keys = [
+        hashlib.blake2b(f"{seed} {index} {position}".encode(), digest_size=8).digest() for index, position in places
+    ]
+    key_B2 = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.int32).view(-1, 2).to(device)
+    counter_V = torch.arange(vocab_size, dtype=torch.int32, device=device) * _as_int32(0x9E3779B9)
+    hash_BV = counter_V + key_B2[:, :1]
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        hash_BV.bitwise_xor_((hash_BV >> shift) & (2 ** (32 - shift) - 1)).mul_(_as_int32(factor))  # wraps around
+    hash_BV.bitwise_xor_(key_B2[:, 1:])
+    # Between 0 and 1, both excluded.  Small values, which give the largest noise, have their full precision.
+    uniform_BV = (hash_BV.double() + (2**31 + 0.5)).mul_(2.0**-32).float().clamp_(max=1 - 2.0**-24)
+    return uniform_BV.neg_().log1p_().neg_().log_().neg_()
 
 
-class CachedDecoder:
+def _as_int32(number: int) -> int:
+    return number - 2**32 if number >= 2**31 else number
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Decoders: how a model is fed
+
+
+class Decoder(ABC):
+    """Feeds the texts of a batch to a model, and returns the logits (B, V) of their next tokens."""
+
+    @abstractmethod
+    def begin(self, prompts: Sequence[Sequence[int]], length: int, max_tokens: int) -> torch.Tensor:
+        """Feed the prompts, none longer than `length`.  max_tokens: of the longest text, with its prompt."""
+
+    @abstractmethod
+    def extend(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Feed the next token of each text."""
+
+    def keep(self, rows: Sequence[int]) -> bool:
+        """Drop the texts of all other rows, and return True; or return False if that is not supported."""
+        return False
+
+
+class CachedDecoder(Decoder):
     """Processes each token once, with a KV cache; for models based on `trainer.sequence`."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self._device, self._cache = model, device, Cache()
 
-    def __call__(self, tokens: Sequence[int]) -> torch.Tensor:
-        for start in range(0, len(tokens), _PREFILL_TOKENS):
-            part = torch.tensor([tokens[start : start + _PREFILL_TOKENS]], device=self._device)
-            logits_1TV = self._model(part, documents=self._cache)
-            self._cache.advance(part.shape[1])
-        return logits_1TV[0, -1]
+    def begin(self, prompts: Sequence[Sequence[int]], length: int, max_tokens: int) -> torch.Tensor:
+        tokens_BT, padding = _padded_left(prompts, length)
+        self._cache = Cache(padding, max_tokens)
+        logits_BTV = torch.empty(0)
+        for part_BT in tokens_BT.split(max(1, _PREFILL_TOKENS // len(prompts)), 1):
+            logits_BTV = self._call(part_BT)
+        return logits_BTV[:, -1]
+
+    def extend(self, tokens: Sequence[int]) -> torch.Tensor:
+        return self._call(torch.tensor(tokens).unsqueeze(1))[:, -1]
+
+    def keep(self, rows: Sequence[int]) -> bool:
+        self._cache.keep_rows(rows)
+        return True
+
+    def _call(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        logits_BTV: torch.Tensor = self._model(tokens_BT.to(self._device), documents=self._cache)
+        self._cache.advance(tokens_BT.shape[1])
+        return logits_BTV
 
 
-class WindowDecoder:
-    """Works with any causal model: processes the last `context` tokens again at each step.
+class WindowDecoder(Decoder):
+    """Works with any causal model: processes the last `context` tokens of each text again at each step.
 
     Every forward pass has the shape (1, context), so that a compiled model is not recompiled.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, context: int) -> None:
         self._model, self._device, self._context = model, device, context
-        self._tokens: list[int] = []
+        self._texts: list[list[int]] = []
 
-    def __call__(self, tokens: Sequence[int]) -> torch.Tensor:
-        self._tokens = [*self._tokens, *tokens][-self._context :]
-        padded = self._tokens + [0] * (self._context - len(self._tokens))
-        logits: torch.Tensor = self._model(torch.tensor([padded], device=self._device))
-        return logits[0, len(self._tokens) - 1]
+    def begin(self, prompts: Sequence[Sequence[int]], length: int, max_tokens: int) -> torch.Tensor:
+        self._texts = [list(prompt) for prompt in prompts]
+        return torch.stack([self._call(text) for text in self._texts])
+
+    def extend(self, tokens: Sequence[int]) -> torch.Tensor:
+        for text, token in zip(self._texts, tokens, strict=True):
+            text.append(token)
+        return torch.stack([self._call(text) for text in self._texts])
+
+    def _call(self, text: list[int]) -> torch.Tensor:
+        window = text[-self._context :]
+        padded = window + [0] * (self._context - len(window))
+        logits_1TV: torch.Tensor = self._model(torch.tensor([padded], device=self._device))
+        return logits_1TV[0, len(window) - 1]
 
 
-class TransformersDecoder:
+class TransformersDecoder(Decoder):
     """Uses a transformers model with its own KV cache."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self._device = model, device
-        self._past: Any = None
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._cache: Any = None
+        self._max_tokens = 0
+        self._mask_BS: torch.Tensor | None = None
+        """True for tokens that are not padding; None if there is no padding."""
 
-    def __call__(self, tokens: Sequence[int]) -> torch.Tensor:
-        input_ids = torch.tensor([list(tokens)], device=self._device)
-        output = self._model(input_ids=input_ids, past_key_values=self._past, use_cache=True)
-        self._past = output.past_key_values
-        logits: torch.Tensor = output.logits[0, -1]
-        return logits
+    def begin(self, prompts: Sequence[Sequence[int]], length: int, max_tokens: int) -> torch.Tensor:
+        tokens_BT, padding = _padded_left(prompts, length)
+        self._cache, self._mask_BS, self._max_tokens = None, None, max_tokens
+        if any(padding):
+            self._mask_BS = (torch.arange(length) >= torch.tensor(padding).unsqueeze(1)).to(self._device)
+        return self._call(tokens_BT)
+
+    def extend(self, tokens: Sequence[int]) -> torch.Tensor:
+        if self._mask_BS is not None:
+            self._mask_BS = nn.functional.pad(self._mask_BS, (0, 1), value=True)
+        return self._call(torch.tensor(tokens).unsqueeze(1))
+
+    def keep(self, rows: Sequence[int]) -> bool:
+        if not hasattr(self._cache, "batch_select_indices"):
+            return False
+        index_R = torch.tensor(rows, device=self._device)
+        self._cache.batch_select_indices(index_R)
+        if self._mask_BS is not None:
+            self._mask_BS = self._mask_BS[index_R]
+        return True
+
+    def _call(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        inputs: dict[str, Any] = {"input_ids": tokens_BT.to(self._device)}
+        if self._mask_BS is not None:
+            inputs["attention_mask"] = self._mask_BS.long()
+            if self._takes_positions:
+                positions_BS = (self._mask_BS.long().cumsum(1) - 1).clamp(min=0, max=self._max_tokens - 1)
+                inputs["position_ids"] = positions_BS[:, -tokens_BT.shape[1] :]
+        output = self._model(**inputs, past_key_values=self._cache, use_cache=True)
+        self._cache = output.past_key_values
+        logits_BV: torch.Tensor = output.logits[:, -1]
+        return logits_BV
+
+
+def _padded_left(prompts: Sequence[Sequence[int]], length: int) -> tuple[torch.Tensor, list[int]]:
+    """Return the prompts padded to `length` on the left, (B, T), and the number of padding tokens of each."""
+    padding = [length - len(prompt) for prompt in prompts]
+    rows = [[0] * number + list(prompt) for number, prompt in zip(padding, prompts, strict=True)]
+    return torch.tensor(rows), padding
+
+
+def find_decoder(model: nn.Module, device: torch.device, num_tokens: int, context: int | None = None) -> Decoder:
+    """Return the fastest decoder for texts of up to `num_tokens` tokens, prompts included.
+
+    context: the longest text that the model may see at once; by default its maximum length.  Longer texts need a
+    window of this length that moves along.
+    """
+    context = context or max_seq_len(model) or max(num_tokens, _DEFAULT_CONTEXT)
+    if num_tokens <= context and supports_kv_cache(model):
+        return CachedDecoder(model, device)
+    if num_tokens <= context and is_transformers_model(model):
+        return TransformersDecoder(model, device)
+    return WindowDecoder(model, device, context)
 
 
 def supports_kv_cache(model: nn.Module) -> bool:
-    """Return whether the model accepts a `Cache` as its documents; transformers models have their own caches."""
+    """Return whether the model accepts a `Cache` as its documents; transformers models have their own caches.
+
+    A compiled model does not: every length would be compiled.
+    """
     arguments = inspect.signature(model.forward).parameters
-    return {"documents", "borders"} <= arguments.keys() and not is_transformers_model(model)
+    if not {"documents", "borders"} <= arguments.keys() or is_transformers_model(model):
+        return False
+    return not any(module._compiled_call_impl is not None for module in model.modules())
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -118,51 +249,153 @@ def is_transformers_model(model: nn.Module) -> bool:
     return any(base.__module__.startswith("transformers.") for base in type(model).__mro__)
 
 
+def max_seq_len(model: nn.Module) -> int | None:
+    """Return the maximum sequence length of the model in tokens, or None if it does not declare one."""
+    config = getattr(model, "config", None)
+    lengths = (getattr(config, name, None) for name in ("max_seq_len", "max_position_embeddings"))
+    return next((int(length) for length in lengths if length), None)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Generating
+
+
+class Token(NamedTuple):
+    """A generated token."""
+
+    row: int
+    """Which of the prompts it continues."""
+    token: int
+    """The token, or NO_TOKEN."""
+    logprob: float
+    """Its log-probability under the model, whatever the temperature."""
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The text that continues one prompt.
+
+    tokens: the generated tokens; the last one is the end token if there is one.  logprobs: their log-probabilities
+    under the model, whatever the temperature, top-k and top-p.  finish: why the text ended: an end token, its maximum
+    length, or logits that are not finite, of which nothing was drawn.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish: Literal["end", "length", "not finite"]
+
+
+def generate_batch(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int | Sequence[int],
+    sampling: Sampling = GREEDY,
+    *,
+    seed: int = 0,
+    indices: Sequence[int] | None = None,
+    ends: Collection[int] = (),
+    context: int | None = None,
+    device: torch.device | None = None,
+) -> list[Generated]:
+    """Continue each prompt by up to `max_tokens` tokens, until one of `ends`, and return the texts in order.
+
+    max_tokens: one number, or one for each prompt.  seed, indices: the noise of a sample is a function of the seed, the
+    index of its prompt (by default its place in `prompts`) and the position of the token in the text.  So a text does
+    not depend on the others in the batch, nor on ranks, except through rounding.  context: see `find_decoder`; by
+    default the maximum length of the model.  device: where the model computes; by default where its parameters are.
+
+    The KV cache takes 2 x layers x key and value heads x head size elements for each token of a text.
+
+    The model is in evaluation mode meanwhile.  Collective if a forward pass is: for a sharded model outside `gathered`,
+    and with experts on other ranks.  Each rank may then have its own prompts, or none: every call waits for all ranks,
+    and all of them go on until the last text has ended, with one all-reduce of a flag for each token.
+    """
+    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
+    device = device or next(model.parameters()).device
+    texts = [Generated([], [], "length") for _ in prompts]
+    finishes: dict[int, Literal["end", "not finite"]] = {}
+    with evaluation_mode(model), full_sequences():
+        in_step = InStep(device) if forward_is_collective(model) else None
+        longest = longest_text(prompts, limits, in_step)
+        decoder = find_decoder(model, device, longest, context)
+        for row, token, logprob in generate_tokens(decoder, prompts, limits, sampling, seed, indices, ends, in_step):
+            if token == NO_TOKEN:
+                finishes[row] = "not finite"
+                continue
+            texts[row].tokens.append(token)
+            texts[row].logprobs.append(logprob)
+            if token in ends:
+                finishes[row] = "end"
+    return [Generated(text.tokens, text.logprobs, finishes.get(row, "length")) for row, text in enumerate(texts)]
+
+
+def longest_text(prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], in_step: InStep | None = None) -> int:
+    """Return the largest number of tokens that a text can have, with its prompt; on any rank, if they are in step."""
+    longest = max((len(prompt) + limit for prompt, limit in zip(prompts, max_tokens, strict=True)), default=1)
+    return longest if in_step is None else in_step.max(longest)
+
+
+class InStep:
+    """Keeps ranks in step that call the same sharded model.  Every method is an all-reduce."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def max(self, number: int) -> int:
+        """Return the largest number of all ranks."""
+        numbers = torch.tensor(number, device=self._device)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        return int(numbers)
+
+
 @torch.no_grad()
 def generate_tokens(
-    decode: Decoder,
-    prompt: Sequence[int],
-    num_tokens: int,
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: Sequence[int],
     sampling: Sampling,
-    generator: torch.Generator,
+    seed: int = 0,
+    indices: Sequence[int] | None = None,
     ends: Collection[int] = (),
-    agree: Callable[[int], int] = int,
-) -> Iterator[int]:
-    """Yield up to `num_tokens` tokens that continue `prompt`, ending with the first of `ends`, or before NO_TOKEN.
+    in_step: InStep | None = None,
+) -> Iterator[Token]:
+    """Yield the next token of each text in turn, until all have ended.  See `generate_batch`.
 
-    agree: maps each sampled token to the one to use, so that ranks agree.
+    Texts that have ended are dropped from the batch once they are half of it.
     """
-    new_tokens = list(prompt)
-    for _ in range(num_tokens):
-        token = agree(sampling.choose(decode(new_tokens), generator))
-        if token == NO_TOKEN:
-            return
-        yield token
-        if token in ends:
-            return
-        new_tokens = [token]
-
-
-@torch.no_grad()
-def generate_sample(
-    model: nn.Module,
-    world: World,
-    prompt: list[int],
-    num_tokens: int,
-    context: int,
-    is_compiled: bool = False,
-    ends: Collection[int] = (),
-) -> list[int]:
-    """Return `prompt` followed by up to `num_tokens` generated tokens, ending with the first of `ends`.
-
-    Called by all ranks, since each forward pass gathers a sharded model.  Rank 0 samples and broadcasts each token.
-    `context`: the sequence length that the model was trained with.
-    """
-    fits = len(prompt) + num_tokens <= context
-    decode: Decoder = WindowDecoder(model, world.device, context)
-    if fits and supports_kv_cache(model) and not is_compiled:
-        decode = CachedDecoder(model, world.device)
-    generator = torch.Generator().manual_seed(0)
-    agree: Callable[[int], int] = lambda token: int(world.broadcast(token))  # noqa: E731
-    with full_sequences():
-        return [*prompt, *generate_tokens(decode, prompt, num_tokens, Sampling(), generator, ends, agree)]
+    indices = range(len(prompts)) if indices is None else indices
+    longest = longest_text(prompts, max_tokens, in_step)
+    length, num_rows = max(map(len, prompts), default=1), len(prompts)
+    if in_step is not None:  # then calls must have the same shape on all ranks
+        length, num_rows = in_step.max(length), in_step.max(num_rows)
+    fed = [*prompts, *([0] for _ in range(num_rows - len(prompts)))]
+    active = {row for row in range(len(prompts)) if max_tokens[row] > 0}
+    numbers = [len(prompt) for prompt in fed]
+    """Number of tokens of each text."""
+    rows = list(range(num_rows))
+    """The texts that the decoder is still fed, in the order of its batch."""
+    logits_BV: torch.Tensor | None = None
+    last: list[int] = []
+    while in_step.max(len(active)) if in_step is not None else active:
+        logits_BV = decoder.begin(fed, length, longest) if logits_BV is None else decoder.extend(last)
+        logprobs_BV = logits_BV.float().log_softmax(1)
+        noise_BV = None
+        if sampling.temperature > 0.0:
+            places = [indices[row] if row < len(prompts) else 0 for row in rows]
+            positions = [numbers[row] for row in rows]
+            noise_BV = gumbel_noise(seed, places, positions, logits_BV.shape[1], logits_BV.device)
+        chosen_B = sampling.choose(logprobs_BV, noise_BV)
+        logprobs = logprobs_BV.gather(1, chosen_B.unsqueeze(1)).squeeze(1).tolist()
+        last = chosen_B.tolist()
+        for row, chosen, logprob in zip(rows, last, logprobs, strict=True):
+            if row not in active:
+                continue
+            numbers[row] += 1
+            token = chosen if math.isfinite(logprob) else NO_TOKEN
+            if token == NO_TOKEN or token in ends or numbers[row] - len(prompts[row]) == max_tokens[row]:
+                active.remove(row)
+            yield Token(row, token, logprob)
+        if in_step is None and 0 < 2 * len(active) <= len(rows):
+            kept = [place for place, row in enumerate(rows) if row in active]
+            if decoder.keep(kept):
+                rows, last = [rows[place] for place in kept], [last[place] for place in kept]

@@ -272,7 +272,11 @@ def remedies(plan: Plan, limit: int = 2) -> list[str]:
     for change, config, mesh in _changes(plan):
         has_same_trace = _traced_settings(config) == _traced_settings(plan.config)
         rounds = config.train.weights_dtype != plan.config.train.weights_dtype or config.optim != plan.config.optim
-        other = make_plan(config, mesh, plan.machine, plan.probe if has_same_trace else None)
+        rounds = rounds or config.lora != plan.config.lora
+        try:
+            other = make_plan(config, mesh, plan.machine, plan.probe if has_same_trace else None)
+        except UserError:  # rows that cannot be packed
+            continue
         if other.fits:
             cost = other.time.total_s * mesh.num_ranks / other.tokens
             text = f"{change}: {other.needed_gib:.2f} GiB, {other.time.total_s:.3g} s per step"
@@ -283,7 +287,7 @@ def remedies(plan: Plan, limit: int = 2) -> list[str]:
 def _traced_settings(config: RunConfig) -> tuple[object, ...]:
     """Return the settings that a trace depends on: the dtypes, and the groups of ranks inside the shard axis."""
     dtypes = config.fsdp.param_dtype, config.train.weights_dtype, config.optim.state_dtype
-    return *dtypes, config.context, config.expert, config.mesh.expert_method
+    return *dtypes, config.lora.base_dtype, config.context, config.expert, config.mesh.expert_method
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
@@ -311,6 +315,8 @@ def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
         if config.optim.state_dtype == "float32":
             moments = replace(config, optim=replace(config.optim, state_dtype="bfloat16"))
             yield "optim.state_dtype=bfloat16", moments, mesh
+    for packed in ("fp8", "nf4") if config.lora.rank and not config.lora.packs else ():
+        yield f"lora.base_dtype={packed}", replace(config, lora=replace(config.lora, base_dtype=packed)), mesh
     if not fsdp.cpu_offload and plan.machine.device_type == "cuda":
         yield "fsdp.cpu_offload=true", replace(config, fsdp=replace(fsdp, cpu_offload=True)), mesh
     if mesh.replicate > 1:

@@ -81,7 +81,8 @@ def attend(
     """
     options = AttentionOptions(dropout, window, scale, sinks_N)
     if isinstance(documents, Cache):
-        return attend_cached(q_BNTH, *documents.extend(k_BKTH, v_BKTH), options)
+        k_BKSH, v_BKSH = documents.extend(k_BKTH, v_BKTH)
+        return attend_cached(q_BNTH, k_BKSH, v_BKSH, documents.mask_of(q_BNTH, window), options)
     slices = current_slices()
     if slices is None:
         return attend_full(q_BNTH, k_BKTH, v_BKTH, documents, options)
@@ -99,7 +100,7 @@ def positions(
     if given_BT is not None:
         return given_BT
     if isinstance(documents, Cache):
-        return torch.arange(documents.num_tokens, documents.num_tokens + tokens_BT.shape[1], device=tokens_BT.device)
+        return documents.positions_of(tokens_BT)
     slices = current_slices()
     if documents is None:
         counted = torch.arange(tokens_BT.shape[1] if slices is None else slices.seq_len, device=tokens_BT.device)

@@ -115,13 +115,20 @@ def attend_full(
 
 
 def attend_cached(
-    q_BNQH: torch.Tensor, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor, options: AttentionOptions
+    q_BNQH: torch.Tensor,
+    k_BKTH: torch.Tensor,
+    v_BKTH: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
-    """Attend from the last Q of T tokens, during generation."""
+    """Attend from the last Q of T tokens, during generation.  mask: see `Cache.mask_of`."""
     if q_BNQH.shape[2] > 1:
-        return attend_full(q_BNQH, k_BKTH, v_BKTH, None, options)
+        if mask is None:
+            return attend_full(q_BNQH, k_BKTH, v_BKTH, None, options)
+        return _attend_masked(q_BNQH, k_BKTH, v_BKTH, mask, options)
     seen = slice(-options.window if options.window is not None else None, None)
-    return _attend_masked(q_BNQH, k_BKTH[:, :, seen], v_BKTH[:, :, seen], None, options)
+    mask = None if mask is None else mask[..., seen]
+    return _attend_masked(q_BNQH, k_BKTH[:, :, seen], v_BKTH[:, :, seen], mask, options)
 
 
 def _supports_grouped_heads(device_type: str, dtype: torch.dtype) -> bool:
@@ -155,7 +162,7 @@ def _attend_masked(
     options: AttentionOptions,
 ) -> torch.Tensor:
     if options.sinks is not None:
-        mask = None if mask is None else F.pad(mask, (1, 0), value=True)
+        mask = None if mask is None else F.pad(mask, (1, 0), value=mask.dtype == torch.bool)  # 0 if it is added
         q_BNQH, k_BKTH, with_sink, options = _with_sink_key(q_BNQH, k_BKTH, v_BKTH, options)
         return _attend_masked(q_BNQH, k_BKTH, with_sink, mask, options)[..., : v_BKTH.shape[-1]]
     arguments = _kernel_arguments(q_BNQH, k_BKTH, options)

@@ -36,7 +36,9 @@ def causal_convolution(
     """
     num_before = weight_DW.shape[1] - 1
     if isinstance(documents, Cache):
-        stored = documents.recall()
+        stored, is_padding_BT = documents.recall(), documents.is_padding(x_BTD)
+        if is_padding_BT is not None:
+            x_BTD = x_BTD.masked_fill(is_padding_BT.unsqueeze(-1), 0)
         before_BTD = x_BTD.new_zeros(x_BTD.shape[0], num_before, x_BTD.shape[2]) if stored is None else stored[0]
         x_BTD = torch.cat((before_BTD, x_BTD), 1)
         documents.keep(x_BTD[:, x_BTD.shape[1] - num_before :])
@@ -89,7 +91,9 @@ def gated_delta_rule(
     num_rows, _, num_heads, key_size = k_BTNH.shape
     zeros_BNHE = inputs[2].new_zeros(num_rows, num_heads, key_size, v_BTNE.shape[-1])
     if isinstance(documents, Cache):
-        stored = documents.recall()
+        stored, is_padding_BT = documents.recall(), documents.is_padding(beta_BTN)
+        if is_padding_BT is not None:  # at a rate of 0 nothing is written
+            inputs[-1] = inputs[-1].masked_fill(is_padding_BT.unsqueeze(-1), 0)
         chunks = _prepare_chunks(*inputs, begins_BT=None)
         out_BTNE, state_BNHE = _read_chunks(chunks, zeros_BNHE if stored is None else stored[0])
         documents.keep(state_BNHE)
@@ -210,7 +214,8 @@ def _entering_states(slices: Slices, maps_PBNHX: torch.Tensor, state_BNHE: torch
     for map_BNHX in maps_PBNHX.unbind():
         states.append(state_BNHE)
         state_BNHE = map_BNHX[..., :key_size] @ state_BNHE + map_BNHX[..., key_size:]
-    return torch.cat([states[number] for number in _numbers(slices)])
+    # Chosen from a stack, so that all ranks take part in the backward pass of the gather, also with the first piece.
+    return torch.stack(states)[_numbers(slices)].flatten(0, 1)
 
 
 def _numbers(slices: Slices) -> list[int]:

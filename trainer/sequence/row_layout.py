@@ -7,7 +7,7 @@ Shape suffixes: B batch, T time, Q queries, K key and value heads, H head size.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -192,22 +192,37 @@ class DocumentRows:
 
 
 class Cache(Documents):
-    """A cache for generation: the keys and values of the text so far, or the states after it, layer by layer.
+    """A cache for generation: the keys and values of the texts so far, or the states after them, layer by layer.
 
     Passed to a model instead of a batch's `documents`, it makes the tokens of a call continue those of earlier calls:
     `model(tokens, documents=cache)`, followed by `cache.advance(tokens.shape[1])`.
+
+    Texts of different lengths are padded on the left, with any tokens.  Nothing attends to the padding, and positions
+    count from the first token after it.  They stay below `max_tokens`, since a text that has ended is fed more tokens
+    as long as others of its batch go on.
+
+    A layer's memory is allocated for twice the tokens that it holds, or for as many as it can ever hold if that is
+    less, and doubled when it is full.  New keys and values are written in place: a call copies none of the earlier
+    ones, unless the memory has to grow.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, padding: Sequence[int] = (), max_tokens: int = 0) -> None:
+        """`padding`: padding tokens of each text.  `max_tokens`: number of tokens of the longest text; 0 if unknown."""
         self.num_tokens = 0
-        """Number of tokens in finished calls."""
+        """Number of tokens in finished calls, with the padding."""
+        self._padding = torch.tensor(padding) if any(padding) else None
+        self._max_position = max_tokens - 1 if max_tokens else torch.iinfo(torch.int64).max
+        self._max_tokens = max_tokens + max(padding, default=0)
         self._layers: list[tuple[torch.Tensor, ...]] = []
         self._next = 0
+        self._masks: dict[int | None, torch.Tensor] = {}
+        """Masks of the current call, by window."""
 
     def advance(self, num_tokens: int) -> None:
         """Record that a call with this many tokens has finished."""
         self.num_tokens += num_tokens
         self._next = 0
+        self._masks = {}
 
     def recall(self) -> tuple[torch.Tensor, ...] | None:
         """Return what the next layer kept in the call before; None in the first call."""
@@ -219,13 +234,70 @@ class Cache(Documents):
         self._next += 1
 
     def extend(self, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values to the next layer's, and return those of all tokens so far."""
-        stored = self.recall()
-        if stored is not None:
-            k_BKSH, v_BKSH = stored
-            k_BKTH, v_BKTH = torch.cat((k_BKSH, k_BKTH), 2), torch.cat((v_BKSH, v_BKTH), 2)
-        self.keep(k_BKTH, v_BKTH)
-        return k_BKTH, v_BKTH
+        """Append keys and values to the next layer's, and return those of all tokens so far: views."""
+        stop, stored = self.num_tokens + k_BKTH.shape[2], self.recall()
+        if stored is None or stop > stored[0].shape[2]:
+            memory = (self._allocate(k_BKTH, stop), self._allocate(v_BKTH, stop))
+            for larger, full in zip(memory, stored or (), strict=False):
+                larger[:, :, : self.num_tokens] = full[:, :, : self.num_tokens]
+            stored = memory
+        keys, values = stored
+        keys[:, :, self.num_tokens : stop] = k_BKTH
+        values[:, :, self.num_tokens : stop] = v_BKTH
+        self.keep(keys, values)
+        return keys[:, :, :stop], values[:, :, :stop]
+
+    def _allocate(self, like_BKTH: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Return memory for keys or values of at least `num_tokens` tokens."""
+        capacity = max(2 * num_tokens, _MIN_CACHED_TOKENS)
+        if self._max_tokens >= num_tokens:
+            capacity = min(capacity, self._max_tokens)
+        return like_BKTH.new_empty(*like_BKTH.shape[:2], capacity, like_BKTH.shape[3])
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Drop the texts of all other rows.  Copies what the cache holds."""
+        index_R = torch.tensor(rows)
+        if self._padding is not None:
+            self._padding = self._padding[index_R.to(self._padding.device)]
+        self._layers = [
+            tuple(kept.index_select(0, index_R.to(kept.device)) for kept in state) for state in self._layers
+        ]
+
+    def positions_of(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """Return the positions of a call's tokens: (T,), or (B, T) with padding, whose own positions are 0."""
+        index_T = torch.arange(self.num_tokens, self.num_tokens + tokens_BT.shape[1], device=tokens_BT.device)
+        if self._padding is None:
+            return index_T.clamp(max=self._max_position)
+        return (index_T - self._padding.to(tokens_BT.device).unsqueeze(1)).clamp(min=0, max=self._max_position)
+
+    def is_padding(self, x_BTD: torch.Tensor) -> torch.Tensor | None:
+        """Return which of a call's tokens are padding, (B, T); None if no text has padding."""
+        if self._padding is None:
+            return None
+        index_T = torch.arange(self.num_tokens, self.num_tokens + x_BTD.shape[1], device=x_BTD.device)
+        return index_T < self._padding.to(x_BTD.device).unsqueeze(1)
+
+    def mask_of(self, q_BNTH: torch.Tensor, window: int | None = None) -> torch.Tensor | None:
+        """Return the mask of a call's queries, (B, 1, T, S) for S tokens so far; None if no text has padding.
+
+        Layers share it: 0 where a query may attend to a key, one of the last `window`, else -inf.  Padding attends to
+        itself, since a query that attends to nothing has no finite output.
+        """
+        if self._padding is None or window in self._masks:
+            return self._masks.get(window)
+        self._padding = self._padding.to(q_BNTH.device)
+        keys_S = torch.arange(self.num_tokens + q_BNTH.shape[2], device=q_BNTH.device)
+        distances_TS = keys_S[self.num_tokens :].unsqueeze(1) - keys_S
+        is_near_TS = (distances_TS >= 0) & (distances_TS < (window or len(keys_S)))
+        is_text_B1S = (keys_S >= self._padding.unsqueeze(1)).unsqueeze(1)
+        is_seen_BTS = (is_text_B1S & is_near_TS) | (distances_TS == 0)
+        mask_BTS = q_BNTH.new_zeros(is_seen_BTS.shape).masked_fill_(~is_seen_BTS, -torch.inf)
+        self._masks[window] = mask_BTS.unsqueeze(1)
+        return self._masks[window]
+
+
+_MIN_CACHED_TOKENS = 64
+"""Smallest number of tokens for which a KV cache allocates memory, unless its `max_tokens` is lower."""
 
 
 def find_borders(documents_BT: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,100 @@
+"""`gathered`: many forward passes of a sharded model after one all-gather; and generation in step on all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import tiny_config
+from trainer import Trainer
+from trainer.model.gradients import gathered, reshard
+from trainer.model.sample import Generated, Sampling, generate_batch
+
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [11, 2]]
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives inside the block."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += function.namespace.startswith(("c10d", "_c10d"))
+        return function(*args, **(kwargs or {}))
+
+
+def num_collectives(run: Any) -> int:
+    with Collectives() as collectives:
+        run()
+    return collectives.number
+
+
+def generate_and_train(folder: Path, overrides: list[str]) -> dict[str, Any]:
+    """Train a step, generate in and outside `gathered`, and train another step."""
+    trainer = Trainer(tiny_config(folder, "train.steps=4", "train.micro_batch_size=1", *overrides))
+    model, rank, size = trainer.model, trainer.world.rank, trainer.world.size
+    own = list(range(len(PROMPTS)))[rank::size]
+
+    def generate(indices: list[int]) -> list[Generated]:
+        return generate_batch(
+            model, [PROMPTS[i] for i in indices], 6 + 3 * rank, Sampling(1.0), indices=indices, ends={7}
+        )
+
+    def forward() -> None:
+        """Twice: what stays gathered after the first pass is not gathered again in the second."""
+        with torch.no_grad():
+            model(torch.zeros(1, 4, dtype=torch.int64))
+            model(torch.zeros(1, 4, dtype=torch.int64))
+        reshard(model)
+
+    steps = trainer.steps()
+    losses, found = [next(steps).loss], {}
+    found["forward"] = num_collectives(forward)
+    sharded = generate(own)
+    with gathered(model):
+        found["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+        inside: list[Generated] = []
+        found["inside"] = num_collectives(lambda: inside.extend(generate(own[: 2 - rank])))  # ranks need not agree
+        found["same inside"] = [text.tokens for text in inside] == [text.tokens for text in sharded][: 2 - rank]
+    found["forward afterwards"] = num_collectives(forward)
+    found["same afterwards"] = generate(own) == sharded
+    losses += [next(steps).loss, next(steps).loss]
+    steps.close()
+    trainer.close()
+    texts = {index: text.tokens[:6] for index, text in zip(own, sharded, strict=True)}
+    return {"losses": losses, "texts": texts, "parameters": found.pop("parameters"), **found}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        (2, []),
+        pytest.param(2, ["fsdp.reshard_after_forward=never"], marks=pytest.mark.campaign),
+        pytest.param(4, ["fsdp.reshard_after_forward=2"], marks=pytest.mark.campaign),
+        pytest.param(4, ["mesh.replicate=2"], marks=pytest.mark.campaign),
+        pytest.param(2, ["fsdp.param_dtype=bfloat16"], marks=pytest.mark.campaign),
+    ],
+)
+def test_gathered_model_generates_without_collectives(ranks: int, overrides: list[str], tmp_path: Path) -> None:
+    """The texts of one rank, and the losses of training without generation; afterwards units reshard as before."""
+    (alone,) = run_ranks(1, generate_and_train, tmp_path / "one", [o for o in overrides if "dtype" in o])
+    found = run_ranks(ranks, generate_and_train, tmp_path / "ranks", overrides)
+    texts: dict[int, list[int]] = {}
+    tolerance = 1e-2 if "dtype" in "".join(overrides) else 1e-5  # bfloat16 has 8 bits
+    for each in found:
+        assert each["inside"] == 0
+        assert each["forward"] == each["forward afterwards"] > 0
+        assert each["same inside"]
+        assert each["same afterwards"]
+        assert each["parameters"] == alone["parameters"]
+        assert each["losses"] == pytest.approx(alone["losses"], rel=tolerance)
+        texts |= each["texts"]
+    assert alone["forward"] == alone["inside"] == 0
+    if "dtype" not in "".join(overrides):
+        assert texts == alone["texts"]

@@ -1,0 +1,61 @@
+"""Log-probabilities of a teacher in files: of each token of a source's samples, those of the most likely next tokens.
+
+A folder holds `ids.npy` (samples, seq_len, k) in int32, `logps.npy` of the same shape in float32, and `top.json`, which
+identifies the samples.  `python -m trainer.teach` writes it.  This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.config.teacher import KEY, TOP
+from trainer.data.source import Fingerprint, SourceSubset, as_mapping
+from trainer.errors import setting_error
+from trainer.files import write_atomically
+
+
+class TopLogps(SourceSubset):
+    """All samples of a source, with the entries `top_ids` and `top_logps` (samples, seq_len, k) of a folder.
+
+    Raises UserError if the folder belongs to other samples.
+    """
+
+    def __init__(self, base: Any, folder: str) -> None:
+        super().__init__(base, 0, len(base))
+        content = json.loads((Path(folder) / TOP).read_text())
+        if content["samples"] != describe_samples(base.fingerprint, base.seq_len):
+            rule = "was written for other samples: the data, their tokenizer and data.seq_len must be the same"
+            raise setting_error(KEY, folder, rule, fix="write it again with python -m trainer.teach")
+        self._ids, self._logps = (np.load(Path(folder) / f"{name}.npy", mmap_mode="r") for name in ("ids", "logps"))
+
+    def batch(self, indices: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
+        """Return the samples at `indices`; see `Source.batch`."""
+        kept = np.maximum(np.asarray(indices), 0)  # padding has no targets, so any will do
+        top = {"top_ids": self._ids[kept].astype(np.int64), "top_logps": self._logps[kept]}
+        return {**as_mapping(super().batch(indices)), **top}
+
+
+def describe_samples(fingerprint: Fingerprint, seq_len: int) -> dict[str, Any]:
+    """Return what identifies the samples of a source, as JSON."""
+    return {"seq_len": seq_len, "data": json.loads(json.dumps(fingerprint.to_state()))}
+
+
+def create_files(folder: Path, num_samples: int, seq_len: int, num_top: int) -> None:
+    """Create the arrays, empty.  Raises UserError if the folder has been written already."""
+    if (folder / TOP).exists():
+        raise setting_error("--out", folder, "has been written already", fix="choose a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, dtype in (("ids", np.int32), ("logps", np.float32)):
+        np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, (num_samples, seq_len, num_top))
+
+
+def finish_files(folder: Path, fingerprint: Fingerprint, seq_len: int, teacher: str) -> None:
+    """Mark the folder as complete."""
+    content = {"teacher": teacher, "samples": describe_samples(fingerprint, seq_len)}
+    write_atomically(folder / TOP, json.dumps(content, indent=1) + "\n")
