@@ -972,7 +972,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "lowest-accuracy-is-best",
         "score-models",
-        "find_best",
+        "trainer.checkpoint.retention:find_best",
         "-1 if good[-1].higher_is_better else 1",
         "1",
     ),
@@ -1387,11 +1387,11 @@ DEFECTS: list[Defect] = [
         "if documents is None or True:",
     ),
     Defect(
-        "decays-of-other-documents",
+        "state-read-by-the-next-document",
         "linear-attention",
         "_prepare_chunks",
-        "steps_BNCSS = torch.where(same_BCSS, steps_BNCSS, 0)",
-        "steps_BNCSS = torch.where(same_BCSS | ~same_BCSS, steps_BNCSS, 0)",
+        "from_start = documents_BCS == 0",
+        "from_start = documents_BCS >= 0",
     ),
     Defect(
         "first-piece-without-a-gather",

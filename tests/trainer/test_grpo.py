@@ -15,7 +15,7 @@ from tests.helpers.ranks import run_ranks
 from trainer import load_config
 
 QUICK = ["run.threads=1", "run.device=cpu", "eval.every=0", "log.every=1", "checkpoint.every=0"]
-SMALL = ["train.global_batch_size=8", "train.micro_batch_size=2", "schedule.warmup_steps=2"]
+SMALL = ["schedule.name=constant", "train.global_batch_size=8", "train.micro_batch_size=2", "schedule.warmup_steps=2"]
 
 
 def train_grpo(folder: Path, num_supervised: int, overrides: list[str]) -> dict[str, Any]:

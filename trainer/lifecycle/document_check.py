@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer.config import RunConfig
 from trainer.data.loader import Batch, TrainLoader
@@ -210,7 +210,7 @@ def _name_mixing_module(model: nn.Module, batch: Batch) -> str:
         tensor.register_hook(note)
 
     def watch_inputs(name: str, inputs: Any) -> Any:
-        def alias(leaf: Any) -> Any:
+        def alias(leaf: torch.Tensor) -> torch.Tensor:
             """Return an alias of a hidden state, whose gradient comes from this module alone."""
             if not any(hidden.requires_grad for hidden in _hidden_states(leaf, others_BT)):
                 return leaf
@@ -219,7 +219,7 @@ def _name_mixing_module(model: nn.Module, batch: Batch) -> str:
             return own
 
         sums.add_inputs(name, inputs)
-        return tree_map(alias, inputs)
+        return tree_map_only(torch.Tensor, alias, inputs)
 
     def watch_outputs(name: str, inputs: Any, outputs: Any) -> None:
         sums.add_inputs(name, outputs)
@@ -275,12 +275,12 @@ def _compare_places(model: nn.Module, batch: Batch) -> str | None:
         if not found and any(map(differs, _hidden_states(outputs, tokens_BT))):
             found.append(name)
 
-        def exchange(leaf: Any) -> Any:
+        def exchange(leaf: torch.Tensor) -> torch.Tensor:
             if not [*_hidden_states(leaf, tokens_BT)]:
                 return leaf
             return torch.stack((leaf[0], leaf[0].roll(length, 0)))
 
-        return tree_map(exchange, outputs)
+        return tree_map_only(torch.Tensor, exchange, outputs)
 
     named = inspect.signature(model.forward).parameters
     entries = {name: batch[name] for name in ("documents", "positions", "borders") if name in named}

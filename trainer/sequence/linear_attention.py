@@ -150,19 +150,14 @@ def _prepare_chunks(
     is_before_SS = torch.ones(size, size, dtype=torch.bool, device=q_BTNH.device).tril()
     # The sum of decays after a token and up to another.  A difference of cumulative sums would contain the decays of
     # other documents, which cancel only up to rounding.
-    steps_BNCSS = torch.where(is_before_SS.tril(-1), decay_BNCS.unsqueeze(-1), 0)
-    allowed = is_before_SS
-    if begins_BT is None:
-        since_start_BNCS = decay_BNCS.cumsum(-1)
-        from_start = torch.ones_like(is_before_SS[0])
-    else:
+    sums_BNCSS = torch.where(is_before_SS.tril(-1), decay_BNCS.unsqueeze(-1), 0).cumsum(-2)
+    same_document, from_start = is_before_SS, is_before_SS[-1]
+    if begins_BT is not None:
         documents_BCS = F.pad(begins_BT, (0, num_missing)).unflatten(1, (-1, size)).cumsum(-1)[:, None]
-        same_BCSS = documents_BCS.unsqueeze(-1) == documents_BCS.unsqueeze(-2)
-        allowed, from_start = is_before_SS & same_BCSS, documents_BCS == 0
-        steps_BNCSS = torch.where(same_BCSS, steps_BNCSS, 0)
-        since_start_BNCS = torch.where(from_start, decay_BNCS, 0).cumsum(-1)
-    pairs_BNCSS = torch.where(allowed, steps_BNCSS.cumsum(-2).exp(), 0)
-    since_start_BNCS = torch.where(from_start, since_start_BNCS.exp(), 0)
+        same_document = documents_BCS.unsqueeze(-1) == documents_BCS.unsqueeze(-2)
+        from_start = documents_BCS == 0  # the document that the state before the chunk is of
+    pairs_BNCSS = torch.where(is_before_SS & same_document, sums_BNCSS.exp(), 0)
+    since_start_BNCS = torch.where(from_start, decay_BNCS.cumsum(-1).exp(), 0)
     rates_BNCSH = k_BNCSH * beta_BNCS.unsqueeze(-1)
     system_BNCSS = (rates_BNCSH @ k_BNCSH.mT) * pairs_BNCSS
     targets = torch.cat((v_BNCSE * beta_BNCS.unsqueeze(-1), rates_BNCSH * since_start_BNCS.unsqueeze(-1)), -1)
