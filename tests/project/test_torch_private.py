@@ -117,6 +117,8 @@ NOT_TORCH = {
 """Of Python itself, or names of our own that stand in texts."""
 
 OF_TRANSFORMERS = {
+    "_apply_gate",
+    "_bias",
     "_init_weights",
     "_is_hf_initialized",
     "_keys_to_ignore_on_load_unexpected",

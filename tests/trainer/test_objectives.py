@@ -191,7 +191,7 @@ def test_losses_of_scores_follow_the_formulas(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name not in OF_SCORES])
-def test_losses_of_samples_of_samples_follow_the_formulas(name: str) -> None:
+def test_losses_of_samples_follow_the_formulas(name: str) -> None:
     draw = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 7, (12,), generator=draw)
     logps, reference = (-lengths * (0.2 + torch.rand(12, generator=draw, dtype=torch.float64)) for _ in range(2))
