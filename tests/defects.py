@@ -1432,8 +1432,8 @@ DEFECTS: list[Defect] = [
         "tail-of-another-rank",
         "context",
         "_attend_to_all",
-        "*reversed(tails_C2BKSH.unbind())",
-        "*tails_C2BKSH.unbind()",
+        "*reversed(tails_CBKSX.unbind())",
+        "*tails_CBKSX.unbind()",
     ),
     Defect(
         "slices-unchecked",
