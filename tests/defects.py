@@ -561,7 +561,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "inputs-clamped-on-one-side",
         "from-hugging-face",
-        "recipes.gpt_oss.model:Experts.forward",
+        "recipes.gpt_oss.model:GptOssExperts.forward",
         ".clamp(-self.limit, self.limit)",
         ".clamp(max=self.limit)",
     ),

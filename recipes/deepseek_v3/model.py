@@ -112,7 +112,7 @@ class GroupedChoice(Choice):
         return scores_SE.gather(1, chosen_SA), chosen_SA
 
 
-class MixtureOfExperts(nn.Module):
+class DeepseekMixture(nn.Module):
     """A mixture of experts: shared ones for every token, and a few that each token chooses."""
 
     def __init__(self, config: DeepseekV3Config) -> None:
@@ -156,7 +156,7 @@ class DeepseekV3Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.has_experts = layer >= config.num_dense_layers
         if self.has_experts:
-            self.moe = MixtureOfExperts(config)
+            self.moe = DeepseekMixture(config)
         else:
             out_std = config.init_std / math.sqrt(2 * config.num_layers)
             self.feed_forward = FeedForward(config.dim, config.ffn_dim, config.init_std, out_std)

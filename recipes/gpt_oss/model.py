@@ -67,7 +67,7 @@ class Attention(nn.Module):
         return self.wo(merge_heads(out_BNTH))
 
 
-class Experts(nn.Module):
+class GptOssExperts(nn.Module):
     """Feed-forward experts with stacked weights: a SwiGLU with biases and clamped values.
 
     Rows of `gate_up` are those of a gate and of an input in turn, as in the published files.
@@ -105,7 +105,7 @@ class Experts(nn.Module):
         return out_MD + grouped_bias(self.down_bias, ends_E, num_rows)
 
 
-class MixtureOfExperts(nn.Module):
+class GptOssMixture(nn.Module):
     """A mixture of experts, in which a softmax over the scores of a token's experts gives their weights."""
 
     def __init__(self, config: GptOssConfig) -> None:
@@ -113,7 +113,7 @@ class MixtureOfExperts(nn.Module):
         self.config = config
         self.router = Router(config.dim, config.num_experts, std=config.init_std, bias=True)
         self.choice = Choice(config.num_experts, config.num_chosen, has_bias=config.balance_rate is not None)
-        self.experts = Experts(config)
+        self.experts = GptOssExperts(config)
 
     def forward(self, x_BTD: torch.Tensor, counts_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
         """Return the output, and the load over the tokens that `counts_BT` marks (None if `counts_BT` is None)."""
@@ -142,7 +142,7 @@ class GptOssBlock(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config, layer)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.moe = MixtureOfExperts(config)
+        self.moe = GptOssMixture(config)
 
     def forward(
         self,

@@ -95,7 +95,7 @@ def documented(section: str) -> tuple[set[str], set[str]]:
     rows = re.findall(r"^\| (`.*?) \| (.*) \|$", text, re.MULTILINE)
     conditional = {"profiled", "bits_per_byte", "every_s", "trained_share", "dropped_share", "truncated_share"}
     conditional |= {"accuracy", "margin", "reward_chosen", "reward_rejected"}
-    conditional |= {"reward_good", "reward_bad", "kl", "divergence"}
+    conditional |= {"reward_good", "reward_bad", "kl", "divergence", "busiest_expert", "dead_experts"}
     fields = {name for names, _ in rows for name in re.findall(r"`([^`]+)`", names)}
     return fields | {"kind", "time"}, conditional | {name for name in fields if "<" in name}
 

@@ -76,7 +76,7 @@ from trainer.recipe import find_recipe, resolve
 
 if TYPE_CHECKING:
     from trainer.distributed.world import World
-    from trainer.plan.search import Choice
+    from trainer.plan.search import PlannedChoice
 
 ConfigType = TypeVar("ConfigType")
 Stage = Literal["files", "keys", "tree", "config", "start", "data", "device"]
@@ -123,7 +123,7 @@ class Resolution:
     """The result of the passes of stage `keys`."""
     declared: DeclaredModel | None = None
     """The model that belongs to the initial weights."""
-    choice: Choice | None = None
+    choice: PlannedChoice | None = None
     """The planner's choice for the `auto` settings, on rank 0."""
     notes: list[str] = field(default_factory=list)
     """Messages to show the user."""

@@ -49,7 +49,7 @@ from trainer.plan.calibrate import calibrate
 from trainer.plan.experts import advice_on_balance, advice_on_experts
 from trainer.plan.machine import Machine, find_machine
 from trainer.plan.plan import Plan, make_plan, without_data
-from trainer.plan.search import Choice, NothingFits, fastest_choice, remedies, uses_auto
+from trainer.plan.search import NothingFits, PlannedChoice, fastest_choice, remedies, uses_auto
 from trainer.plan.show import draw, print_plan, to_json
 from trainer.recipe import add_working_folder_to_path
 
@@ -125,7 +125,7 @@ def _plan(arguments: list[str]) -> int:
     return EXIT_DOES_NOT_FIT
 
 
-def _show(plan: Plan, choice: Choice | None, options: _Options) -> None:
+def _show(plan: Plan, choice: PlannedChoice | None, options: _Options) -> None:
     if options.as_json:
         print_stdout(json.dumps(to_json(plan, choice)))
     else:

@@ -22,7 +22,7 @@ from trainer.model.parameters import local
 from trainer.optim.optimizer import AVERAGE_SIZE, Optimizer, training_bytes
 from trainer.plan.machine import GIB, Machine, find_machine
 from trainer.plan.plan import Plan, make_plan, teacher_of
-from trainer.plan.search import Choice, fastest_choice, remedies, uses_auto
+from trainer.plan.search import PlannedChoice, fastest_choice, remedies, uses_auto
 from trainer.plan.show import choice_text, memory_text
 
 _TOLERANCE = 0.1
@@ -44,7 +44,7 @@ _DEVICE_TOLERANCE_GIB = 0.25
 """Allowance on a GPU for memory that libraries take from the allocator, such as cuBLAS with 32 MiB per handle."""
 
 
-def resolve_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunConfig, Choice | None]:
+def resolve_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunConfig, PlannedChoice | None]:
     """Return `config` with its `auto` settings resolved, the same on all ranks, and on rank 0 the choice made.
 
     Plans for the memory of the rank that has the least.  The choice is None on other ranks, and if nothing is `auto`.
@@ -85,7 +85,7 @@ def choose_auto(config: RunConfig, resolution: Resolution) -> RunConfig:
     return replace(config, fsdp=fsdp, train=train, mesh=replace(config.mesh, **groups))
 
 
-def describe_choice(choice: Choice | None) -> str:
+def describe_choice(choice: PlannedChoice | None) -> str:
     """Format the resolved `auto` settings and the runners-up as a table, or return an empty string without a choice."""
     return "" if choice is None else choice_text(choice)
 

@@ -42,7 +42,7 @@ class NothingFits(UserError):
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlannedChoice:
     """The plan with the resolved `auto` settings, the runners-up, and the number of candidates evaluated."""
 
     plan: Plan
@@ -85,7 +85,7 @@ def uses_auto(config: RunConfig) -> bool:
     return AUTO in chosen_settings(config).values()
 
 
-def fastest_choice(config: RunConfig, mesh: MeshShape, machine: Machine) -> Choice:
+def fastest_choice(config: RunConfig, mesh: MeshShape, machine: Machine) -> PlannedChoice:
     """Return the fastest choice of the `auto` settings in `config` that fits `machine`.
 
     Of numbers of ranks that share sequences or experts, the smallest within the time tolerance of the fastest; those
@@ -102,18 +102,18 @@ def fastest_choice(config: RunConfig, mesh: MeshShape, machine: Machine) -> Choi
     return _smallest_of((within_node, across_nodes), mesh, machine)
 
 
-def _with_experts(config: RunConfig, mesh: MeshShape, machine: Machine) -> Choice:
+def _with_experts(config: RunConfig, mesh: MeshShape, machine: Machine) -> PlannedChoice:
     if config.mesh.expert != AUTO:
         return _Search(config, mesh, machine).best()
     return _smallest_of((possible_choices(config, mesh, machine.rates.ranks_per_node),), mesh, machine)
 
 
-def _smallest_of(groups: Iterable[Sequence[RunConfig]], mesh: MeshShape, machine: Machine) -> Choice:
+def _smallest_of(groups: Iterable[Sequence[RunConfig]], mesh: MeshShape, machine: Machine) -> PlannedChoice:
     """Return the first choice, in the order given, among those within the time tolerance of the fastest.
 
     A group of configurations is tried only if nothing fits in the groups before it.
     """
-    fitting: list[Choice] = []
+    fitting: list[PlannedChoice] = []
     errors: list[NothingFits] = []
     for group in groups:
         for candidate in group if not fitting else []:
@@ -126,7 +126,7 @@ def _smallest_of(groups: Iterable[Sequence[RunConfig]], mesh: MeshShape, machine
     fastest_s = min(choice.plan.time.total_s for choice in fitting)
     best = next(choice for choice in fitting if choice.plan.time.total_s <= (1 + _TIME_TOLERANCE) * fastest_s)
     others = sorted((choice.plan for choice in fitting if choice is not best), key=lambda plan: plan.time.total_s)
-    return Choice(best.plan, (*best.runners_up, *others)[:4], sum(choice.num_candidates for choice in fitting))
+    return PlannedChoice(best.plan, (*best.runners_up, *others)[:4], sum(choice.num_candidates for choice in fitting))
 
 
 class _Search:
@@ -137,7 +137,7 @@ class _Search:
         self.num_candidates = 0
         self._probe = Probe(config, machine.device_type, machine.imbalance)
 
-    def best(self) -> Choice:
+    def best(self) -> PlannedChoice:
         fitting: list[Plan] = []
         smallest: Plan | None = None
         train = self.config.train
@@ -178,7 +178,7 @@ class _Search:
             if _family(plan) not in families and len(runners_up) < 4:
                 families.add(_family(plan))
                 runners_up.append(plan)
-        return Choice(self._simplified(best), tuple(runners_up), self.num_candidates)
+        return PlannedChoice(self._simplified(best), tuple(runners_up), self.num_candidates)
 
     def _plan(self, train: TrainSection, reshard: int | str | list[int | str]) -> Plan:
         self.num_candidates += 1

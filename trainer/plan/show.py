@@ -14,7 +14,7 @@ from trainer.metrics.console import readable_bytes, readable_duration
 from trainer.plan.estimates import memory_of
 from trainer.plan.machine import GIB
 from trainer.plan.plan import Plan
-from trainer.plan.search import Choice, chosen_settings, noted_settings, short
+from trainer.plan.search import PlannedChoice, chosen_settings, noted_settings, short
 from trainer.plan.step import Kind
 from trainer.tables import table_lines, terminal_width
 
@@ -33,7 +33,7 @@ _COLOURS: dict[Kind, str] = {
 """Mostly the colorblind-safe palette of Okabe and Ito: https://jfly.uni-koeln.de/color/."""
 
 
-def print_plan(plan: Plan, choice: Choice | None = None) -> None:
+def print_plan(plan: Plan, choice: PlannedChoice | None = None) -> None:
     """Print the plan as tables that fit the terminal."""
     width = terminal_width()
     for line in _heading(plan):
@@ -78,7 +78,7 @@ def memory_text(plan: Plan) -> str:
     return "\n".join([f"{_peak_text(plan)}, as planned", *lines])
 
 
-def choice_text(choice: Choice, width: int | None = None) -> str:
+def choice_text(choice: PlannedChoice, width: int | None = None) -> str:
     """Return the resolved `auto` settings and the runners-up as plain text; for `width` see `table_lines`."""
     heads, rows = _choice_rows(choice)
     lines = table_lines(heads, rows, width, text_columns=range(len(heads) - 2))
@@ -97,7 +97,7 @@ def _heading(plan: Plan) -> list[str]:
     ]
 
 
-def _choice_rows(choice: Choice) -> tuple[list[str], list[list[str]]]:
+def _choice_rows(choice: PlannedChoice) -> tuple[list[str], list[list[str]]]:
     """Return the headers and rows of the table of choices: text columns, then two of numbers."""
     plans = (choice.plan, *choice.runners_up)
     offloads = any(plan.config.train.offload_activations != "none" for plan in plans)
@@ -195,7 +195,7 @@ def communication_rows(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def to_json(plan: Plan, choice: Choice | None = None) -> dict[str, Any]:
+def to_json(plan: Plan, choice: PlannedChoice | None = None) -> dict[str, Any]:
     """Return the plan as JSON-serializable values, in bytes, seconds and counts."""
     time = plan.time
     auto: dict[str, Any] = {}
