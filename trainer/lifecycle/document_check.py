@@ -245,7 +245,9 @@ def _describe(model: nn.Module, names: Sequence[str]) -> str:
     if not names:
         return "through a module whose inputs or outputs are not (B, T, ...)"
     modules = dict(model.named_modules())
-    parts = [f"{name or 'the model itself'} ({type(modules[name]).__name__.removeprefix('FSDP')})" for name in names[:3]]
+    parts = [
+        f"{name or 'the model itself'} ({type(modules[name]).__name__.removeprefix('FSDP')})" for name in names[:3]
+    ]
     return f"through {', '.join(parts)}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
