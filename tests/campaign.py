@@ -51,6 +51,7 @@ _ALONE = [
     Part("network", ("test_network.py",), 0.7, workers=1),
     Part("preemptions", ("test_preemptions.py",), 9.0, workers=1),
     Part("ray", ("test_ray.py",), 0.5, workers=1, needs="ray"),
+    Part("compatibility", ("test_compatibility.py",), 10.0, workers=1),
     Part("benches", ("test_benches.py", "test_profile.py"), 4.0, workers=1),
     Part("pages", ("test_pages.py",), 11.0, workers=1),
     Part("installed", ("test_installed.py", "test_tutorials.py"), 12.0, workers=1),

@@ -1463,6 +1463,20 @@ DEFECTS: list[Defect] = [
         "data.as_strided(self.shape, self.stride, self.offset)",
         "data.as_strided(self.shape, self.stride, 0)",
     ),
+    Defect(
+        "meshes-outlive-their-groups",
+        "trainers-in-turn",
+        "World.close",
+        "_clear_sharding_prop_cache()",
+        "pass",
+    ),
+    Defect(
+        "muon-with-rounded-moments",
+        "compatibility",
+        "trainer.config.rules:_check_forms",
+        'dtype != "float32" and config.optim.name != "adamw"',
+        'dtype != "float32" and config.optim.name == "sgd"',
+    ),
 ]
 
 

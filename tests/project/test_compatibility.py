@@ -1,0 +1,69 @@
+"""docs/compatibility.md, the page of what works with what: it is complete, and runs do what it states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
+pytest.importorskip("tokenizers", reason="an objective's chats are tokenized with the library `tokenizers`")
+
+from tests import compatibility
+from tests.compatibility import FEATURES, KINDS, WORKS, Pair
+from trainer import UserError
+from trainer.config import check_config
+
+REFUSED = [
+    Pair("llama", ("exchange",)),
+    Pair("hf_dense", ("context",)),
+    Pair("llama", ("context", "dpo")),
+    Pair("llama", ("context", "reward")),
+    Pair("llama", ("context", "classify")),
+    Pair("llama", ("nf4", "float8")),
+    Pair("llama", ("budget", "float8")),
+    Pair("llama", ("muon", "int8")),
+    Pair("qwen3_moe", ("exchange", "distill")),
+    Pair("qwen3_moe", ("exchange", "compile")),
+]
+"""Pairs that a configuration alone decides, before a model is built."""
+
+
+def stated() -> dict[Pair, str]:
+    return compatibility.read_page(compatibility.PAGE.read_text())
+
+
+def test_the_page_lists_every_kind_and_feature_and_each_pair_once() -> None:
+    names = list(FEATURES)
+    expected = [*compatibility.pairs_of_kinds(names), *compatibility.pairs_of_features(names)]
+    assert sorted(map(repr, stated())) == sorted(map(repr, expected))
+    text = compatibility.PAGE.read_text()
+    assert compatibility.page(stated()) == text, "the page was edited by hand: python -m tests.compatibility --write"
+
+
+def test_a_refusal_prints_the_sentence_of_the_page(tmp_path: Path) -> None:
+    compatibility.prepare(tmp_path, dict.fromkeys(pair.kind for pair in REFUSED))
+    page = stated()
+    for pair in REFUSED:
+        with pytest.raises(UserError) as refusal:
+            check_config(compatibility.config_of(pair, tmp_path), pair.num_ranks, pair.num_ranks)
+        assert compatibility.sentence(refusal.value, tmp_path) == page[pair], pair
+
+
+@pytest.mark.slow
+def test_pairs_that_ranks_try_do_what_the_page_says() -> None:
+    """Two that work, and one that is refused only when the model has been built."""
+    pairs = [Pair("llama", ("masked", "ema")), Pair("qwen3_moe", ("gather",)), Pair("llama", ("lora_experts",))]
+    results, page = compatibility.try_all(pairs), stated()
+    assert results == {pair: page[pair] for pair in pairs}
+    assert [result == WORKS for result in results.values()] == [True, True, False]
+
+
+@pytest.mark.campaign
+def test_the_page_is_what_all_tries_write() -> None:
+    """Without torchao, float8 is left as the page states it."""
+    names = compatibility.features_here()
+    pairs = [*compatibility.pairs_of_kinds(names), *compatibility.pairs_of_features(names)]
+    assert len(pairs) > len(KINDS) * len(names)
+    results = stated() | compatibility.try_all(pairs)
+    assert compatibility.page(results) == compatibility.PAGE.read_text()
