@@ -23,11 +23,12 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_state, _fully_shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torchdata.stateful_dataloader import stateful_dataloader
 
 from tests.helpers.forked import REPOSITORY
 
-MOST_USES = 65
+MOST_USES = 66
 
 PRIVATE: dict[str, Callable[[], object]] = {
     # tensors, storages, operators
@@ -81,6 +82,7 @@ PRIVATE: dict[str, Callable[[], object]] = {
     "_get_post_forward_mesh_info": lambda: _takes(
         _fully_shard._get_post_forward_mesh_info, "reshard_after_forward", "mesh_info"
     ),
+    "torch.distributed.tensor.debug._clear_sharding_prop_cache": lambda: callable(_clear_sharding_prop_cache),
     "torch.distributed.fsdp._fully_shard._fully_shard": lambda: _fully_shard,
     "torch.distributed.fsdp._fully_shard._fsdp_common": lambda: (
         _takes(_fsdp_common.ShardPlacementResult, "placement", "mesh_info")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import itertools
 import json
@@ -554,6 +555,28 @@ def test_two_trainers_one_after_the_other(tmp_path: Path, plain: list[dict[str, 
     for number in range(2):
         assert of("train", fit(Trainer(tiny_config(tmp_path / str(number)))), "loss") == of("train", plain, "loss")
         assert not dist.is_initialized()
+
+
+def losses_around_a_refusal(folder: Path) -> list[list[float]]:
+    """Train two steps with shared-out experts, try to build two other Trainers, and train the same again."""
+    tiny = ["model.num_experts=4", "model.num_chosen=2", "model.expert_dim=64", "model.balance=0"]
+    experts = ["mesh.expert=2", "mesh.expert_method=gather"]
+    found = []
+    for number, overrides in enumerate((experts, [*experts, "mesh.replicate=2"], ["mesh.replicate=2"], experts)):
+        own = ["data.source=synthetic", "train.steps=4", *tiny, *overrides, f"run.dir={folder / str(number)}"]
+        config = load_config("qwen3_moe_small", [item for item in tiny_overrides(*own) if "ffn_dim" not in item])
+        with contextlib.suppress(UserError):  # a mesh of 2 x 1 ranks cannot share out experts
+            trainer = Trainer(config)
+            found.append([record.loss for record in itertools.islice(trainer.steps(), 2)])
+            trainer.close()
+    return found
+
+
+@pytest.mark.slow
+def test_a_mesh_is_not_taken_for_an_equal_one_of_an_earlier_trainer(tmp_path: Path) -> None:
+    """DTensor caches meshes, and those of the last Trainer have groups of other names than those of the first."""
+    first, _, last = run_ranks(2, losses_around_a_refusal, tmp_path)[1]
+    assert last == pytest.approx(first, rel=1e-6)
 
 
 def test_joined_process_group_is_left_open(tmp_path: Path, plain: list[dict[str, Any]]) -> None:

@@ -274,6 +274,9 @@ def _check_float8(config: RunConfig) -> None:
     if config.fsdp.param_dtype != "bfloat16":
         rule = f"needs layers that compute in bfloat16, not fsdp.param_dtype={config.fsdp.param_dtype}"
         raise setting_error(key, train.float8, rule, "none")
+    if config.lora.packs:
+        rule = f"weights packed as lora.base_dtype={config.lora.base_dtype} have no float8 products"
+        raise setting_error(key, train.float8, rule, "none")
     if budget_of(train.activation_checkpoint) is not None:
         rule = f"a budget does not support float8 (train.float8={train.float8})"
         raise setting_error("train.activation_checkpoint", train.activation_checkpoint, rule, "selective")

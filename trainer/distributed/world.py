@@ -280,6 +280,11 @@ class World(Channel):
         if dist.is_initialized() and self.owns_group:
             self.barrier()
             dist.destroy_process_group()
+            # DTensor caches the results of its operators with their meshes.  An equal mesh of a later World would find
+            # the names of this one's groups there, which may then be those of other groups.
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+            _clear_sharding_prop_cache()
 
 
 def leave_store() -> None:

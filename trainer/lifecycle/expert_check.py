@@ -14,6 +14,7 @@ checkpoints are of another model.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,7 +48,7 @@ class _Seen:
     """What one pass shows of a module of experts on this rank."""
 
     of_outputs: torch.Tensor
-    """Products of outputs and their gradients, summed over tokens: a scalar."""
+    """Products of outputs and their gradients, summed over tokens; and the sum of their squares: (2,)."""
     token: list[torch.Tensor]
     """The first token's input (D,), the experts that it chose (A,), their weights (A,), and the output (D,)."""
 
@@ -64,10 +65,11 @@ class _Observer:
         if name in self.seen:
             return
         token = [tensor[0].detach().clone() for tensor in (x_SD, chosen_SA, weights_SA, out_SD)]
-        found = self.seen[name] = _Seen(torch.zeros((), dtype=torch.float64, device=x_SD.device), token)
+        found = self.seen[name] = _Seen(torch.zeros(2, dtype=torch.float64, device=x_SD.device), token)
 
         def add(gradient_SD: torch.Tensor) -> None:
-            found.of_outputs += (gradient_SD.double() * out_SD.detach().double()).sum()
+            products_SD = gradient_SD.double() * out_SD.detach().double()
+            found.of_outputs += torch.stack((products_SD.sum(), products_SD.square().sum()))
 
         if out_SD.requires_grad:
             out_SD.register_hook(add)
@@ -163,15 +165,16 @@ def _wrong_gradients(
         return
     of_weights = torch.stack([_product(modules[name], linear) for name in names]).to(world.device)
     of_outputs = torch.stack([seen[name].of_outputs for name in names])
-    totals = world.sum_on_device(torch.stack((of_weights, of_outputs)))
+    totals = world.sum_on_device(torch.cat((of_weights[:, None], of_outputs), dim=1))
     replicas = world.size // mesh.size(mesh.ndim - 1)
     fsdp = config.fsdp
     dtypes = {fsdp.param_dtype, fsdp.reduce_dtype, config.train.weights_dtype}  # each of them rounds gradients
     tolerance = max(_GRADIENT_TOLERANCE[dtype] for dtype in dtypes)
     # Gradients are means over all ranks, and each replica has added the same.
-    pairs = torch.stack((totals[0] * world.size / replicas, totals[1]), dim=1).tolist()
-    for name, (found, expected) in zip(names, pairs, strict=True):
-        if not abs(found - expected) <= tolerance * abs(expected):
+    totals[:, 0] *= world.size / replicas
+    for name, (found, expected, squares) in zip(names, totals.tolist(), strict=True):
+        # Products of both signs may almost cancel in the sum, but their rounding errors do not.
+        if not abs(found - expected) <= tolerance * max(abs(expected), math.sqrt(squares)):
             ratio = found / expected if expected else float("inf")
             yield f"{name}: the gradient of {' and '.join(linear)} is {ratio:.6g} times what its outputs demand"
 
