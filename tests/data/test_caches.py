@@ -55,7 +55,7 @@ def as_in_a_new_process() -> None:
     shards.SHARD_FILES.close()
     from trainer.data.remote import shards as remote_shards
 
-    remote_shards._cache.cache_clear()
+    remote_shards._process_cache.cache_clear()
 
 
 def samples_of(data: DataSection) -> list[Any]:

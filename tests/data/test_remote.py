@@ -185,7 +185,7 @@ def test_each_shard_is_downloaded_once_per_machine_and_in_advance(tmp_path: Path
     sources = [opened(tmp_path, server.url) for _ in range(2)]
     for source in sources:
         for shard in source.shards:  # type: ignore[attr-defined]
-            object.__setattr__(shard, "location", _OwnCache(shard.location.folder, id(source)))
+            object.__setattr__(shard, "cache_settings", _OwnCache(shard.cache_settings.folder, id(source)))
     here = opened(tmp_path, folder)
     found: dict[int, bool] = {}
 

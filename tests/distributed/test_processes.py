@@ -122,8 +122,9 @@ def test_stops_on_request_after_saving(number: signal.Signals, tmp_path: Path) -
 
 
 def wait_for_step(folder: Path) -> None:
+    """Wait for the second line of training: that of the first step is written just before the step has ended."""
     metrics = folder / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and '"train"' in metrics.read_text(), "a step")
+    wait_until(lambda: metrics.exists() and metrics.read_text().count('"train"') >= 2, "two steps")
 
 
 def test_under_torchrun(tmp_path: Path) -> None:

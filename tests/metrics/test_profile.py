@@ -442,7 +442,7 @@ def test_readers_of_metrics_ignore_profile_records(profiled: Path, tmp_path: Pat
     found = lines(profiled)
     without = [line for line in found if line["kind"] != "profile"]
     assert find_goodput(found) == find_goodput(without)
-    assert read_run(profiled).reached == 8
+    assert read_run(profiled).last_step == 8
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in found))
     sink = JsonLines(tmp_path / "metrics.jsonl", 4)
     sink.close()

@@ -22,7 +22,7 @@ from tests.helpers.forked import REPOSITORY
 from tests.helpers.plan_truth import CollectiveLog, StorageMeter, as_logged, metered_peak, tracked_peak
 from tests.helpers.ranks import run_command, run_ranks, run_tiny
 from trainer import RunConfig, Trainer, UserError, load_config
-from trainer.config import AUTO, MeshShape, check_config, description, recipe_files
+from trainer.config import AUTO, MeshShape, check_config, description, recipe_files, resolve_expert_method
 from trainer.plan.__main__ import command_line
 from trainer.plan.machine import GIB, Machine, find_machine
 from trainer.plan.plan import Plan, make_plan, without_data
@@ -375,7 +375,9 @@ def fits(recipe: str, ranks: int, machine: Machine, *overrides: str) -> bool:
     config = without_data(load_config(recipe, overrides))
     if config.train.micro_batch_size == AUTO:  # takes what there is room for: one at the least
         config = without_data(load_config(recipe, [*overrides, "train.micro_batch_size=1"]))
-    plan = make_plan(config, check_config(config, ranks, min(ranks, machine.rates.ranks_per_node)), machine)
+    ranks_per_node = min(ranks, machine.rates.ranks_per_node)
+    config = resolve_expert_method(config, ranks_per_node)
+    plan = make_plan(config, check_config(config, ranks, ranks_per_node), machine)
     print(f"{recipe} {' '.join(overrides)} on {ranks} x {machine.name}: {plan.needed_gib:.1f} GiB")
     return plan.fits
 

@@ -129,7 +129,8 @@ def build(recipe: Recipe, config: Any, seed: int = 0) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.state_dict(keep_vars=True).values():
-            weight.add_(torch.randn(weight.shape, generator=generator) / 10)
+            if weight.is_floating_point():
+                weight.add_(torch.randn(weight.shape, generator=generator) / 10)
     return model.eval()
 
 
