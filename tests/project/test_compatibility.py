@@ -23,7 +23,7 @@ REFUSED = [
     Pair("llama", ("nf4", "float8")),
     Pair("llama", ("budget", "float8")),
     Pair("llama", ("muon", "int8")),
-    Pair("qwen3_moe", ("exchange", "distill")),
+    Pair("gpt2", ("gather",)),
     Pair("qwen3_moe", ("exchange", "compile")),
 ]
 """Pairs that a configuration alone decides, before a model is built."""
