@@ -26,7 +26,7 @@ class Kto(Objective):
     Source: Ethayarajh et al. 2024, arXiv:2402.01306, equation 7.
     """
 
-    rows, needs = 2, ("reference", "labels")
+    rows, needs, num_kinds = 2, ("reference", "labels"), 2
     better: ClassVar[Mapping[str, Direction]] = {"reward_good": "higher", "reward_bad": "lower", "kl": "lower"}
 
     beta: float = declare(0.1, "strength of the penalty for moving away from the reference model", above=0)

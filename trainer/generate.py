@@ -320,8 +320,7 @@ def _answer_file(
                 completion = "".join(
                     stream_text((t for t in text.tokens if t not in end_ids), prompts[index], tokenizer.decode)
                 )
-                answer = {"completion": completion, "finish": text.finish}
-                lines.append(json.dumps({**records[index], **answer}) + "\n")
+                lines.append(json.dumps({**records[index], **_answer(completion, text.finish)}) + "\n")
             if out is None:
                 print("".join(lines), end="", flush=True)
             else:
@@ -347,6 +346,9 @@ def _read_prompts(
         if len(tokens) >= max_len:
             rule = f"{location}: is {len(tokens)} tokens long, but the model has positions for {max_len}"
             raise setting_error("--prompts", path, rule)
+        if taken := record.keys() & {"completion", "finish"}:
+            rule = f"{location}: has the key {min(taken)!r}, under which the answer is written"
+            raise setting_error("--prompts", path, rule, fix="rename the key in the file of prompts")
         records.append(record)
         prompts.append(tokens)
     if not records:
@@ -361,22 +363,38 @@ def _count_answers(out: Path, records: Sequence[Mapping[str, Any]], prompts: str
     """
     if not out.parent.is_dir():
         raise setting_error("--out", out, f"there is no folder {out.parent}")
+    if out.is_dir():
+        raise setting_error("--out", out, "is a folder", fix="name a file")
     if not out.exists():
         return 0
     content = out.read_bytes()
-    lines = content.split(b"\n")
-    for number, line in enumerate(lines[:-1]):
-        try:
-            answer = json.loads(line)
-        except ValueError:
-            answer = {}
-        prompt = {**records[number], "completion": "", "finish": ""} if number < len(records) else None
-        if not isinstance(answer, dict) or prompt is None or {**answer, "completion": "", "finish": ""} != prompt:
+    *lines, unfinished = content.split(b"\n")
+    for number, line in enumerate([*lines, unfinished] if unfinished else lines):
+        is_whole = number < len(lines)
+        if number >= len(records) or not (_answers if is_whole else _begins_to_answer)(line, records[number]):
             rule = f"its line {number + 1} is not the answer to prompt {number + 1} of {prompts}"
             raise setting_error("--out", out, rule, fix="name a file that does not exist")
-    if lines[-1]:
-        os.truncate(out, len(content) - len(lines[-1]))
-    return len(lines) - 1
+    os.truncate(out, len(content) - len(unfinished))
+    return len(lines)
+
+
+def _answers(line: bytes, record: Mapping[str, Any]) -> bool:
+    """Return whether a line of `--out` is an answer to the prompt `record`."""
+    try:
+        answer = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(answer, dict) and {**record, **_answer(answer.get("completion"), answer.get("finish"))} == answer
+
+
+def _begins_to_answer(line: bytes, record: Mapping[str, Any]) -> bool:
+    """Return whether a line that was cut off, by a kill or a full disk, is part of an answer to `record`."""
+    start = json.dumps({**record, **_answer("", "")}).partition('"completion": "')[0].encode()
+    return line.startswith(start) or start.startswith(line)
+
+
+def _answer(completion: Any, finish: Any) -> dict[str, Any]:
+    return {"completion": completion, "finish": finish}
 
 
 def _check(options: argparse.Namespace) -> None:

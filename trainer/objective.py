@@ -65,6 +65,7 @@ class Objective:
     needs: what `Rows` must hold besides `logps` and `lengths`.
     outputs: number of outputs of a new head, which takes the place of the output projection; 0: it stays.  May be a
         property.
+    num_kinds: number of different labels that it knows, numbered from 0; 0: any, or as many as `outputs`.
     better: for the fields that it logs, which direction is better; `eval.metric` may name any of them.
     context: whether its loss is a sum over tokens, so that ranks may hold slices of sequences (`mesh.context`).
     trainer: the Trainer class that computes what the objective needs, as "package.module:class".
@@ -73,6 +74,7 @@ class Objective:
     rows: ClassVar[int] = 1
     needs: ClassVar[tuple[Need, ...]] = ()
     outputs: ClassVar[int] = 0
+    num_kinds: ClassVar[int] = 0
     better: ClassVar[Mapping[str, Direction]] = {}
     context: ClassVar[bool] = False
     trainer: ClassVar[str | None] = "trainer.objective_trainer:ObjectiveTrainer"

@@ -344,6 +344,23 @@ def test_file_of_prompts_is_answered_in_order_and_resumed(tmp_path: Path, capsys
     assert "its line 1 is not the answer to prompt 1 of" in capsys.readouterr().err
 
 
+def test_files_that_are_no_answers_are_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tokenizers")
+    folder, prompts = speaking(tmp_path / "folder"), tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "w1"}\n{"prompt": "w2"}\n')
+    for text in ("notes of another kind, one line", '{"prompt": "w1"}\n', prompts.read_text(), '{"prompt": "w3", "c'):
+        out = tmp_path / "notes.txt"
+        out.write_text(text)
+        assert generate.command_line([str(folder), "--prompts", str(prompts), "--out", str(out)]) == 2
+        assert "its line 1 is not the answer to prompt 1 of" in capsys.readouterr().err
+        assert out.read_text() == text
+    assert generate.command_line([str(folder), "--prompts", str(prompts), "--out", str(tmp_path)]) == 2
+    assert f"--out={tmp_path}: is a folder" in capsys.readouterr().err
+    prompts.write_text('{"prompt": "w1", "completion": "of another model"}\n')
+    assert generate.command_line([str(folder), "--prompts", str(prompts)]) == 2
+    assert "has the key 'completion', under which the answer is written" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +17,13 @@ from tests.helpers.ranks import run_command
 from tests.project.test_docs import DOCS
 from tests.trainer.test_score_models import model as model
 from tests.trainer.test_score_models import pairs, write
-from trainer import UserError, load_config
+from trainer import RunConfig, UserError, load_config
 from trainer.config import compare_configs
 from trainer.config.command_line import full_help
 from trainer.data.opening import open_source
 from trainer.data.source import as_mapping
 from trainer.objective import all_objectives, find_objective
+from trainer.objective_trainer import ObjectiveTrainer
 from trainer.run import main
 
 OBJECTIVES = ["classify", "distill", "dpo", "ipo", "kto", "orpo", "reward", "simpo", "tokens"]
@@ -165,6 +167,37 @@ def test_labelled_answers_and_mismatched_prompts(tmp_path: Path) -> None:
     start = int((batch["targets"][0] >= 0).argmax())
     assert (batch["tokens"][0, :start] == batch["tokens"][1, :start]).all(), "the same prompt"
     assert not (batch["targets"][4:] >= 0).any(), "padding"
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ({"messages": said("Hi", "No"), "label": False}, "all conversations of the data have the same one"),
+        ({"messages": said("Bye", "No"), "label": 2}, "knows labels up to 1, but the data has some up to 2"),
+    ],
+)
+def test_answers_that_kto_cannot_compare_are_refused(second: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config = kto(tmp_path, [{"messages": said("Hi", "Yes"), "label": True}, second])
+    with pytest.raises(UserError, match=message):
+        ObjectiveTrainer(config)
+
+
+def test_mismatched_answers_are_of_another_prompt(tmp_path: Path) -> None:
+    """Several answers to one prompt often follow one another in a file."""
+    asked = (("Hi", "Yes"), ("Hi", "No"), ("Bye", "now"))
+    config = kto(tmp_path, [{"messages": said(prompt, answer), "label": True} for prompt, answer in asked])
+    batch = as_mapping(open_source(config.data, 128, "train").batch(np.arange(3)))
+    yes, _, no, _, now, _ = (row[row >= 0].tolist() for row in batch["targets"])
+    assert [row[row >= 0].tolist() for row in batch["targets"]] == [yes, now, no, now, now, yes]
+    assert len({*map(tuple, (yes, no, now))}) == 3
+
+
+def kto(folder: Path, records: list[dict[str, Any]]) -> RunConfig:
+    tokenizer, path = write_tokenizer(folder / "model", CHATML), write(folder / "labelled.jsonl", records)
+    data = ["data.source=chat", f"data.path={path}", f"data.tokenizer={tokenizer}", "data.seq_len=48"]
+    model = ["model.vocab_size=128", "model.dim=32", "model.num_layers=1", "model.num_heads=2", "run.threads=1"]
+    own = ["train.objective=kto", "eval.every=0", f"run.dir={folder / 'run'}", f"data.cache_dir={folder / 'cache'}"]
+    return load_config("llama_small", [*data, *model, *own])
 
 
 def test_labels_of_a_pair_are_refused(tmp_path: Path) -> None:

@@ -297,6 +297,10 @@ def _check_samples(source: Source, config: RunConfig) -> None:
             f"train.objective={objective} has fewer classes than the labels of the data, 0 to {source.num_labels - 1}"
         )
         raise setting_error("objective.num_labels", outputs, rule, source.num_labels)
+    if source.num_labels > config.objective.num_kinds > 0:
+        known, largest = config.objective.num_kinds - 1, source.num_labels - 1
+        rule = f"knows labels up to {known}, but the data has some up to {largest}"
+        raise setting_error(key, objective, rule, fix="label a good answer 1 or true, and a bad one 0 or false")
     if source.rows_per_sample == config.rows_per_sample:
         return
     if config.rows_per_sample > 1:

@@ -216,12 +216,14 @@ class LabelledSource(_Conversations):
 
     A batch has `labels`, one of each sample; with `data.train_on=end` the label is also the target at the last token.
     If they are mismatched, row 2i is the conversation of sample i, and row 2i + 1 has its prompt and the answer of the
-    next conversation.  A prompt ends before the first target.
+    next conversation with another prompt.  A prompt ends before the first target.
     """
 
     def __init__(self, shard: Shard, report: ChatReport, seq_len: int, encoder: Encoder, is_mismatched: bool) -> None:
         super().__init__(shard, report, seq_len, encoder)
         self.rows_per_sample, self.num_labels = 1 + is_mismatched, report.num_labels
+        if is_mismatched and len(self):
+            self._next_with_another_prompt(0)  # raises an error before training, not in the middle of it
 
     @property
     def _lengths(self) -> NDArray[np.int64]:
@@ -241,18 +243,32 @@ class LabelledSource(_Conversations):
             if self._encoder.marks_end:
                 rows["targets"][row, end - 1] = labels[sample]
             if self.rows_per_sample == 2:
-                self._write_mismatched(rows, row + 1, index, (index + 1) % len(self))
+                self._write_mismatched(rows, row + 1, index, self._next_with_another_prompt(index))
         return {**rows, "labels": labels}
 
     def _read(self, number: int) -> Encoded:
         encoded = super()._read(number)
         return Encoded(encoded.ids[1:], encoded.trained[1:])
 
+    def _next_with_another_prompt(self, number: int) -> int:
+        """Return the next conversation after `number` that has another prompt.  Raises UserError if there is none."""
+        first, start = self._prompt_and_answer(number)
+        for distance in range(1, len(self)):
+            other = (number + distance) % len(self)
+            encoded, begin = self._prompt_and_answer(other)
+            if not np.array_equal(encoded.ids[:begin], first.ids[:start]):
+                return other
+        rule = "compares answers to different prompts, but all conversations of the data have the same one"
+        raise setting_error("train.objective", "kto", rule, fix="add answers to another prompt")
+
+    def _prompt_and_answer(self, number: int) -> tuple[Encoded, int]:
+        """Return a conversation, and the position of its first target, where its answer begins."""
+        encoded = self._read(number)
+        return encoded, int(np.argmax(encoded.trained))
+
     def _write_mismatched(self, rows: Mapping[str, NDArray[Any]], row: int, number: int, other: int) -> None:
         """Write the prompt of conversation `number` and the answer of conversation `other` into a row."""
-        (prompt, start), (answer, begin) = (
-            (encoded, int(np.argmax(encoded.trained))) for encoded in map(self._read, (number, other))
-        )
+        (prompt, start), (answer, begin) = self._prompt_and_answer(number), self._prompt_and_answer(other)
         ids = np.concatenate([prompt.ids[:start], answer.ids[begin:]])[: self.seq_len + 1]
         trained = np.concatenate([prompt.trained[:start], answer.trained[begin:]])[: self.seq_len + 1]
         rows["tokens"][row, : len(ids) - 1] = ids[:-1]
