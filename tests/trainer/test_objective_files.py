@@ -182,6 +182,13 @@ def test_answers_that_kto_cannot_compare_are_refused(second: dict[str, Any], mes
         ObjectiveTrainer(config)
 
 
+@pytest.mark.parametrize(("objective", "given", "legal"), [("dpo", "end", "assistant"), ("reward", "last", "end")])
+def test_tokens_that_an_objective_is_not_trained_on_are_refused(objective: str, given: str, legal: str) -> None:
+    settings = [f"train.objective={objective}", "data.source=chat", "data.path=pairs.jsonl", f"data.train_on={given}"]
+    with pytest.raises(UserError, match=rf"data\.train_on={given}: .*\n.*data\.train_on={legal}"):
+        load_config("llama_small", settings)
+
+
 def test_mismatched_answers_are_of_another_prompt(tmp_path: Path) -> None:
     """Several answers to one prompt often follow one another in a file."""
     asked = (("Hi", "Yes"), ("Hi", "No"), ("Bye", "now"))

@@ -743,12 +743,16 @@ def objective_data(config: RunConfig, resolution: Resolution) -> RunConfig:
     labels: Literal["none", "read", "mismatched"] = "none"
     if "labels" in objective.needs:
         labels = "mismatched" if objective.rows == 2 else "read"
-    data = replace(data, labels=labels)
+    train_on = data.train_on
     if "scores" in objective.needs:
-        data = replace(data, train_on="end")
-    elif data.train_on == "end":
-        data = replace(data, train_on="assistant")
-    return replace(config, data=data)
+        train_on = "end"
+    elif train_on == "end":
+        train_on = "assistant"
+    if train_on != data.train_on and "data.train_on" in resolution.assignments:
+        trained = "scores the end of a text" if train_on == "end" else "does not score texts at their end"
+        rule = f"train.objective={config.train.objective} {trained}"
+        raise setting_error("data.train_on", data.train_on, rule, train_on)
+    return replace(config, data=replace(data, labels=labels, train_on=train_on))
 
 
 def chat_length(config: RunConfig, resolution: Resolution) -> RunConfig:
