@@ -449,7 +449,7 @@ DEFECTS: list[Defect] = [
         "answers-again",
         "generate-file",
         "_count_answers",
-        "return len(lines) - 1",
+        "return len(lines)",
         "return 0",
     ),
     Defect(
