@@ -60,6 +60,11 @@ class Trainer:
         start_time = time.monotonic()
         self.recipe = config.recipe
         self.world = World(config)
+        with self.world.left_if_refused():
+            self._build(config, start_time)
+
+    def _build(self, config: RunConfig, start_time: float) -> None:
+        """Build all parts of the run, in the order in which they need each other.  Collective."""
         check_same_run(self.world, config, type(self), self.exempt_from_selfcheck())
         self.shape = check_shape(self.world, config)
         self.config, self.plan_choice = resolve_auto(resolve_from_data(config), self.shape, self.world)

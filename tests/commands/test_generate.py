@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.model.test_native_models import KINDS, write_theirs
 from tests.weights.test_huggingface import MODELS, build, load_there
@@ -76,15 +77,29 @@ PROMPTS = [[5], PROMPT, [17, 3, 200, 41, 6, 5, 5, 90, 31, 12], [88, 2], [9] * 17
 ENDS = frozenset({7, 9, 50, 51, 52, 53, 54, 60, 61, 62, 63, 64, 65})
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(1.0, top_k=20), Sampling(1.0, top_p=0.7)], ids=str)
-@pytest.mark.parametrize("name", MODELS)
-def test_texts_of_a_batch_equal_those_generated_alone(name: str, sampling: Sampling) -> None:
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "sampled": Sampling(),
+    "top_k": Sampling(1.0, top_k=20),
+    "top_p": Sampling(1.0, top_p=0.7),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [
+        pytest.param(name, kind, marks=() if name == "llama" or kind == "sampled" else pytest.mark.campaign)
+        for name in MODELS
+        for kind in SAMPLINGS
+    ],
+)
+def test_texts_of_a_batch_equal_those_generated_alone(name: str, sampling: str) -> None:
     """Prompts of different lengths, whose texts end at different tokens, so that the batch becomes smaller."""
-    model = build(*MODELS[name])
+    model, how = build(*MODELS[name]), SAMPLINGS[sampling]
     limits = [40, 40, 3, 40, 40, 25]
-    together = generate_batch(model, PROMPTS, limits, sampling, seed=3, ends=ENDS)
+    together = generate_batch(model, PROMPTS, limits, how, seed=3, ends=ENDS)
     for index, (prompt, limit, text) in enumerate(zip(PROMPTS, limits, together, strict=True)):
-        (alone,) = generate_batch(model, [prompt], limit, sampling, seed=3, indices=[index], ends=ENDS)
+        (alone,) = generate_batch(model, [prompt], limit, how, seed=3, indices=[index], ends=ENDS)
         assert text.tokens == alone.tokens
         assert text.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
         assert text.finish == ("end" if text.tokens[-1] in ENDS else "length")
@@ -342,6 +357,44 @@ def test_file_of_prompts_is_answered_in_order_and_resumed(tmp_path: Path, capsys
     assert [json.loads(line)["completion"] for line in lines] == [answer["completion"] for answer in printed[:2]]
     assert generate.command_line([str(folder), "--prompts", str(plain), "--out", str(out)]) == 2
     assert "its line 1 is not the answer to prompt 1 of" in capsys.readouterr().err
+
+
+def test_answers_of_another_model_or_of_other_settings_are_not_continued(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tokenizers")
+    folder, prompts, out = speaking(tmp_path / "folder"), tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    prompts.write_text("w1\nw2\n")
+    own = ["--prompts", prompts, "--out", out, "--max-tokens", 3]
+    said(capsys, folder, *own, "--temperature", 0.5)
+    line, _ = written = out.read_text().splitlines(keepends=True)
+    moved = tmp_path / "moved"
+    folder.rename(moved)
+    out.write_text(line + "{")
+    said(capsys, moved, *own, "--temperature", 0.5, "--batch", 1)
+    assert out.read_text() == "".join(written), "the same weights in another place continue it"
+    other = speaking(tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 0] += 1e-3
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    for arguments, message in (
+        ([other, *own, "--temperature", 0.5], f"has answers of other weights: those of {folder} when it was begun"),
+        (
+            [moved, *own, "--temperature", 0.7],
+            "was begun with other settings: temperature 0.5, now 0.7\n  to fix: give",
+        ),
+        ([moved, *own, "--seed", 3], "temperature 0.5, now 0.8; seed 0, now 3"),
+        ([moved, *own[:-1], 4, "--greedy"], "max_tokens 3, now 4"),
+    ):
+        for content in (line, "".join(written)):  # unfinished and finished
+            out.write_text(content)
+            assert generate.command_line([*map(str, arguments)]) == 2
+            assert f"--out={out}: " in (shown := capsys.readouterr().err)
+            assert message in shown
+            assert out.read_text() == content
+    (tmp_path / "out.jsonl.made_by").unlink()
+    assert generate.command_line([*map(str, (moved, *own))]) == 2
+    assert "has answers, but out.jsonl.made_by, which says what made them, cannot be read" in capsys.readouterr().err
 
 
 def test_files_that_are_no_answers_are_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ from trainer.config.teacher import teacher_config
 from trainer.distillation import DistillationTrainer, write_top_logps
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan
+from trainer.weights.adapters import BaseWeights
 
 NUM_STEPS, SEQ_LEN = 4, 32
 CASES = {
@@ -162,6 +163,15 @@ def test_wrong_teachers_are_reported(models: tuple[Path, Path], tmp_path: Path) 
         config = config_of(student, tmp_path / "run", *settings_of("forward", path or "null"))
         with pytest.raises(UserError, match=re.escape(message)):
             teacher_config(config)
+    (tmp_path / "unsaved").mkdir()
+    (tmp_path / "unsaved" / "config.yaml").write_text(config_of(student, tmp_path / "unsaved").to_yaml())
+    (folder_of(tmp_path / "empty") / "model.safetensors").unlink()
+    for name, message in (("unsaved", "has no checkpoints"), ("empty", "has neither model.safetensors nor")):
+        config = config_of(student, tmp_path / "run", *settings_of("forward", str(tmp_path / name)))
+        with pytest.raises(UserError, match=rf"^objective\.teacher={tmp_path / name}: {message}"):
+            DistillationTrainer(config)
+    (line,), _ = BaseWeights("new", "1", (), "objective.teacher").changes_outside({"path": "old", "checksum": "2"}, ())
+    assert line.startswith("objective.teacher=new: is not the model that this was trained on; that was old")
 
 
 def peak_of_a_step(kind: type[Trainer], base: Path, folder: Path, overrides: list[str]) -> int:
@@ -189,6 +199,7 @@ def test_peak_memory_of_distillation(tmp_path: Path) -> None:
     without = peak_of_a_step(Trainer, student, tmp_path / "without", [s for s in settings if "objective" not in s])
     peak = peak_of_a_step(DistillationTrainer, student, tmp_path / "with", settings)
     of_teacher = sum(p.numel() * p.element_size() for p in load_weights(teacher).parameters())
+    print(f"peak {peak}, without {without}, teacher {of_teacher}: {(peak - of_teacher) / without:.3f} of that without")
     assert peak <= 1.2 * without + of_teacher, (peak, without, of_teacher)
     assert 0.2 * without < 4 * 512 * 8192 * 4, "the whole logits of one model would be too much"
 

@@ -102,7 +102,8 @@ def read_prompts(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
                     if line.strip():
                         yield f"{path.name}:{number}", {"prompt": line.rstrip("\n")}
         except OSError as error:
-            raise setting_error(key, path, f"cannot be read ({error.strerror or error})") from error
+            rule = f"cannot be read ({error.strerror or error})"
+            raise setting_error(key, path, rule, fix="check the path, or give another file") from error
         except UnicodeDecodeError as error:
             raise setting_error(key, path, f"is not UTF-8 ({error.reason})", fix="convert it to UTF-8") from error
         return
@@ -111,7 +112,8 @@ def read_prompts(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield location, dict(record)
             continue
         if "messages" not in record:
-            raise setting_error(key, path, f"{location}: needs `prompt`, a text, or `messages`")
+            rule = f"{location}: needs `prompt`, a text, or `messages`"
+            raise setting_error(key, path, rule, fix='write lines such as {"prompt": "Hi"}')
         try:
             Format("messages").read(record)
         except BadChat as error:
