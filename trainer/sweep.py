@@ -1,13 +1,13 @@
-"""Train one run for each combination of settings, compare them, and name the best.
+"""Train one run for each combination of settings, compare them, and show the best.
 
-    meshtrainer sweep recipe=llama_small optim.lr=1e-4,3e-4,1e-3                 three runs, one after the other
+    meshtrainer sweep recipe=llama_small optim.lr=1e-4,3e-4,1e-3                 three runs in sequence
     meshtrainer sweep recipe=llama_small optim.lr=1e-4,3e-4 run.seed=1,2 --parallel 2
     meshtrainer sweep recipe=llama3_8b optim.lr=1e-4,3e-4 --slurm --nodes 2      a Slurm job array
 
-A key with several values, separated by commas, is varied; a list in brackets is one value.  The runs are folders of
---dir (default: runs/sweep).  The same command again continues: finished runs stay, the others go on from their
-checkpoints.
-The best run has the lowest loss of its last evaluation, or of its last record if there are no evaluations.
+Separate the values of a key by commas; a list in brackets is a single value.  The run folders are in --dir (default:
+runs/sweep).  Run the same command again to continue: it skips finished runs, and resumes the others from their
+checkpoints.  The best run has the lowest loss in its last evaluation, or in its last record if there are no
+evaluations.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SWEEP = "sweep.json"
 """File in the sweep's folder with its settings and runs."""
 REPORT = "report.html"
 _MAX_RUNS = 1000
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Trial:
 
     folder: Path
     setting: tuple[str, ...]
-    """The overrides in which it differs from the other runs."""
+    """The overrides that distinguish it from the other runs."""
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     @property
@@ -69,12 +69,13 @@ class Trial:
 
     @property
     def output(self) -> Path:
-        """What the run prints.  Its processes hold a lock on the file, which tells a restarted sweep that they live."""
+        """The file with the run's output.  The run's processes hold a lock on it, by which a restarted sweep can see
+        that they are still alive."""
         return self.folder / "output.log"
 
     @property
     def is_active(self) -> bool:
-        """True while it trains: started here, or by an earlier attempt of the sweep that was killed."""
+        """True while it trains, whether this process started it or an earlier attempt of the sweep did."""
         if self.process is not None and self.process.poll() is None:
             return True
         return self.process is None and _is_locked(self.output)
@@ -93,7 +94,7 @@ def _is_locked(path: Path) -> bool:
 
 @dataclass
 class Sweep:
-    """The runs of a sweep, in the order in which they are started."""
+    """The runs of a sweep, in their order of execution."""
 
     folder: Path
     recipe: str
@@ -105,7 +106,7 @@ class Sweep:
         return [*self.fixed, *trial.setting, f"run.name={trial.folder.name}", f"run.dir={trial.folder}"]
 
     def write(self) -> None:
-        """Store what the sweep is, so that another one in the same folder is refused."""
+        """Store the sweep's description, by which a different sweep in the same folder is detected."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / SWEEP, json.dumps(self.described(), indent=1) + "\n")
 
@@ -115,7 +116,7 @@ class Sweep:
 
 
 def make_sweep(arguments: Arguments, folder: Path) -> Sweep:
-    """Return the sweep of a command line.  Raises UserError if no key has several values, or too many have."""
+    """Return the sweep for a command line.  Raises UserError if there is only one combination, or too many."""
     if arguments.recipe is None:
         raise no_recipe("usage: meshtrainer sweep recipe=NAME section.key=value,value,... ", arguments.overrides)
     fixed, axes = [], dict[str, list[str]]()
@@ -123,7 +124,7 @@ def make_sweep(arguments: Arguments, folder: Path) -> Sweep:
         key, _, text = override.partition("=")
         values = split_values(text)
         if key in ("run.dir", "run.name"):
-            raise setting_error(key, text, "each run of a sweep has its own", fix=f"use --dir (now {folder})")
+            raise setting_error(key, text, "differs for each run of a sweep", fix=f"use --dir (now {folder})")
         if len(values) == 1:
             fixed.append(override)
         else:
@@ -136,12 +137,12 @@ def make_sweep(arguments: Arguments, folder: Path) -> Sweep:
         for values in itertools.product(*axes.values())
     ]
     if len(settings) > _MAX_RUNS:
-        raise setting_error("sweep", len(settings), f"is more than {_MAX_RUNS} runs", _MAX_RUNS)
+        raise setting_error("sweep", len(settings), f"must be at most {_MAX_RUNS} runs", _MAX_RUNS)
     return Sweep(folder, arguments.recipe, fixed, [Trial(folder / name_of(one), one) for one in settings])
 
 
 def split_values(text: str) -> list[str]:
-    """Split the text of a value at commas outside brackets, braces and quotes: `1e-4,3e-4`, but not `[1,2]`."""
+    """Split a value at commas outside brackets, braces and quotes: `1e-4,3e-4`, but not `[1,2]`."""
     values, depth, quote = [""], 0, ""
     for char in text:
         if quote:
@@ -157,7 +158,7 @@ def split_values(text: str) -> list[str]:
 
 
 def name_of(setting: Sequence[str]) -> str:
-    """Return the folder's name of a run: the last part of each key with its value, `lr=3e-4,seed=1`."""
+    """Return the folder name of a run: the last part of each key with its value, `lr=3e-4,seed=1`."""
     parts = []
     for override in setting:
         key, _, value = override.partition("=")
@@ -172,7 +173,7 @@ def name_of(setting: Sequence[str]) -> str:
 class Supervisor:
     """Trains the runs of a sweep on this machine, `parallel` at a time.
 
-    A signal is passed on to the runs, which save and exit; the sweep then ends with 75 and can be started again.
+    Forwards signals to the runs, which save and exit.  The sweep then exits with 75 and can be started again.
     """
 
     def __init__(self, sweep: Sweep, parallel: int, nproc: int | None) -> None:
@@ -195,7 +196,7 @@ class Supervisor:
                     self._note_end(trial, waiting)
                 while waiting and len(active) < self._parallel and not self._is_stopping:
                     active.append(self._start(waiting.pop(0)))
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -204,7 +205,7 @@ class Supervisor:
         return EXIT_STOPPED if self._num_stopped or self._is_stopping else EXIT_FINISHED
 
     def _start(self, trial: Trial) -> Trial:
-        """Start a run, unless an earlier attempt of the sweep has left it training."""
+        """Start a run, unless one from an earlier attempt of the sweep is still training."""
         if trial.is_active:
             print_stdout(f"{trial.folder.name}: is already training")
             return trial
@@ -213,7 +214,7 @@ class Supervisor:
         command += [f"nproc={self._nproc}"] if self._nproc else []
         with open(trial.output, "ab") as output:
             fcntl.flock(output, fcntl.LOCK_EX)
-            # A session of its own: Ctrl-C reaches it through this process, once.
+            # In a new session, so that Ctrl-C reaches the run only once, through this process.
             trial.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
@@ -221,7 +222,7 @@ class Supervisor:
         return trial
 
     def _note_end(self, trial: Trial, waiting: list[Trial]) -> None:
-        """Note how a run ended; one that an earlier attempt of the sweep left training may have to be started again."""
+        """Record how a run ended.  Queue it again if an earlier sweep process started it and it is unfinished."""
         state = trial.state
         if trial.process is None:
             if state != "finished":
@@ -240,7 +241,7 @@ class Supervisor:
     def _stop(self, number: int, frame: FrameType | None) -> None:
         if not self._is_stopping:
             self._is_stopping = True
-            print_stderr(f"{signal.Signals(number).name}: the runs save and stop; the same command continues")
+            print_stderr(f"{signal.Signals(number).name}: the runs save and stop; run the same command to continue")
         for trial in self._sweep.trials:
             if trial.process is not None and trial.process.poll() is None:
                 trial.process.send_signal(signal.SIGTERM)
@@ -251,7 +252,7 @@ class Supervisor:
 
 
 def array_file(sweep: Sweep, job: ClusterJob, parallel: int | None) -> str:
-    """Return the batch file of a Slurm job array with one job for each run.  job: any of them."""
+    """Return the batch file of a Slurm job array with one task per run.  job: the job of any of the runs."""
     settings = [shlex.join([*trial.setting, f"run.name={trial.folder.name}"]) for trial in sweep.trials]
     setup = [
         f"FOLDERS=({shlex.join(str(trial.folder) for trial in sweep.trials)})",
@@ -269,7 +270,7 @@ def array_file(sweep: Sweep, job: ClusterJob, parallel: int | None) -> str:
 
 
 def find_best(runs: Sequence[RunSummary]) -> RunSummary | None:
-    """Return the finished run with the lowest loss, of evaluations if all have them; None if none has finished."""
+    """Return the finished run with the lowest loss: in evaluation if all have evaluated, else in training."""
     done = [run for run in runs if run.state == "finished" and score_of(run) is not None]
     if any(run.eval_loss is None for run in done):
         return min(done, key=lambda run: run.loss if run.loss is not None else float("inf"), default=None)
@@ -277,12 +278,12 @@ def find_best(runs: Sequence[RunSummary]) -> RunSummary | None:
 
 
 def score_of(run: RunSummary) -> float | None:
-    """Return the loss by which a run is compared, or None if it has none yet."""
+    """Return the loss to compare a run by, or None if it has none yet."""
     return run.eval_loss if run.eval_loss is not None else run.loss
 
 
 def show_outcome(sweep: Sweep) -> None:
-    """Print the table of the runs and the best one, and write the report that compares them."""
+    """Print a table of the runs and the best one, and write a report that compares them."""
     runs = [summarize(trial.folder) for trial in sweep.trials if (trial.folder / "metrics.jsonl").exists()]
     if not runs:
         return
@@ -305,7 +306,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = CommandParser(prog="python -m trainer.sweep", description=__doc__)
     parser.add_argument("--dir", default="runs/sweep", help="folder for the runs (default: runs/sweep)")
-    parser.add_argument("--parallel", type=int, metavar="N", help="runs at a time (default: 1; on Slurm: all)")
+    parser.add_argument("--parallel", type=int, metavar="N", help="runs at the same time (default: 1; on Slurm: all)")
     parser.add_argument("--slurm", action="store_true", help="submit a Slurm job array instead of training here")
     parser.add_argument("--report", action="store_true", help="only compare the runs as they are now")
     add_size_options(parser)
@@ -317,7 +318,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse_another(sweep: Sweep) -> None:
-    """Raise UserError if another sweep is in the folder, so that its runs are not mixed with these."""
+    """Raise UserError if the folder belongs to a different sweep, so that their runs do not mix."""
     path = sweep.folder / SWEEP
     try:
         stored = json.loads(path.read_text())
@@ -328,7 +329,7 @@ def _refuse_another(sweep: Sweep) -> None:
             "--dir", sweep.folder, f"its {SWEEP} cannot be read ({error})", fix="use another --dir"
         ) from error
     if stored != sweep.described():
-        rule = f"holds another sweep, see {path}"
+        rule = f"belongs to a different sweep, see {path}"
         raise setting_error("--dir", sweep.folder, rule, example=f"{sweep.folder}-2")
 
 
@@ -339,7 +340,7 @@ def _sweep(options: argparse.Namespace, words: Sequence[str]) -> int:
         raise setting_error("--parallel", options.parallel, "must be at least 1", 1)
     sweep = make_sweep(arguments, Path(options.dir))
     _refuse_another(sweep)
-    for trial in sweep.trials:  # a mistake in any run is found before the first one starts
+    for trial in sweep.trials:  # check all runs before the first one starts
         config = load_config(sweep.recipe, sweep.overrides(trial), arguments.allow_import)
         if not options.slurm:  # a job's number of ranks is checked by `make_job`
             ranks = arguments.nproc or 1

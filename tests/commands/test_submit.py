@@ -88,7 +88,7 @@ def test_a_run_on_cpus_asks_for_no_gpu(capsys: pytest.CaptureFixture[str]) -> No
         (["slurm", "recipe=llama3_8b", "mesh.shrad=8"], "mesh.shrad=8: no such key"),
         (["slurm", "--nodes=0", "recipe=llama3_8b"], "--nodes=0: must be at least 1"),
         (["slurm", "--time=1d", "recipe=llama3_8b"], "--time=1d: must have the form HH:MM:SS"),
-        (["slurm", "recipe=llama3_8b", "nproc=8"], "nproc=8: a job takes --nodes and --gpus instead"),
+        (["slurm", "recipe=llama3_8b", "nproc=8"], "nproc=8: does not apply to a job; use --nodes and --gpus instead"),
         (["slurm", "--nodes=3", *BASE], "train.global_batch_size=1024"),
         (
             ["slurm", "recipe=llama3_8b", "mesh.replicate=3", "mesh.shard=4"],

@@ -86,7 +86,7 @@ def test_logits_are_those_of_the_stored_values(kind: str, tmp_path: Path, capsys
     ours = load_weights(tmp_path / "m.gguf")
     with torch.no_grad():
         torch.testing.assert_close(ours(ids), model(ids).logits, rtol=1e-5, atol=1e-5)
-    assert "m.gguf: Q8_0 weights, dequantised to " in capsys.readouterr().err
+    assert "m.gguf: dequantising Q8_0 weights to " in capsys.readouterr().err
     load_weights(tmp_path)  # a folder with nothing else
     assert "dequantised" not in capsys.readouterr().err, "a file is converted once"
 
@@ -121,9 +121,9 @@ def test_text_is_split_as_the_file_says(tmp_path: Path) -> None:
     ("how", "message"),
     [
         ("cut", r"path=\S+m\.gguf: m\.gguf: is not a complete GGUF file"),
-        ("mamba", r"is a model of architecture 'mamba'; those that are read are llama, qwen2, qwen3"),
-        ("odd", r"its tokenizer \(gpt2 with the rules of 'odd'\) is not read"),
-        ("yarn", r"its positions are scaled by 'yarn', which is not read"),
+        ("mamba", r"has the architecture 'mamba'; supported are llama, qwen2, qwen3"),
+        ("odd", r"its tokenizer \(gpt2 with the rules of 'odd'\) is not supported"),
+        ("yarn", r"its RoPE scaling 'yarn' is not supported"),
     ],
 )
 def test_what_is_not_read_is_refused(tmp_path: Path, how: str, message: str) -> None:

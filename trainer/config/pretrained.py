@@ -159,7 +159,7 @@ def has_config_only(folder: str | Path) -> bool:
     An interrupted download leaves partial files behind.
     """
     path = Path(folder).expanduser()
-    if hub.lacks_its_weights(path) or gguf_model.lacks_its_weights(path):
+    if hub.lacks_weights(path) or gguf_model.lacks_weights(path):
         return False  # they exist, and nobody has needed them so far
     has_others = any(file.suffix.lower() in (*_PICKLES, _GGUF) for file in path.iterdir())
     return not (has_weights(path) or has_others or any(path.glob(".cache/huggingface/download/**/*.incomplete")))
@@ -172,7 +172,7 @@ def check_weights(folder: str | Path, setting: str) -> None:
     has needed so far, count as readable.
     """
     path = Path(str(folder).removeprefix("file://")).expanduser()
-    if hub.lacks_its_weights(path) or gguf_model.lacks_its_weights(path):
+    if hub.lacks_weights(path) or gguf_model.lacks_weights(path):
         return
     if (path / WEIGHTS).is_file():
         check_headers(path, setting)
