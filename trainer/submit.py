@@ -113,8 +113,7 @@ class Pod:
 
 def job_set(job: ClusterJob, pod: Pod) -> dict[str, Any]:
     """Return a job's JobSet (https://jobset.sigs.k8s.io, 0.6 or later); launch/kubernetes.yaml explains its entries."""
-    # Kubernetes accepts only lower-case letters, digits and dashes; a JobSet adds to the name, which is limited to 63.
-    name = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")[:40].strip("-") or "run"
+    name = _dns_label(job.name)
     arguments = shlex.join(job.arguments)
     command = (
         f'set -- {arguments}; python -m trainer.run "$@" --print-config || exit; '
@@ -290,6 +289,11 @@ def _seconds(time: str) -> int:
         raise setting_error("--time", time, "must have the form HH:MM:SS", example="24:00:00")
     hours, minutes, seconds = map(int, found.groups())
     return 3600 * hours + 60 * minutes + seconds
+
+
+def _dns_label(name: str) -> str:
+    """Return a name that Kubernetes accepts: at most 40 lower-case letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-") or "run"
 
 
 def _send(command: Sequence[str], text: str, program: str, fix: str) -> int:
