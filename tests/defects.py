@@ -181,6 +181,13 @@ DEFECTS: list[Defect] = [
         "pass",
     ),
     Defect(
+        "text-becomes-a-control-token",
+        "gguf",
+        "_merges_by_score",
+        "if types[number] in (_NORMAL, _USER_DEFINED)",
+        "",
+    ),
+    Defect(
         "short-rows-are-taken",
         "records",
         "_read_csv",
