@@ -54,8 +54,11 @@ def records_in(name: str, file: TextIO) -> Iterator[tuple[int, Any]]:
 def _in_json(file: TextIO) -> Iterator[tuple[int, Any]]:
     decoder = json.JSONDecoder()
     held, at, number, is_all = "", 0, 0, False
+    num_open = 0  # brackets of arrays that have begun and not ended
     while True:
-        at = _SEPARATORS.match(held, at).end()  # type: ignore[union-attr]
+        separators = held[at : _SEPARATORS.match(held, at).end()]  # type: ignore[union-attr]
+        num_open += separators.count("[") - separators.count("]")
+        at += len(separators)
         try:
             if at < len(held):
                 record, end = decoder.raw_decode(held, at)
@@ -67,6 +70,8 @@ def _in_json(file: TextIO) -> Iterator[tuple[int, Any]]:
                 raise BadRecord(f"record {number + 1} is not JSON ({error.msg})") from error
         except RecursionError as error:
             raise BadRecord(f"record {number + 1} is nested too deeply") from error
+        if is_all and num_open > 0:
+            raise BadRecord(f"the array does not end: the file is cut off after record {number}")
         if is_all:
             return
         block = file.read(max(_BLOCK, len(held) - at))
