@@ -127,7 +127,7 @@ def open_generator(
     source = open_checkpoint(location.path, ema)
     config = config_from_yaml(source.config_yaml, allow_import=allow_import)
     if config.objective.outputs:
-        rule = f"was trained with train.objective={config.train.objective}, and scores texts instead of writing them"
+        rule = f"was trained with train.objective={config.train.objective}: it scores texts, and cannot generate them"
         raise setting_error("path", path, rule, fix="export it, and load it with AutoModelForSequenceClassification")
     origin = model_files_of(source)
     tokenizer, template = stack.enter_context(tokenizer_settings(origin, config.data.tokenizer))
@@ -194,15 +194,15 @@ def _parser() -> CommandParser:
     text.add_argument(
         "--prompts",
         metavar="FILE",
-        help="a prompt on each line, or a .jsonl file of objects with `prompt` or `messages`; writes JSON lines, in "
-        "order: the prompt's object with `completion` and `finish` (end or length)",
+        help="a text file with one prompt per line, or a .jsonl file of objects with `prompt` or `messages`; writes "
+        "JSON lines in the same order: the prompt's object with `completion` and `finish` (end or length)",
     )
     parser.add_argument("--batch", type=int, metavar="N", help="prompts to continue at once (default: 8)")
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="where to write the answers to --prompts (default: stdout); those that it already has are not repeated, "
-        "and a file of another model or of other settings is refused",
+        help="file for the answers to --prompts (default: stdout); if it has some already, only the others are added; "
+        "answers of another model or of other settings are rejected",
     )
     parser.add_argument("--greedy", action="store_true", help="always take the most likely token")
     parser.add_argument(
@@ -283,9 +283,9 @@ def _require_token(generated: Token) -> int:
 def _answer_file(
     options: argparse.Namespace, text_generator: TextGenerator, tokenizer: Tokenizer, sampling: Sampling
 ) -> None:
-    """Write the text that continues each prompt of `--prompts`, in order: a batch at a time, which is then on disk.
+    """Answer the prompts of `--prompts` in order, and flush each batch of answers to disk.
 
-    Answers that `--out` already has are not repeated.
+    Skips prompts that already have an answer in `--out`.
     """
     records, prompts = _read_prompts(options, text_generator, tokenizer)
     model, end_ids, seed = text_generator.model, text_generator.end_ids(tokenizer), options.seed or 0
@@ -349,7 +349,7 @@ _NUM_COMPARED = 2**12
 def _read_prompts(
     options: argparse.Namespace, text_generator: TextGenerator, tokenizer: Tokenizer
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """Return the records of `--prompts`, and the tokens of each.  Raises UserError if one of them cannot be used."""
+    """Return the records in the file `--prompts`, and their tokens.  Raises UserError if a record cannot be used."""
     path = Path(options.prompts).expanduser()
     records, prompts = list[dict[str, Any]](), list[list[int]]()
     chats: ChatPrompts | None = None
@@ -364,7 +364,7 @@ def _read_prompts(
             rule = f"{location}: is {len(tokens)} tokens long, but the model has positions for {max_len}"
             raise setting_error("--prompts", path, rule, fix="shorten the prompt, or leave it out")
         if taken := record.keys() & {"completion", "finish"}:
-            rule = f"{location}: has the key {min(taken)!r}, under which the answer is written"
+            rule = f"{location}: has the key {min(taken)!r}, which the answer uses"
             raise setting_error("--prompts", path, rule, fix="rename the key in the file of prompts")
         records.append(record)
         prompts.append(tokens)

@@ -2,7 +2,7 @@
 
     python -m trainer.teach recipe=distill objective.teacher=MODEL [section.key=value ...] --out FOLDER [--top K]
 
-The settings are those of the run: its data and data.seq_len.  Give the folder to the run as objective.teacher=FOLDER.
+Give the same data and data.seq_len as for the run, and the folder to the run as objective.teacher=FOLDER.
 """
 
 from __future__ import annotations

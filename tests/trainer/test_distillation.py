@@ -18,7 +18,7 @@ from tests.helpers.plan_truth import StorageMeter
 from tests.helpers.ranks import merged, run_ranks
 from tests.model.test_lora import config_of
 from tests.weights.test_pretrained import SOURCE, folder_of
-from trainer import Trainer, UserError, load_weights
+from trainer import Trainer, UserError, load_weights, teach
 from trainer.config import MeshShape
 from trainer.config.teacher import teacher_config
 from trainer.distillation import DistillationTrainer, write_top_logps
@@ -204,6 +204,14 @@ def test_peak_memory_of_distillation(tmp_path: Path) -> None:
     assert 0.2 * without < 4 * 512 * 8192 * 4, "the whole logits of one model would be too much"
 
 
+def test_arguments_of_the_command_that_writes_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert teach.command_line(["recipe=distill", "--out", "top", "--top", "0"]) == 2
+    assert "--top=0: must be at least 1\n  nearest legal value: --top=1" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        teach.command_line(["recipe=distill"])
+    assert "the following arguments are required: --out" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["context 2", pytest.param("two", marks=pytest.mark.campaign)])
 def test_distillation_from_files(mesh: str, models: tuple[Path, Path], tmp_path: Path) -> None:
@@ -218,6 +226,8 @@ def test_distillation_from_files(mesh: str, models: tuple[Path, Path], tmp_path:
         config = config_of(student, tmp_path / "unused", *mixture, "train.micro_batch_size=4")
         num_samples = write_top_logps(config, tmp_path / f"top{num_top}", num_top)
         assert num_samples == np.load(tmp_path / f"top{num_top}" / "ids.npy").shape[0] > 20
+    with pytest.raises(UserError, match=r"--top=264: .*\n  nearest legal value: --top=263"):
+        write_top_logps(config, tmp_path / "all and more", 264)
     places = {"teacher": str(teacher), "all": str(tmp_path / "top263"), "top 8": str(tmp_path / "top8")}
     runs = [
         (str(tmp_path / name), merged([*settings_of("mixture", place), *data], overrides))

@@ -20,12 +20,11 @@ from tests.helpers.chats import CHATML, said, write_tokenizer
 from tests.helpers.ranks import run_command, run_python_module
 from tests.project.test_docs import check_fields
 from tests.weights.test_pretrained import SOURCE, folder_of
-from trainer import load_config, load_weights
+from trainer import Trainer, load_config, load_weights
 from trainer.data.opening import open_source
 from trainer.errors import UserError
 from trainer.export import command_line as export
 from trainer.model.network import build_network
-from trainer.objective_trainer import ObjectiveTrainer
 
 ASSISTANT = {"role": "assistant"}
 QUICK = ["data.seq_len=64", "train.epochs=8", "train.global_batch_size=4", "optim.lr=1e-2", "run.threads=1"]
@@ -131,8 +130,9 @@ def held_out() -> list[dict[str, Any]]:
 def test_wrong_records_are_reported(model: Path, tmp_path: Path) -> None:
     def message_of(records: list[dict[str, Any]], *more: str) -> str:
         recipe, *settings = settings_of(model, write(tmp_path / "records.jsonl", records), *QUICK, *more)
+        config = load_config(recipe.partition("=")[2], [*settings, f"run.dir={tmp_path / 'run'}"])
         with pytest.raises(UserError) as error:
-            ObjectiveTrainer(load_config(recipe.partition("=")[2], [*settings, f"run.dir={tmp_path / 'run'}"]))
+            config.trainer_class(Trainer)(config)
         return str(error.value)
 
     assert "records.jsonl:1: has no key 'label'; its keys: text" in message_of([{"text": "Hi"}])
@@ -149,5 +149,5 @@ def test_wrong_records_are_reported(model: Path, tmp_path: Path) -> None:
     )
     assert "matches none of the formats" in message_of([{"text": "Hi"}], "train.objective=tokens")
     config = load_config("classify", [f"model.path={model}", "model.name=hf", "data.path=x"])
-    with pytest.raises(UserError, match="a new head takes the place of the output projection, which recipe 'hf'"):
+    with pytest.raises(UserError, match="a new head replaces the output projection, which recipe 'hf'"):
         build_network(config)

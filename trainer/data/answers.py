@@ -38,7 +38,7 @@ class AnswerFile:
         for number, line in enumerate([*lines, unfinished] if unfinished else lines):
             is_whole = number < len(lines)
             if number >= len(records) or not (_answers if is_whole else _begins_to_answer)(line, records[number]):
-                rule = f"its line {number + 1} is not the answer to prompt {number + 1} of {prompts}"
+                rule = f"line {number + 1} is not the answer to prompt {number + 1} of {prompts}"
                 raise setting_error(key, path, rule, fix=_FIX)
         self.num_done, self._num_bytes, self._is_new = len(lines), len(content) - len(unfinished), not content
 
