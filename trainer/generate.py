@@ -292,7 +292,7 @@ def _answer_file(
     out = None if options.out is None else AnswerFile(Path(options.out), "--out", options.prompts, records)
     if out is not None:
         settings = {**dataclasses.asdict(sampling), "seed": seed, "max_tokens": options.max_tokens}
-        out.begin(options.path, {"weights": _checksum(model), **settings, "end_ids": sorted(end_ids)})
+        out.begin(options.path, {"weights": _checksum_of_model(model), **settings, "end_ids": sorted(end_ids)})
     num_done = num_before = 0 if out is None else out.num_done
     max_len, batch_size = max_seq_len(model) or sys.maxsize, options.batch or _BATCH
     num_tokens, start_time = 0, time.monotonic()
@@ -332,7 +332,7 @@ def _answer_file(
             num_done, num_tokens = batch.stop, num_tokens + sum(len(text.tokens) for text in texts)
 
 
-def _checksum(model: nn.Module) -> str:
+def _checksum_of_model(model: nn.Module) -> str:
     """Return a checksum of the first values of each tensor: it differs between models, and between steps of a run."""
     crc = 0
     for name, tensor in model.state_dict().items():
