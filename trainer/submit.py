@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import posixpath
 import re
 import shlex
 import subprocess
@@ -198,7 +199,8 @@ def _fewest_nodes(config: RunConfig, ranks_per_node: int, device: str) -> int:
     from trainer.plan.search import NothingFits, fastest_choice, uses_auto
 
     machine = find_machine(device, config.run.memory_gib, ranks_per_node)
-    error = UserError("")
+    first_mistake: UserError | None = None
+    is_too_large = False
     num_nodes = 1
     while num_nodes <= _MAX_NODES:
         ranks = num_nodes * ranks_per_node
@@ -211,15 +213,18 @@ def _fewest_nodes(config: RunConfig, ranks_per_node: int, device: str) -> int:
                     f"{num_nodes} x {ranks_per_node} {machine.name}: the fewest nodes on which the planner says it fits"
                 )
                 return num_nodes
+            is_too_large = True
         except NothingFits:
-            pass
+            is_too_large = True
         except UserError as mistake:  # the settings do not work with this number of ranks
-            error = mistake
+            first_mistake = first_mistake or mistake
         num_nodes *= 2
+    if first_mistake is not None and not is_too_large:
+        raise first_mistake
+    rule = f"the run does not fit on any number of nodes up to {_MAX_NODES} with which its settings work"
     raise setting_error(
-        "--nodes", "auto", f"the run does not fit on up to {_MAX_NODES} nodes: {error or 'too little memory'}",
-        fix="see python -m trainer.plan recipe=NAME ranks=N, then give --nodes",
-    )  # fmt: skip
+        "--nodes", "auto", rule, fix="see python -m trainer.plan recipe=NAME ranks=N, then give --nodes"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -246,8 +251,11 @@ def add_size_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the job instead of submitting it")
 
 
-def make_job(options: argparse.Namespace, arguments: Arguments) -> ClusterJob:
-    """Return the job for a command line, after checking its settings.  Raises UserError."""
+def make_job(options: argparse.Namespace, arguments: Arguments, volume: str | None = None) -> ClusterJob:
+    """Return the job of the command line, after checking its settings.  Raises UserError.
+
+    volume: where the job finds the volume with its runs; None if it has this machine's file system.
+    """
     if arguments.recipe is None:
         raise no_recipe(_USAGE, arguments.overrides)
     if arguments.nproc is not None:
@@ -255,23 +263,20 @@ def make_job(options: argparse.Namespace, arguments: Arguments) -> ClusterJob:
     config = load_config(arguments.recipe, arguments.overrides, arguments.allow_import, needs_weights=False)
     is_cpu = config.run.device == "cpu"
     gpus = (0 if is_cpu else 8) if options.gpus is None else options.gpus
-    ranks = options.ranks or gpus or 1
-    for name, value, least in (
-        ("nodes", options.nodes, 1),
-        ("gpus", gpus, 0),
-        ("ranks", ranks, 1),
-        ("cpus", options.cpus, 1),
-    ):
-        if value is not None and value < least:
-            raise setting_error(f"--{name}", value, f"must be at least {least}", least)
+    ranks = (gpus or 1) if options.ranks is None else options.ranks
+    require_at_least(1, nodes=options.nodes, ranks=options.ranks, cpus=options.cpus)
+    require_at_least(0, gpus=options.gpus)
     _seconds(options.time)
+    for option in options.option:
+        if not re.fullmatch(r"-\S.*", option):
+            raise setting_error("--option", option, "must be one option of sbatch", example="--account=mine")
     num_nodes = options.nodes or find_num_nodes(config, ranks, "cpu" if is_cpu else options.device)
     check_config(config, num_nodes * ranks, ranks)
-    has_folder = any(item.startswith("run.dir=") for item in arguments.overrides)
-    own = [] if has_folder else [f"run.dir={config.run.dir}"]
+    folder = config.run.dir if volume is None else _folder_on_volume(config.run.dir, volume)
+    others = [item for item in arguments.overrides if not item.startswith("run.dir=")]
     return ClusterJob(
         name=config.run.name,
-        arguments=[f"recipe={arguments.recipe}", *own, *arguments.overrides],
+        arguments=[f"recipe={arguments.recipe}", f"run.dir={folder}", *others],
         num_nodes=num_nodes,
         gpus=gpus,
         ranks_per_node=ranks,
@@ -282,13 +287,35 @@ def make_job(options: argparse.Namespace, arguments: Arguments) -> ClusterJob:
     )
 
 
+def require_at_least(least: int, **options: int | None) -> None:
+    """Raise UserError if one of the options, by name, is given and less than `least`."""
+    for name, value in options.items():
+        if value is not None and value < least:
+            raise setting_error(f"--{name}", value, f"must be at least {least}", least)
+
+
+def _folder_on_volume(folder: str, volume: str) -> str:
+    """Return the run folder below the place of the volume: a container's own files are lost when it ends.
+
+    Raises UserError for an absolute path elsewhere.
+    """
+    path = posixpath.normpath(posixpath.join(volume, folder))
+    if not path.startswith(f"{volume.rstrip('/')}/"):
+        rule = f"is not on the volume, which is at {volume}: a job that is restarted would find nothing there"
+        raise setting_error("run.dir", folder, rule, example=posixpath.join(volume, "runs", posixpath.basename(path)))
+    return path
+
+
 def _seconds(time: str) -> int:
     """Convert HH:MM:SS to seconds.  Raises UserError."""
     found = re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", time)
     if found is None:
         raise setting_error("--time", time, "must have the form HH:MM:SS", example="24:00:00")
     hours, minutes, seconds = map(int, found.groups())
-    return 3600 * hours + 60 * minutes + seconds
+    total = 3600 * hours + 60 * minutes + seconds
+    if total < 60:
+        raise setting_error("--time", time, "must be at least a minute", "00:01:00")
+    return total
 
 
 def _dns_label(name: str) -> str:
@@ -339,7 +366,14 @@ def _submit_to_kubernetes(options: argparse.Namespace, arguments: Arguments) -> 
         raise UserError(
             "--image: a job on Kubernetes needs the image to run\n  for example: --image=registry/image:tag"
         )
-    job = make_job(options, arguments)
+    if re.search(r"\s", options.image):
+        raise setting_error("--image", options.image, "must be the name of an image", example="registry/image:tag")
+    if options.claim != _dns_label(options.claim):
+        rule = "must be the name of a volume claim: lower-case letters, digits and dashes"
+        raise setting_error("--claim", options.claim, rule, example=_dns_label(options.claim))
+    if not posixpath.isabs(options.mount) or posixpath.normpath(options.mount) == "/":
+        raise setting_error("--mount", options.mount, "must be an absolute path other than /", example="/data")
+    job = make_job(options, arguments, volume=options.mount)
     text = yaml.safe_dump(job_set(job, Pod(options.image, options.claim, options.mount)), sort_keys=False, width=10_000)
     if options.dry_run:
         print_stdout(text, end="")
@@ -349,6 +383,8 @@ def _submit_to_kubernetes(options: argparse.Namespace, arguments: Arguments) -> 
 
 def _run_here(options: argparse.Namespace, arguments: Arguments) -> int:
     """Replace this process with the run, so that signals reach it and its exit code is returned."""
+    require_at_least(1, ranks=options.ranks)
+    require_at_least(0, gpus=options.gpus)
     ranks = options.ranks or options.gpus or _num_gpus_here() or 1
     if options.nodes not in (None, 1):
         raise setting_error("--nodes", options.nodes, "this machine is one node", 1)

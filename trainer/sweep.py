@@ -45,13 +45,15 @@ from trainer.lifecycle.folder import read_status
 from trainer.recipe import add_working_folder_to_path
 from trainer.runs import RunSummary, summarize, table_of
 from trainer.stopping import leave_signals_to_handlers
-from trainer.submit import ClusterJob, add_size_options, batch_file, make_job, send_to_slurm
+from trainer.submit import ClusterJob, add_size_options, batch_file, make_job, require_at_least, send_to_slurm
 
 SWEEP = "sweep.json"
 """File in the sweep's folder with its settings and runs."""
 REPORT = "report.html"
 _MAX_RUNS = 1000
 _POLL_S = 0.5
+_MAX_NAME = 150
+"""Characters of a run's name."""
 
 
 @dataclass
@@ -138,7 +140,8 @@ def make_sweep(arguments: Arguments, folder: Path) -> Sweep:
     ]
     if len(settings) > _MAX_RUNS:
         raise setting_error("sweep", len(settings), f"must be at most {_MAX_RUNS} runs", _MAX_RUNS)
-    return Sweep(folder, arguments.recipe, fixed, [Trial(folder / name_of(one), one) for one in settings])
+    trials = [Trial(folder / name, one) for name, one in zip(names_of(settings), settings, strict=True)]
+    return Sweep(folder, arguments.recipe, fixed, trials)
 
 
 def split_values(text: str) -> list[str]:
@@ -155,6 +158,19 @@ def split_values(text: str) -> list[str]:
         else:
             values[-1] += char
     return values if all(value.strip() for value in values) else [text]
+
+
+def names_of(settings: Sequence[Sequence[str]]) -> list[str]:
+    """Return a folder's name for each run, no two of them equal, and none too long for a file system."""
+    names: list[str] = []
+    for setting in settings:
+        name = plain = name_of(setting)[:_MAX_NAME].rstrip(",.-")
+        number = 1
+        while name in names:
+            number += 1
+            name = f"{plain}-{number}"
+        names.append(name)
+    return names
 
 
 def name_of(setting: Sequence[str]) -> str:
@@ -282,11 +298,14 @@ def score_of(run: RunSummary) -> float | None:
     return run.eval_loss if run.eval_loss is not None else run.loss
 
 
-def show_outcome(sweep: Sweep) -> None:
-    """Print a table of the runs and the best one, and write a report that compares them."""
+def show_outcome(sweep: Sweep) -> bool:
+    """Print a table of the runs and the best one, and write a report that compares them.
+
+    Returns False if no run has begun.
+    """
     runs = [summarize(trial.folder) for trial in sweep.trials if (trial.folder / "metrics.jsonl").exists()]
     if not runs:
-        return
+        return False
     best = find_best(runs)
     scores = {run.folder: math.inf if (score := score_of(run)) is None else score for run in runs}
     ordered = sorted(runs, key=lambda run: (run.state != "finished", scores[run.folder]))
@@ -300,6 +319,7 @@ def show_outcome(sweep: Sweep) -> None:
         print_stderr(f"warning: no report could be written: {made.stderr.strip()}")
     if best is not None:
         print_stdout(f"best: {Path(best.folder).name}, loss {score_of(best):.4f}: {best.folder}")
+    return True
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
@@ -320,6 +340,8 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 def _refuse_another(sweep: Sweep) -> None:
     """Raise UserError if the folder belongs to a different sweep, so that their runs do not mix."""
     path = sweep.folder / SWEEP
+    if sweep.folder.exists() and not sweep.folder.is_dir():
+        raise setting_error("--dir", sweep.folder, "is a file, not a folder", example="runs/sweep")
     try:
         stored = json.loads(path.read_text())
     except FileNotFoundError:
@@ -336,8 +358,7 @@ def _refuse_another(sweep: Sweep) -> None:
 def _sweep(options: argparse.Namespace, words: Sequence[str]) -> int:
     add_working_folder_to_path()
     arguments = parse(words)
-    if options.parallel is not None and options.parallel < 1:
-        raise setting_error("--parallel", options.parallel, "must be at least 1", 1)
+    require_at_least(1, parallel=options.parallel)
     sweep = make_sweep(arguments, Path(options.dir))
     _refuse_another(sweep)
     for trial in sweep.trials:  # check all runs before the first one starts
@@ -346,7 +367,8 @@ def _sweep(options: argparse.Namespace, words: Sequence[str]) -> int:
             ranks = arguments.nproc or 1
             check_config(config, ranks, ranks)
     if options.report:
-        show_outcome(sweep)
+        if not show_outcome(sweep):
+            raise setting_error("--dir", sweep.folder, "has no run of this sweep yet", fix="start it without --report")
         return EXIT_FINISHED
     if options.slurm:
         job = make_job(options, Arguments(sweep.recipe, sweep.overrides(sweep.trials[0])))

@@ -310,6 +310,8 @@ def _fetch(folder: Path) -> str:
         return "it contains an adapter: give the run folder, or the output of trainer.export --merged"
     if folder.exists():
         return "give a model folder"
+    if folder.suffix.lower() == ".gguf":
+        return "there is no such file: give its path, or OWNER/NAME/FILE.gguf on the Hugging Face Hub"
     return f"give the folder of a model, or its name on the Hugging Face Hub: OWNER/{folder.name}"
 
 
