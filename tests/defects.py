@@ -499,8 +499,8 @@ DEFECTS: list[Defect] = [
         "no-padding-is-too-much",
         "placement",
         "choose_dim",
-        "(1 + most_padding) * shape[0]",
-        "(8 + most_padding) * shape[0]",
+        "(1 + max_padding) * shape[0]",
+        "(8 + max_padding) * shape[0]",
     ),
     Defect(
         "columns-of-another-rank",

@@ -352,7 +352,7 @@ def test_file_of_prompts_is_answered_in_order_and_resumed(tmp_path: Path, capsys
     lines = said(capsys, folder, "--prompts", plain, "--max-tokens", 9).splitlines()
     assert [json.loads(line)["completion"] for line in lines] == [answer["completion"] for answer in printed[:2]]
     assert generate.command_line([str(folder), "--prompts", str(plain), "--out", str(out)]) == 2
-    assert "its line 1 is not the answer to prompt 1 of" in capsys.readouterr().err
+    assert "line 1 is not the answer to prompt 1 of" in capsys.readouterr().err
 
 
 def test_files_that_are_no_answers_are_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -363,13 +363,13 @@ def test_files_that_are_no_answers_are_not_touched(tmp_path: Path, capsys: pytes
         out = tmp_path / "notes.txt"
         out.write_text(text)
         assert generate.command_line([str(folder), "--prompts", str(prompts), "--out", str(out)]) == 2
-        assert "its line 1 is not the answer to prompt 1 of" in capsys.readouterr().err
+        assert "line 1 is not the answer to prompt 1 of" in capsys.readouterr().err
         assert out.read_text() == text
     assert generate.command_line([str(folder), "--prompts", str(prompts), "--out", str(tmp_path)]) == 2
     assert f"--out={tmp_path}: is a folder" in capsys.readouterr().err
     prompts.write_text('{"prompt": "w1", "completion": "of another model"}\n')
     assert generate.command_line([str(folder), "--prompts", str(prompts)]) == 2
-    assert "has the key 'completion', under which the answer is written" in capsys.readouterr().err
+    assert "has the key 'completion', which the answer uses" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

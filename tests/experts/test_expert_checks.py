@@ -198,7 +198,7 @@ def test_mistakes() -> None:
         UserError, match=r"(?s)mesh\.expert=2: leaves layers.0.moe.experts.w1 of shape .1, 25, 31. to 2"
     ):
         check_sharding(config_of("x", TWO, *FEW, "model.expert_dim=25", "model.dim=31", "model.num_heads=2"), 4)
-    with pytest.raises(UserError, match=r"(?s)fsdp\.wrap=size:2000: makes experts a unit of their own"):
+    with pytest.raises(UserError, match=r"(?s)fsdp\.wrap=size:2000: makes experts a separate unit"):
         check_sharding(config_of("x", TWO, "fsdp.wrap=size:2000"), 4)
 
 

@@ -436,7 +436,7 @@ def fetched_models(keys: Keys, resolution: Resolution) -> Keys:
     """
     requested = {**keys.values, **keys.assignments}
     texts = {key: requested[key] for key in _MODEL_KEYS if isinstance(requested.get(key), str)}
-    found = {key: text for key, text in texts.items() if hub.parse_name(text) is not None or gguf_model.is_meant(text)}
+    found = {key: text for key, text in texts.items() if hub.parse_name(text) is not None or gguf_model.is_gguf(text)}
     if not found:
         return keys
     pins = {} if resolution.is_stored else hub.pins_in(_stored_config(keys, resolution))
@@ -466,7 +466,7 @@ def _fetched(key: str, text: str, pins: Mapping[tuple[str, str], str], resolutio
             )
         path = hub.fetch_model(inside, key, pins, with_weights=resolution.needs_weights and key != "data.tokenizer")
         path = path / name.path if inside != name else path
-    if resolution.is_stored or not gguf_model.is_meant(str(path)):
+    if resolution.is_stored or not gguf_model.is_gguf(str(path)):
         return str(path)
     return str(gguf_model.converted(path, key, with_weights=resolution.needs_weights and key != "data.tokenizer"))
 
