@@ -160,6 +160,13 @@ def test_impossible_group_is_rejected(kind: str) -> None:
         assigned(group)
 
 
+def test_pattern_of_a_tied_weight_names_the_one_that_it_is_tied_to() -> None:
+    model = plain_model("llama_small", *LLAMA, "model.tie_embeddings=true")
+    groups = ({"match": "head.output.*", "lr": 2.0},)
+    with pytest.raises(UserError, match=r"tied to tok_embeddings\.weight\n.*match=tok_embeddings\.weight"):
+        assign(model, OptimSection(groups=groups))
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "sgd"])
 def test_bfloat16_weights_are_for_adamw_in_every_group(optimizer: str) -> None:
     group = f"optim.groups=[{{match: '*.wq.weight', optimizer: {optimizer}}}]"

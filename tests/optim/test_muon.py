@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers.plan_truth import StorageMeter
 from tests.helpers.ranks import run_ranks
-from trainer import Trainer, load_config
+from trainer import Trainer, UserError, load_config
 from trainer.optim.adamw import FusedAdamW
 from trainer.optim.muon import (
     COEFFICIENTS,
@@ -350,6 +350,23 @@ def test_any_mesh_resumes_what_another_saved(model: str, kind: str, source: str,
     difference = max(abs(a - b) / b for a, b in zip(rest, straight[STEPS // 2 :], strict=True))
     print(f"{model} {kind} {source} to {target}: {difference:.1e}")
     assert difference < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [("muon", "normuon"), ("normuon", "muon")], ids="to".join)
+def test_momentum_stays_if_the_variant_may_change(way: tuple[str, str], tmp_path: Path) -> None:
+    short = ["train.steps=6", "model.num_layers=1"]
+    losses_of(tmp_path, "dense", way[0], *short, save_at=3)
+    settings = settings_of(tmp_path, "dense", way[1], *short)
+    with pytest.raises(UserError, match=rf"optim\.muon\.variant: {way[0]} in the checkpoint, {way[1]} now"):
+        Trainer(load_config(*settings)).load_checkpoint()
+    trainer = Trainer(load_config(settings[0], [*settings[1], "checkpoint.allow_changes=[optim.muon.variant]"]))
+    assert trainer.load_checkpoint() == 3
+    muon = trainer.optimizer.parts[0]
+    assert all(state["momentum_buffer"].norm() > 0 for state in muon.state.values())
+    assert [record.step for record in trainer.steps()] == [4, 5, 6]
+    assert all(("row_squares" in state) == (way[1] == "normuon") for state in muon.state.values())
+    trainer.close()
 
 
 class TorchsMuon(Trainer):
