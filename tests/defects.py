@@ -687,6 +687,27 @@ DEFECTS: list[Defect] = [
         "pass",
     ),
     Defect(
+        "torchs-muon-is-not-recognized",
+        "muon",
+        "OptimizerState._match_torch_muon",
+        '"ns_steps" in group or AS_TORCHS in group',
+        "AS_TORCHS in group",
+    ),
+    Defect(
+        "row-squares-are-whole",
+        "muon",
+        "_moment_like",
+        "stored.shape[:-1] == tuple(parameter.shape[:-1])",
+        "len(stored.shape) == 1",
+    ),
+    Defect(
+        "bfloat16-weights-for-muon",
+        "groups",
+        "trainer.config.rules:_check_forms",
+        'dtype != "float32" and optimizer in ("sgd", "muon")',
+        'dtype != "float32" and optimizer == "sgd"',
+    ),
+    Defect(
         "decay-counted-from-the-first-layer",
         "groups",
         "_with_groups",
