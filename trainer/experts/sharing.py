@@ -20,8 +20,9 @@ from trainer.recipe import Recipe
 
 
 def find_experts(model: nn.Module, recipe: Recipe) -> dict[str, nn.Module]:
-    """Return the modules that `recipe.experts` names, by their names.  Raises UserError if it is a name that matches
-    none, or for a module whose parameters are not all stacked by expert.
+    """Return the modules that `recipe.experts` names, by name.
+
+    Raises UserError if a pattern matches none, or for a module whose parameters are not all stacked by expert.
     """
     if recipe.experts is None:
         return {}
@@ -46,7 +47,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def share_out(modules: Sequence[nn.Module], mesh: DeviceMesh, method: str) -> None:
-    """Give each rank of `mesh`, which has one axis, its experts of `modules`: consecutive rows of all parameters.
+    """Give each rank of `mesh`, which has one axis, its share of the experts: consecutive rows of all parameters.
 
     Parameters become DTensors; they must be on the meta device, and their number of rows a multiple of the mesh's size.
     """

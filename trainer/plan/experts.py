@@ -1,4 +1,4 @@
-"""Says what experts cost a run: whether sharing them out (`mesh.expert`) would pay, and the price of their balance."""
+"""Estimates whether expert parallelism (`mesh.expert`) would pay off, and what balancing experts costs."""
 
 from __future__ import annotations
 
