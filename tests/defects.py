@@ -588,6 +588,13 @@ DEFECTS: list[Defect] = [
         "scale_gradient(out_RD, 1.0)",
     ),
     Defect(
+        "layers-of-experts-checked-together",
+        "experts-refused",
+        "_wrong_gradients",
+        "*totals.tolist()",
+        "*totals.mean(1, keepdim=True).expand_as(totals).tolist()",
+    ),
+    Defect(
         "tokens-of-the-wrong-experts",
         "experts",
         "_gathered",
