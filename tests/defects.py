@@ -588,6 +588,13 @@ DEFECTS: list[Defect] = [
         "scale_gradient(out_RD, 1.0)",
     ),
     Defect(
+        "layers-of-experts-checked-together",
+        "experts-refused",
+        "_wrong_gradients",
+        "*totals.tolist()",
+        "*totals.mean(1, keepdim=True).expand_as(totals).tolist()",
+    ),
+    Defect(
         "tokens-of-the-wrong-experts",
         "experts",
         "_gathered",
@@ -685,6 +692,27 @@ DEFECTS: list[Defect] = [
         "_Step._direction",
         "gradient = torch.where(self._found_inf > 0, momentum, gradient)",
         "pass",
+    ),
+    Defect(
+        "torchs-muon-is-not-recognized",
+        "muon",
+        "OptimizerState._match_torch_muon",
+        '"ns_steps" in group or AS_TORCHS in group',
+        "AS_TORCHS in group",
+    ),
+    Defect(
+        "row-squares-are-whole",
+        "muon",
+        "_moment_like",
+        "stored.shape[:-1] == tuple(parameter.shape[:-1])",
+        "len(stored.shape) == 1",
+    ),
+    Defect(
+        "bfloat16-weights-for-muon",
+        "groups",
+        "trainer.config.rules:_check_forms",
+        'dtype != "float32" and optimizer in ("sgd", "muon")',
+        'dtype != "float32" and optimizer == "sgd"',
     ),
     Defect(
         "decay-counted-from-the-first-layer",

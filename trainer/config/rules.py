@@ -101,6 +101,11 @@ def _check_forms(config: RunConfig) -> None:
                 "lose small updates"
             )
             raise setting_error(key, dtype, rule, "float32")
+    for number, group in enumerate(config.optim.groups):
+        optimizer, dtype = group.get("optimizer"), config.train.weights_dtype
+        if dtype != "float32" and optimizer in ("sgd", "muon"):
+            rule = f"optim.groups[{number}] has optimizer={optimizer}, which would lose small updates"
+            raise setting_error("train.weights_dtype", dtype, rule, "float32")
     _check_float8(config)
     _check_lora(config)
     objective = config.train.objective

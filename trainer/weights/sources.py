@@ -158,7 +158,7 @@ def find_weights(
         listed = "\n  ".join(differences)
         raise UserError(
             f"{setting}: the weights in {source.description} do not fit the model:\n  {listed}\n"
-            "  to fix: download or export the folder again if it is incomplete, or set model.* to what it holds"
+            "  to fix: download or export the folder again if it is incomplete, or set model.* to match it"
         )
     return found
 
