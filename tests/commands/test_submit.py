@@ -93,7 +93,7 @@ def test_a_run_on_cpus_asks_for_no_gpu(capsys: pytest.CaptureFixture[str]) -> No
         (["slurm", "--option=account=me", "recipe=llama3_8b"], "--option=account=me: must be one option of sbatch"),
         (["slurm", "--option=", "recipe=llama3_8b"], "--option=: must be one option of sbatch"),
         (["slurm", "recipe=llama_small"], "train.global_batch_size=8: must be 8 data-parallel ranks"),
-        (["slurm", "recipe=llama3_8b", "nproc=8"], "nproc=8: a job takes --nodes and --gpus instead"),
+        (["slurm", "recipe=llama3_8b", "nproc=8"], "nproc=8: does not apply to a job; use --nodes and --gpus instead"),
         (["slurm", "--nodes=3", *BASE], "train.global_batch_size=1024"),
         (
             ["slurm", "recipe=llama3_8b", "mesh.replicate=3", "mesh.shard=4"],

@@ -68,10 +68,10 @@ def test_the_best_run() -> None:
     [
         (["optim.lr=1e-4"], "no key has several values"),
         (["optim.lr=1e-4,abc"], "optim.lr=abc"),
-        (["optim.lr=1e-4,1e-3", "run.name=a"], "run.name=a: each run of a sweep has its own"),
+        (["optim.lr=1e-4,1e-3", "run.name=a"], "run.name=a: differs for each run of a sweep"),
         (["optim.lr=1e-4,1e-3", "--parallel=0"], "--parallel=0: must be at least 1"),
         (["optim.lr=1e-4,1e-3", "--report"], "has no run of this sweep yet"),
-        ([f"run.seed={','.join(map(str, range(1001)))}"], "sweep=1001: is more than 1000 runs"),
+        ([f"run.seed={','.join(map(str, range(1001)))}"], "sweep=1001: must be at most 1000 runs"),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(
@@ -85,7 +85,7 @@ def test_mistakes_are_found_before_anything_runs(
 def test_another_sweep_in_the_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "sweep.json").write_text('{"recipe": "llama_small", "fixed": [], "runs": []}')
     assert sweep.command_line(["recipe=llama_small", "optim.lr=1e-4,1e-3", f"--dir={tmp_path}"]) == 2
-    assert "holds another sweep" in capsys.readouterr().err
+    assert "belongs to a different sweep" in capsys.readouterr().err
     assert sweep.command_line(["recipe=llama_small", "optim.lr=1e-4,1e-3", f"--dir={tmp_path / 'sweep.json'}"]) == 2
     assert "sweep.json: is a file, not a folder" in capsys.readouterr().err
 

@@ -760,7 +760,7 @@ def test_only_an_earlier_export_is_overwritten(tmp_path: Path) -> None:
     written = export_model(model, LLAMA, TINY, ours, overwrite=True)
     assert {file.name for file in written} == {"config.json", "model.safetensors"}
     assert {file.name for file in ours.iterdir()} == {"config.json", "model.safetensors", "README.md"}
-    with pytest.raises(UserError, match=r"cannot be made \(File exists\)"):
+    with pytest.raises(UserError, match=r"cannot be created \(File exists\)"):
         export_model(model, LLAMA, TINY, ours / "README.md")
 
 
