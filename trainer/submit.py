@@ -221,7 +221,7 @@ def _fewest_nodes(config: RunConfig, ranks_per_node: int, device: str) -> int:
         num_nodes *= 2
     if first_mistake is not None and not is_too_large:
         raise first_mistake
-    rule = f"the run does not fit on any number of nodes up to {_MAX_NODES} with which its settings work"
+    rule = f"the run does not fit in memory on any number of nodes up to {_MAX_NODES} that its settings allow"
     raise setting_error(
         "--nodes", "auto", rule, fix="see python -m trainer.plan recipe=NAME ranks=N, then give --nodes"
     )
