@@ -181,9 +181,16 @@ DEFECTS: list[Defect] = [
         "pass",
     ),
     Defect(
+        "text-becomes-a-control-token",
+        "gguf",
+        "_merges_by_score",
+        "if types[number] in (_NORMAL, _USER_DEFINED)",
+        "",
+    ),
+    Defect(
         "short-rows-are-taken",
         "records",
-        "_in_csv",
+        "_read_csv",
         "if len(row) != len(names):",
         "if False:",
     ),
@@ -492,8 +499,8 @@ DEFECTS: list[Defect] = [
         "no-padding-is-too-much",
         "placement",
         "choose_dim",
-        "(1 + most_padding) * shape[0]",
-        "(8 + most_padding) * shape[0]",
+        "(1 + max_padding) * shape[0]",
+        "(8 + max_padding) * shape[0]",
     ),
     Defect(
         "columns-of-another-rank",
@@ -1396,7 +1403,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "places-compared-with-themselves",
         "documents-tested",
-        "_compare_places",
+        "_compare_swapped",
         'torch.stack((batch["tokens"][0], batch["tokens"][0].roll(length)))',
         'torch.stack((batch["tokens"][0], batch["tokens"][0]))',
     ),

@@ -130,7 +130,7 @@ def test_last_of_several_matching_groups_is_used_and_reported() -> None:
     assert found["layers.0.attention.wk.weight"].lr_scale == 0.5
     model = plain_model("llama_small", *LLAMA)
     optimizer = build_optimizer(model, OptimSection(groups=groups))
-    assert optimizer.notes == ["matched by several groups, of which the last one counts: 3 parameters"]
+    assert optimizer.notes == ["matched by several groups (the last one takes effect): 3 parameters"]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     table = describe(optimizer.parts, names)
     assert "adamw, decay 0.3, lr x 2: 768 in 3 tensors, layers.*.attention.wq" in table
@@ -240,7 +240,7 @@ def test_groups_are_said_in_the_start_block_and_fixed_on_a_resume(tmp_path: Path
     ran = run_tiny(tmp_path, groups, *common, "train.steps=3")
     assert "adamw, decay 0.3, lr x 2: 4,096 in 2 tensors, layers.*.feed_forward.w1" in ran.stdout
     assert "adamw, decay 0.1, lr x 0.5:" in ran.stdout
-    assert "matched by several groups, of which the last one counts: 2 parameters" in ran.stdout
+    assert "matched by several groups (the last one takes effect): 2 parameters" in ran.stdout
     changed = groups.replace("2.0", "4.0")
     refused = run_tiny(tmp_path, changed, *common, "train.steps=6", ends=2)
     assert "optim.groups" in refused.stderr

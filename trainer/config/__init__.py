@@ -26,7 +26,7 @@ from trainer.config.mesh import (
 )
 from trainer.config.messages import type_name
 from trainer.config.resolve import config_from_yaml, load_config
-from trainer.config.rules import BLOCK, Phase, budget_of, check_config, find_deadline, find_phases, source_names
+from trainer.config.rules import BLOCK, Phase, budget_of, check_config, find_deadline, find_phases
 from trainer.config.schema import (
     AUTO,
     CheckpointSection,
@@ -75,7 +75,6 @@ __all__ = [
     "resolve_context_method",
     "resolve_expert_method",
     "smallest_mesh",
-    "source_names",
     "stored_value",
     "type_name",
 ]

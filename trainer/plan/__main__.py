@@ -10,8 +10,8 @@
   memory_gib=X       device memory, if it differs from the data sheet
   ranks_per_node=N   default 8 (cpu: 1)
   network_gbps=X     network bandwidth per rank to other nodes, in Gbit/s (default 400)
-  imbalance=X        rows of the busiest rank relative to the mean, where ranks share out experts (default 1: a router
-                     that is in balance; a learned one is not)
+  imbalance=X        rows of the busiest rank relative to the mean, with expert parallelism (default 1: a
+                     balanced router; a learned one is not balanced)
   --json             print the plan as JSON
   --picture FILE     draw memory over one step, as .png or .svg
   --calibrate        measure this machine first, and use the result for this device from now on; under torchrun or

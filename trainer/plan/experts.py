@@ -1,4 +1,4 @@
-"""Says what experts cost a run: whether sharing them out (`mesh.expert`) would pay, and the price of their balance."""
+"""Advice on experts: whether dividing them among ranks (`mesh.expert`) would pay off, and what their balance costs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from trainer.plan.estimates import time_of
 from trainer.plan.plan import Plan, make_plan
 
 _MIN_GAIN = 0.02
-"""A step that is shorter by less than this share is no gain."""
+"""Relative reduction of the step time below which a change is not worth recommending."""
 
 
 def advice_on_experts(plan: Plan) -> Iterator[str]:
     """Yield what `mesh.expert` would change for a model with experts on several ranks, if it is not set.
 
-    FSDP moves the weights of all experts, whatever the number of tokens; an expert axis moves tokens instead.  Between
-    nodes it moves fewer bytes below F E / 4 A tokens per micro-batch (F hidden width of an expert, E experts, A of them
-    per token): two gathers in 2 bytes and a reduction in 4 of the 3 D F E weights of a layer, D its width, against six
-    exchanges of D numbers of 2 bytes for each of a token's A rows, with full recomputation.
+    FSDP moves the weights of all experts, regardless of the number of tokens; an expert axis moves tokens instead.
+    Between nodes it moves fewer bytes below F E / 4 A tokens per micro-batch (F hidden width of an expert, E experts, A
+    of them per token): two gathers in 2 bytes and a reduction in 4 of the 3 D F E weights of a layer, D its width,
+    against six exchanges of D numbers of 2 bytes for each of a token's A rows, with full recomputation.
     """
     config, shard = plan.config, plan.mesh.shard
     if not config.recipe.declares_experts(config.model) or config.expert > 1 or shard == 1:
@@ -36,7 +36,7 @@ def advice_on_experts(plan: Plan) -> Iterator[str]:
             f"experts: mesh.shard={replicated.mesh.shard} mesh.replicate={replicated.mesh.replicate} would take "
             f"{replicated.time.total_s:.3g} s per step instead of {plan.time.total_s:.3g}, and "
             f"{replicated.needed_gib:.4g} GiB instead of {plan.needed_gib:.4g}: there are fewer experts than "
-            f"{shard} ranks, so that FSDP divides other dimensions, and copies weights and gradients once more"
+            f"{shard} ranks, so that FSDP divides other dimensions, and copies weights and gradients one more time"
         )
     num_tokens = int(config.train.micro_batch_size) * config.rows_per_sample * config.data.seq_len // config.context
     break_even = tokens_at_break_even(plan)
@@ -85,7 +85,7 @@ def possible_choices(config: RunConfig, mesh: MeshShape, ranks_per_node: int) ->
 
 
 def _alternatives(plan: Plan) -> Iterator[Plan]:
-    """Yield the plans with experts shared out within a node, and among 16, 32 or 64 ranks."""
+    """Yield the plans with experts divided within a node, and among 16, 32 or 64 ranks."""
     per_node = plan.machine.rates.ranks_per_node
     automatic = with_expert(plan.config, 1, "auto")
     sizes = {one.expert for one in possible_choices(automatic, plan.mesh, per_node)}

@@ -207,15 +207,12 @@ class _Search:
         """Yield the plan that leaves as many of the last units unsharded as fit; nothing if not even one fits."""
         num_units = uniform.trace.root
 
-        def with_unsharded(num_last: int) -> Plan:
-            reshard: list[int | str] = [entry] * (num_units - num_last) + ["never"] * num_last
-            return self._plan(uniform.config.train, reshard)
-
         low, high = 0, num_units
         best: Plan | None = None
         while low < high:
             middle = (low + high + 1) // 2
-            plan = with_unsharded(middle)
+            reshard: list[int | str] = [entry] * (num_units - middle) + ["never"] * middle
+            plan = self._plan(uniform.config.train, reshard)
             if plan.fits:
                 low, best = middle, plan
             else:
