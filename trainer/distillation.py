@@ -36,7 +36,7 @@ _CHUNK_BYTES = 16 * 2**20
 class DistillationTrainer(Trainer):
     """Trains a model to imitate a teacher: a second model, frozen and sharded like the first.
 
-    The logits of both are computed a chunk at a time, and never as a whole.
+    The logits of both are computed in chunks, and never held in full.
     """
 
     takes_objectives = True
@@ -56,7 +56,7 @@ class DistillationTrainer(Trainer):
         return super().build_model(config)
 
     def build_loader(self) -> Iterable[Batch]:
-        """Return the training data; with the teacher's log-probabilities, if these are in files."""
+        """Return the training data, with the teacher's log-probabilities if they were written to files."""
         path, rank, size = self.config.objective.teacher, self.world.rank, self.world.size
         if self.teacher is not None:
             return super().build_loader()
@@ -66,7 +66,7 @@ class DistillationTrainer(Trainer):
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return this rank's loss summed over the batch's targets.
 
-        Collectives: those of two forward passes, the teacher's first; of one if its log-probabilities are in files.
+        Collectives: those of the teacher's forward pass, unless its log-probabilities are in files, then the model's.
         """
         teacher: Outputs | TopLogProbs
         if self.teacher is None:
@@ -91,11 +91,14 @@ class DistillationTrainer(Trainer):
 
 @torch.no_grad()
 def outputs_of(model: nn.Module, batch: Batch) -> Outputs:
-    """Return what a model's logits of a batch are computed from.  Collectives: those of a forward pass."""
+    """Return the hidden states and weight that a model's logits of a batch are computed from.
+
+    Collectives: those of a forward pass.
+    """
     found: list[Outputs] = []
 
     def capture(hidden: torch.Tensor, weight: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
-        # A copy of the weight, which is freed below where it was gathered.
+        # Copy the weight: `reshard` below frees a gathered one.
         found.append(Outputs(hidden.flatten(0, -2), None if weight is None else weight.clone()))
         return hidden.new_zeros(())
 
@@ -126,8 +129,8 @@ class Outputs:
 class TopLogProbs:
     """The most likely next tokens of a teacher and their log-probabilities, (N, k) each.
 
-    Student and teacher are compared on k + 1 outcomes: these tokens, and that it is any other one.  For a divergence
-    this is a lower bound, which is exact for k = V.
+    Student and teacher are compared on k + 1 outcomes: each of these tokens, and any other token.  The divergence is
+    then a lower bound of the full one, and exact for k = V.
     """
 
     ids: torch.Tensor
@@ -141,12 +144,12 @@ class TopLogProbs:
 
 def _with_rest(logps_nk: torch.Tensor) -> torch.Tensor:
     """Append the log-probability of all other outcomes: (n, k + 1)."""
-    rest_n1 = (1 - logps_nk.exp().sum(1, keepdim=True)).clamp(min=_LEAST).log()
+    rest_n1 = (1 - logps_nk.exp().sum(1, keepdim=True)).clamp(min=_MIN_REST).log()
     return torch.cat([logps_nk, rest_n1], 1)
 
 
-_LEAST = 1e-7
-"""Least probability of the other outcomes: below it, float32 has no digits left."""
+_MIN_REST = 1e-7
+"""Minimum probability of all other tokens together: 1 minus the rest has no more precision in float32."""
 
 
 class _Comparison(torch.autograd.Function):
@@ -214,7 +217,7 @@ def write_top_logps(config: RunConfig, folder: Path, num_top: int) -> int:
     if found is None:
         raise setting_error("train.objective", config.train.objective, "has no teacher model", fix="use recipe=distill")
     if config.data.source == "synthetic":
-        rule = "is generated without end, and files hold every sample"
+        rule = "has no end, and the files must hold every sample"
         raise setting_error("data.source", config.data.source, rule, fix="use your own data")
     trainer = Trainer(found)
     try:

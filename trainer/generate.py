@@ -126,7 +126,7 @@ def open_generator(
     source = open_checkpoint(location.path, ema)
     config = config_from_yaml(source.config_yaml, allow_import=allow_import)
     if config.objective.outputs:
-        rule = f"was trained with train.objective={config.train.objective}, and scores texts instead of writing them"
+        rule = f"was trained with train.objective={config.train.objective}: it scores texts, and cannot generate them"
         raise setting_error("path", path, rule, fix="export it, and load it with AutoModelForSequenceClassification")
     origin = model_files_of(source)
     tokenizer, template = stack.enter_context(tokenizer_settings(origin, config.data.tokenizer))
@@ -193,14 +193,14 @@ def _parser() -> CommandParser:
     text.add_argument(
         "--prompts",
         metavar="FILE",
-        help="a prompt on each line, or a .jsonl file of objects with `prompt` or `messages`; writes JSON lines, in "
-        "order: the prompt's object with `completion` and `finish` (end or length)",
+        help="a text file with one prompt per line, or a .jsonl file of objects with `prompt` or `messages`; writes "
+        "JSON lines in the same order: the prompt's object with `completion` and `finish` (end or length)",
     )
     parser.add_argument("--batch", type=int, metavar="N", help="prompts to continue at once (default: 8)")
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="where to write the answers to --prompts (default: stdout); those that it already has are not repeated",
+        help="file for the answers to --prompts (default: stdout); if it has some already, only the others are added",
     )
     parser.add_argument("--greedy", action="store_true", help="always take the most likely token")
     parser.add_argument(
@@ -280,9 +280,9 @@ def _require_token(generated: Token) -> int:
 def _answer_file(
     options: argparse.Namespace, text_generator: TextGenerator, tokenizer: Tokenizer, sampling: Sampling
 ) -> None:
-    """Write the text that continues each prompt of `--prompts`, in order: a batch at a time, which is then on disk.
+    """Answer the prompts of `--prompts` in order, and flush each batch of answers to disk.
 
-    Answers that `--out` already has are not repeated.
+    Skips prompts that already have an answer in `--out`.
     """
     records, prompts = _read_prompts(options, text_generator, tokenizer)
     out = None if options.out is None else Path(options.out)
@@ -332,7 +332,7 @@ def _answer_file(
 def _read_prompts(
     options: argparse.Namespace, text_generator: TextGenerator, tokenizer: Tokenizer
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """Return the records of `--prompts`, and the tokens of each.  Raises UserError if one of them cannot be used."""
+    """Return the records in the file `--prompts`, and their tokens.  Raises UserError if a record cannot be used."""
     path = Path(options.prompts).expanduser()
     records, prompts = list[dict[str, Any]](), list[list[int]]()
     chats: ChatPrompts | None = None
@@ -347,7 +347,7 @@ def _read_prompts(
             rule = f"{location}: is {len(tokens)} tokens long, but the model has positions for {max_len}"
             raise setting_error("--prompts", path, rule)
         if taken := record.keys() & {"completion", "finish"}:
-            rule = f"{location}: has the key {min(taken)!r}, under which the answer is written"
+            rule = f"{location}: has the key {min(taken)!r}, which the answer uses"
             raise setting_error("--prompts", path, rule, fix="rename the key in the file of prompts")
         records.append(record)
         prompts.append(tokens)
@@ -357,9 +357,9 @@ def _read_prompts(
 
 
 def _count_answers(out: Path, records: Sequence[Mapping[str, Any]], prompts: str) -> int:
-    """Return the number of prompts that `out` has answers to, and remove a line that was not finished.
+    """Return the number of answers in `out`, and truncate an incomplete last line.
 
-    Raises UserError if a line is not the answer to the prompt in its place.
+    Raises UserError if a line does not answer the prompt with the same line number.
     """
     if not out.parent.is_dir():
         raise setting_error("--out", out, f"there is no folder {out.parent}")
@@ -372,7 +372,7 @@ def _count_answers(out: Path, records: Sequence[Mapping[str, Any]], prompts: str
     for number, line in enumerate([*lines, unfinished] if unfinished else lines):
         is_whole = number < len(lines)
         if number >= len(records) or not (_answers if is_whole else _begins_to_answer)(line, records[number]):
-            rule = f"its line {number + 1} is not the answer to prompt {number + 1} of {prompts}"
+            rule = f"line {number + 1} is not the answer to prompt {number + 1} of {prompts}"
             raise setting_error("--out", out, rule, fix="name a file that does not exist")
     os.truncate(out, len(content) - len(unfinished))
     return len(lines)

@@ -2,10 +2,10 @@
 
 usage: python -m trainer.teach recipe=distill objective.teacher=MODEL [section.key=value ...] --out FOLDER [--top K]
 
-  --out FOLDER   where to write; give it to the run as objective.teacher=FOLDER
-  --top K        how many of the most likely next tokens to write for each token (default: 64); 8 bytes each
+  --out FOLDER   folder for the files; train with objective.teacher=FOLDER
+  --top K        number of most likely next tokens to write for each token (default: 64); 8 bytes each
 
-The settings are those of the run: its data and data.seq_len.  Exit codes: 0, 2 for a user error, 1 for a failure.
+Give the same data and data.seq_len as for the run.  Exit codes: 0, 2 for a user error, 1 for a failure.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class Trainer:
         Collectives: one small CPU all-reduce; FSDP's own with one gradient reduction, or that reduction alone with one
         shard; a scalar all-reduce of the loss, and with several shards one of the norm; those of the optimizer (Muon),
         and of a model with experts or split sequences.  The host never waits for the device, unless parameters are
-        offloaded to it.
+        offloaded to it, or ranks exchange tokens (`mesh.expert_method=exchange`).
         """
         counts = [(self.count(batch), count_targets(batch["targets"])) for batch in micro_batches]
         count, num_targets = self.step_sync.all_reduce(*map(sum, zip(*counts, strict=True)))

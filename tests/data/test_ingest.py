@@ -30,7 +30,7 @@ from trainer.data.ingest import encode, inputs, readers
 from trainer.data.ingest.build import BuildFolder, BuildJob, build
 from trainer.data.ingest.inputs import SettingNames, find_inputs
 from trainer.data.opening import is_untokenized, open_source
-from trainer.data.shards import Manifest, Shard, ShardWriter, read_info
+from trainer.data.shards import Shard, ShardManifest, ShardWriter, read_info
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import UserError
 
@@ -335,6 +335,7 @@ def test_arrays_and_csv_are_records(tmp_path: Path) -> None:
     [
         ("a.json", '[{"text": "one"}, {"text": 2}]', r"at \S+a\.json:2 it is not text but int"),
         ("a.json", '[{"text": "one"}, {"tex', r"record 2 is not JSON"),
+        ("a.json", '[{"text": "one"},\n', r"the array does not end: the file is cut off after record 1"),
         ("a.json", '[{"body": "one"}]', r"data\.text_key=text: \S+:1 has no such key; its keys: body"),
         ("a.csv", "id,text\n1,one\n2\n", r"row 2 has 1 fields, the header has 2"),
         ("a.csv", "id,body\n1,one\n", r"data\.text_key=text: \S+:1 has no such key; its keys: id, body"),
@@ -538,7 +539,7 @@ POINTS: dict[str, tuple[type, str, int]] = {
     "tokens are being written": (ShardWriter, "write_documents", 3),
     "a unit is about to be named": (ShardWriter, "publish", 2),
     "a unit is about to be recorded": (BuildFolder, "write", 2),
-    "the manifest is about to be written": (Manifest, "write", 1),
+    "the manifest is about to be written": (ShardManifest, "write", 1),
     "what is left over is about to be removed": (BuildFolder, "clean_up", 1),
 }
 

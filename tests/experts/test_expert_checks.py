@@ -19,10 +19,12 @@ from tests.helpers.faults import Fault, start
 from tests.helpers.ranks import merged, run_command, run_ranks
 from tests.trainer.test_exactness import relative
 from trainer import Trainer, UserError, load_config
-from trainer.config import AUTO, MeshShape, check_config, resolve_expert_method, smallest_mesh
+from trainer.config import AUTO, MeshShape, advice_on_shards, check_config, resolve_expert_method, smallest_mesh
+from trainer.config.experts import with_expert
 from trainer.errors import TrainingFailed
 from trainer.experts import ExpertGroup, dispatch, grouped_mm, mix, sharing
 from trainer.model.shard import check_sharding
+from trainer.plan import search
 from trainer.plan.experts import advice_on_experts, tokens_at_break_even
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan, without_data
@@ -58,6 +60,22 @@ def unscaled(x: torch.Tensor, factor: float) -> torch.Tensor:
     return x
 
 
+@contextmanager
+def unscaled_in_layer(layer: int) -> Iterator[None]:
+    """Leave the division of gradients out in one layer alone."""
+    compute, layers = dispatch._compute, list[Any]()
+
+    def computed(group: ExpertGroup, experts: Any, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        layers.extend([experts] if experts not in layers else [])
+        if layers.index(experts) != layer:
+            return compute(group, experts, rows, ends)
+        with patched(dispatch, "scale_gradient", unscaled):
+            return compute(group, experts, rows, ends)
+
+    with patched(dispatch, "_compute", computed):
+        yield
+
+
 def rotated(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Let the next rank compute what belongs to one."""
 
@@ -77,6 +95,10 @@ def other_order(modules: Any, mesh: Any, method: str) -> None:
 
 
 sharing_out = sharing.share_out
+
+
+ALMOST_CANCELLED = ["fsdp.param_dtype=bfloat16", "model.num_layers=8", "run.seed=0"]
+"""In layer 3 the products of outputs and the gradients of the loss almost cancel: the sum is below their rounding."""
 
 
 def outcomes(folder: Path, names: list[str]) -> dict[str, str]:
@@ -102,6 +124,7 @@ def outcomes(folder: Path, names: list[str]) -> dict[str, str]:
             [GATHER, "fsdp.param_dtype=bfloat16"],
             patched(dispatch, "scale_gradient", unscaled),
         ),
+        "bfloat16, one layer": (Trainer, [GATHER, *ALMOST_CANCELLED], unscaled_in_layer(3)),
         "frozen": (Trainer, [EXCHANGE, 'train.freeze=["*.w3"]'], patched(dispatch, "scale_gradient", unscaled)),
     }
     found, check = {}, trainer.trainer.check_experts
@@ -130,7 +153,7 @@ def outcomes(folder: Path, names: list[str]) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_what_is_wrong_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    names = ["none", "scale", "torch", "rotated", "order"]
+    names = ["none", "scale", "torch", "rotated", "order", "bfloat16, one layer"]
     found = run_ranks(2, outcomes, tmp_path, names)[1]
     print(found)
     assert found["none"].startswith("passed in ")
@@ -139,6 +162,8 @@ def test_what_is_wrong_is_refused_before_the_first_step(tmp_path: Path) -> None:
     assert "the gradient of w3 is 0.5 times" in found["torch"]
     assert "layers.1.moe.experts: the output of a token is not that of its experts" in found["rotated"]
     assert "the output of a token is not that of its experts" in found["order"]
+    assert "layers.3.moe.experts: the gradient of w3 is 2" in found["bfloat16, one layer"]
+    assert "layers.4" not in found["bfloat16, one layer"]
 
 
 @pytest.mark.campaign
@@ -175,12 +200,21 @@ def test_mistakes() -> None:
         UserError, match=r"(?s)mesh\.expert=2: leaves layers.0.moe.experts.w1 of shape .1, 25, 31. to 2"
     ):
         check_sharding(config_of("x", TWO, *FEW, "model.expert_dim=25", "model.dim=31", "model.num_heads=2"), 4)
-    with pytest.raises(UserError, match=r"(?s)fsdp\.wrap=size:2000: makes experts a unit of their own"):
+    with pytest.raises(UserError, match=r"(?s)fsdp\.wrap=size:2000: makes experts a separate unit"):
         check_sharding(config_of("x", TWO, "fsdp.wrap=size:2000"), 4)
 
 
 def test_a_configuration_is_right_where_the_ranks_are_not_known() -> None:
     assert smallest_mesh(config_of("x", FOUR)).shard == 4
+
+
+def test_more_shards_than_experts_are_advised_against() -> None:
+    said = advice_on_shards(config_of("x"), MeshShape(2, 6))
+    assert "mesh.shard=6 is more than the 4 experts" in said
+    assert "mesh.shard=2 mesh.replicate=6" in said
+    assert not advice_on_shards(config_of("x"), MeshShape(2, 4))
+    assert not advice_on_shards(config_of("x", TWO), MeshShape(2, 6))
+    assert not advice_on_shards(load_config("llama_small"), MeshShape(1, 512))
 
 
 def test_the_method_follows_from_nodes_and_compilation() -> None:
@@ -254,6 +288,17 @@ def test_the_planner_says_when_an_expert_axis_pays() -> None:
     assert chosen.plan.time.total_s < plan.time.total_s
     dense = without_data(load_config("llama3_1b", ["train.global_batch_size=16", "data.source=synthetic"]))
     assert not list(advice_on_experts(make_plan(dense, shape, machine)))
+
+
+def test_remedies_are_not_looked_for_where_a_choice_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take a plan each, and there would be as many for each choice that does not fit."""
+    config = without_data(config_of("x", "model.expert_dim=512", "fsdp.accumulate=sharded"))
+    machine, shape = find_machine("cpu", ranks_per_node=2), MeshShape(1, 4)
+    one, two = (make_plan(with_expert(config, size, "exchange"), shape, machine).memory.peak.total for size in (1, 2))
+    assert two < 0.9 * one
+    monkeypatch.setattr(search, "remedies", lambda plan: pytest.fail("looked for remedies"))
+    chosen = fastest_choice(with_expert(config, AUTO, "auto"), shape, machine.with_budget((one + two) / 2))  # type: ignore[arg-type]
+    assert chosen.plan.config.expert == 2
 
 
 def test_the_planner_says_when_replicas_are_faster() -> None:

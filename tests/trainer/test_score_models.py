@@ -146,5 +146,5 @@ def test_wrong_records_are_reported(model: Path, tmp_path: Path) -> None:
     )
     assert "matches none of the formats" in message_of([{"text": "Hi"}], "train.objective=tokens")
     config = load_config("classify", [f"model.path={model}", "model.name=hf", "data.path=x"])
-    with pytest.raises(UserError, match="a new head takes the place of the output projection, which recipe 'hf'"):
+    with pytest.raises(UserError, match="a new head replaces the output projection, which recipe 'hf'"):
         build_network(config)

@@ -58,7 +58,7 @@ def test_pushed_as_exported(fake: FakeHub, one: Shared, tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
 
     for name, more, message in (
-        ("tester/mine", {}, f"error: --push=tester/mine: {fake.url} does not let you write there"),
+        ("tester/mine", {}, f"error: --push=tester/mine: {fake.url} denies write access"),
         ("mine", {"HF_TOKEN": fake.token}, "error: --push=mine: must be a model's name on the Hugging Face Hub"),
     ):
         refused = push(fake, tmp_path, one.ran.folder, "--push", name, **more)

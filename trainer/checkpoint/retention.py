@@ -1,4 +1,5 @@
-"""Retention: decides which published checkpoints to keep, which of them are good, and whether they will fit.
+"""Retention: decides which published checkpoints to keep, which of them are good, and whether they will fit on the
+disk.
 
 A checkpoint is not good if it was saved while steps were skipped, if its manifest is damaged, or if its folder is named
 after a different step.  Such a checkpoint never replaces a good one.
@@ -21,8 +22,8 @@ from trainer.metrics.console import readable_bytes
 def newest_step(storage: Storage) -> int | None:
     """Return the step of the newest checkpoint in `storage`; None if there are no checkpoints.
 
-    A checkpoint that was saved while steps were skipped is chosen only if all of them were.  The checkpoint may be
-    damaged, which only reading it will show.
+    A checkpoint that was saved while steps were skipped is chosen only if all of them were.  The checkpoint may still
+    be damaged: that is only detected when it is read.
     """
     steps = list_steps(storage)
     for step in reversed(steps):
@@ -146,7 +147,7 @@ class RetentionPolicy:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The room that checkpoints need on the disk
+# Disk space
 
 
 @dataclass(frozen=True)

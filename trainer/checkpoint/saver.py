@@ -28,8 +28,7 @@ from trainer.metrics.sinks import Metrics, warn
 from trainer.metrics.step_metrics import StepMetrics
 
 if TYPE_CHECKING:
-    from trainer.lifecycle.folder import RunFolder
-    from trainer.lifecycle.relocation import Relocation
+    from trainer.lifecycle.folder import Relocation, RunFolder
     from trainer.lifecycle.resume import Resume
     from trainer.lifecycle.state import TrainState
     from trainer.lifecycle.watchdog import Watchdog
@@ -165,7 +164,7 @@ class Saver:
             if self._is_saved(state) or (attempt >= len(_FINAL_PAUSES_S) and DISK_FULL_ADVICE not in error):
                 break
             if attempt == len(_FINAL_PAUSES_S):
-                self._warn(f"the final save waits up to {sum(_DISK_FULL_PAUSES_S):.0f} s for room on the disk: {error}")
+                self._warn(f"the final save waits up to {sum(_DISK_FULL_PAUSES_S):.0f} s for disk space: {error}")
             time.sleep(pause_s)
             self._start(state, background=False)
             error = self._collect(warns=False, is_last=True).error

@@ -31,7 +31,7 @@ _EXCLUDED_FOLDERS = frozenset(
 
 
 class SourceFile(NamedTuple):
-    """A source file, with the size and modification time by which a change is noticed."""
+    """A source file, with its size and modification time, which reveal changes."""
 
     name: str
     """Path relative to the library's folder, with `/` as separator."""
@@ -39,7 +39,7 @@ class SourceFile(NamedTuple):
     mtime_ns: int
 
 
-@functools.cache  # a training process looks for them several times
+@functools.cache  # a training process looks them up several times
 def find_source_files(folder: Path) -> tuple[SourceFile, ...]:
     """Return the source files below `folder`, sorted by name, without the excluded folders."""
     return tuple(sorted(_walk(str(folder), "")))
@@ -99,16 +99,13 @@ class StdlibCorpus:
             shard.verify()
             return shard
 
-        name = f"stdlib-{self._fingerprint(tokenizer)}-{split}"
+        # Everything that the tokens depend on, without reading the files.
+        facts = json.dumps([ShardInfo.format, sys.version, str(self._folder), tokenizer.name, self._files])
+        name = f"stdlib-{hashlib.sha256(facts.encode()).hexdigest()[:16]}-{split}"
         return get_or_build(cache_dir, name, "tokenized text", build, load)
 
     def _find_names(self, split: Split) -> list[str]:
         return [file.name for file in self._files if _is_held_out(file.name) == (split == "eval")]
-
-    def _fingerprint(self, tokenizer: Tokenizer) -> str:
-        """Return a digest of everything the tokens depend on, without reading the files."""
-        content = json.dumps([ShardInfo.format, sys.version, str(self._folder), tokenizer.name, self._files])
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def _is_held_out(name: str) -> bool:

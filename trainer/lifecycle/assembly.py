@@ -16,9 +16,8 @@ from trainer.config.rules import compiles_blocks
 from trainer.distributed.channel import StepSync
 from trainer.distributed.world import World
 from trainer.experts import BALANCE, ExpertBalance, find_balance
-from trainer.lifecycle.folder import RunFolder
+from trainer.lifecycle.folder import Relocation, RunFolder
 from trainer.lifecycle.lifecycle import Lifecycle
-from trainer.lifecycle.relocation import Relocation
 from trainer.lifecycle.resume import Resume
 from trainer.lifecycle.state import RandomState, TrainState
 from trainer.lifecycle.summary import mesh_sizes
@@ -70,7 +69,7 @@ class TrainingRun:
 
     @contextmanager
     def fitting(self) -> Iterator[None]:
-        """Tell the callbacks when `Trainer.fit`, the block, begins and ends."""
+        """Call `begin_fit` of all callbacks before the block, which is `Trainer.fit`, and `end_fit` after it."""
         for callback in self.callbacks:
             callback.begin_fit()
         try:
@@ -81,7 +80,7 @@ class TrainingRun:
 
     @contextmanager
     def looping(self) -> Iterator[None]:
-        """Tell the callbacks when the loop of `Trainer.steps`, the block, has ended."""
+        """Call `end_loop` of all callbacks after the block, which is the loop of `Trainer.steps`."""
         has_failed = True
         try:
             yield

@@ -81,7 +81,7 @@ def wrong_base_message(path: str, checksum: str, expected: Mapping[str, Any]) ->
 def checksum_lines(source: WeightSource, names: Iterable[str], rank: int = 0, num_ranks: int = 1) -> dict[str, str]:
     """Return a line for each tensor in this rank's share of `names`: shape, dtype and CRC-32 of the values.
 
-    The share is every `num_ranks`-th tensor in order of decreasing size.  Reads one block after another.
+    The share is every `num_ranks`-th tensor in order of decreasing size.  Reads one block at a time.
     """
     shapes, dtypes = source.shapes, source.dtypes
     largest_first = sorted(names, key=lambda name: (-torch.Size(shapes[name]).numel(), name))
@@ -152,9 +152,9 @@ class MergedSource:
     Each weight is W + (B @ A) * scaling, computed in float32 and returned in the dtype of W.  The full product is
     computed at once, as in other implementations, so that the results are bit-identical; only one layer's product is
     in memory.  `transposed` are the layers whose W has shape (in, out).  `packings` are the weights that were packed
-    in training, by name: their W is what remains of it after packing, and they are returned in `dtype`, if given.  A
-    new head is returned as it was trained.  `experts` are the parameters of experts that have adapters, of which only
-    the requested experts are computed.
+    in training, by name: W is then the unpacked weight, and the result has the dtype `dtype`, if given.  A new head is
+    returned unchanged.  `experts` are the expert parameters that have adapters; only the requested experts are
+    computed.
     """
 
     def __init__(

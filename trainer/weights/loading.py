@@ -100,7 +100,7 @@ def load_initial_weights(model: nn.Module, origin: Origin, config: RunConfig, ch
     origin.files = channel.broadcast(channel.agreed(lambda: read_files() if channel.is_main else {}))
     store_tokenizer(origin, config, channel)
     if source is None:
-        note = f"; {path} has none that are used" if path else ""
+        note = f"; the weights in {path} are not used" if path else ""
         return f"drawn at random (run.seed={config.run.seed}){note}"
     where = name_of_source(str(Path(path).absolute())) if path and "://" not in path else path or source.description
     remarks = source.remarks if isinstance(source, SafetensorsFolder) else []
@@ -284,8 +284,9 @@ def with_merged_adapters(
 ) -> WeightSource:
     """Return the weights of a checkpoint's model with any adapters merged into them.
 
-    A base that was packed in training is what remains of it after packing, in `dtype` or else the dtype in which it is
-    stored.  With `into_original` it is the stored weights, and the model another one than was trained.
+    If the base weights were packed in training, the adapters are merged into the unpacked weights, in `dtype` or else
+    their stored dtype.  With `into_original` they are merged into the stored weights, which gives a different model
+    from the one that was trained.
     """
     if not adapted_layers(stored.shapes):
         return stored

@@ -1,8 +1,7 @@
-"""The model card of an export: what the run was trained on, with which settings, to which losses, and its base's
-licence.
+"""The model card of an export: the run's data, settings and losses, and the licence of its base model.
 
-Everything in it is read from the run's configuration and metrics.  Local paths are shortened to the last part, since a
-card is public.  Format: https://huggingface.co/docs/hub/model-cards.
+Everything comes from the run's configuration and metrics.  Local paths are shortened to their last part, since a card
+is public.  Format: https://huggingface.co/docs/hub/model-cards.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ _SETTINGS = (
 
 
 def model_card(config: RunConfig, title: str, step: int, records: Sequence[Mapping[str, Any]], version: str) -> str:
-    """Return the text of README.md for a model that was trained by `config` up to `step`.
+    """Return the text of README.md for a model that was trained with `config` up to `step`.
 
-    records: the run's metrics; may be empty.  version: that of meshtrainer.
+    records: the run's metrics; may be empty.  version: the version of meshtrainer.
     """
     base = config.train.init_from or config.model_path
     base_name = None if base is None else _public(name_of_source(base))
@@ -43,21 +42,22 @@ def model_card(config: RunConfig, title: str, step: int, records: Sequence[Mappi
     datasets = [name.repo for path in _paths(config) if (name := hub.parse_name(path)) and name.kind == "dataset"]
     if datasets:
         front["datasets"] = list(dict.fromkeys(datasets))
+    counts = [each["tokens"] for each in records if each.get("kind") == "train" and each.get("step", 0) <= step]
     kind = f"adapters (LoRA, rank {config.lora.rank})" if is_adapter else "model"
     origin = f"fine-tuned from {base_name}" if base_name else "trained from random weights"
     lines = [
         *("---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""),
         *(f"# {title}", "", f"A {config.model.name} {kind}, {origin} with meshtrainer {version}.", ""),
         *("## Data", "", *(f"- {_public(path)}" for path in _paths(config) or [config.data.source]), ""),
-        *("## Training", "", f"{step:,} steps{_tokens(records, step)}.", ""),
+        *("## Training", "", f"{step:,} steps{f' on {counts[-1]:,} tokens' if counts else ''}.", ""),
         *("| setting | value |", "|---|---|"),
         *(f"| `{key}` | {value} |" for key, value in _settings(config)),
         *("", "## Losses", "", *_losses(records, step), ""),
     ]
     if base_name:
-        unknown = "It is not stated there; ask its authors before you use or share this"
+        unknown = "The base model does not state it; ask its authors before you use or share this model"
         what = f"It is {licence}" if licence else unknown
-        lines += ["## Licence", "", f"The licence of {base_name} applies to what is made from it. {what}.", ""]
+        lines += ["## Licence", "", f"The licence of {base_name} applies to models derived from it. {what}.", ""]
     return "\n".join(lines)
 
 
@@ -78,7 +78,7 @@ def _paths(config: RunConfig) -> list[str]:
 
 
 def _public(path: str) -> str:
-    """Return a name of the Hub or a URL without its query as it is, and of a local path the last part."""
+    """Return a path without private parts: a URL or Hub name without its query, the last part of a local path."""
     return path.partition("?")[0] if "://" in path else path.rstrip("/").rpartition("/")[2]
 
 
@@ -89,11 +89,6 @@ def _settings(config: RunConfig) -> list[tuple[str, Any]]:
     return [(key, value) for key, value in shown if config.lora.rank or not key.startswith("lora.")]
 
 
-def _tokens(records: Sequence[Mapping[str, Any]], step: int) -> str:
-    counts = [each["tokens"] for each in records if each.get("kind") == "train" and each.get("step", 0) <= step]
-    return f" on {counts[-1]:,} tokens" if counts else ""
-
-
 def _losses(records: Sequence[Mapping[str, Any]], step: int) -> list[str]:
     rows = []
     for kind, name in (("train", "training"), ("eval", "evaluation")):
@@ -101,4 +96,4 @@ def _losses(records: Sequence[Mapping[str, Any]], step: int) -> list[str]:
         found = [each for each in found if isinstance(each.get("loss"), (int, float))]
         ends = found if len(found) < 2 else [found[0], found[-1]]
         rows += [f"| {name} | {each['step']:,} | {each['loss']:.4f} |" for each in ends]
-    return ["| | step | loss |", "|---|---|---|", *rows] if rows else ["The run's metrics were not at hand."]
+    return ["| | step | loss |", "|---|---|---|", *rows] if rows else ["The run's metrics were not available."]
