@@ -1450,6 +1450,13 @@ DEFECTS: list[Defect] = [
         "if documents is None or True:",
     ),
     Defect(
+        "slices-keep-all-states",
+        "linear-attention",
+        "_total_map",
+        "return last_state(chunks.decay, chunks.keys, chunks.seen, chunks.writes, first_BNHX)",
+        "return chunk_states(chunks.decay, chunks.keys, chunks.seen, chunks.writes, first_BNHX)[1]",
+    ),
+    Defect(
         "state-read-by-the-next-document",
         "linear-attention",
         "_prepare_chunks",

@@ -143,3 +143,23 @@ def test_slices_equal_the_whole_sequence(
     whole = definition(given, numbers(LENGTHS) if packed else None)
     expected = torch.cat([part_of(each, whole, 1) for each in every], 1)
     compare(torch.cat(found, 1), expected, given)
+
+
+@pytest.mark.parametrize("method", ["gather", "heads"])
+def test_slice_keeps_as_much_as_a_row_of_its_length(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what the backward pass needs, only the gathered maps are more, and they do not grow with the sequence."""
+    monkeypatch.setattr(linear_attention, "gather_parts", lambda part, num_parts, _: torch.stack([part] * num_parts))
+
+    def kept(slices: Any) -> int:
+        given = [torch.rand(1, 1024, 1, *width, requires_grad=True) for width in ([32], [32], [32], [], [])]
+        saved: dict[int, torch.Tensor] = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with use_slices(slices), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            gated_delta_rule(*given)
+        return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+
+    assert kept(slices_of(2, method, 2048)[0]) <= 1.05 * kept(None)

@@ -28,6 +28,7 @@ from torch.utils.flop_counter import sdpa_flop
 from trainer.experts import GROUPED, GROUPED_PRODUCT, fake_tensors
 from trainer.model.parameters import storage_id
 from trainer.sequence.attention import OPERATORS
+from trainer.sequence.chunk_states import CHUNK_STATES
 
 _aten = torch.ops.aten
 
@@ -37,6 +38,7 @@ _KINDS = {
     _aten.bmm.default: "batched matmul",
     GROUPED: "grouped matmul",
     GROUPED_PRODUCT: "grouped matmul of torch",
+    CHUNK_STATES: "states of linear attention",
     **dict.fromkeys(OPERATORS, "attention"),
 }
 """Operators that are expensive to recompute, by kind.  The attention kernel that runs depends on the device."""
@@ -197,6 +199,8 @@ class _OperatorRecorder(TorchDispatchMode):
 def _flops(kind: str, args: Sequence[Any], output: torch.Tensor) -> int:
     """Return the FLOPs of an operator; a causal mask halves those of attention."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.is_floating_point()]
+    if kind == "states of linear attention":
+        return 4 * tensors[1].numel() * output.shape[-1]  # two products of (S, H) and (H, E) for each chunk
     if kind != "attention":
         return 2 * output.numel() * tensors[-1].shape[-2]
     query, key, value = (tensor.shape for tensor in tensors[:3])

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from trainer.config import Slices
 from trainer.distributed.exchange import gather_parts
+from trainer.sequence.chunk_states import chunk_states, last_state
 from trainer.sequence.row_layout import Cache, Documents, current_slices
 
 _CHUNK = 64
@@ -181,15 +182,10 @@ def _prepare_chunks(
 
 def _read_chunks(chunks: _Chunks, state_BNHE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what queries read, (B, T, N, E), and the last state, given the first."""
-    outputs = []
-    for number in range(chunks.reads.shape[2]):
-        reads_BNSH, seen_BNSH, writes_BNSE, keys_BNSH, attention_BNSS, decay_BN = (
-            tensor.select(2, number) for tensor in chunks
-        )
-        new_BNSE = writes_BNSE - seen_BNSH @ state_BNHE
-        outputs.append(reads_BNSH @ state_BNHE + attention_BNSS @ new_BNSE)
-        state_BNHE = state_BNHE * decay_BN[..., None, None] + keys_BNSH.mT @ new_BNSE
-    return torch.cat(outputs, 2).transpose(1, 2), state_BNHE
+    states_BNCHE, last_BNHE = chunk_states(chunks.decay, chunks.keys, chunks.seen, chunks.writes, state_BNHE)
+    new_BNCSE = chunks.writes - chunks.seen @ states_BNCHE
+    out_BNCSE = chunks.reads @ states_BNCHE + chunks.attention @ new_BNCSE
+    return out_BNCSE.flatten(2, 3).transpose(1, 2), last_BNHE
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -197,16 +193,15 @@ def _read_chunks(chunks: _Chunks, state_BNHE: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _total_map(chunks: _Chunks) -> torch.Tensor:
-    """Return how all chunks together change the state, (B, N, H, H + E): S becomes A S + b, with [A, b] = result."""
-    keys_BNCHS = chunks.keys.mT
-    identity_HH = torch.eye(keys_BNCHS.shape[-2], device=keys_BNCHS.device)
-    factors_BNCHH = chunks.decay[..., None, None] * identity_HH - keys_BNCHS @ chunks.seen
-    terms_BNCHE = keys_BNCHS @ chunks.writes
-    (factor_BNHH, *factors), (term_BNHE, *terms) = factors_BNCHH.unbind(2), terms_BNCHE.unbind(2)
-    for next_factor_BNHH, next_term_BNHE in zip(factors, terms, strict=True):
-        factor_BNHH = next_factor_BNHH @ factor_BNHH
-        term_BNHE = next_factor_BNHH @ term_BNHE + next_term_BNHE
-    return torch.cat((factor_BNHH, term_BNHE), -1)
+    """Return how all chunks together change the state, (B, N, H, H + E): S becomes A S + b, with [A, b] = result.
+
+    It is the last state if the first is [1, 0] and writes do not belong to A.
+    """
+    num_rows, num_heads, _, _, key_size = chunks.keys.shape
+    identity_HH = torch.eye(key_size, device=chunks.keys.device)
+    first_HX = F.pad(identity_HH, (0, chunks.writes.shape[-1]))
+    first_BNHX = first_HX.expand(num_rows, num_heads, -1, -1)
+    return last_state(chunks.decay, chunks.keys, chunks.seen, chunks.writes, first_BNHX)
 
 
 def _entering_states(slices: Slices, maps_PBNHX: torch.Tensor, state_BNHE: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,195 @@
+"""The states of linear attention between chunks of tokens, as operators with gradients.
+
+Within a chunk, everything is a matrix product.  Between chunks, the state passes from one to the next in a loop.  Each
+loop is one operator, so that autograd keeps nothing of its rounds but the states, and neither `torch.compile` nor the
+planner unrolls the thousands of rounds of a long sequence.
+
+A chunk of S tokens changes the state Z to decay x Z + keys^T (writes - seen Z).  Writes may be narrower than states:
+they then belong to the last columns.
+
+Shape suffixes: B rows, N heads, C chunks of S tokens, H key size, E width of writes, X width of states.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import register_flop_formula
+
+
+@torch.library.custom_op("meshtrainer::chunk_states", mutates_args=())
+def chunk_states(
+    decay_BNC: torch.Tensor,
+    keys_BNCSH: torch.Tensor,
+    seen_BNCSH: torch.Tensor,
+    writes_BNCSE: torch.Tensor,
+    state_BNHX: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the state before each chunk, (B, N, C, H, X), and the one after the last, (B, N, H, X), from the first."""
+    states_BNCHX = state_BNHX.new_empty(*decay_BNC.shape, *state_BNHX.shape[-2:])
+    for number in range(decay_BNC.shape[2]):
+        states_BNCHX[:, :, number] = state_BNHX
+        state_BNHX = _after_chunk(number, decay_BNC, keys_BNCSH, seen_BNCSH, writes_BNCSE, state_BNHX)
+    return states_BNCHX, state_BNHX.clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("meshtrainer::last_state", mutates_args=())
+def last_state(
+    decay_BNC: torch.Tensor,
+    keys_BNCSH: torch.Tensor,
+    seen_BNCSH: torch.Tensor,
+    writes_BNCSE: torch.Tensor,
+    state_BNHX: torch.Tensor,
+) -> torch.Tensor:
+    """Return the state after the last chunk, (B, N, H, X), from the first.
+
+    Keeps no other states.  The backward pass computes them again, for as many chunks at a time as there are such groups
+    of chunks.
+    """
+    for number in range(decay_BNC.shape[2]):
+        state_BNHX = _after_chunk(number, decay_BNC, keys_BNCSH, seen_BNCSH, writes_BNCSE, state_BNHX)
+    return state_BNHX.clone(memory_format=torch.contiguous_format)
+
+
+def _after_chunk(
+    number: int,
+    decay_BNC: torch.Tensor,
+    keys_BNCSH: torch.Tensor,
+    seen_BNCSH: torch.Tensor,
+    writes_BNCSE: torch.Tensor,
+    state_BNHX: torch.Tensor,
+) -> torch.Tensor:
+    new_BNSX = -(seen_BNCSH[:, :, number] @ state_BNHX)
+    new_BNSX[..., -writes_BNCSE.shape[-1] :] += writes_BNCSE[:, :, number]
+    return decay_BNC[:, :, number, None, None] * state_BNHX + keys_BNCSH[:, :, number].mT @ new_BNSX
+
+
+@torch.library.custom_op("meshtrainer::chunk_state_gradients", mutates_args=())
+def chunk_state_gradients(
+    decay_BNC: torch.Tensor,
+    keys_BNCSH: torch.Tensor,
+    seen_BNCSH: torch.Tensor,
+    grad_states_BNCHX: torch.Tensor | None,
+    grad_last_BNHX: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradient of the state after each chunk, (B, N, C, H, X), and of the first state, (B, N, H, X).
+
+    grad_states_BNCHX, grad_last_BNHX: what else depends on the state before each chunk, and after the last.
+    """
+    grad_BNHX = grad_last_BNHX
+    grads_BNCHX = grad_last_BNHX.new_empty(*decay_BNC.shape, *grad_last_BNHX.shape[-2:])
+    for number in reversed(range(decay_BNC.shape[2])):
+        grads_BNCHX[:, :, number] = grad_BNHX
+        grad_new_BNSX = keys_BNCSH[:, :, number] @ grad_BNHX
+        grad_BNHX = decay_BNC[:, :, number, None, None] * grad_BNHX - seen_BNCSH[:, :, number].mT @ grad_new_BNSX
+        if grad_states_BNCHX is not None:
+            grad_BNHX += grad_states_BNCHX[:, :, number]
+    return grads_BNCHX, grad_BNHX.clone(memory_format=torch.contiguous_format)
+
+
+@chunk_states.register_fake
+def _(
+    decay_BNC: torch.Tensor,
+    keys_BNCSH: torch.Tensor,
+    seen_BNCSH: torch.Tensor,
+    writes_BNCSE: torch.Tensor,
+    state_BNHX: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return state_BNHX.new_empty(*decay_BNC.shape, *state_BNHX.shape[-2:]), state_BNHX.new_empty(state_BNHX.shape)
+
+
+@last_state.register_fake
+def _(
+    decay_BNC: torch.Tensor,
+    keys_BNCSH: torch.Tensor,
+    seen_BNCSH: torch.Tensor,
+    writes_BNCSE: torch.Tensor,
+    state_BNHX: torch.Tensor,
+) -> torch.Tensor:
+    return state_BNHX.new_empty(state_BNHX.shape)
+
+
+@chunk_state_gradients.register_fake
+def _(
+    decay_BNC: torch.Tensor,
+    keys_BNCSH: torch.Tensor,
+    seen_BNCSH: torch.Tensor,
+    grad_states_BNCHX: torch.Tensor | None,
+    grad_last_BNHX: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = grad_last_BNHX.shape
+    return grad_last_BNHX.new_empty(*decay_BNC.shape, *shape[-2:]), grad_last_BNHX.new_empty(shape)
+
+
+def _save_inputs_and_states(ctx: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:-1], output[0])
+
+
+def _backward_of_states(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return _input_gradients(*ctx.saved_tensors, *gradients)
+
+
+def _input_gradients(
+    decay_BNC: torch.Tensor,
+    keys_BNCSH: torch.Tensor,
+    seen_BNCSH: torch.Tensor,
+    writes_BNCSE: torch.Tensor,
+    states_BNCHX: torch.Tensor,
+    grad_states_BNCHX: torch.Tensor | None,
+    grad_last_BNHX: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of decay, keys, seen, writes and the first state."""
+    grads_BNCHX, grad_first_BNHX = chunk_state_gradients(
+        decay_BNC, keys_BNCSH, seen_BNCSH, grad_states_BNCHX, grad_last_BNHX
+    )
+    width = writes_BNCSE.shape[-1]
+    # A product of vectors, since the elementwise product would take the memory of all states.
+    grad_decay_BNC = (grads_BNCHX.flatten(-2).unsqueeze(-2) @ states_BNCHX.flatten(-2).unsqueeze(-1))[..., 0, 0]
+    new_BNCSX = F.pad(writes_BNCSE, (states_BNCHX.shape[-1] - width, 0)) - seen_BNCSH @ states_BNCHX
+    grad_keys_BNCSH = new_BNCSX @ grads_BNCHX.mT
+    del new_BNCSX
+    grad_new_BNCSX = keys_BNCSH @ grads_BNCHX
+    grad_seen_BNCSH = (grad_new_BNCSX @ states_BNCHX.mT).neg_()
+    return grad_decay_BNC, grad_keys_BNCSH, grad_seen_BNCSH, grad_new_BNCSX[..., -width:], grad_first_BNHX
+
+
+def _save_inputs(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward_of_last(ctx: Any, grad_BNHX: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    decay_BNC, keys_BNCSH, seen_BNCSH, writes_BNCSE, state_BNHX = ctx.saved_tensors
+    size = math.isqrt(decay_BNC.shape[2] - 1) + 1  # rounded up
+    groups = list(
+        zip(*(tensor.split(size, 2) for tensor in (decay_BNC, keys_BNCSH, seen_BNCSH, writes_BNCSE)), strict=True)
+    )
+    entering = [state_BNHX]
+    for group in groups[:-1]:
+        entering.append(last_state(*group, entering[-1]))
+    found = []
+    for decay, keys, seen, writes in reversed(groups):
+        states, _ = chunk_states(decay, keys, seen, writes, entering.pop())
+        *gradients, grad_BNHX = _input_gradients(decay, keys, seen, writes, states, None, grad_BNHX)
+        found.append(gradients)
+    return *(torch.cat(parts[::-1], 2) for parts in zip(*found, strict=True)), grad_BNHX
+
+
+chunk_states.register_autograd(_backward_of_states, setup_context=_save_inputs_and_states)
+last_state.register_autograd(_backward_of_last, setup_context=_save_inputs)
+
+
+def _flops(decay: torch.Size, keys: torch.Size, seen: torch.Size, *others: Any, **options: Any) -> int:
+    """Return the FLOPs of a loop: in each round, two products of (S, H) and (H, X)."""
+    return 4 * math.prod(keys) * others[-1][-1]
+
+
+CHUNK_STATES = torch.ops.meshtrainer.chunk_states.default
+for _operator in (
+    CHUNK_STATES.overloadpacket,
+    torch.ops.meshtrainer.last_state,
+    torch.ops.meshtrainer.chunk_state_gradients,
+):
+    register_flop_formula(_operator)(_flops)
