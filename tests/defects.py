@@ -455,9 +455,16 @@ DEFECTS: list[Defect] = [
     Defect(
         "answers-again",
         "generate-file",
-        "_count_answers",
-        "return len(lines)",
-        "return 0",
+        "AnswerFile.__init__",
+        "= len(lines), len(content)",
+        "= 0, len(content)",
+    ),
+    Defect(
+        "answers-known-by-the-name-of-their-model",
+        "generate-file",
+        "AnswerFile.begin",
+        'earlier.get("weights") != made_by["weights"]',
+        'earlier.get("model") != model',
     ),
     Defect(
         "gathered-for-each-token",
@@ -586,6 +593,13 @@ DEFECTS: list[Defect] = [
         "_compute",
         "scale_gradient(out_RD, 1 / group.size)",
         "scale_gradient(out_RD, 1.0)",
+    ),
+    Defect(
+        "layers-of-experts-checked-together",
+        "experts-refused",
+        "_wrong_gradients",
+        "*totals.tolist()",
+        "*totals.mean(1, keepdim=True).expand_as(totals).tolist()",
     ),
     Defect(
         "tokens-of-the-wrong-experts",
@@ -998,11 +1012,32 @@ DEFECTS: list[Defect] = [
         'if section == OLD_SECTION and objective == "ipo":',
     ),
     Defect(
+        "labels-rounded",
+        "objective-files",
+        "Format.label",
+        "number.is_integer() and 0 <= number",
+        "0 <= number",
+    ),
+    Defect(
+        "one-label-will-do",
+        "objective-files",
+        "LabelledSource.__init__",
+        "labels[0] if len(labels) == 1 else None",
+        "None",
+    ),
+    Defect(
         "lowest-accuracy-is-best",
         "score-models",
         "trainer.checkpoint.retention:find_best",
         "-1 if good[-1].higher_is_better else 1",
         "1",
+    ),
+    Defect(
+        "teacher-taken-for-the-first-weights",
+        "distillation",
+        "DistillationTrainer.__init__",
+        "self.world, KEY",
+        "self.world",
     ),
     Defect(
         "teacher-of-a-cold-softmax",
@@ -1494,8 +1529,15 @@ DEFECTS: list[Defect] = [
     Defect(
         "meshes-outlive-their-groups",
         "trainers-in-turn",
-        "World.close",
+        "World._destroy_group",
         "_clear_sharding_prop_cache()",
+        "pass",
+    ),
+    Defect(
+        "refused-trainer-keeps-its-group",
+        "trainers-in-turn",
+        "World.left_if_refused",
+        "self._destroy_group()",
         "pass",
     ),
     Defect(

@@ -209,6 +209,9 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     parser.add_allow_import()
     arguments = sys.argv[1:] if argv is None else argv
+    for item in arguments:
+        if item.startswith("--merged=") and item != "--merged=original":
+            parser.error(f"{item}: the only value is original: --merged, or --merged=original")
     # If --merged had an optional value, argparse would take the folder in `--merged FOLDER` as that value.
     options = parser.parse_args([_MERGED_ORIGINAL if item == "--merged=original" else item for item in arguments])
     add_working_folder_to_path()
@@ -226,21 +229,21 @@ def _export(options: argparse.Namespace) -> int:
         target = options.target or str(Path(temporary) / "export")
         files = _export_to(target, options)
         if options.push is not None:
-            card = card_of(options.checkpoint, options.push.rpartition("/")[2], options.allow_import)
+            card = card_of(options.checkpoint, options.push.rpartition("/")[2], Path(target), options.allow_import)
             print_stdout(upload(Path(target), {CARD: card.encode()}, options.push, "--push", options.private))
     for file in files if options.target is not None else ():
         print_stdout(str(file))
     return EXIT_FINISHED
 
 
-def card_of(checkpoint: str | os.PathLike[str], title: str, allow_import: Collection[str] = ()) -> str:
-    """Return the model card (the text of README.md) for the model of a run or checkpoint."""
+def card_of(checkpoint: str | os.PathLike[str], title: str, exported: Path, allow_import: Collection[str] = ()) -> str:
+    """Return the model card (the text of README.md) for a run or checkpoint that was exported to a folder."""
     stored = open_checkpoint(checkpoint)
     config = config_from_yaml(stored.config_yaml, allow_import=allow_import)
     places = (Path(checkpoint) / METRICS, config.run_dir / METRICS)  # the former if the run's folder was moved
     metrics = next((place for place in places if place.is_file()), None)
     records = [] if metrics is None else list(read_kinds(metrics, "train", "eval"))
-    return model_card(config, title, stored.manifest.step, records, __version__)
+    return model_card(config, title, stored.manifest.step, records, __version__, exported)
 
 
 def _export_to(target: str, options: argparse.Namespace) -> list[Path]:

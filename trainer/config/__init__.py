@@ -7,7 +7,7 @@ process is spawned.
 from __future__ import annotations
 
 from trainer.config.changes import compare_configs, compare_stored, stored_value
-from trainer.config.experts import expert_choices, resolve_expert_method
+from trainer.config.experts import advice_on_shards, expert_choices, resolve_expert_method
 from trainer.config.load import (
     declared_keys,
     declared_model,
@@ -55,6 +55,7 @@ __all__ = [
     "ScheduleSection",
     "Slices",
     "TrainSection",
+    "advice_on_shards",
     "budget_of",
     "check_config",
     "compare_configs",

@@ -31,6 +31,7 @@ from pathlib import Path
 
 from trainer.config import (
     RunConfig,
+    advice_on_shards,
     check_config,
     declared_keys,
     find_mesh_shape,
@@ -105,8 +106,9 @@ def _plan(arguments: list[str]) -> int:
     for resolve_method in (resolve_context_method, resolve_expert_method):
         config = resolve_method(config, min(num_ranks, machine.rates.ranks_per_node))
     check_sharding(config, mesh.shard)
-    if advice := mesh.advice(min(num_ranks, machine.rates.ranks_per_node)):
-        print_stderr(f"warning: {advice}")
+    for advice in (mesh.advice(min(num_ranks, machine.rates.ranks_per_node)), advice_on_shards(config, mesh)):
+        if advice:
+            print_stderr(f"warning: {advice}")
     try:
         choice = fastest_choice(config, mesh, machine) if uses_auto(config) else None
     except NothingFits as error:

@@ -1,4 +1,4 @@
-"""Advice on experts: whether dividing them among ranks (`mesh.expert`) would pay off, and what their balance costs."""
+"""Estimates whether expert parallelism (`mesh.expert`) would pay off, and what balancing experts costs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from dataclasses import replace
 from trainer.config import MeshShape, RunConfig, expert_choices
 from trainer.config.experts import resolve_expert_method, with_expert
 from trainer.errors import UserError
-from trainer.model.shard import check_sharding
+from trainer.model.network import build_network
+from trainer.model.shard import check_experts
+from trainer.model.units import find_units
 from trainer.plan.estimates import time_of
 from trainer.plan.plan import Plan, make_plan
 
@@ -76,10 +78,11 @@ def tokens_at_break_even(plan: Plan) -> float | None:
 
 def possible_choices(config: RunConfig, mesh: MeshShape, ranks_per_node: int) -> list[RunConfig]:
     """Return the choices of `mesh.expert` (`expert_choices`) for which ranks can divide the experts of the model."""
-    found = []
+    model, found = build_network(config), []
+    units = find_units(model, config.recipe, config.fsdp.wrap)
     for choice in expert_choices(config, mesh, ranks_per_node):
         with contextlib.suppress(UserError):
-            check_sharding(choice, mesh.shard)
+            check_experts(model, config.recipe, units, choice, mesh.shard)
             found.append(choice)
     return found
 
@@ -92,7 +95,7 @@ def _alternatives(plan: Plan) -> Iterator[Plan]:
     inside = max((size for size in sizes if 1 < size <= per_node), default=1)
     for size in sorted({inside, *(size for size in sizes if size > per_node)} - {1}):
         config = resolve_expert_method(with_expert(plan.config, size, "auto"), per_node)
-        yield make_plan(config, plan.mesh, plan.machine)
+        yield make_plan(config, plan.mesh, plan.machine, plan.probe.on_other_mesh(config))
 
 
 def _replicated(plan: Plan) -> Plan | None:

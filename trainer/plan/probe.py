@@ -56,6 +56,12 @@ class Probe:
         self._model = build_network(config)
         self._traces: dict[tuple[int, int | str, float], Trace] = {}
 
+    def on_other_mesh(self, config: RunConfig) -> Probe:
+        """Return a probe of the same model, built only once, with another section `mesh` or `train`."""
+        other = copy.copy(self)
+        other.config, other._traces = config, {}
+        return other
+
     @property
     def flops_per_token(self) -> float:
         """Model FLOPs per token for forward and backward, excluding recomputation."""
