@@ -229,21 +229,21 @@ def _export(options: argparse.Namespace) -> int:
         target = options.target or str(Path(temporary) / "export")
         files = _export_to(target, options)
         if options.push is not None:
-            card = card_of(options.checkpoint, options.push.rpartition("/")[2], options.allow_import)
+            card = card_of(options.checkpoint, options.push.rpartition("/")[2], Path(target), options.allow_import)
             print_stdout(upload(Path(target), {CARD: card.encode()}, options.push, "--push", options.private))
     for file in files if options.target is not None else ():
         print_stdout(str(file))
     return EXIT_FINISHED
 
 
-def card_of(checkpoint: str | os.PathLike[str], title: str, allow_import: Collection[str] = ()) -> str:
-    """Return the model card (the text of README.md) for the model of a run or checkpoint."""
+def card_of(checkpoint: str | os.PathLike[str], title: str, exported: Path, allow_import: Collection[str] = ()) -> str:
+    """Return the model card (the text of README.md) for a run or checkpoint that was exported to a folder."""
     stored = open_checkpoint(checkpoint)
     config = config_from_yaml(stored.config_yaml, allow_import=allow_import)
     places = (Path(checkpoint) / METRICS, config.run_dir / METRICS)  # the former if the run's folder was moved
     metrics = next((place for place in places if place.is_file()), None)
     records = [] if metrics is None else list(read_kinds(metrics, "train", "eval"))
-    return model_card(config, title, stored.manifest.step, records, __version__)
+    return model_card(config, title, stored.manifest.step, records, __version__, exported)
 
 
 def _export_to(target: str, options: argparse.Namespace) -> list[Path]:

@@ -221,7 +221,7 @@ def _fewest_nodes(config: RunConfig, ranks_per_node: int, device: str) -> int:
         num_nodes *= 2
     if first_mistake is not None and not is_too_large:
         raise first_mistake
-    rule = f"the run does not fit on any number of nodes up to {_MAX_NODES} with which its settings work"
+    rule = f"the run does not fit in memory on any number of nodes up to {_MAX_NODES} that its settings allow"
     raise setting_error(
         "--nodes", "auto", rule, fix="see python -m trainer.plan recipe=NAME ranks=N, then give --nodes"
     )
@@ -252,9 +252,9 @@ def add_size_options(parser: argparse.ArgumentParser) -> None:
 
 
 def make_job(options: argparse.Namespace, arguments: Arguments, volume: str | None = None) -> ClusterJob:
-    """Return the job of the command line, after checking its settings.  Raises UserError.
+    """Return the job for a command line, after checking its settings.  Raises UserError.
 
-    volume: where the job finds the volume with its runs; None if it has this machine's file system.
+    volume: mount path of the volume for runs; None if the job uses this machine's file system.
     """
     if arguments.recipe is None:
         raise no_recipe(_USAGE, arguments.overrides)
@@ -288,20 +288,20 @@ def make_job(options: argparse.Namespace, arguments: Arguments, volume: str | No
 
 
 def require_at_least(least: int, **options: int | None) -> None:
-    """Raise UserError if one of the options, by name, is given and less than `least`."""
+    """Raise UserError if one of the given options is less than `least`."""
     for name, value in options.items():
         if value is not None and value < least:
             raise setting_error(f"--{name}", value, f"must be at least {least}", least)
 
 
 def _folder_on_volume(folder: str, volume: str) -> str:
-    """Return the run folder below the place of the volume: a container's own files are lost when it ends.
+    """Return the run folder inside the volume, since other files of a container are lost when it ends.
 
-    Raises UserError for an absolute path elsewhere.
+    Raises UserError for a path outside the volume.
     """
     path = posixpath.normpath(posixpath.join(volume, folder))
     if not path.startswith(f"{volume.rstrip('/')}/"):
-        rule = f"is not on the volume, which is at {volume}: a job that is restarted would find nothing there"
+        rule = f"is not on the volume, which is at {volume}: a restarted job would not find its files"
         raise setting_error("run.dir", folder, rule, example=posixpath.join(volume, "runs", posixpath.basename(path)))
     return path
 

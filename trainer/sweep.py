@@ -53,7 +53,7 @@ REPORT = "report.html"
 _MAX_RUNS = 1000
 _POLL_S = 0.5
 _MAX_NAME = 150
-"""Characters of a run's name."""
+"""Maximum number of characters in a run's name."""
 
 
 @dataclass
@@ -161,7 +161,7 @@ def split_values(text: str) -> list[str]:
 
 
 def names_of(settings: Sequence[Sequence[str]]) -> list[str]:
-    """Return a folder's name for each run, no two of them equal, and none too long for a file system."""
+    """Return a folder name for each run.  The names are unique, and short enough for a file system."""
     names: list[str] = []
     for setting in settings:
         name = plain = name_of(setting)[:_MAX_NAME].rstrip(",.-")
@@ -301,7 +301,7 @@ def score_of(run: RunSummary) -> float | None:
 def show_outcome(sweep: Sweep) -> bool:
     """Print a table of the runs and the best one, and write a report that compares them.
 
-    Returns False if no run has begun.
+    Returns False if no run has started.
     """
     runs = [summarize(trial.folder) for trial in sweep.trials if (trial.folder / "metrics.jsonl").exists()]
     if not runs:

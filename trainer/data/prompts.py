@@ -53,7 +53,7 @@ def chat_prompt_tokens(text: str, tokenizer: str, key: str, template: str = "mod
 
 
 class ChatPrompts:
-    """Encodes conversations that the assistant is to continue, with a chat template and its generation prompt."""
+    """Encodes conversations for the assistant to continue, with a chat template and its generation prompt."""
 
     def __init__(self, tokenizer: str, key: str, value: object, template: str = "model") -> None:
         """`tokenizer`, `template`: as in `data`.  `key`, `value`: the setting or option to name in errors.

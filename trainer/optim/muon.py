@@ -501,11 +501,12 @@ class Muon(torch.optim.Optimizer):
             by_mesh[mesh_of(parameter)].append(parameter)
         key = tuple(map(id, parameters))
         if key not in self._layouts:
-            self._layouts[key] = []
+            layouts = []
             for members in by_mesh.values():
                 split = [split_into_matrices(n, p.shape, self._blocks.get(id(p), ())) for n, p in enumerate(members)]
                 matrices = list(itertools.chain.from_iterable(split))
-                self._layouts[key].append(_Layout(members, matrices, self._bucket_bytes / self._dtype.itemsize))
+                layouts.append(_Layout(members, matrices, self._bucket_bytes / self._dtype.itemsize))
+            self._layouts[key] = layouts
         return list(zip(self._layouts[key], by_mesh.values(), strict=True))
 
 

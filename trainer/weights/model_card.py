@@ -15,6 +15,7 @@ from typing import Any
 from trainer import hub
 from trainer.config import RunConfig
 from trainer.config.schema import name_of_source
+from trainer.files import read_json
 
 CARD = "README.md"
 
@@ -24,17 +25,25 @@ _SETTINGS = (
 )
 
 
-def model_card(config: RunConfig, title: str, step: int, records: Sequence[Mapping[str, Any]], version: str) -> str:
+def model_card(
+    config: RunConfig, title: str, step: int, records: Sequence[Mapping[str, Any]], version: str, exported: Path
+) -> str:
     """Return the text of README.md for a model that was trained with `config` up to `step`.
 
-    records: the run's metrics; may be empty.  version: the version of meshtrainer.
+    records: the run's metrics; may be empty.
+    version: the version of meshtrainer.
+    exported: the folder of the export, which tells whether it is an adapter and what it is for.
     """
     base = config.train.init_from or config.model_path
     base_name = None if base is None else _public(name_of_source(base))
     licence = None if base is None else licence_of(base)
-    is_adapter = config.lora.rank > 0
+    adapter, model = _read_object(exported / "adapter_config.json"), _read_object(exported / "config.json")
+    is_adapter = bool(adapter)
+    is_classifier = adapter.get("task_type") == "SEQ_CLS" or any(
+        name.endswith("ForSequenceClassification") for name in model.get("architectures") or []
+    )
     front: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers", "tags": ["meshtrainer"]}
-    front |= {"pipeline_tag": "text-generation"}
+    front |= {"pipeline_tag": "text-classification" if is_classifier else "text-generation"}
     if licence is not None:
         front["license"] = licence
     if base is not None and (name := hub.parse_name(name_of_source(base))) is not None:
@@ -59,6 +68,10 @@ def model_card(config: RunConfig, title: str, step: int, records: Sequence[Mappi
         what = f"It is {licence}" if licence else unknown
         lines += ["## Licence", "", f"The licence of {base_name} applies to models derived from it. {what}.", ""]
     return "\n".join(lines)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    return dict(read_json(path)) if path.is_file() else {}
 
 
 def licence_of(base: str) -> str | None:
