@@ -1543,7 +1543,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "refused-trainer-keeps-its-group",
         "trainers-in-turn",
-        "World.left_if_refused",
+        "World.closing_on_user_error",
         "self._destroy_group()",
         "pass",
     ),

@@ -47,7 +47,7 @@ class DistillationTrainer(Trainer):
         if self.teacher is not None:
             found = teacher_config(self.config)
             assert found is not None
-            with self.world.left_if_refused():
+            with self.world.closing_on_user_error():
                 self.state.add(TEACHER, load_base(self.teacher, found, self.world, KEY))
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:

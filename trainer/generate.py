@@ -333,7 +333,7 @@ def _answer_file(
 
 
 def _checksum_of_model(model: nn.Module) -> str:
-    """Return a checksum of the first values of each tensor: it differs between models, and between steps of a run."""
+    """Return a checksum of the first values of each tensor, in which models differ, and so do the steps of a run."""
     crc = 0
     for name, tensor in model.state_dict().items():
         values = tensor.detach().reshape(-1)[:_NUM_COMPARED].cpu()

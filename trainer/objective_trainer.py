@@ -40,7 +40,7 @@ class ObjectiveTrainer(Trainer):
         self._known: torch.Tensor | None = None
         super().__init__(config)
         if self.reference is not None:
-            with self.world.left_if_refused():
+            with self.world.closing_on_user_error():
                 self.state.add(REFERENCE, load_base(self.reference, self.config, self.world))
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:

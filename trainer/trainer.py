@@ -60,7 +60,7 @@ class Trainer:
         start_time = time.monotonic()
         self.recipe = config.recipe
         self.world = World(config)
-        with self.world.left_if_refused():
+        with self.world.closing_on_user_error():
             self._build(config, start_time)
 
     def _build(self, config: RunConfig, start_time: float) -> None:

@@ -1,6 +1,6 @@
 """The file of answers to a file of prompts: a JSON line for each prompt, in order.  A later command can continue it.
 
-A second file beside it, FILE.made_by, says which model and which settings made the answers: their lines do not tell.
+FILE.made_by, next to it, records which model and which settings made the answers, since their lines do not tell.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ _FIX = "name a file that does not exist"
 
 
 class AnswerFile:
-    """A file of answers to `records`.
+    """A file of answers to prompts, which is new or to be continued.
 
-    num_done: the number of prompts that it has answers to.
+    num_done: number of prompts that it has answers to already.
     """
 
     def __init__(self, path: Path, key: str, prompts: str, records: Sequence[Mapping[str, Any]]) -> None:
-        """`key`: the option that names the file, for errors.  `prompts`: the file of the prompts.
+        """Read the answers in the file, if there are any, without changing it.
 
-        Raises UserError if the file has a line that is not the answer to the prompt in its place.
+        key: the option that names the file, for errors.  prompts: the file of prompts.  records: the prompts.
+
+        Raises UserError if a line does not answer the prompt with the same number.
         """
         if not path.parent.is_dir():
             raise setting_error(key, path, f"there is no folder {path.parent}", fix="create it, or name another one")
@@ -43,11 +45,11 @@ class AnswerFile:
         self.num_done, self._num_bytes, self._is_new = len(lines), len(content) - len(unfinished), not content
 
     def begin(self, model: str, made_by: Mapping[str, Any]) -> None:
-        """Record what makes the answers, or check that it is what has made those in the file; remove a line cut short.
+        """Record what makes the answers of a new file.  Check it for an existing one, and truncate a partial line.
 
-        model: where the model is, for messages.  made_by: the checksum of its weights as `weights`, and the settings.
+        model: path of the model, for messages.  made_by: the checksum of its weights as `weights`, and all settings.
 
-        Raises UserError if the answers in the file were made by something else.
+        Raises UserError if another model or other settings made the answers in the file.
         """
         place = self._path.with_name(f"{self._path.name}.made_by")
         if self._is_new:
@@ -55,8 +57,8 @@ class AnswerFile:
                 write_atomically(place, json.dumps({"model": model, **made_by}, indent=1) + "\n")
             return
         try:
-            earlier = json.loads(place.read_text())
-        except (OSError, ValueError) as error:
+            earlier = {**json.loads(place.read_text())}
+        except (OSError, ValueError, TypeError) as error:
             rule = f"has answers, but {place.name}, which says what made them, cannot be read"
             raise setting_error(self._key, self._path, rule, fix=_FIX) from error
         if earlier.get("weights") != made_by["weights"]:

@@ -280,10 +280,10 @@ class World(Channel):
         self._destroy_group()
 
     @contextlib.contextmanager
-    def left_if_refused(self) -> Iterator[None]:
-        """Destroy the process group if the block raises a UserError, which all ranks raise together.
+    def closing_on_user_error(self) -> Iterator[None]:
+        """Destroy the process group, if it was opened here, when the block raises a UserError, as all ranks then do.
 
-        A later World can then open one again.  After another error the ranks may be anywhere: only one process leaves.
+        After any other error the ranks may be anywhere in their code, so that only a single process does it.
         """
         try:
             yield
