@@ -209,6 +209,9 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     parser.add_allow_import()
     arguments = sys.argv[1:] if argv is None else argv
+    for item in arguments:
+        if item.startswith("--merged=") and item != "--merged=original":
+            parser.error(f"{item}: the only value is original: --merged, or --merged=original")
     # If --merged had an optional value, argparse would take the folder in `--merged FOLDER` as that value.
     options = parser.parse_args([_MERGED_ORIGINAL if item == "--merged=original" else item for item in arguments])
     add_working_folder_to_path()

@@ -40,7 +40,8 @@ class ObjectiveTrainer(Trainer):
         self._known: torch.Tensor | None = None
         super().__init__(config)
         if self.reference is not None:
-            self.state.add(REFERENCE, load_base(self.reference, self.config, self.world))
+            with self.world.left_if_refused():
+                self.state.add(REFERENCE, load_base(self.reference, self.config, self.world))
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:
         """Return the sharded model; for the run's own model, build the reference first if it is a separate model."""

@@ -254,7 +254,7 @@ def add_size_options(parser: argparse.ArgumentParser) -> None:
 def make_job(options: argparse.Namespace, arguments: Arguments, volume: str | None = None) -> ClusterJob:
     """Return the job for a command line, after checking its settings.  Raises UserError.
 
-    volume: where the job finds the volume with its runs; None if it shares this machine's file system.
+    volume: mount path of the volume for runs; None if the job uses this machine's file system.
     """
     if arguments.recipe is None:
         raise no_recipe(_USAGE, arguments.overrides)
@@ -288,20 +288,20 @@ def make_job(options: argparse.Namespace, arguments: Arguments, volume: str | No
 
 
 def require_at_least(least: int, **options: int | None) -> None:
-    """Raise UserError if an option, named by its keyword, was given and is less than `least`."""
+    """Raise UserError if one of the given options is less than `least`."""
     for name, value in options.items():
         if value is not None and value < least:
             raise setting_error(f"--{name}", value, f"must be at least {least}", least)
 
 
 def _folder_on_volume(folder: str, volume: str) -> str:
-    """Return the path of a run folder on the volume, since a container's own files are lost when it ends.
+    """Return the run folder inside the volume, since other files of a container are lost when it ends.
 
-    volume: its mount point.  Raises UserError if `folder` is an absolute path elsewhere.
+    Raises UserError for a path outside the volume.
     """
     path = posixpath.normpath(posixpath.join(volume, folder))
     if not path.startswith(f"{volume.rstrip('/')}/"):
-        rule = f"is not on the volume, which is at {volume}: a job that is restarted would find nothing there"
+        rule = f"is not on the volume, which is at {volume}: a restarted job would not find its files"
         raise setting_error("run.dir", folder, rule, example=posixpath.join(volume, "runs", posixpath.basename(path)))
     return path
 

@@ -51,9 +51,9 @@ SWEEP = "sweep.json"
 """File in the sweep's folder with its settings and runs."""
 REPORT = "report.html"
 _MAX_RUNS = 1000
-_MAX_NAME = 150
-"""Characters in a run's name."""
 _POLL_S = 0.5
+_MAX_NAME = 150
+"""Maximum number of characters in a run's name."""
 
 
 @dataclass
@@ -161,7 +161,7 @@ def split_values(text: str) -> list[str]:
 
 
 def names_of(settings: Sequence[Sequence[str]]) -> list[str]:
-    """Return a folder name for each run: all different, and short enough for any file system."""
+    """Return a folder name for each run.  The names are unique, and short enough for a file system."""
     names: list[str] = []
     for setting in settings:
         name = plain = name_of(setting)[:_MAX_NAME].rstrip(",.-")

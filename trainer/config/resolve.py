@@ -385,7 +385,7 @@ def run_paths(tree: Mapping[str, Any], resolution: Resolution) -> dict[str, Any]
 def is_another_run(stored: str, here: Path) -> bool:
     """Return whether the stored folder `stored` still holds a run, and is not the same folder as `here`.
 
-    If so, `here` is a copy of that run.  If `stored` holds no run any more, `here` is that run after a move.
+    If so, `here` is a copy of that run.  If `stored` no longer holds a run, `here` is that run after a move.
     """
     return is_run(Path(stored)) and not _is_same(Path(stored), here)
 
@@ -853,7 +853,7 @@ def tokenizer_of_weights(config: RunConfig, resolution: Resolution) -> RunConfig
     """Use the tokenizer of the initial weights, unless `data.tokenizer` is given.  A run that resumes keeps its own.
 
     Runs after `tokenizer_file`, so that both are paths.  Raises UserError if the given tokenizer differs from that of
-    the weights, or if that cannot be read: token ids would then stand for different text than when the weights were
+    the weights, or if that cannot be read: token ids would then represent different text than when the weights were
     trained.  `checkpoint.allow_changes=[data.tokenizer]` permits both.
     """
     key, data, is_given = "data.tokenizer", config.data, "data.tokenizer" in resolution.keys

@@ -55,7 +55,7 @@ def records_in(name: str, file: TextIO) -> Iterator[tuple[int, Any]]:
 def _read_json(file: TextIO) -> Iterator[tuple[int, Any]]:
     decoder = json.JSONDecoder()
     text, position, number, is_at_end = "", 0, 0, False
-    num_open = 0  # arrays that have started and not ended
+    num_open = 0  # brackets of arrays that have begun and not ended
     while True:
         separators = text[position : _SEPARATORS.match(text, position).end()]  # type: ignore[union-attr]
         num_open += separators.count("[") - separators.count("]")

@@ -1,7 +1,7 @@
-"""Computes the experts of tokens, on one rank or with the experts divided among ranks (expert parallelism).
+"""Runs tokens through their experts, on this rank or on the ranks that hold the experts (expert parallelism).
 
-With `exchange` each token is sent to the ranks of its experts, in an all-to-all whose sizes the host must read.  With
-`gather` every rank receives all tokens of the group and computes those of its experts, in shapes known in advance.
+With `exchange` each token is sent to the ranks of its experts, by an all-to-all whose sizes the host must read; with
+`gather` every rank gets all tokens of the group and computes those of its experts, in shapes that are known in advance.
 
 Shape suffixes: D model width, E experts, A experts per token, S tokens of this rank, M token-expert pairs, N ranks of
 the group, L experts of a rank, T tokens of the group, P pairs of the group, R rows that this rank computes.
@@ -21,7 +21,7 @@ from torch.func import functional_call
 from trainer.distributed.exchange import exchange_parts, exchange_rows, gather_parts, sum_parts
 
 GROUP = "expert_group"
-"""Attribute of a module whose experts are divided among ranks."""
+"""The attribute that holds a module's `ExpertGroup`, if ranks share out its experts."""
 
 
 @dataclass
@@ -44,21 +44,22 @@ class ExpertGroup:
     name: str = ""
     """Name of the process group, for `trainer.distributed.exchange`."""
     estimate: Estimate | None = None
-    """In plans: replaces the router's choices."""
+    """For plans: replaces what would be read from the router's choices."""
     watch: Callable[..., None] | None = None
-    """In checks: called with the arguments of `mix` except the module, and its result."""
+    """For checks: called with the arguments of `mix` except the module, and with its result."""
 
 
 def mix(experts: nn.Module, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights_SA: torch.Tensor) -> torch.Tensor:
     """Return the weighted sum of the outputs of each token's experts, (S, D).
 
-    experts: a module whose parameters are all stacked by expert along dimension 0.  It is called with rows
-    sorted by expert and the end of each expert's rows (int32): `experts(rows, ends)`.  There may be one more end than
-    experts; see `grouped_mm`.  chosen_SA: the experts of each token, all different.  weights_SA: their weights.
+    experts: a module whose parameters are all stacked by expert along dimension 0.  It is called as
+    `experts(rows, ends)`: rows in the order of experts, and the row before which each expert's rows end (int32).  There
+    may be one more end than experts; see `grouped_mm`.  chosen_SA: the experts of each token, all different.
+    weights_SA: their weights.
 
-    With expert parallelism, collectives of the group: with `exchange`, an all-to-all of counts and two of rows, and in
-    the backward pass the latter again; the host reads how many rows arrive.  With `gather`, all-gathers of tokens,
-    choices and weights, and a reduce-scatter of the results; in the backward pass an all-gather and two
+    Collectives in the expert group, if there is one: with `exchange`, an all-to-all of counts, after which the host
+    waits for the number of rows, and two of rows, which the backward pass repeats.  With `gather`, all-gathers of
+    tokens, choices and weights, and a reduce-scatter of the results; in the backward pass an all-gather and two
     reduce-scatters; S must be equal on all ranks.
     """
     group: ExpertGroup | None = getattr(experts, GROUP, None)

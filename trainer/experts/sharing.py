@@ -20,9 +20,9 @@ from trainer.recipe import Recipe
 
 
 def find_experts(model: nn.Module, recipe: Recipe) -> dict[str, nn.Module]:
-    """Return the expert modules of a model by name, as declared by `recipe.experts`.
+    """Return the modules that `recipe.experts` names, by name.
 
-    Raises UserError if the name matches no module, or if a module has parameters that are not stacked by expert.
+    Raises UserError if a pattern matches none, or for a module whose parameters are not all stacked by expert.
     """
     if recipe.experts is None:
         return {}
@@ -47,7 +47,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def share_out(modules: Sequence[nn.Module], mesh: DeviceMesh, method: str) -> None:
-    """Divide the experts of `modules` among the ranks of `mesh`, which has one axis.
+    """Give each rank of `mesh`, which has one axis, its share of the experts: consecutive rows of all parameters.
 
     Parameters become DTensors, with consecutive experts on each rank.  They must be on the meta device, and the number
     of experts a multiple of the mesh's size.

@@ -228,7 +228,8 @@ def find_layers(
         inside = {id(module) for block in blocks for module in block.modules()}
         candidates = [name for name in candidates if not blocks or id(model.get_submodule(name)) in inside]
         if not candidates:
-            raise setting_error("lora.targets", targets, "the model has no linear layer that can have an adapter")
+            rule = "the model has no linear layer that can have an adapter"
+            raise setting_error("lora.targets", targets, rule, fix="train all weights: leave out lora.rank")
         return candidates
     requested = [targets] if isinstance(targets, str) else list(targets)
     names_of = {name: [name, *filter(None, [alias(name)])] for name in candidates}

@@ -114,14 +114,6 @@ def local_box(tensor: torch.Tensor) -> Box | None:
     return tuple(box)
 
 
-def local_rows(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return the rows of dimension 0 that this rank holds, as (start, stop); None if sharded in any other way."""
-    box = local_box(tensor)
-    if box is None or any(span != (0, size) for span, size in zip(box[1:], tensor.shape[1:], strict=True)):
-        return None
-    return box[0]
-
-
 def division_of(parameter: torch.Tensor) -> Division | None:
     """Return the division of a parameter among the ranks of the shard axis; None if `Division` cannot express it.
 

@@ -20,7 +20,7 @@ from torch import nn
 from trainer.config import OptimSection
 from trainer.errors import nearest, setting_error
 from trainer.model.head import is_score
-from trainer.model.parameters import is_vector
+from trainer.model.parameters import is_vector, tied_names
 from trainer.model.widths import Growth
 from trainer.optim.muon import relative_update
 
@@ -63,7 +63,7 @@ def assign(model: nn.Module, config: OptimSection, growth: Mapping[str, Growth] 
         if optimizer == "muon" and id(parameter) not in muon:
             optimizer = "adamw"
         found.append(Assignment(name, parameter, optimizer, config.weight_decay if decays else 0.0))
-    found = [_with_muon_rate(each, config) for each in _with_groups(found, config)]
+    found = [_with_muon_rate(each, config) for each in _with_groups(found, model, config)]
     return [_with_growth(each, growth[each.name], config) for each in found] if growth else found
 
 
@@ -183,7 +183,7 @@ def check_groups(groups: Sequence[Mapping[str, Any]]) -> None:
             raise setting_error(f"{key}.optimizer", group["optimizer"], rule, meant=meant)
 
 
-def _with_groups(found: Iterable[Assignment], config: OptimSection) -> list[Assignment]:
+def _with_groups(found: Iterable[Assignment], model: nn.Module, config: OptimSection) -> list[Assignment]:
     """Apply `optim.groups` to the assignments.  For each field, the last matching entry that sets it takes effect."""
     found = list(found)
     check_groups(config.groups)
@@ -194,6 +194,9 @@ def _with_groups(found: Iterable[Assignment], config: OptimSection) -> list[Assi
             names = [each.name for each in found]
             best = nearest(group["match"].strip("*."), [*names, *{re.sub(r"\.\d+\.", ".*.", name) for name in names}])
             rule = "matches no trainable parameter"
+            for first, *others in tied_names(model):
+                if first in names and any(fnmatchcase(other, group["match"]) for other in others):
+                    rule, best = f"{rule}: this weight is tied to {first}", first
             fix = "" if best else f"the names are like {names[0]} and {names[-1]}"
             raise setting_error(f"{key}.match", group["match"], rule, meant=best, fix=fix)
         layers = [layer for i in matched if (layer := _layer_of(found[i].name)) is not None]

@@ -501,15 +501,13 @@ class Muon(torch.optim.Optimizer):
             by_mesh[mesh_of(parameter)].append(parameter)
         key = tuple(map(id, parameters))
         if key not in self._layouts:
-            self._layouts[key] = [
-                _Layout(members, self._matrices_of(members), self._bucket_bytes / self._dtype.itemsize)
-                for members in by_mesh.values()
-            ]
+            layouts = []
+            for members in by_mesh.values():
+                split = [split_into_matrices(n, p.shape, self._blocks.get(id(p), ())) for n, p in enumerate(members)]
+                matrices = list(itertools.chain.from_iterable(split))
+                layouts.append(_Layout(members, matrices, self._bucket_bytes / self._dtype.itemsize))
+            self._layouts[key] = layouts
         return list(zip(self._layouts[key], by_mesh.values(), strict=True))
-
-    def _matrices_of(self, parameters: list[torch.Tensor]) -> list[Matrix]:
-        numbered = enumerate(parameters)
-        return [m for n, p in numbered for m in split_into_matrices(n, p.shape, self._blocks.get(id(p), ()))]
 
 
 class _Step:
@@ -537,7 +535,9 @@ class _Step:
         state: dict[str, torch.Tensor] = self._optimizer.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter.detach())
-        if self._optimizer._normalizes_rows and "row_squares" not in state:
+        if not self._optimizer._normalizes_rows:
+            state.pop("row_squares", None)  # of a checkpoint of NorMuon
+        elif "row_squares" not in state:
             state["row_squares"] = torch.zeros_like(parameter.detach()[..., :1], dtype=torch.float32)
         return state
 

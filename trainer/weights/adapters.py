@@ -47,16 +47,20 @@ REFERENCE = "reference"
 
 
 class BaseWeights(StatePart):
-    """Identifies the weights under a run's adapters, or of its reference model: part of its state, the same on all
-    ranks.
+    """Identifies weights that a run does not train: those under its adapters, of its reference model or of its teacher.
+
+    Part of the run's state, the same on all ranks.
 
         path: where they were loaded from; empty if they were initialized randomly, in which case checkpoints hold them.
         checksum: of their values (see `combine_checksums`).
         names: the names of these weights in the model's state, which checkpoints leave out.
+        setting: the setting that names them.
     """
 
-    def __init__(self, path: str = "", checksum: str = "", names: Collection[str] = ()) -> None:
-        self.path, self.checksum, self.names = path, checksum, frozenset(names)
+    def __init__(
+        self, path: str = "", checksum: str = "", names: Collection[str] = (), setting: str = "train.init_from"
+    ) -> None:
+        self.path, self.checksum, self.names, self.setting = path, checksum, frozenset(names), setting
 
     def state_dict(self) -> dict[str, Any]:
         return {"path": self.path, "checksum": self.checksum}
@@ -65,14 +69,17 @@ class BaseWeights(StatePart):
         """Do nothing: the weights are read from their path, and `changes_outside` has verified them."""
 
     def changes_outside(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
-        """Return an error line if the stored adapters belong to other base weights; a different path is no error."""
-        return ([] if plain["checksum"] == self.checksum else [wrong_base_message(self.path, self.checksum, plain)]), []
+        """Return an error line if the stored run had other weights; a different path is no error."""
+        if plain["checksum"] == self.checksum:
+            return [], []
+        return [wrong_base_message(self.path, self.checksum, plain, self.setting)], []
 
 
-def wrong_base_message(path: str, checksum: str, expected: Mapping[str, Any]) -> str:
-    """Return the error message for base weights that differ from those that `expected` describes."""
+def wrong_base_message(path: str, checksum: str, expected: Mapping[str, Any], setting: str = "train.init_from") -> str:
+    """Return the error message for weights that differ from those that `expected` describes."""
+    kind = "base model" if setting == "train.init_from" else "model"
     return (
-        f"train.init_from={path or 'null'}: is not the base model that this was trained on; that was "
+        f"{setting}={path or 'null'}: is not the {kind} that this was trained on; that was "
         f"{expected['path'] or 'drawn at random'} (checksum {expected['checksum'] or 'none'}, this has "
         f"{checksum or 'none'})"
     )

@@ -26,9 +26,10 @@ from trainer.config.pretrained import CONFIG, INDEX, MAX_INDEX_BYTES, WEIGHTS, c
 from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import read_json
 from trainer.model.head import is_score, replaced_output
+from trainer.model.lora import is_base_weight
 from trainer.model.network import HuggingFaceNames, MappedTensor
 from trainer.model.packed import find_packings
-from trainer.model.parameters import local, local_box, tied_names
+from trainer.model.parameters import is_vector, local, local_box, tied_names
 from trainer.recipe import Recipe, StoredTensors
 from trainer.recipe import WeightSource as WeightSource
 from trainer.weights.quantized import dequantized
@@ -84,7 +85,7 @@ def fill(
         if isinstance(model_weights[name], nn.Parameter):  # a buffer may well hold -inf, as a causal mask does
             checked = local(weight) if packing is None else torch.cat(scales)
             is_finite[stored] = torch.isfinite(checked).all()
-            if weight.ndim > 1 and checked.numel():
+            if checked.numel() and not is_vector(name, weight) and is_base_weight(name):
                 is_zero[stored] = ~checked.any()
     if is_finite and not torch.stack([*is_finite.values()]).all():
         listed = _listed(name for name, flag in is_finite.items() if not flag)
@@ -158,7 +159,7 @@ def find_weights(
         listed = "\n  ".join(differences)
         raise UserError(
             f"{setting}: the weights in {source.description} do not fit the model:\n  {listed}\n"
-            "  to fix: download or export the folder again if it is incomplete, or set model.* to what it holds"
+            "  to fix: download or export the folder again if it is incomplete, or set model.* to match it"
         )
     return found
 
