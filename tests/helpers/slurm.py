@@ -157,7 +157,7 @@ class Cluster:
 
     def call(self, *command: str, check: bool = True, env: Mapping[str, str] | None = None) -> str:
         done = subprocess.run(
-            command, env={**self.env, **(env or {})}, cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+            command, env={**self.env, **(env or {})}, cwd=REPOSITORY, capture_output=True, text=True, timeout=240
         )
         assert done.returncode == 0 or not check, f"{command}: {done.stderr}"
         return done.stdout.strip()

@@ -103,6 +103,7 @@ def test_a_card_names_the_library_and_task_of_what_was_exported(folder: Path, tm
     assert 'pipeline_tag: "text-classification"' in model_card(config, "mine", 2, [], "0.1.0", tmp_path)
 
 
+@pytest.mark.slow
 def test_a_card_without_metrics(one: Shared, tmp_path: Path) -> None:
     run = one.copied(tmp_path / "run")
     (run / "metrics.jsonl").unlink()
