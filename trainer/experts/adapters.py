@@ -5,6 +5,7 @@ adds the products of their adapters.  The attribute maps names to the module's o
 expert: {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}.  Parameters that are one in transformers' model, one after
 another along their outputs, share an adapter, so that it is the one that peft would train; the names, and their order,
 are those of the parameters there.  Each parameter is (E, out, in), or (E, in, out) if the module has `is_transposed`.
+Rows of frozen ones may be packed (`trainer.model.packed`): those that the module's `packings` names.
 
 Shape suffixes: E experts, M token-expert pairs, K and N inputs and outputs of a matrix, R rank of an adapter.
 """
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from trainer.experts.grouped import grouped_mm
+from trainer.experts.grouped import grouped_mm, packed_grouped_mm
 
 ADAPTER = "default"
 """The name of a layer's adapter; there is only one here, while peft supports several."""
@@ -69,11 +70,10 @@ class ExpertAdapter(nn.Module):
 def products(experts: nn.Module, name: str, x_MK: torch.Tensor, ends_E: torch.Tensor) -> list[torch.Tensor]:
     """Multiply rows with the matrices of their experts that `experts.matrices` lists under `name`: (M, N) of each.
 
-    Rows are in the order of experts, and those of each expert end before row `ends_E`; see `grouped_mm`.
+    Rows are in the order of experts, and those of each expert end before row `ends_E`; see `grouped_mm`.  They are
+    converted to the dtype of the matrices; packed matrices are unpacked in the dtype of the rows instead.
     """
-    parameters: list[torch.Tensor] = [getattr(experts, own) for own in matrices_of(experts)[name]]
-    is_transposed = getattr(experts, "is_transposed", False)
-    found = [grouped_mm(x_MK, each if is_transposed else each.transpose(1, 2), ends_E) for each in parameters]
+    found = [_product(experts, own, x_MK, ends_E) for own in matrices_of(experts)[name]]
     adapter = adapters_of(experts).get(name)
     if adapter is None or not adapter.is_enabled:
         return found
@@ -83,6 +83,18 @@ def products(experts: nn.Module, name: str, x_MK: torch.Tensor, ends_E: torch.Te
         torch.add(out_MN, part_MN, alpha=adapter.scaling).to(out_MN.dtype)
         for out_MN, part_MN in zip(found, parts, strict=True)
     ]
+
+
+def _product(experts: nn.Module, own: str, x_MK: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    weight: torch.Tensor = getattr(experts, own)
+    is_transposed = bool(getattr(experts, "is_transposed", False))
+    packing = getattr(experts, "packings", {}).get(own)
+    if packing is not None:
+        return packed_grouped_mm(x_MK, weight, ends_E, packing, is_transposed)
+    out_MN: torch.Tensor = grouped_mm(
+        x_MK.to(weight.dtype), weight if is_transposed else weight.transpose(1, 2), ends_E
+    )
+    return out_MN
 
 
 def matrices_of(module: nn.Module) -> Mapping[str, Sequence[str]]:

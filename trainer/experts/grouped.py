@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
+
+if TYPE_CHECKING:
+    from trainer.model.packed import Packing
 
 
 @torch.library.custom_op("meshtrainer::grouped_mm", mutates_args=())
@@ -103,6 +107,39 @@ grouped_mm.register_autograd(_backward, setup_context=_setup_context)
 
 GROUPED = torch.ops.meshtrainer.grouped_mm.default
 """The operator as seen by dispatch modes."""
+
+
+def packed_grouped_mm(
+    x_MK: torch.Tensor, packed: torch.Tensor, ends_E: torch.Tensor, packing: Packing, is_transposed: bool
+) -> torch.Tensor:
+    """Multiply rows with frozen matrices whose rows are packed, (E, N, bytes); see `grouped_mm`.
+
+    They are unpacked in the dtype of `x_MK`, in the forward and in the backward pass, and freed after the product;
+    autograd saves only the bytes.  is_transposed: the unpacked matrices are (E, K, N), not (E, N, K).
+    """
+    out_MN: torch.Tensor = _PackedGroupedProduct.apply(x_MK, packed, ends_E, packing, is_transposed)  # type: ignore[no-untyped-call]
+    return out_MN
+
+
+class _PackedGroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_MK: torch.Tensor, packed: torch.Tensor, ends_E: torch.Tensor, packing: Packing, is_transposed: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(packed, ends_E)
+        ctx.packing, ctx.is_transposed = packing, is_transposed
+        weight = packing.unpack(packed, x_MK.dtype)
+        out_MN: torch.Tensor = grouped_mm(x_MK, weight if is_transposed else weight.transpose(1, 2), ends_E)
+        return out_MN
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad_MN,) = grad_outputs
+        packed, ends_E = ctx.saved_tensors
+        weight = ctx.packing.unpack(packed, grad_MN.dtype)
+        weight_ENK = weight.transpose(1, 2) if ctx.is_transposed else weight
+        return grouped_mm(grad_MN.contiguous(), weight_ENK, ends_E), None, None, None, None
 
 
 @register_flop_formula(torch.ops.meshtrainer.grouped_mm)

@@ -38,7 +38,7 @@ class ScoreHead(nn.Module):
         return F.linear(hidden, self.score) if targets is None else linear_cross_entropy(hidden, self.score, targets)
 
 
-def replace_output(model: nn.Module, name: str, num_outputs: int, dtype: torch.dtype | None) -> None:
+def replace_output(model: nn.Module, name: str, num_outputs: int, dtype: torch.dtype | None = None) -> None:
     """Replace the output projection of `model`, the module called `name`, by a new head.
 
     dtype: that of the new head's weight; None for that of the projection's.

@@ -5,6 +5,8 @@ A row is cut into blocks of 64 weights. Each block has one float32 scale and a c
 (out, bytes). FSDP2 shards such a parameter by rows and gathers it like any other, since it never casts integers. No
 block spans two rows, so that the values do not depend on the mesh.
 
+The matrices of stacked experts, (E, out, in), are packed as (E, out, bytes), and multiplied by `trainer.experts`.
+
 A layer is unpacked for each product, in the forward and in the backward pass, and freed after it; autograd saves only
 the bytes.
 
@@ -211,11 +213,28 @@ class _PackedProduct(torch.autograd.Function):
 
 def pack_layer(layer: nn.Module, name: str, dtype: str) -> PackedLinear:
     """Return the packed form of a linear layer.  Raises UserError if blocks do not divide its rows."""
-    width = int(layer.weight.shape[1])  # type: ignore[union-attr,index]
+    _check_width(layer.get_parameter("weight"), name, dtype)
+    return PackedLinear(layer, dtype)
+
+
+def pack_experts(experts: nn.Module, own: str, name: str, dtype: str) -> None:
+    """Replace a matrix of stacked experts, the parameter `own` of `experts`, by its packed form, without values.
+
+    name: of the parameter in the model.  Raises UserError if blocks do not divide its rows.
+    """
+    weight = experts.get_parameter(own)
+    _check_width(weight, name, dtype)
+    packing = Packing(dtype, weight.shape[-1])
+    packed = torch.empty(*weight.shape[:-1], packing.row_bytes, dtype=torch.uint8, device=weight.device)
+    experts.register_parameter(own, nn.Parameter(packed, requires_grad=False))
+    experts.packings = {**getattr(experts, "packings", {}), own: packing}  # type: ignore[assignment]
+
+
+def _check_width(weight: torch.Tensor, name: str, dtype: str) -> None:
+    width = weight.shape[-1]
     if width % BLOCK:
         rule = f"packs blocks of {BLOCK} weights of a row, which do not divide the {width} of {name}"
         raise setting_error("lora.base_dtype", dtype, rule, "bfloat16")
-    return PackedLinear(layer, dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------
