@@ -1,14 +1,20 @@
-"""Layers shared by the recipes: torch layers with a chosen standard deviation of the initial weights, and RoPE."""
+"""Layers shared by the recipes: torch layers with a chosen standard deviation of the initial weights, RoPE, and the
+stack of blocks of a mixture-of-experts model."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.loss import linear_cross_entropy
+from trainer import sequence
+from trainer.experts import Balance
+from trainer.loss import IGNORE, linear_cross_entropy
+from trainer.sequence import Documents
 
 
 class Linear(nn.Linear):
@@ -112,13 +118,13 @@ class Rope(nn.Module):
 
 
 class YarnRope(Rope):
-    """Rotary position embedding for sequences `factor` times as long as the first `original_len` tokens.
+    """Rotary position embedding that extends a context of `original_len` tokens by `factor`.
 
-    Pairs that turn slowly, fewer than `beta_slow` times in those tokens, turn `factor` times more slowly; those that
-    turn more than `beta_fast` times are unchanged, and the ones in between are interpolated.  Cosines and sines are
+    The frequency of slow pairs, with fewer than `beta_slow` rotations in `original_len` tokens, is divided by `factor`.
+    Pairs with more than `beta_fast` rotations are unchanged; those in between are interpolated.  Cosines and sines are
     multiplied by `magnitude`.  Source: Peng et al. 2023, "YaRN", arXiv:2309.00071, section 3.
 
-    truncate: whether the first and last of the interpolated pairs are rounded to whole numbers.
+    truncate: whether the first and last interpolated pair are rounded to whole numbers.
     """
 
     def __init__(
@@ -158,14 +164,15 @@ class YarnRope(Rope):
 
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """Return the factor of YaRN's attention temperature (section 3.4) for a text `factor` times as long."""
+    """Return the factor for YaRN's attention temperature (section 3.4) if the context is extended by `factor`."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
 def rotate(x_BNTH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, are_neighbours: bool = False) -> torch.Tensor:
-    """Rotate each pair of a head by its angle, in fp32; the result has the dtype of `x_BNTH`.
+    """Rotate each pair of dimensions by its angle, in fp32; the result has the dtype of `x_BNTH`.
 
-    Pairs are half a head apart: in the result always, and in `x_BNTH` unless `are_neighbours` is set.
+    With `are_neighbours` the pairs of `x_BNTH` are adjacent, otherwise half a head apart.  In the result they are
+    always half a head apart.
 
     Works on (B, T, N, H), the memory order of the split heads, so that kernels access contiguous rows.
     """
@@ -183,3 +190,62 @@ def split_heads(x_BTD: torch.Tensor, num_heads: int) -> torch.Tensor:
 def merge_heads(x_BNTH: torch.Tensor) -> torch.Tensor:
     """Return (B, T, N x H) for (B, N, T, H)."""
     return x_BNTH.transpose(1, 2).flatten(-2)
+
+
+class MoeDecoder(nn.Module):
+    """The part that mixture-of-experts models have in common: embedding, the loop over blocks, head and router losses.
+
+    Maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the summed loss.  In training, the loss
+    includes those of the routers (`trainer.experts.Balance`).  `documents` (B, T) prevents attention across documents
+    in a row; `positions` and `borders` follow from it.
+
+    config: a `BalanceConfig` with the sizes that the layers below name.
+    blocks: called with the hidden state (B, T, D), positions and documents; return the new hidden state.  In training,
+        also called with `counts_BT`, True for each token with a target: a block with experts then returns the hidden
+        state and the `Load` of its experts.
+    num_dense_layers: how many blocks have no experts.
+    """
+
+    def __init__(self, config: Any, blocks: Iterable[nn.Module], norm: nn.Module, num_dense_layers: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = Embedding(config.vocab_size, config.dim, std=config.init_std)
+        self.layers = nn.ModuleList(blocks)
+        self.head = Head(norm, config.dim, config.vocab_size, std=config.init_std)
+        if config.tie_embeddings:
+            self.head.output.weight = self.tok_embeddings.weight
+        self.balance = Balance(
+            len(self.layers) - num_dense_layers,
+            config.num_experts,
+            config.num_chosen,
+            loss=config.balance,
+            shares=config.balance_shares,
+            sequence_loss=config.sequence_balance,
+            z_loss=config.z_loss,
+            rate=config.balance_rate,
+        )
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
+        borders: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        packed = Documents.of(documents, borders)
+        positions = sequence.positions(tokens, positions, packed)
+        x_BTD = self.tok_embeddings(tokens)
+        if targets is None or not self.training:
+            for layer in self.layers:
+                x_BTD = layer(x_BTD, positions, packed)
+            return self.head(x_BTD, targets)
+        loads = []
+        for layer in self.layers:
+            output = layer(x_BTD, positions, packed, targets != IGNORE)
+            if isinstance(output, tuple):
+                x_BTD, load = output
+                loads.append(load)
+            else:
+                x_BTD = output
+        return self.head(x_BTD, targets) + self.balance(loads)

@@ -181,9 +181,16 @@ DEFECTS: list[Defect] = [
         "pass",
     ),
     Defect(
+        "text-becomes-a-control-token",
+        "gguf",
+        "_merges_by_score",
+        "if types[number] in (_NORMAL, _USER_DEFINED)",
+        "",
+    ),
+    Defect(
         "short-rows-are-taken",
         "records",
-        "_in_csv",
+        "_read_csv",
         "if len(row) != len(names):",
         "if False:",
     ),
@@ -1405,7 +1412,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "places-compared-with-themselves",
         "documents-tested",
-        "_compare_places",
+        "_compare_swapped",
         'torch.stack((batch["tokens"][0], batch["tokens"][0].roll(length)))',
         'torch.stack((batch["tokens"][0], batch["tokens"][0]))',
     ),

@@ -18,7 +18,7 @@ import json
 import os
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,7 +30,7 @@ from trainer.stopping import stop_if_asked
 _SUFFIX = ".gguf"
 _SOURCE = "made_from.json"
 _WEIGHTS = "model.safetensors"
-_VERSION = 1
+_VERSION = 2
 """Increase when a file is converted differently, so that folders of earlier versions are not used."""
 
 
@@ -163,7 +163,13 @@ _PRE_TOKENIZERS: Mapping[str, list[dict[str, Any]]] = {
 }
 """How text is split before it is encoded, by the name that llama.cpp gives to it."""
 
-_CONTROL, _USER_DEFINED = 3, 4
+_LLAMA3_SPLITS = ("llama-bpe", "llama3")
+
+_METASPACE = "▁"
+"""The character that SentencePiece writes for a space."""
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+"""Types of tokens; further ones are 5 (unused) and 6 (a byte)."""
 
 _SPECIAL_TOKENS = {
     "bos_token_id": "bos_token",
@@ -355,63 +361,157 @@ class _Gguf:
 
     def tokenizer(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return tokenizer.json and tokenizer_config.json."""
-        kind, split = self.get("tokenizer.ggml.model"), str(self.get("tokenizer.ggml.pre") or "default")
-        if kind != "gpt2" or split not in _PRE_TOKENIZERS:
-            name = f"{kind}" if kind != "gpt2" else f"{kind} with the rules of {split!r}"
-            rule = f"its tokenizer ({name}) is not read; those that are: gpt2 with {', '.join(_PRE_TOKENIZERS)}"
+        model, split = self.get("tokenizer.ggml.model"), str(self.get("tokenizer.ggml.pre") or "default")
+        if model != "llama" and (model != "gpt2" or split not in _PRE_TOKENIZERS):
+            name = f"{model}" if model != "gpt2" else f"{model} with the rules of {split!r}"
+            rule = (
+                f"its tokenizer ({name}) is not read; those that are: llama (SentencePiece), and gpt2 with "
+                f"{', '.join(_PRE_TOKENIZERS)}"
+            )
             raise self._error(rule, "give the Hugging Face folder of this model")
-        tokens = [str(token) for token in self.get("tokenizer.ggml.tokens")]
-        kinds = [int(each) for each in self.get("tokenizer.ggml.token_type") or [1] * len(tokens)]
-        merges = [merge.split(" ", 1) for merge in self.get("tokenizer.ggml.merges") or []]
-        is_llama3 = split in ("llama-bpe", "llama3")
-        added = [
-            {
-                **{"id": number, "content": tokens[number], "single_word": False, "lstrip": False, "rstrip": False},
-                **{"normalized": False, "special": each == _CONTROL},
-            }
-            for number, each in enumerate(kinds)
-            if each in (_CONTROL, _USER_DEFINED)
-        ]
-        steps = _PRE_TOKENIZERS[split]
+        tokens = [str(token) for token in self._of_each_token("tokens")]
+        types = [int(each) for each in self._of_each_token("token_type")] or [_NORMAL] * len(tokens)
         content = {
             "version": "1.0",
             "truncation": None,
             "padding": None,
-            "added_tokens": added,
-            "normalizer": {"type": "NFC"} if split == "qwen2" else None,
-            "pre_tokenizer": steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps},
-            "post_processor": self._post_processor(tokens, is_llama3),
-            "decoder": {**_BYTES, "add_prefix_space": True, "use_regex": True},
-            "model": {
-                **{"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None},
-                **{"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": is_llama3},
-                "vocab": {token: number for number, token in enumerate(tokens)},
-                "merges": merges,
-            },
+            "added_tokens": [
+                {
+                    **{"id": number, "content": tokens[number], "single_word": False, "lstrip": False},
+                    **{"rstrip": False, "normalized": False, "special": each != _USER_DEFINED},
+                }
+                for number, each in enumerate(types)
+                if each in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+            ],
+            **(self._sentencepiece(tokens, types) if model == "llama" else self._byte_level(tokens, split)),
         }
+        begins = model == "llama" or split in _LLAMA3_SPLITS
+        if (around := self._special_tokens_around_a_text(tokens, begins)) is not None:
+            content["post_processor"] = around
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         for theirs, ours in _SPECIAL_TOKENS.items():
-            number = self.get(f"tokenizer.ggml.{theirs}")
-            if number is not None and int(number) < len(tokens):
-                settings[ours] = tokens[int(number)]
+            if (token := self._special_token(theirs, tokens)) is not None:
+                settings[ours] = token
         return content, settings
 
-    def _post_processor(self, tokens: list[str], is_llama3: bool) -> dict[str, Any]:
-        """Return what is added around a text: the beginning-of-text token, if the file says so."""
-        begins = self.get("tokenizer.ggml.add_bos_token")
-        number = self.get("tokenizer.ggml.bos_token_id")
-        plain = {**_BYTES, "use_regex": True}
-        if number is None or not (is_llama3 if begins is None else begins):
-            return plain
-        token = tokens[int(number)]
-        first, second = ({"Sequence": {"id": name, "type_id": kind}} for kind, name in enumerate("AB"))
-        special = {"SpecialToken": {"id": token, "type_id": 0}}
+    def _of_each_token(self, key: str) -> list[Any]:
+        """Return a list of the tokenizer, with one entry for each token; empty if the file does not have it."""
+        values = self.get(f"tokenizer.ggml.{key}") or []
+        num_tokens = len(self.get("tokenizer.ggml.tokens") or [])
+        if len(values) not in (0, num_tokens) or num_tokens == 0:
+            rule = f"its tokenizer has {num_tokens} tokens, and {len(values)} values of {key}"
+            raise self._error(rule, "download the file again")
+        return list(values)
+
+    def _special_token(self, key: str, tokens: Sequence[str]) -> str | None:
+        number = self.get(f"tokenizer.ggml.{key}")
+        return tokens[int(number)] if number is not None and int(number) < len(tokens) else None
+
+    def _merges(self) -> list[Sequence[str]]:
+        return [merge.split(" ", 1) for merge in self.get("tokenizer.ggml.merges") or []]
+
+    def _byte_level(self, tokens: Sequence[str], split: str) -> dict[str, Any]:
+        """Return the parts of tokenizer.json for a vocabulary of bytes, as that of GPT-2."""
+        steps = _PRE_TOKENIZERS[split]
+        return {
+            "normalizer": {"type": "NFC"} if split == "qwen2" else None,
+            "pre_tokenizer": steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps},
+            "post_processor": {**_BYTES, "use_regex": True},
+            "decoder": {**_BYTES, "add_prefix_space": True, "use_regex": True},
+            "model": _bpe(
+                tokens,
+                self._merges(),
+                ignore_merges=split in _LLAMA3_SPLITS,
+            ),
+        }
+
+    def _sentencepiece(self, tokens: Sequence[str], types: Sequence[int]) -> dict[str, Any]:
+        """Return the parts of tokenizer.json for a BPE vocabulary of SentencePiece, as that of Llama 2.
+
+        Characters that are not in the vocabulary become the tokens of their bytes.
+        """
+        merges = self._merges()
+        if not merges:
+            scores = self._of_each_token("scores")
+            if not scores:
+                raise self._error("its metadata has no tokenizer.ggml.scores")
+            merges = [*_merges_by_score(tokens, scores, types)]
+        # transformers puts a space in front of a text whatever the file says; llama.cpp does not.
+        has_prefix = self.get("tokenizer.ggml.add_space_prefix") is not False
+        decoders: list[dict[str, Any]] = [
+            {"type": "Replace", "pattern": {"String": _METASPACE}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+        ]
+        if has_prefix:
+            decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+        unknown = self._special_token("unknown_token_id", tokens)
+        return {
+            "normalizer": None,
+            "pre_tokenizer": {
+                "type": "Metaspace",
+                "replacement": _METASPACE,
+                "prepend_scheme": "first" if has_prefix else "never",
+                "split": False,
+            },
+            "post_processor": None,
+            "decoder": {"type": "Sequence", "decoders": decoders},
+            "model": _bpe(tokens, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True),
+        }
+
+    def _special_tokens_around_a_text(self, tokens: Sequence[str], begins: bool) -> dict[str, Any] | None:
+        """Return the post-processor that adds the tokens around a text, or None if none are added.
+
+        begins: whether a text gets the beginning-of-text token if the file does not say.
+        """
+        stated = self.get("tokenizer.ggml.add_bos_token")
+        first = self._special_token("bos_token_id", tokens) if (begins if stated is None else stated) else None
+        last = self._special_token("eos_token_id", tokens) if self.get("tokenizer.ggml.add_eos_token") else None
+        if first is None and last is None:
+            return None
+        used = [token for token in (first, last) if token is not None]
+
+        def surrounded(text: str, kind: int) -> list[dict[str, Any]]:
+            before, after = (
+                [{"SpecialToken": {"id": token, "type_id": kind}}] if token is not None else []
+                for token in (first, last)
+            )
+            return [*before, {"Sequence": {"id": text, "type_id": kind}}, *after]
+
         return {
             "type": "TemplateProcessing",
-            "single": [special, first],
-            "pair": [special, first, special, second],
-            "special_tokens": {token: {"id": token, "ids": [int(number)], "tokens": [token]}},
+            "single": surrounded("A", 0),
+            "pair": [*surrounded("A", 0), *surrounded("B", 1)],
+            "special_tokens": {token: {"id": token, "ids": [tokens.index(token)], "tokens": [token]} for token in used},
         }
+
+
+def _bpe(tokens: Sequence[str], merges: Sequence[Sequence[str]], **settings: Any) -> dict[str, Any]:
+    """Return the model of a tokenizer.json."""
+    return {
+        **{"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None},
+        **{"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False},
+        **settings,
+        "vocab": {token: number for number, token in enumerate(tokens)},
+        "merges": merges,
+    }
+
+
+def _merges_by_score(tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
+    """Return the merges that SentencePiece's scores mean: first those that make the token with the highest score.
+
+    Each way to divide a token into two tokens is a merge.  Text never becomes a control token or the token of a byte.
+    """
+    ids = {token: number for number, token in enumerate(tokens) if types[number] in (_NORMAL, _USER_DEFINED)}
+    merges = [
+        (left, right, number)
+        for token, number in ids.items()
+        for at in range(1, len(token))
+        if (left := token[:at]) in ids and (right := token[at:]) in ids
+    ]
+    # Of the pairs that make the same token, that with the longest left part is first, as in transformers' converter.
+    merges.sort(key=lambda merge: (-scores[merge[2]], -len(merge[0]), -len(merge[1]), merge[2]))
+    return [(left, right) for left, right, _ in merges]
 
 
 def _width(tensor: Any) -> int:

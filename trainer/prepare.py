@@ -45,7 +45,7 @@ from trainer.data.ingest.inputs import (
     parse_limit,
 )
 from trainer.data.ingest.readers import check_tokens
-from trainer.data.shards import Manifest, ShardError
+from trainer.data.shards import ShardError, ShardManifest
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
 from trainer.errors import (
     EXIT_FINISHED,
@@ -149,7 +149,9 @@ def prepare(
     return _describe(stem, manifest, tokenizer, bos)
 
 
-def _build(job: BuildJob, stem: Path, out: str, overwrite: bool, procs: int, fetch: Callable[[], None]) -> Manifest:
+def _build(
+    job: BuildJob, stem: Path, out: str, overwrite: bool, procs: int, fetch: Callable[[], None]
+) -> ShardManifest:
     """Build and publish the shards of a job, with paths that start with `stem`, and return their manifest."""
     work_folder = _work_folder(job, stem)
     is_resumed = is_in_progress(work_folder)  # checked first, because another process may publish meanwhile
@@ -205,7 +207,7 @@ def _work_folder(job: BuildJob, stem: Path) -> Path:
     return stem.with_name(f".{stem.name}.{_digest(job)}.building")
 
 
-def _check_splits(manifest: Manifest, holdout: float, work_folder: Path) -> None:
+def _check_splits(manifest: ShardManifest, holdout: float, work_folder: Path) -> None:
     """Raise UserError if no documents are left to train on, or if `holdout` holds out none."""
     num_documents = sum(row[2] for row in (*manifest.train, *manifest.held_out))
     if manifest.train and (manifest.held_out or not holdout):
@@ -269,7 +271,7 @@ def _creating_folder(stem: Path, out: str) -> Iterator[None]:
         raise
 
 
-def _describe(stem: Path, manifest: Manifest, tokenizer: str, bos: bool | None) -> str:
+def _describe(stem: Path, manifest: ShardManifest, tokenizer: str, bos: bool | None) -> str:
     train, held_out = map(_Split, paths_of(manifest, stem), (manifest.train, manifest.held_out))
     lines = []
     for label, split in (("train", train), ("held out", held_out)):

@@ -1,8 +1,8 @@
 """The network of DeepSeek-V3.
 
-Shape suffixes: B batch, T time, D model width, N heads, H head size of queries and keys, P its part without position,
-R its rotated part, C latent width, V head size of values; E experts, A experts per token, G groups of experts, S tokens
-of the batch.
+Shape suffixes: B batch, T time, D model width, N heads, H head size of queries and keys, which consists of P dimensions
+without position and R rotated ones, C latent width, V head size of values; E experts, A experts per token, G groups of
+experts, S tokens of the batch.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import math
 import torch
 from torch import nn
 from trainer.recipes._layers import (
-    Embedding,
     FeedForward,
-    Head,
     Linear,
+    MoeDecoder,
     Router,
     YarnRope,
     merge_heads,
@@ -27,16 +26,15 @@ from trainer.recipes.deepseek_v3.config import DeepseekV3Config
 from trainer.recipes.qwen3_moe.model import Experts
 
 from trainer import experts, sequence
-from trainer.experts import Balance, Choice, Load, load_of
-from trainer.loss import IGNORE
+from trainer.experts import Choice, Load, load_of
 from trainer.sequence import Documents
 
 _LATENT_EPS = 1e-6
-"""Of the norms of latents; the published code has no setting for it."""
+"""Epsilon of the latents' norms; the published code has no setting for it."""
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention: latents, narrower than all heads together, determine queries, keys and values.
+    """Multi-head latent attention: queries, keys and values are projections of narrow latents.
 
     All heads share the rotated part of the keys (DeepSeek-AI 2024, "DeepSeek-V2", arXiv:2405.04434, section 2.1).
     """
@@ -55,12 +53,12 @@ class LatentAttention(nn.Module):
         self.kv_norm = nn.RMSNorm(config.kv_rank, eps=_LATENT_EPS)
         self.wkv_b = Linear(config.kv_rank, num_heads * (config.nope_dim + config.value_dim), std=std)
         self.wo = Linear(num_heads * config.value_dim, dim, std=std / math.sqrt(2 * config.num_layers))
-        of_heads = yarn_magnitude(config.rope_factor, config.rope_mscale_all_dim)
-        # YaRN raises the scores: by the magnitude of rotated pairs, or here by the scale of all scores.
-        self.scale = config.head_dim**-0.5 * of_heads**2
-        of_pairs = yarn_magnitude(config.rope_factor)
+        # YaRN increases the scores, either through the rotated pairs only or through the scale of all scores.
+        head_magnitude = yarn_magnitude(config.rope_factor, config.rope_mscale_all_dim)
+        self.scale = config.head_dim**-0.5 * head_magnitude**2
+        pair_magnitude = yarn_magnitude(config.rope_factor)
         if config.rope_mscale and config.rope_mscale_all_dim:
-            of_pairs = yarn_magnitude(config.rope_factor, config.rope_mscale) / of_heads
+            pair_magnitude = yarn_magnitude(config.rope_factor, config.rope_mscale) / head_magnitude
         self.rope = YarnRope(
             config.rope_dim,
             config.rope_theta,
@@ -69,7 +67,7 @@ class LatentAttention(nn.Module):
             beta_fast=config.rope_beta_fast,
             beta_slow=config.rope_beta_slow,
             truncate=True,
-            magnitude=of_pairs,
+            magnitude=pair_magnitude,
         )
 
     def forward(self, x_BTD: torch.Tensor, positions: torch.Tensor, documents: Documents | None) -> torch.Tensor:
@@ -88,9 +86,9 @@ class LatentAttention(nn.Module):
 
 
 class GroupedChoice(Choice):
-    """Chooses the experts of each token from a few groups: those whose two best experts have the highest scores.
+    """Chooses the experts of each token from a few groups, those with the highest sum of their two best scores.
 
-    Always with a bias on the choice (section 2.1.2).
+    Always has a bias on the choice (section 2.1.2).
     """
 
     bias: torch.Tensor
@@ -104,16 +102,16 @@ class GroupedChoice(Choice):
         biased_SE = scores_SE + self.bias
         if self.num_groups > 1:
             biased_SGX = biased_SE.unflatten(-1, (self.num_groups, -1))
-            of_groups_SG = biased_SGX.topk(2, -1).values.sum(-1)
-            groups_SX = of_groups_SG.topk(self.num_chosen_groups).indices
-            is_open_SG = torch.zeros_like(of_groups_SG, dtype=torch.bool).scatter(1, groups_SX, True)
-            biased_SE = biased_SGX.masked_fill(~is_open_SG.unsqueeze(-1), -torch.inf).flatten(-2)
+            group_scores_SG = biased_SGX.topk(2, -1).values.sum(-1)
+            groups_SX = group_scores_SG.topk(self.num_chosen_groups).indices
+            is_chosen_SG = torch.zeros_like(group_scores_SG, dtype=torch.bool).scatter(1, groups_SX, True)
+            biased_SE = biased_SGX.masked_fill(~is_chosen_SG.unsqueeze(-1), -torch.inf).flatten(-2)
         chosen_SA = biased_SE.topk(self.num_chosen).indices
         return scores_SE.gather(1, chosen_SA), chosen_SA
 
 
 class DeepseekMixture(nn.Module):
-    """A mixture of experts: shared ones for every token, and a few that each token chooses."""
+    """A mixture-of-experts layer with routed experts, and shared ones that process every token."""
 
     def __init__(self, config: DeepseekV3Config) -> None:
         super().__init__()
@@ -147,7 +145,7 @@ class DeepseekMixture(nn.Module):
 
 
 class DeepseekV3Block(nn.Module):
-    """One transformer block, with experts or, among the first ones, without."""
+    """One transformer block; the first blocks have a dense feed-forward layer instead of experts."""
 
     def __init__(self, config: DeepseekV3Config, layer: int) -> None:
         super().__init__()
@@ -175,52 +173,10 @@ class DeepseekV3Block(nn.Module):
         return x_BTD + out_BTD if load is None else (x_BTD + out_BTD, load)
 
 
-class DeepseekV3(nn.Module):
-    """DeepSeek-V3: maps `tokens` (B, T) to logits (B, T, vocabulary), or with `targets` (B, T) to the summed loss.
-
-    In training, the loss includes those of the routers (`trainer.experts.Balance`).
-    `documents` (B, T) prevents attention across documents in a row; `positions` and `borders` follow from it.
-    """
+class DeepseekV3(MoeDecoder):  # type: ignore[misc]
+    """DeepSeek-V3; see `MoeDecoder` for inputs and outputs."""
 
     def __init__(self, config: DeepseekV3Config) -> None:
-        super().__init__()
-        self.config = config
-        self.tok_embeddings = Embedding(config.vocab_size, config.dim, std=config.init_std)
-        self.layers = nn.ModuleList(DeepseekV3Block(config, layer) for layer in range(config.num_layers))
+        blocks = (DeepseekV3Block(config, layer) for layer in range(config.num_layers))
         norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.head = Head(norm, config.dim, config.vocab_size, std=config.init_std)
-        if config.tie_embeddings:
-            self.head.output.weight = self.tok_embeddings.weight
-        self.balance = Balance(
-            config.num_layers - config.num_dense_layers,
-            config.num_experts,
-            config.num_chosen,
-            loss=config.balance,
-            shares=config.balance_shares,
-            sequence_loss=config.sequence_balance,
-            z_loss=config.z_loss,
-            rate=config.balance_rate,
-        )
-
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        targets: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-        documents: torch.Tensor | None = None,
-        borders: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        packed = Documents.of(documents, borders)
-        positions = sequence.positions(tokens, positions, packed)
-        x_BTD = self.tok_embeddings(tokens)
-        if targets is None or not self.training:
-            for layer in self.layers:
-                x_BTD = layer(x_BTD, positions, packed)
-            return self.head(x_BTD, targets)
-        num_dense, loads = self.config.num_dense_layers, []
-        for layer in self.layers[:num_dense]:
-            x_BTD = layer(x_BTD, positions, packed)
-        for layer in self.layers[num_dense:]:
-            x_BTD, load = layer(x_BTD, positions, packed, targets != IGNORE)
-            loads.append(load)
-        return self.head(x_BTD, targets) + self.balance(loads)
+        super().__init__(config, blocks, norm, num_dense_layers=config.num_dense_layers)

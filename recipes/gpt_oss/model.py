@@ -12,9 +12,8 @@ import math
 import torch
 from torch import nn
 from trainer.recipes._layers import (
-    Embedding,
-    Head,
     Linear,
+    MoeDecoder,
     Router,
     YarnRope,
     merge_heads,
@@ -25,13 +24,12 @@ from trainer.recipes._layers import (
 from trainer.recipes.gpt_oss.config import GptOssConfig
 
 from trainer import experts, sequence
-from trainer.experts import Balance, Choice, Load, grouped_bias, load_of, products
-from trainer.loss import IGNORE
+from trainer.experts import Choice, Load, grouped_bias, load_of, products
 from trainer.sequence import Documents
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with sinks, and with a window in some layers."""
+    """Causal grouped-query attention with attention sinks, and a sliding window in every other layer."""
 
     def __init__(self, config: GptOssConfig, layer: int) -> None:
         super().__init__()
@@ -68,9 +66,9 @@ class Attention(nn.Module):
 
 
 class GptOssExperts(nn.Module):
-    """Feed-forward experts with stacked weights: a SwiGLU with biases and clamped values.
+    """Feed-forward experts with stacked weights: SwiGLU with biases and clamped values.
 
-    Rows of `gate_up` are those of a gate and of an input in turn, as in the published files.
+    The rows of `gate_up` alternate between gate and input, as in the published files.
     """
 
     matrices = {"gate_up_proj": ("gate_up",), "down_proj": ("down",)}
@@ -106,7 +104,7 @@ class GptOssExperts(nn.Module):
 
 
 class GptOssMixture(nn.Module):
-    """A mixture of experts, in which a softmax over the scores of a token's experts gives their weights."""
+    """A mixture-of-experts layer; a token's expert weights are the softmax of the scores of its chosen experts."""
 
     def __init__(self, config: GptOssConfig) -> None:
         super().__init__()
@@ -156,50 +154,9 @@ class GptOssBlock(nn.Module):
         return x_BTD + out_BTD if load is None else (x_BTD + out_BTD, load)
 
 
-class GptOss(nn.Module):
-    """gpt-oss: maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the summed loss.
-
-    In training, the loss includes those of the routers (`trainer.experts.Balance`).
-    `documents` (B, T) prevents attention across documents in a row; `positions` and `borders` follow from it.
-    """
+class GptOss(MoeDecoder):  # type: ignore[misc]
+    """gpt-oss; see `MoeDecoder` for inputs and outputs."""
 
     def __init__(self, config: GptOssConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.tok_embeddings = Embedding(config.vocab_size, config.dim, std=config.init_std)
-        self.layers = nn.ModuleList(GptOssBlock(config, layer) for layer in range(config.num_layers))
-        norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.head = Head(norm, config.dim, config.vocab_size, std=config.init_std)
-        if config.tie_embeddings:
-            self.head.output.weight = self.tok_embeddings.weight
-        self.balance = Balance(
-            config.num_layers,
-            config.num_experts,
-            config.num_chosen,
-            loss=config.balance,
-            shares=config.balance_shares,
-            sequence_loss=config.sequence_balance,
-            z_loss=config.z_loss,
-            rate=config.balance_rate,
-        )
-
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        targets: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-        documents: torch.Tensor | None = None,
-        borders: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        packed = Documents.of(documents, borders)
-        positions = sequence.positions(tokens, positions, packed)
-        x_BTD = self.tok_embeddings(tokens)
-        if targets is None or not self.training:
-            for layer in self.layers:
-                x_BTD = layer(x_BTD, positions, packed)
-            return self.head(x_BTD, targets)
-        loads = []
-        for layer in self.layers:
-            x_BTD, load = layer(x_BTD, positions, packed, targets != IGNORE)
-            loads.append(load)
-        return self.head(x_BTD, targets) + self.balance(loads)
+        blocks = (GptOssBlock(config, layer) for layer in range(config.num_layers))
+        super().__init__(config, blocks, nn.RMSNorm(config.dim, eps=config.norm_eps))

@@ -179,14 +179,14 @@ def _is_recurrent(module: nn.Module) -> bool:
 
 @functools.cache
 def _by_document(library: Any) -> Any:
-    """Return a subclass of a recurrent layer's class that starts anew with each document, with the same class name.
+    """Return a subclass of a recurrent layer's class that resets its state at each document, with the same class name.
 
-    The library hands the layers' kernels the documents' borders, but its own code in torch ignores them.
+    The library passes document borders to the layers' kernels, but its plain torch code ignores them.
     """
 
     def forward(self: Any, hidden_states: torch.Tensor, documents: Documents | None = None, **theirs: Any) -> Any:
         is_training = self.training
-        # In training, the library hands the weights of projections to a fused kernel, which would leave out adapters.
+        # In training, the library passes the projections' weights to a fused kernel, which would ignore adapters.
         self.training = is_training and not any(hasattr(child, "base_layer") for child in self.children())
         try:
             if documents is None:
@@ -257,14 +257,14 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What the recipe knows of the model
+# Units, initial weights, notes and FLOPs
 
 
 def units(model: Any) -> list[nn.Module | tuple[nn.Module, nn.Module]]:
     """Return the FSDP units: the embedding (with the head if they share weights), each block, and the head.
 
-    Blocks are the modules that transformers lists in `_no_split_modules`; if there are none, the elements of the
-    longest `nn.ModuleList`.
+    Blocks are the modules that transformers lists in `_no_split_modules`, or else the elements of the longest
+    `nn.ModuleList`.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     kinds, inside = set(model._no_split_modules or ()), ""
@@ -326,9 +326,9 @@ def notes(config: HfConfig, model: Any) -> list[str]:
     if config.fresh:
         lines.append("fresh weights")
     if not isinstance(model.get_output_embeddings(), (LossHead, ScoreHead)):
-        lines.append("loss of whole logits, as these are not its head's output alone")
+        lines.append("loss computed from full logits, because the model modifies its head's output")
     if config.config.get("output_router_logits"):
-        lines.append("without its router's auxiliary loss, which depends on how a batch is split")
+        lines.append("without the router's auxiliary loss, which depends on how a batch is split")
     return lines
 
 

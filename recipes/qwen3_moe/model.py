@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import nn
-from trainer.recipes._layers import Embedding, Head, Linear
+from trainer.recipes._layers import Linear, MoeDecoder
 from trainer.recipes.qwen3.model import Qwen3Attention
 from trainer.recipes.qwen3_moe.config import Qwen3MoeConfig
 
-from trainer import experts, sequence
-from trainer.experts import Balance, Choice, Load, load_of, products
-from trainer.loss import IGNORE
+from trainer import experts
+from trainer.experts import Choice, Load, load_of, products
 from trainer.sequence import Documents
 
 if TYPE_CHECKING:
@@ -105,50 +104,9 @@ class Qwen3MoeBlock(nn.Module):
         return x_BTD + out_BTD if load is None else (x_BTD + out_BTD, load)
 
 
-class Qwen3Moe(nn.Module):
-    """Qwen3 MoE: maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the summed loss.
-
-    In training, the loss includes those of the routers (`trainer.experts.Balance`).
-    `documents` (B, T) prevents attention across documents in a row; `positions` and `borders` follow from it.
-    """
+class Qwen3Moe(MoeDecoder):  # type: ignore[misc]
+    """Qwen3 MoE; see `MoeDecoder` for inputs and outputs."""
 
     def __init__(self, config: Qwen3MoeConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.tok_embeddings = Embedding(config.vocab_size, config.dim, std=config.init_std)
-        self.layers = nn.ModuleList(Qwen3MoeBlock(config) for _ in range(config.num_layers))
-        norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.head = Head(norm, config.dim, config.vocab_size, std=config.init_std)
-        if config.tie_embeddings:
-            self.head.output.weight = self.tok_embeddings.weight
-        self.balance = Balance(
-            config.num_layers,
-            config.num_experts,
-            config.num_chosen,
-            loss=config.balance,
-            shares=config.balance_shares,
-            sequence_loss=config.sequence_balance,
-            z_loss=config.z_loss,
-            rate=config.balance_rate,
-        )
-
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        targets: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-        documents: torch.Tensor | None = None,
-        borders: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        packed = Documents.of(documents, borders)
-        positions = sequence.positions(tokens, positions, packed)
-        x_BTD = self.tok_embeddings(tokens)
-        if targets is None or not self.training:
-            for layer in self.layers:
-                x_BTD = layer(x_BTD, positions, packed)
-            return self.head(x_BTD, targets)
-        loads = []
-        for layer in self.layers:
-            x_BTD, load = layer(x_BTD, positions, packed, targets != IGNORE)
-            loads.append(load)
-        return self.head(x_BTD, targets) + self.balance(loads)
+        blocks = (Qwen3MoeBlock(config) for _ in range(config.num_layers))
+        super().__init__(config, blocks, nn.RMSNorm(config.dim, eps=config.norm_eps))

@@ -12,13 +12,12 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
-from trainer.recipes._layers import Embedding, FeedForward, Head, Linear, Rope, merge_heads, rotate, split_heads
+from trainer.recipes._layers import FeedForward, Linear, MoeDecoder, Rope, merge_heads, rotate, split_heads
 from trainer.recipes.qwen3_moe.model import MixtureOfExperts
 from trainer.recipes.qwen3_next.config import Qwen3NextConfig
 
 from trainer import sequence
-from trainer.experts import Balance, Load
-from trainer.loss import IGNORE
+from trainer.experts import Load
 from trainer.sequence import Documents
 
 
@@ -66,7 +65,7 @@ class GatedAttention(nn.Module):
 
 
 class Decay(nn.Module):
-    """The log of what is left of each head's state after a token: -exp(log_rate) x softplus(x + bias), in float32."""
+    """The log of the decay factor of each head's state: -exp(log_rate) x softplus(x + bias), in float32."""
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
@@ -77,14 +76,14 @@ class Decay(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.bias)
         with torch.no_grad():
-            self.log_rate.uniform_(0.01, 16).log_()  # above 0, so that no logarithm is infinite
+            self.log_rate.uniform_(0.01, 16).log_()  # above 0, so that the logarithms are finite
 
     def forward(self, x_BTN: torch.Tensor) -> torch.Tensor:
         return -self.log_rate.float().exp() * F.softplus(x_BTN.float() + self.bias)
 
 
 class Convolution(nn.Module):
-    """The taps of a causal convolution of each channel, (C, 1, W)."""
+    """A causal convolution of each channel, followed by SiLU.  The weight is (C, 1, W)."""
 
     def __init__(self, num_channels: int, width: int) -> None:
         super().__init__()
@@ -116,7 +115,7 @@ class GatedNorm(nn.Module):
 
 
 class GatedDelta(nn.Module):
-    """The gated delta rule: linear attention whose state decays, and which replaces what a key reads by its value."""
+    """The gated delta rule: linear attention with a decaying state, in which a new value replaces a key's old one."""
 
     def __init__(self, config: Qwen3NextConfig) -> None:
         super().__init__()
@@ -132,7 +131,7 @@ class GatedDelta(nn.Module):
 
     def forward(self, x_BTD: torch.Tensor, documents: Documents | None) -> torch.Tensor:
         heads_per_key = self.num_heads // self.num_key_heads
-        # Both projections are stored by key head, with the value heads that it serves.
+        # Both projections are grouped by key head, each with the value heads that use it.
         widths = [self.key_dim, self.key_dim, heads_per_key * self.value_dim, heads_per_key * self.value_dim]
         *qkv_BTKX, gate_BTKX = self.qkvz(x_BTD).unflatten(-1, (self.num_key_heads, -1)).split(widths, -1)
         beta_BTKX, step_BTKX = self.rates(x_BTD).unflatten(-1, (self.num_key_heads, -1)).chunk(2, -1)
@@ -160,7 +159,7 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 
 class SharedExpert(nn.Module):
-    """An expert that processes every token, times a gate of one number per token."""
+    """An expert that processes every token, scaled by a scalar gate per token."""
 
     def __init__(self, config: Qwen3NextConfig) -> None:
         super().__init__()
@@ -205,53 +204,12 @@ class Qwen3NextBlock(nn.Module):
         return x_BTD + out_BTD if load is None else (x_BTD + out_BTD, load)
 
 
-class Qwen3Next(nn.Module):
-    """Qwen3-Next: maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the summed loss.
-
-    In training, the loss includes those of the routers (`trainer.experts.Balance`).
-    `documents` (B, T) keeps the documents of a row apart; `positions` and `borders` follow from it.
-    """
+class Qwen3Next(MoeDecoder):  # type: ignore[misc]
+    """Qwen3-Next; see `MoeDecoder` for inputs and outputs."""
 
     def __init__(self, config: Qwen3NextConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.tok_embeddings = Embedding(config.vocab_size, config.dim, std=config.init_std)
-        self.layers = nn.ModuleList(
+        blocks = (
             Qwen3NextBlock(config, attends=number % config.attention_every == 0)
             for number in range(1, config.num_layers + 1)
         )
-        norm = ZeroCenteredNorm(config.dim, config.norm_eps)
-        self.head = Head(norm, config.dim, config.vocab_size, std=config.init_std)
-        if config.tie_embeddings:
-            self.head.output.weight = self.tok_embeddings.weight
-        self.balance = Balance(
-            config.num_layers,
-            config.num_experts,
-            config.num_chosen,
-            loss=config.balance,
-            shares=config.balance_shares,
-            sequence_loss=config.sequence_balance,
-            z_loss=config.z_loss,
-            rate=config.balance_rate,
-        )
-
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        targets: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-        documents: torch.Tensor | None = None,
-        borders: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        packed = Documents.of(documents, borders)
-        positions = sequence.positions(tokens, positions, packed)
-        x_BTD = self.tok_embeddings(tokens)
-        if targets is None or not self.training:
-            for layer in self.layers:
-                x_BTD = layer(x_BTD, positions, packed)
-            return self.head(x_BTD, targets)
-        loads = []
-        for layer in self.layers:
-            x_BTD, load = layer(x_BTD, positions, packed, targets != IGNORE)
-            loads.append(load)
-        return self.head(x_BTD, targets) + self.balance(loads)
+        super().__init__(config, blocks, ZeroCenteredNorm(config.dim, config.norm_eps))

@@ -35,7 +35,7 @@ from trainer.data.cache import get_or_build
 from trainer.data.ingest.build import BuildFolder
 from trainer.data.opening import open_source
 from trainer.data.remote import transport
-from trainer.data.shards import Manifest, Shard, ShardError, rows_of
+from trainer.data.shards import Shard, ShardError, ShardManifest, rows_of
 from trainer.data.source import as_mapping
 from trainer.errors import UserError
 from trainer.locks import locked, remove_unlocked
@@ -55,7 +55,7 @@ def as_in_a_new_process() -> None:
     shards.SHARD_FILES.close()
     from trainer.data.remote import shards as remote_shards
 
-    remote_shards._process_cache.cache_clear()
+    remote_shards._CACHES.clear()
 
 
 def samples_of(data: DataSection) -> list[Any]:
@@ -287,7 +287,7 @@ def manifest_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cac
     listed = [Shard(path) for path in sorted(found.folder.glob("*.bin"))]
     checksums = [shard.info.checksum for shard in listed]
     kind, rows_of_it = listed[0].info.kind, rows_of(listed, found.folder)
-    Manifest(*kind, train=rows_of_it, held_out=[], checksums=checksums).write(found.folder / "manifest.json")
+    ShardManifest(*kind, train=rows_of_it, held_out=[], checksums=checksums).write(found.folder / "manifest.json")
     data = DataSection(source="tokens", path=str(found.folder / "manifest.json"), seq_len=8)
     return Cache(lambda: samples_of(data), found.folder, may_refuse=True)
 

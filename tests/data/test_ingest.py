@@ -30,7 +30,7 @@ from trainer.data.ingest import encode, inputs, readers
 from trainer.data.ingest.build import BuildFolder, BuildJob, build
 from trainer.data.ingest.inputs import SettingNames, find_inputs
 from trainer.data.opening import is_untokenized, open_source
-from trainer.data.shards import Manifest, Shard, ShardWriter, read_info
+from trainer.data.shards import Shard, ShardManifest, ShardWriter, read_info
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import UserError
 
@@ -538,7 +538,7 @@ POINTS: dict[str, tuple[type, str, int]] = {
     "tokens are being written": (ShardWriter, "write_documents", 3),
     "a unit is about to be named": (ShardWriter, "publish", 2),
     "a unit is about to be recorded": (BuildFolder, "write", 2),
-    "the manifest is about to be written": (Manifest, "write", 1),
+    "the manifest is about to be written": (ShardManifest, "write", 1),
     "what is left over is about to be removed": (BuildFolder, "clean_up", 1),
 }
 

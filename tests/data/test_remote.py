@@ -34,7 +34,7 @@ from trainer.data.loader import TrainLoader
 from trainer.data.mixture import MixedSource
 from trainer.data.opening import find_shards, open_source
 from trainer.data.remote import transport
-from trainer.data.shards import Manifest, Shard, rows_of
+from trainer.data.shards import Shard, ShardManifest, rows_of
 from trainer.data.source import Source, SyntheticSource, sample_content
 from trainer.distributed.channel import StepSync
 from trainer.errors import UserError
@@ -111,7 +111,7 @@ def folder(tmp_path: Path) -> Path:
     inside.mkdir()
     write_shards(inside, *([rng.bytes(size // 3), rng.bytes(size - size // 3)] for size in SIZES))
     shards = [Shard(path) for path in sorted(inside.glob("*.bin"))]
-    Manifest(
+    ShardManifest(
         *shards[0].info.kind, train=rows_of(shards, inside), held_out=[], train_content=sample_content(shards)
     ).write(inside / "manifest.json")
     return inside

@@ -180,13 +180,13 @@ def test_a_row_waits_for_its_evaluation(tmp_path: Path, monkeypatch: pytest.Monk
     assert [row.step for row in reader.read(0)] == [1], "none is due"
     append(path, kind="train", step=2, loss=2.0, time=2.0)
     assert reader.read(1) == []
-    assert reader.read(1, ends=True) == []
+    assert reader.read(1, has_ended=True) == []
     append(path, kind="eval", step=2, loss=3.0, time=3.0)
     (row,) = reader.read(1)
     assert row.values == {"train/loss": 2.0, "eval/loss": 3.0}
     append(path, kind="train", step=4, loss=2.0, time=2.0)
     append(path, kind="end", step=4, reason="finished")
-    assert [row.step for row in reader.read(2, ends=True)] == [4], "no evaluation will come"
+    assert [row.step for row in reader.read(2, has_ended=True)] == [4], "no evaluation will come"
     append(path, kind="eval", step=4, loss=5.0, time=9.0)
     assert [row.values for row in reader.read(4)] == [{"eval/loss": 5.0}], "but one that was asked for"
     reader.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.experts.test_expert_parallel import TINY as TINY_MIXTURE
 from tests.fake_gpu import SOURCES, Stand, find_stand
 from tests.fake_gpu import __main__ as installing
 from tests.helpers.gate import wait_until
@@ -134,6 +135,36 @@ def test_lines_make_the_host_wait_for_nothing(stand: Stand, optimizer: str, mesh
     lines = [record for record in records(tmp_path) if record["kind"] == "train"]
     assert len(lines) == 6
     assert all({"own", "rows"} <= record.keys() for record in lines)
+
+
+BY_METHOD: dict[str, tuple[list[str], int]] = {
+    "exchange": (["mesh.expert_method=exchange", "train.compile=false"], 1),
+    "exchange, recomputed": (
+        ["mesh.expert_method=exchange", "train.compile=false", "train.activation_checkpoint=full"],
+        2,
+    ),
+    "gather": (["mesh.expert_method=gather", "train.compile=false"], 0),
+    "gather, compiled": (["mesh.expert_method=gather", "train.compile=true"], 0),
+}
+"""Settings, and how often the host waits in each layer and micro-batch."""
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("method", BY_METHOD)
+def test_experts_that_ranks_share_out(stand: Stand, method: str, ranks: int, tmp_path: Path) -> None:
+    """Training, saving and resuming by both methods; only an exchange makes the host wait, for its numbers of rows."""
+    overrides, num_waits = BY_METHOD[method]
+    common = [*TINY_MIXTURE, *BF16, "run.device=cuda", "checkpoint.every=2", "checkpoint.mode=async", *overrides]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    for steps in (4, 6):
+        own = merged(common, [f"mesh.expert={ranks}", f"train.steps={steps}", f"run.dir={tmp_path / 'run'}"])
+        ran = stand.run(*torchrun, str(SOURCES / "waits.py"), "qwen3_moe_small", *own, FAKE_GPUS=str(ranks))
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        if steps == 4:
+            (waits,) = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+            print(method, ranks, waits)
+            assert sum(waits.values()) == num_waits * 2 * (8 // ranks), "of two layers, in each micro-batch"
+    assert [record["resumed_step"] for record in records(tmp_path) if record["kind"] == "start"] == [None, 4]
 
 
 def test_signal_ends_a_run_with_exit_code_75(stand: Stand, tmp_path: Path) -> None:

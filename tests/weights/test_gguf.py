@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.forked import REPOSITORY
 from tests.helpers.hf_models import model_of
 from tests.weights.test_real_model import gguf_file
 from trainer import gguf_model, load_config, load_weights
+from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import UserError
 
 gguf = pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
@@ -28,9 +32,46 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def write(path: Path, kind: str = "llama", pre: str = "gpt-2", quantized: bool = True, **metadata: Any) -> Any:
+@dataclass(frozen=True)
+class Vocabulary:
+    """The metadata of a tokenizer, without the prefix `tokenizer.ggml.`."""
+
+    tokens: list[str]
+    types: list[int]
+    entries: dict[str, Any]
+
+
+def of_bytes(pre: str = "gpt-2") -> Vocabulary:
+    entries = {"model": "gpt2", "pre": pre, "merges": ["h e", "Ġ t"], "eos_token_id": 0}
+    return Vocabulary(TOKENS, [3, *[1] * (len(TOKENS) - 1)], entries)
+
+
+def of_sentencepiece(num_tokens: int = 600, **entries: Any) -> Vocabulary:
+    """Return a vocabulary that was learned from a page of this project, as SentencePiece writes one."""
+    import tokenizers
+
+    learned = tokenizers.Tokenizer(tokenizers.models.BPE())
+    learned.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=num_tokens - 262, show_progress=False)
+    learned.train_from_iterator([(REPOSITORY / "docs" / "architecture.md").read_text()], trainer)
+    ids = learned.get_vocab()
+    merged = sorted((token for token in ids if len(token) > 1), key=lambda token: ids[token])
+    merged += [token for token in ("s>", "▁▁") if token not in ids]
+    characters = sorted(token for token in ids if len(token) == 1)
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "<think>", "<|end|>"]
+    types = [2, 3, 3, *[6] * 256, 4, 3, *[1] * (len(merged) + len(characters))]
+    tokens += [*merged, *characters]
+    scores = [*[0.0] * 261, *(float(-rank) for rank in range(len(tokens) - 261))]
+    known = {"model": "llama", "scores": scores, "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+    return Vocabulary(tokens, types, known | entries)
+
+
+def write(
+    path: Path, kind: str = "llama", vocabulary: Vocabulary | None = None, quantized: bool = True, **metadata: Any
+) -> Any:
     """Write transformers' tiny model as llama.cpp would, and return the model with the values that are stored."""
-    model = model_of(kind, hidden_size=64, intermediate_size=128, vocab_size=len(TOKENS), head_dim=16)
+    vocabulary = vocabulary or of_bytes()
+    model = model_of(kind, hidden_size=64, intermediate_size=128, vocab_size=len(vocabulary.tokens), head_dim=16)
     config = model.config
     writer = gguf.GGUFWriter(path, kind)
     writer.add_block_count(config.num_hidden_layers)
@@ -42,12 +83,11 @@ def write(path: Path, kind: str = "llama", pre: str = "gpt-2", quantized: bool =
     writer.add_key_length(16)
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([3, *[1] * (len(TOKENS) - 1)])
-    writer.add_token_merges(["h e", "Ġ t"])
-    writer.add_eos_token_id(0)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    for name, value in vocabulary.entries.items():
+        add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, list: writer.add_array}
+        add[type(value)](f"tokenizer.ggml.{name}", value)
     writer.add_chat_template("{{ messages }}")
     for name, value in metadata.items():
         writer.add_string(name.replace("__", "."), value)
@@ -108,13 +148,73 @@ def test_a_configuration_names_the_file(tmp_path: Path, monkeypatch: pytest.Monk
 def test_text_is_split_as_the_file_says(tmp_path: Path) -> None:
     import tokenizers
 
-    write(tmp_path / "m.gguf", pre="smollm")
+    write(tmp_path / "m.gguf", vocabulary=of_bytes("smollm"))
     folder = gguf_model.converted(tmp_path / "m.gguf", "model.path", with_weights=False)
     assert not (folder / "model.safetensors").exists()
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert tokenizer.encode("the t12<|end|>").tokens == ["t", "he", "Ġt", "1", "2", "<|end|>"]
     assert json.loads((folder / "tokenizer_config.json").read_text())["eos_token"] == "<|end|>"
     assert (folder / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+TEXTS = [
+    *(
+        "the run waits for rank 0",
+        "  two  spaces   three ",
+        "\n\nline\n tab\t",
+        "a",
+        " ",
+        "",
+        "trainer.trainer(x):\n\n",
+    ),
+    *(
+        "naïve café 中文字符 \U0001f600\U0001f469\u200d\U0001f467",
+        "<s> the </s><think>x<|end|> <unk><0x41>",
+        "▁the ▁▁▁",
+    ),
+]
+
+
+def test_sentencepiece_gives_the_ids_of_transformers(tmp_path: Path) -> None:
+    """Of the same file; characters that are not in the vocabulary become bytes."""
+    import tokenizers
+    from transformers import AutoTokenizer
+
+    write(tmp_path / "m.gguf", vocabulary=of_sentencepiece())
+    folder = gguf_model.converted(tmp_path / "m.gguf", "model.path", with_weights=False)
+    ours = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+    page = (REPOSITORY / "docs" / "data.md").read_text()
+    for text in [*TEXTS, *(page[start : start + 97] for start in range(0, 9700, 97))]:
+        ids = theirs(text).input_ids
+        assert ours.encode(text).ids == ids, text
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.encode("the").ids[0] == 1, "a text begins with <s> unless the file says otherwise"
+    found = find_tokenizer(str(folder))
+    assert (found.start_ids, found.end_ids) == ((1,), (2,))
+    assert 1 not in found.encode("<s> </s> <0x41>"), "text never becomes a control token, or that of a byte"
+    assert found.decode(found.encode(page)) == page
+
+
+def test_sentencepiece_as_the_file_says(tmp_path: Path) -> None:
+    """No space in front, and which special tokens are around a text: as llama.cpp reads them."""
+    import tokenizers
+
+    entries = {"add_space_prefix": False, "add_bos_token": False, "add_eos_token": True}
+    write(tmp_path / "m.gguf", vocabulary=of_sentencepiece(**entries))
+    folder = gguf_model.converted(tmp_path / "m.gguf", "model.path", with_weights=False)
+    ours = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    *pieces, last = ours.encode("the run").tokens
+    assert ("".join(pieces), last) == ("the▁run", "</s>")
+    assert ours.decode(ours.encode(" the").ids) == " the"
+
+
+VOCABULARIES: dict[str, Callable[[], Vocabulary]] = {
+    "odd": lambda: of_bytes("odd"),
+    "bert": lambda: of_sentencepiece(model="bert"),
+    "unscored": lambda: of_sentencepiece(scores=[]),
+    "short": lambda: of_sentencepiece(scores=[0.0] * 599),
+}
 
 
 @pytest.mark.parametrize(
@@ -124,12 +224,15 @@ def test_text_is_split_as_the_file_says(tmp_path: Path) -> None:
         ("mamba", r"is a model of architecture 'mamba'; those that are read are llama, qwen2, qwen3"),
         ("odd", r"its tokenizer \(gpt2 with the rules of 'odd'\) is not read"),
         ("yarn", r"its positions are scaled by 'yarn', which is not read"),
+        ("bert", r"its tokenizer \(bert\) is not read; those that are: llama \(SentencePiece\), and gpt2 with "),
+        ("unscored", r"its metadata has no tokenizer\.ggml\.scores"),
+        ("short", r"its tokenizer has \d+ tokens, and 599 values of scores\n  to fix: download the file again"),
     ],
 )
 def test_what_is_not_read_is_refused(tmp_path: Path, how: str, message: str) -> None:
     file = tmp_path / "m.gguf"
     metadata = {"llama__rope__scaling__type": "yarn"} if how == "yarn" else {}
-    write(file, pre="odd" if how == "odd" else "gpt-2", **metadata)
+    write(file, vocabulary=VOCABULARIES.get(how, of_bytes)(), **metadata)
     content = file.read_bytes()
     if how == "cut":
         file.write_bytes(content[: len(content) // 2])

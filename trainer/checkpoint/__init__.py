@@ -6,7 +6,7 @@ A checkpoint is a folder such as `step_00000100` that is published atomically: i
     writer       makes one save: collects the state, plans, copies, writes, publishes and prunes
     reader       finds checkpoints, compares them with the state, restores one; reads weights by name
 
-These three share, from the lowest module up:
+They use these modules, lowest first:
 
     storage      file systems and object stores, each with its atomic way to publish a folder; files with checksums
     manifest     the names of checkpoints; the list of a checkpoint's files, by which they are verified

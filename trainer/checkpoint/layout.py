@@ -1,7 +1,7 @@
 """Layout of a checkpoint: which bytes of which file hold each chunk of each tensor, and which rank writes it.
 
 The layout is stored as compact JSON.  It is also stored as the `.metadata` of torch.distributed.checkpoint (DCP), so
-that torch's own tools can load a checkpoint.  That one is never read here: it is a pickle, where a single flipped bit
+that torch's own tools can load a checkpoint.  This copy is never read here: it is a pickle, where a single flipped bit
 once caused an allocation of 20 GB.
 
 Offsets and sizes of many chunks are integer columns, one row per chunk instead of one object.  A 70B model and its

@@ -1,4 +1,5 @@
-"""Retention: decides which published checkpoints to keep, which of them are good, and whether they will fit.
+"""Retention: decides which published checkpoints to keep, which of them are good, and whether they will fit on the
+disk.
 
 A checkpoint is not good if it was saved while steps were skipped, if its manifest is damaged, or if its folder is named
 after a different step.  Such a checkpoint never replaces a good one.
@@ -146,7 +147,7 @@ class RetentionPolicy:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The room that checkpoints need on the disk
+# Disk space
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ class Saver:
             if self._is_saved(state) or (attempt >= len(_FINAL_PAUSES_S) and DISK_FULL_ADVICE not in error):
                 break
             if attempt == len(_FINAL_PAUSES_S):
-                self._warn(f"the final save waits up to {sum(_DISK_FULL_PAUSES_S):.0f} s for room on the disk: {error}")
+                self._warn(f"the final save waits up to {sum(_DISK_FULL_PAUSES_S):.0f} s for disk space: {error}")
             time.sleep(pause_s)
             self._start(state, background=False)
             error = self._collect(warns=False, is_last=True).error

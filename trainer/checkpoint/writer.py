@@ -7,8 +7,8 @@ before the save if the disk is too full for it; at least one good one remains.  
 same error, and the files of the failed save are deleted.  If a rank dies during a save, or if that deletion fails as
 well, the unpublished folder remains until the run is next started.
 
-Read `Checkpoints.start` and `Checkpoints._save` first.  Collecting, planning, staging and writing have sections of
-their own below.
+Read `Checkpoints.start` and `Checkpoints._save` first.  Collecting, planning, staging and writing each have a section
+below.
 """
 
 from __future__ import annotations
@@ -710,11 +710,9 @@ class SavePlans:
         and a scatter of the result.
         """
 
-        def boxes_here() -> list[Box]:
-            # Rank 0 writes what is the same on all ranks.
-            return held_boxes({k: t for k, t in tensors.items() if isinstance(t, DTensor) or self._channel.is_main})
-
-        boxes = self._channel.agreed(boxes_here)
+        # Rank 0 writes what is the same on all ranks.
+        held = {k: t for k, t in tensors.items() if isinstance(t, DTensor) or self._channel.is_main}
+        boxes = self._channel.agreed(lambda: held_boxes(held))
         of_ranks = self._channel.gather_to_main(Boxes.of((box.key, box.offsets, box.sizes) for box in boxes))
         masks, self.planned = self._channel.agreed(lambda: choose_writers(of_ranks, tensors) if of_ranks else ([], {}))
         self.boxes = [box for box, writes in zip(boxes, self._channel.scatter(masks), strict=True) if writes]

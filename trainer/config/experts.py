@@ -18,7 +18,7 @@ def with_expert(config: RunConfig, expert: int, method: Literal["auto", "exchang
 
 
 def resolve_expert_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
-    """Resolve `mesh.expert_method=auto` if ranks share out experts; return the configuration.
+    """Resolve `mesh.expert_method=auto` with expert parallelism; return the configuration.
 
     With `exchange`, whose shapes depend on the tokens, `train.compile=auto` becomes false.
     """

@@ -155,7 +155,7 @@ def check_readable_tokenizer(config: RunConfig) -> None:
     """Raise UserError if the tokenizer of the weights cannot be read: training would fall back to bytes."""
     if (missing := _tokenizer_of_run(config)) is not None:
         rule = f"the weights of {config.train.init_from} were trained with {missing}, which is missing"
-        raise setting_error(_KEY, config.data.tokenizer, rule, fix=f"give its new place, {_KEY}=FILE")
+        raise setting_error(_KEY, config.data.tokenizer, rule, fix=f"give its new path, {_KEY}=FILE")
     folder = find_weights_folder(config)
     if folder is not None and not allows_other_tokenizer(config):
         check_tokenizer_of_folder(folder)

@@ -1,7 +1,7 @@
-"""Locates weights: decides once what a path to weights names, from file names only, without torch and without network.
+"""Identifies weights: what kind of source a path to weights refers to, judging by file names alone.
 
-Everything that takes weights (`train.init_from`, the base of adapters, `load_weights`, the commands generate and
-evaluate) begins with `locate`, and chooses by the kind that it returns.
+Everything that loads weights (`train.init_from`, the base of adapters, `load_weights`, the commands generate and
+evaluate) first calls `locate`, and chooses by the kind that it returns.  Uses neither torch nor the network.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Kind = Literal["file", "huggingface", "checkpoint", "run"]
 
 @dataclass(frozen=True)
 class Location:
-    """Where weights are.
+    """The path of some weights, and the kind of source that they are.
 
     path: the path or URL, without `file://`.
-    kind: what is there:
+    kind: the kind of source:
         file: unsharded tensors in one file, under our names (.pt, .pth, .safetensors);
-        huggingface: a model folder of Hugging Face, which has config.json or safetensors.  An export is one.  A
-            PEFT adapter looks like one, and is rejected when its weights are opened;
+        huggingface: a Hugging Face model folder, which has config.json or safetensors.  An export is one.  A PEFT
+            adapter looks like one, and is rejected when its weights are opened;
         checkpoint: one checkpoint of a run;
-        run: anything else: a run folder, a folder of checkpoints, RUN/best, or any URL, which may also be that of one
-            checkpoint.  `checkpoint.reader.find_checkpoint` finds the checkpoint that is meant.
+        run: anything else: a run folder, a folder of checkpoints, RUN/best, or any URL, even that of one
+            checkpoint.  `checkpoint.reader.find_checkpoint` finds the checkpoint in it.
     """
 
     path: str
@@ -47,9 +47,10 @@ class Location:
 
 
 def fetched(path: str | os.PathLike[str], setting: str = "path") -> str:
-    """Return the local path of a model that `path` names on the Hugging Face Hub, or holds as GGUF; else `path`.
+    """Return the local path of the model that `path` names on the Hugging Face Hub, or of a converted GGUF model.
 
-    For commands that take such a path.  Raises UserError, naming `setting`, if it cannot be fetched or converted.
+    Any other path is returned unchanged.  For commands that take the path of a model.  Raises UserError, naming
+    `setting`, if the model cannot be fetched or converted.
     """
     text = os.fspath(path)
     if (name := hub.parse_name(text)) is not None and name.kind == "model":
@@ -58,7 +59,7 @@ def fetched(path: str | os.PathLike[str], setting: str = "path") -> str:
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
-    """Return what `path` names; nothing needs to exist there."""
+    """Return the kind of the weights at `path`, which need not exist."""
     text = os.fspath(path).removeprefix("file://")
     folder = Path(text)
     if "://" in text or not folder.is_dir():

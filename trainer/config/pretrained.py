@@ -160,7 +160,7 @@ def has_config_only(folder: str | Path) -> bool:
     """
     path = Path(folder).expanduser()
     if hub.lacks_its_weights(path) or gguf_model.lacks_its_weights(path):
-        return False  # they exist, and nobody has needed them so far
+        return False  # they exist, but were not needed so far
     has_others = any(file.suffix.lower() in (*_PICKLES, _GGUF) for file in path.iterdir())
     return not (has_weights(path) or has_others or any(path.glob(".cache/huggingface/download/**/*.incomplete")))
 
@@ -168,8 +168,8 @@ def has_config_only(folder: str | Path) -> bool:
 def check_weights(folder: str | Path, setting: str) -> None:
     """Raise UserError that begins with `setting` if no weights can be read from a Hugging Face folder.
 
-    Only reads file names and headers, so it is fast and needs no torch.  Weights that exist elsewhere, and that nobody
-    has needed so far, count as readable.
+    Only reads file names and headers, so it is fast and needs no torch.  Weights that have not been downloaded or
+    converted yet count as readable.
     """
     path = Path(str(folder).removeprefix("file://")).expanduser()
     if hub.lacks_its_weights(path) or gguf_model.lacks_its_weights(path):
@@ -214,10 +214,10 @@ def check_no_gguf(path: str | Path, setting: str) -> None:
 
     A single file is converted before anything else looks at it (see `trainer.gguf_model`).
     """
-    place = Path(str(path).removeprefix("file://")).expanduser()
-    if not place.is_dir() or has_weights(place):
+    folder = Path(str(path).removeprefix("file://")).expanduser()
+    if not folder.is_dir() or has_weights(folder):
         return
-    files = sorted(file for file in place.iterdir() if file.suffix.lower() == _GGUF)
+    files = sorted(file for file in folder.iterdir() if file.suffix.lower() == _GGUF)
     if len(files) > 1:
         rule = f"has {len(files)} GGUF files: {', '.join(file.name for file in files)}"
         raise setting_error(setting, path, rule, fix=f"name one of them, such as {files[0]}")

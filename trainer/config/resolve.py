@@ -342,9 +342,9 @@ def shown_path(path: Path) -> str:
 def run_paths(tree: Mapping[str, Any], resolution: Resolution) -> dict[str, Any]:
     """Resolve the folders in a configuration that a run wrote to where they are now.
 
-    A run folder that was moved continues at its new path; a copy of a run folder continues as a separate run.  Before
-    the command line is applied, which may name another folder, and on the file's own folders: those of a parent are not
-    inherited.  A file that was not written by a run is left alone.
+    A run folder that was moved continues at its new path; a copy of a run folder continues as a separate run.  Runs
+    before the command line is applied, which may name another folder, and changes only the file's own folders: those of
+    a parent are not inherited.  A file that was not written by a run is not changed.
 
     Raises UserError if training would use a folder or checkpoints of another run that the command line does not name.
     """
@@ -427,16 +427,15 @@ _MODEL_KEYS = ("model.path", "train.init_from", "data.tokenizer", "objective.tea
 
 
 def fetched_models(keys: Keys, resolution: Resolution) -> Keys:
-    """Replace models of the Hugging Face Hub by their folders in its cache, and .gguf files by folders made of them.
+    """Replace Hugging Face models by their folders in the cache, and .gguf files by the folders that they convert to.
 
-    Runs before the passes that look into the folders.  What is stored with the run are the names, pinned
-    to a commit: a run that resumes stays with the commit that it began with, wherever the branch points now.  A
-    configuration that a checkpoint stores is only looked up in the cache.
-
+    Runs before the passes that read these folders.  The run stores the models' names, pinned to a commit: a resumed run
+    keeps the commit that it started with, even if the branch has moved.  For a configuration stored in a checkpoint,
+    models are only looked up in the cache.
     Raises UserError if a model cannot be fetched or converted.
     """
-    asked = {**keys.values, **keys.assignments}
-    texts = {key: asked[key] for key in _MODEL_KEYS if isinstance(asked.get(key), str)}
+    requested = {**keys.values, **keys.assignments}
+    texts = {key: requested[key] for key in _MODEL_KEYS if isinstance(requested.get(key), str)}
     found = {key: text for key, text in texts.items() if hub.parse_name(text) is not None or gguf_model.is_meant(text)}
     if not found:
         return keys
@@ -460,9 +459,11 @@ def _fetched(key: str, text: str, pins: Mapping[tuple[str, str], str], resolutio
         inside = replace(name, path="") if key == "data.tokenizer" and not name.path.endswith(".gguf") else name
         if resolution.is_stored:
             return str(hub.cached_path(name) or text)
-        began_with = pins.get((name.kind, name.repo))
-        if began_with is not None and not name.is_pinned:
-            resolution.notes.append(f"{key}={text}: this run stays with commit {began_with[:12]}, which it began with")
+        pinned_commit = pins.get((name.kind, name.repo))
+        if pinned_commit is not None and not name.is_pinned:
+            resolution.notes.append(
+                f"{key}={text}: this run stays with commit {pinned_commit[:12]}, which it began with"
+            )
         path = hub.fetch_model(inside, key, pins, with_weights=resolution.needs_weights and key != "data.tokenizer")
         path = path / name.path if inside != name else path
     if resolution.is_stored or not gguf_model.is_meant(str(path)):
@@ -471,16 +472,16 @@ def _fetched(key: str, text: str, pins: Mapping[tuple[str, str], str], resolutio
 
 
 def _stored_config(keys: Keys, resolution: Resolution) -> Mapping[str, Any]:
-    """Return the configuration of the run that this one resumes; empty for a run that starts."""
-    asked = {**keys.values, **keys.assignments}
-    start = str(asked.get("checkpoint.resume", "auto"))
+    """Return the configuration of the run that this one resumes; empty for a new run."""
+    requested = {**keys.values, **keys.assignments}
+    start = str(requested.get("checkpoint.resume", "auto"))
     if start == "none":
         return {}
     if start != "auto":
         return read_run_config(locate(start).folder)
-    name = str(asked.get("run.name") or resolution.path.stem)
+    name = str(requested.get("run.name") or resolution.path.stem)
     is_another = bool(resolution.assignments.get("run.name")) and not resolution.assignments.get("run.dir")
-    folder = "" if is_another else str(asked.get("run.dir") or "")
+    folder = "" if is_another else str(requested.get("run.dir") or "")
     return read_run_config(Path(folder or default_folder(name)))
 
 
@@ -509,10 +510,10 @@ def objective_name(keys: Keys) -> str:
 
 
 def objective_section(keys: Keys, resolution: Resolution) -> Keys:
-    """Give the settings of DPO under their old names, such as `dpo.beta`, their new ones, such as `objective.beta`.
+    """Rename the settings of DPO from their old section, as in `dpo.beta`, to `objective.beta`.
 
-    The files of older runs have the section for any objective; for others than DPO it is dropped.  So are the settings
-    that a file gives to an objective if the command line names another.
+    Older runs stored the old section with any objective; it is dropped unless the objective is DPO.  A file's settings
+    for its objective are dropped if the command line selects another one.
     """
     objective, of_files = objective_name(keys), objective_name(Keys(keys.values, {}))
     values, assignments = dict[str, Any](), dict[str, str]()
@@ -538,9 +539,9 @@ _GENERIC_KEYS = ("model.path", "model.fresh")
 def auto_model(keys: Keys, resolution: Resolution) -> Keys:
     """Replace `model.name=auto` by the name of the recipe that builds the model in a folder.
 
-    Before types, because only the recipe tells which model keys there are.  A native recipe is used if it builds the
-    model that config.json describes and declares every `model.` key that is set; otherwise the generic recipe `hf`.
-    Raises UserError if no folder is given.
+    Runs before values get their types, because the recipe declares the model keys.  A native recipe is used if it
+    builds the model that config.json describes and declares every `model.` key that is set; otherwise the generic
+    recipe `hf`.  Raises UserError if no folder is given.
     """
     values, assignments = keys.values, keys.assignments
     if assignments.get("model.name", values.get("model.name")) != AUTO:
@@ -589,9 +590,9 @@ def auto_model(keys: Keys, resolution: Resolution) -> Keys:
 
 
 def another_model(keys: Keys, resolution: Resolution) -> Keys:
-    """Drop the model fields of the files if the command line names another model than they do.
+    """Drop the files' model fields if the command line names a different model, which may not have them.
 
-    The other model may not have these fields.  After `auto_model`, which may name the model.
+    Runs after `auto_model`, which may set the name of the model.
     """
     file_model = keys.values.get("model.name")
     if keys.assignments.get("model.name", file_model) == file_model:
@@ -600,10 +601,10 @@ def another_model(keys: Keys, resolution: Resolution) -> Keys:
 
 
 def model_of_weights(tree: Any, resolution: Resolution) -> Any:
-    """Copy the model fields that the source of the initial weights declares; keep it in `resolution.declared`.
+    """Copy the model fields that the source of the initial weights declares, and record them in `resolution.declared`.
 
-    The command line wins, and so do free fields that are set.  Before references such as ${model.dim} are resolved,
-    so that they refer to these values.
+    The command line takes precedence, and so do free fields that are set.  Runs before references such as ${model.dim}
+    are resolved, so that they refer to these values.
     """
     source, recipe = tree.train.init_from, find_recipe(str(tree.model.name))
     if source is None:
@@ -636,9 +637,9 @@ def model_of_weights(tree: Any, resolution: Resolution) -> Any:
 
 
 def recipe_fields(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Let the recipe fill in the model fields that follow from others (`Recipe.resolve`), the first typed pass.
+    """Let the recipe compute the model fields that follow from others (`Recipe.resolve`).
 
-    Others depend on them, such as the width of the model.
+    The first typed pass, because others depend on these fields, such as the width of the model.
     """
     model = config.model if config.recipe.resolve is None else config.recipe.resolve(config.model)
     return replace(config, model=model)
@@ -661,9 +662,9 @@ def default_folder(name: str) -> str:
 
 
 def data_source(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Imply `data.source=tokens` if a path is given, but no source next to it (on the command line or in the file).
+    """Imply `data.source=tokens` if a path is given without a source next to it, on the command line or in the file.
 
-    Before all passes that look at the source.
+    Runs before all passes that depend on the source.
     """
     data = config.data
     has_source = "data.source" in (resolution.assignments if "data.path" in resolution.assignments else resolution.keys)
@@ -678,7 +679,7 @@ _RANGE_STEPS = 100
 def range_test(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Make a learning-rate range test that the command line asks for a short run that always starts over.
 
-    Before `holdout`, which depends on whether there are evaluations.
+    Runs before `holdout`, which depends on whether there are evaluations.
     """
     if config.schedule.name != "range" or "schedule.name" not in resolution.assignments:
         return config
@@ -723,7 +724,7 @@ def tokenizer_file(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def chat_packing(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Arrange conversations so that none attends to another, and none is cut.  After `data_source`."""
+    """Arrange conversations so that none attends to another, and none is cut.  Runs after `data_source`."""
     data = config.data
     if data.source == "chat" and data.arrangement != "apart":
         data = replace(data, documents="masked", fit="best")
@@ -735,7 +736,7 @@ def chat_packing(config: RunConfig, resolution: Resolution) -> RunConfig:
 def objective_data(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Read what the objective needs from the records of chats: their labels, and the position to score.
 
-    After `data_source`.  An objective of two rows a sample compares an answer with one to another prompt.
+    Runs after `data_source`.  An objective with two rows per sample compares an answer with one to another prompt.
     """
     data, objective = config.data, config.objective
     if data.source != "chat":
@@ -772,8 +773,8 @@ def chat_length(config: RunConfig, resolution: Resolution) -> RunConfig:
 def scaled_lr(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Scale the learning rate of a recipe that fine-tunes models of any width (`optim.lr_by_width`).
 
-    After `recipe_fields`, which knows the width.  The exponent was fitted to Llama models; for Qwen models the source
-    gives a rate that hardly falls with width.
+    Runs after `recipe_fields`, which sets the width.  The exponent was fitted to Llama models; for Qwen models the
+    source gives a rate that hardly falls with width.
     Source: Thinking Machines Lab, Tinker documentation, "Hyperparameters of supervised learning"; the factor of ten for
     adapters is from Schulman et al. 2025, "LoRA Without Regret".
     """
@@ -797,7 +798,7 @@ def scaled_lr(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def base_model(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Explain `optim.base_model` for `--why`: how much wider this model is.  Decides nothing."""
+    """Explain `optim.base_model` for `--why`: how much wider this model is.  Changes nothing."""
     base = config.optim.base_model or {}
     grown = {name: getattr(config.model, name, 0) / value for name, value in base.items() if value}
     if grown and "optim.base_model" in resolution.origins:
@@ -839,7 +840,7 @@ def adapter_base_dtype(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def readable_weights(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Refuse initial weights that cannot be read; decides nothing.
+    """Refuse initial weights that cannot be read.  Changes nothing.
 
     Runs before the next pass, which would report the tokenizer of these weights as missing.
     """
@@ -851,8 +852,8 @@ def readable_weights(config: RunConfig, resolution: Resolution) -> RunConfig:
 def tokenizer_of_weights(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Use the tokenizer of the initial weights, unless `data.tokenizer` is given.  A run that resumes keeps its own.
 
-    After `tokenizer_file`, so that both are paths.  Raises UserError if the given tokenizer differs from that of the
-    weights, or if that cannot be read: token ids would then stand for different text than when the weights were
+    Runs after `tokenizer_file`, so that both are paths.  Raises UserError if the given tokenizer differs from that of
+    the weights, or if that cannot be read: token ids would then stand for different text than when the weights were
     trained.  `checkpoint.allow_changes=[data.tokenizer]` permits both.
     """
     key, data, is_given = "data.tokenizer", config.data, "data.tokenizer" in resolution.keys
@@ -877,8 +878,8 @@ def tokenizer_of_weights(config: RunConfig, resolution: Resolution) -> RunConfig
 def range_test_folder(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Give a range test a separate folder, and a separate place for its checkpoints.
 
-    The folder is that of the run it is for, with `-lr` appended, so that the run's own files are untouched.  Last of
-    the passes on loading: those before look into the run's own folder.
+    The folder is that of the run it is for, with `-lr` appended, so that the run's own files are untouched.  The last
+    pass on loading, because earlier ones read the run's own folder.
     """
     if config.schedule.name != "range":
         return config
@@ -939,14 +940,14 @@ def _differences_from_finished_run(config: RunConfig) -> list[str]:
 def context_method(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Resolve `mesh.context_method=auto`, by the number of ranks on a node.
 
-    Before `auto`, whose plans need it, and after it, since it may choose `mesh.context`.
+    Runs before `auto`, whose plans need it, and again after it, since it may choose `mesh.context`.
     """
     assert resolution.world is not None
     return resolve_context_method(config, resolution.world.env.local_world_size)
 
 
 def expert_method(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Resolve `mesh.expert_method=auto`, by the number of ranks on a node.  When: as `context_method`."""
+    """Resolve `mesh.expert_method=auto`, by the number of ranks on a node.  Runs when `context_method` does."""
     assert resolution.world is not None
     return resolve_expert_method(config, resolution.world.env.local_world_size)
 

@@ -115,7 +115,7 @@ class LogSection:
     )
     trackers: tuple[str, ...] = declare(
         (),
-        "where curves are shown: wandb, tensorboard, trackio, mlflow, or an installed tracker of your own, for example "
+        "where metrics are sent: wandb, tensorboard, trackio, mlflow, or an installed tracker of your own, for example "
         "[wandb,mlflow]",
     )
     wandb_project: str = declare("meshtrainer", "project in Weights & Biases and Trackio, experiment in MLflow")
@@ -142,7 +142,7 @@ class LogSection:
     profile_ranks: tuple[int, ...] = declare((0,), "ranks that write a profile; rank 0 always does")
 
     def without_trackers(self) -> LogSection:
-        """Return the section for a run that nobody is to see."""
+        """Return the section for a run that sends its metrics nowhere."""
         return dataclasses.replace(self, wandb="off", tensorboard=False, trackers=(), prometheus=None)
 
     def due(self, step: int) -> bool:
@@ -242,14 +242,14 @@ class MeshSection:
     )
     expert: int | str = declare(
         1,
-        "expert parallelism: number of consecutive ranks on the shard axis that share out the experts of each layer; "
-        "auto: let the planner choose",
+        "expert parallelism: number of consecutive ranks on the shard axis among which the experts of each layer are "
+        "divided; auto: let the planner choose",
         at_least=1,
         form=NUMBER_OR + AUTO,
     )
     expert_method: Literal["auto", "exchange", "gather"] = declare(
         "auto",
-        "how tokens meet their experts: exchange (tokens travel to the ranks of their experts), gather (each rank "
+        "how tokens reach their experts: exchange (tokens are sent to their experts' ranks), gather (each rank "
         "gathers all tokens of its group), or auto (gather if blocks are compiled or the group is within one node and "
         "not larger than a token's number of experts, else exchange)",
     )
@@ -446,10 +446,10 @@ class MuonSection:
         "muon", "normuon: also divides each row of an update by the root of its running mean square"
     )
     lr: float | None = declare(
-        None, "peak learning rate of the matrices; null: optim.lr, which then serves AdamW's share as well", at_least=0
+        None, "peak learning rate of the matrices; null: optim.lr, as for the parameters that AdamW updates", at_least=0
     )
     coefficients: Literal["jordan", "polar"] = declare(
-        "jordan", "polynomials of the iterations; polar: the best ones, one after the other (Polar Express)"
+        "jordan", "polynomials of the iterations; polar: a different, optimal one in each iteration (Polar Express)"
     )
     scale: Literal["match_rms_adamw", "spectral", "jordan"] = declare(
         "match_rms_adamw",
@@ -459,7 +459,7 @@ class MuonSection:
         "bfloat16", "dtype of iterations and messages; float32: losses agree within 1e-6 on any mesh", aliases=DTYPES
     )
     cautious: bool = declare(False, "apply weight decay only where the update shrinks the weight too")
-    bucket_mib: float = declare(64.0, "MiB that the messages of one bucket of matrices bring to a rank", above=0)
+    bucket_mib: float = declare(64.0, "MiB that a rank receives for one bucket of matrices", above=0)
 
 
 @dataclass(frozen=True)
@@ -565,8 +565,8 @@ class TrainSection:
     )
     offload_activations: float | int | str = declare(
         "none",
-        "share of the blocks, spread evenly, whose activations wait in host memory for the backward pass; none, or "
-        "auto: let the planner choose between this and recomputation",
+        "share of the blocks, spread evenly, whose activations are kept in host memory until the backward pass; none, "
+        "or auto: let the planner choose between this and recomputation",
         form="none, auto, or a share of the blocks from 0 to 1",
     )
     compile: bool | str = declare(
@@ -591,7 +591,7 @@ class TrainSection:
     )
     objective: str = declare(
         "tokens",
-        "what is trained for; tokens: predict the next token; dpo, ipo, kto, simpo, orpo: preferences; reward: a "
+        "training objective; tokens: predict the next token; dpo, ipo, kto, simpo, orpo: preferences; reward: a "
         "reward model; classify: classes of texts; distill: imitate a teacher; module:class: your own",
         form="an objective's name, or module:class",
     )
@@ -641,7 +641,7 @@ class EvalSection:
     metric: str = declare(
         "loss",
         "metric that selects the best evaluation: loss, loss_<source> for one source, or a metric of train.objective; "
-        "the lowest is best, except of metrics such as accuracy, of which it is the highest",
+        "lower is better, except for metrics such as accuracy",
     )
     ema: bool = declare(True, "with train.ema: evaluate the averaged weights; false: the trained weights")
     patience: int = declare(
@@ -698,7 +698,7 @@ class RunConfig:
 
     @property
     def higher_is_better(self) -> bool:
-        """Whether the best evaluation is the one with the highest `eval.metric`, as of an accuracy."""
+        """Whether the best evaluation is the one with the highest `eval.metric`, such as accuracy."""
         return self.objective.better.get(self.eval.metric) == "higher"
 
     @property
@@ -713,7 +713,7 @@ class RunConfig:
 
     @property
     def expert(self) -> int:
-        """Number of ranks that share out the experts; `mesh.expert` must be resolved already."""
+        """Number of ranks among which the experts are divided; `mesh.expert` must be resolved already."""
         return int(self.mesh.expert)
 
     def num_groups(self, num_ranks: int) -> int:
@@ -774,9 +774,10 @@ class RunConfig:
 
 
 def name_of_source(path: str) -> str:
-    """Return the name by which a model's files were asked for, if `path` is what was fetched or made from it.
+    """Return the name that the user gave for the files at `path`, if they were fetched or converted.
 
-    That of the Hugging Face Hub, pinned to a commit, or the path of a .gguf file; any other path is returned unchanged.
+    This is a name on the Hugging Face Hub, pinned to a commit, or the path of a .gguf file.  Any other path is returned
+    unchanged.
     """
     made_from = gguf_model.source_of(path) or path
     return hub.name_of(made_from) or made_from

@@ -1,4 +1,4 @@
-"""The teacher of a distillation: a second model, built like that of a run and frozen."""
+"""The teacher model for distillation: a second model, frozen and otherwise built like that of the run."""
 
 from __future__ import annotations
 
@@ -18,28 +18,23 @@ KEY, TOP = "objective.teacher", "top.json"
 """The setting, and the file that marks a folder with a teacher's log-probabilities."""
 
 
-def _check_files(config: RunConfig, path: str) -> None:
-    """Raise UserError for settings that need the teacher itself."""
-    rule = f"needs the teacher, but {KEY}={path} holds its log-probabilities of the training data"
-    if config.objective.temperature != 1:
-        raise setting_error("objective.temperature", config.objective.temperature, rule, 1.0)
-    if config.eval.every:
-        raise setting_error("eval.every", config.eval.every, rule, 0)
-
-
 def teacher_config(config: RunConfig) -> RunConfig | None:
     """Return the configuration with the teacher as its model and initial weights; None without a teacher model.
 
     The teacher computes in the dtype of the run and is stored in it, on the same mesh.  Raises UserError if its model
-    is unknown or has another vocabulary.
+    is unknown or has another vocabulary, or if a setting needs a teacher model.
     """
     if "teacher" not in config.objective.needs:
         return None
     path: str | None = config.objective.teacher
     if not path:
-        raise setting_error(KEY, path, "names the model to imitate", example="models/Qwen3-8B")
+        raise setting_error(KEY, path, "must name the model to imitate", example="models/Qwen3-8B")
     if (Path(path) / TOP).is_file():
-        _check_files(config, path)
+        rule = f"needs the teacher, but {KEY}={path} holds its log-probabilities of the training data"
+        if config.objective.temperature != 1:
+            raise setting_error("objective.temperature", config.objective.temperature, rule, 1.0)
+        if config.eval.every:
+            raise setting_error("eval.every", config.eval.every, rule, 0)
         return None
     location, init_from = locate(path), str(path) or None
     if location.kind == "huggingface":

@@ -39,7 +39,7 @@ from trainer.data.ingest.inputs import (
 from trainer.data.mixture import MixedSource
 from trainer.data.packing import MaskedSource, PackedSource
 from trainer.data.records import is_record_file
-from trainer.data.shards import MANIFEST, Manifest, Shard, ShardError, ShardSet, verify_at_start
+from trainer.data.shards import MANIFEST, Shard, ShardError, ShardManifest, ShardSet, verify_at_start
 from trainer.data.source import Source, SourceSubset, SyntheticSource, TokenSource, sample_content
 from trainer.data.stdlib import Split, StdlibCorpus
 from trainer.data.tokenizer import find_tokenizer, tokenizer_of
@@ -162,7 +162,7 @@ def _warn_about_skipped(shards: Sequence[Shard]) -> str:
     counts = DocumentCounts()
     for folder in folders:
         with contextlib.suppress(ShardError, OSError):
-            counts.add(DocumentCounts.of(Manifest.read(folder / MANIFEST)))
+            counts.add(DocumentCounts.of(ShardManifest.read(folder / MANIFEST)))
     total = counts.documents + counts.bad
     lines = [f"warning: {describe(counts)}"] if counts.bad else []
     if counts.empty > _MAX_EMPTY_SHARE * total:
@@ -227,13 +227,17 @@ def find_shards(setting: str | None, data: DataSection, key: str) -> ShardSet:
             key, setting or None, f"data.source=tokens needs a path: token shards, or {SUPPORTED_SUFFIXES}"
         )
     if is_hub_data(setting):
-        return _find_hub_data(setting, data, key)
+        from trainer.data.remote.datasets import find_data
+
+        hub_data = find_data(setting, key)
+        built = _tokenize_text(hub_data.inputs(key), hub_data.settings(data), key, hub_data.fetch)
+        return dataclasses.replace(built, files=[str(name) for name in hub_data.names()])
     if find_folder(setting) is None:
         return _find_remote_shards(setting, data, key)
     path, bins = _find_shard_files(setting, key)
     try:
         if path is not None:
-            manifest = Manifest.read(path)
+            manifest = ShardManifest.read(path)
             train, held_out = (manifest.shards(path.parent, is_held_out) for is_held_out in (False, True))
             files = [shard.name for shard in train]
             return ShardSet(files, train, manifest.train_content, held_out, manifest.held_out_content)
@@ -244,15 +248,6 @@ def find_shards(setting: str | None, data: DataSection, key: str) -> ShardSet:
     except ShardError as error:
         raise _unusable_shards_error(key, setting, error) from error
     return _tokenize_text(_find_text_files(setting, key), data, key)
-
-
-def _find_hub_data(setting: str, data: DataSection, key: str) -> ShardSet:
-    """Return the shards made from the text of a data set of the Hugging Face Hub."""
-    from trainer.data.remote.datasets import find_data
-
-    found = find_data(setting, key)
-    built = _tokenize_text(found.inputs(key), found.settings(data), key, found.fetch)
-    return dataclasses.replace(built, files=[str(each) for each in found.names()])
 
 
 def _find_remote_shards(setting: str, data: DataSection, key: str) -> ShardSet:
@@ -373,7 +368,7 @@ def _open_shard_files(paths: Sequence[str], cache_dir: str | None) -> tuple[list
             for shard in shards
         ]
         info = shards[0].info
-        Manifest(
+        ShardManifest(
             dtype=info.dtype,
             vocab_size=info.vocab_size,
             tokenizer=info.tokenizer,
@@ -386,7 +381,7 @@ def _open_shard_files(paths: Sequence[str], cache_dir: str | None) -> tuple[list
 
     name = f"catalogue-{digest.hexdigest()}.json"
     try:
-        manifest = get_or_build(cache_dir, name, "the list of shards", build, Manifest.read, is_file=True)
+        manifest = get_or_build(cache_dir, name, "the list of shards", build, ShardManifest.read, is_file=True)
     except UserError:  # no cache folder is writable: the next run reads the metadata again
         return [Shard(path) for path in paths], ""
     return manifest.shards(Path("/")), manifest.train_content  # its paths are absolute
@@ -416,7 +411,7 @@ def _tokenize_text(
 
     def load(path: Path) -> ShardSet:
         """Return the shards in a folder.  Raises ShardError if any is corrupt."""
-        manifest = Manifest.read(path / MANIFEST)
+        manifest = ShardManifest.read(path / MANIFEST)
         train, held_out = manifest.shards(path), manifest.shards(path, is_held_out=True)
         verify_at_start([*train, *held_out])
         for shard in (*train, *held_out):
@@ -586,7 +581,7 @@ def _files_of(data: DataSection, setting: str, key: str) -> list[str]:
     manifest, files = _find_shard_files(setting, key)
     if manifest is not None:
         try:
-            files = [str(manifest.parent / row[0]) for row in Manifest.read(manifest).train]
+            files = [str(manifest.parent / row[0]) for row in ShardManifest.read(manifest).train]
         except ShardError as error:
             raise _unusable_shards_error(key, setting, error) from error
     return [os.path.realpath(path) for path in files or (file.path for file in _find_text_files(setting, key))]

@@ -1,7 +1,7 @@
-"""Records in JSON files that are not JSONL, and in CSV files, one after another in little memory.
+"""Reads the records of JSON files other than JSONL, and of CSV files, one at a time, in constant memory.
 
-A .json file holds records if it is an array of objects, or has one object after another.  Other JSON files, such as a
-model's settings or the metadata of shards, are none.
+A .json file holds records if it is an array of objects, or a sequence of objects.  Other JSON files, such as a model's
+configuration or a shard's metadata, do not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 _HEAD_BYTES = 4096
-"""How many bytes from the start of a file are inspected."""
+"""Number of bytes at the start of a file that are inspected."""
 
 _BLOCK = 1 << 20
 
@@ -22,11 +22,11 @@ RECORD_SUFFIXES = (".json", ".csv", ".tsv")
 
 
 class BadRecord(ValueError):
-    """A file cannot be read on; the message says why."""
+    """The rest of a file cannot be read; the message says why."""
 
 
 def is_record_file(path: str | Path) -> bool:
-    """Return whether a .json, .csv or .tsv file holds records; compressed ones are taken to do so."""
+    """Return whether a .json, .csv or .tsv file holds records; assumed for compressed files."""
     name = str(path).lower()
     if name.removesuffix(".gz").removesuffix(".zst") != name:
         return name.removesuffix(".gz").removesuffix(".zst").endswith(RECORD_SUFFIXES)
@@ -43,41 +43,42 @@ def is_record_file(path: str | Path) -> bool:
 def records_in(name: str, file: TextIO) -> Iterator[tuple[int, Any]]:
     """Yield the records of an open file with their numbers, counted from 1.
 
-    name: that of the file, which tells the kind.
-
-    Raises BadRecord where the file cannot be read on, and UnicodeDecodeError.
+    name: the name of the file, which determines its format.
+    Raises BadRecord or UnicodeDecodeError if the rest of the file cannot be read.
     """
     stem = name.lower().removesuffix(".gz").removesuffix(".zst")
-    return _in_csv(file, "\t" if stem.endswith(".tsv") else ",") if stem.endswith((".csv", ".tsv")) else _in_json(file)
+    if not stem.endswith((".csv", ".tsv")):
+        return _read_json(file)
+    return _read_csv(file, "\t" if stem.endswith(".tsv") else ",")
 
 
-def _in_json(file: TextIO) -> Iterator[tuple[int, Any]]:
+def _read_json(file: TextIO) -> Iterator[tuple[int, Any]]:
     decoder = json.JSONDecoder()
-    held, at, number, is_all = "", 0, 0, False
+    text, position, number, is_at_end = "", 0, 0, False
     while True:
-        at = _SEPARATORS.match(held, at).end()  # type: ignore[union-attr]
+        position = _SEPARATORS.match(text, position).end()  # type: ignore[union-attr]
         try:
-            if at < len(held):
-                record, end = decoder.raw_decode(held, at)
-                number, at = number + 1, end
+            if position < len(text):
+                record, end = decoder.raw_decode(text, position)
+                number, position = number + 1, end
                 yield number, record
                 continue
         except json.JSONDecodeError as error:
-            if is_all:
+            if is_at_end:
                 raise BadRecord(f"record {number + 1} is not JSON ({error.msg})") from error
         except RecursionError as error:
             raise BadRecord(f"record {number + 1} is nested too deeply") from error
-        if is_all:
+        if is_at_end:
             return
-        block = file.read(max(_BLOCK, len(held) - at))
-        held, at, is_all = held[at:] + block, 0, not block
+        block = file.read(max(_BLOCK, len(text) - position))
+        text, position, is_at_end = text[position:] + block, 0, not block
 
 
 _SEPARATORS = re.compile(r"[\s,\[\]]*")
-"""What separates the records: the commas of an array, or line ends.  A record itself is an object."""
+"""Matches the text between two records: white space, and the commas and brackets of an array."""
 
 
-def _in_csv(file: TextIO, delimiter: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _read_csv(file: TextIO, delimiter: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     csv.field_size_limit(1 << 31)
     rows = csv.reader(file, delimiter=delimiter, strict=True)
     try:

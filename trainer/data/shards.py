@@ -524,7 +524,7 @@ _MANIFEST_FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Manifest:
+class ShardManifest:
     """Lists the training and held-out shards of a dataset, all made by the same tokenizer.
 
     train_content, held_out_content: the digests from `sample_content`; "" if there are no such shards.
@@ -546,7 +546,7 @@ class Manifest:
     checksums: list[str] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def read(cls, path: Path) -> Manifest:
+    def read(cls, path: Path) -> ShardManifest:
         """Return the manifest at `path`.  Raises ShardError."""
         try:
             content = path.read_bytes()
@@ -555,7 +555,7 @@ class Manifest:
         return cls.parse(content, str(path))
 
     @classmethod
-    def parse(cls, content: bytes, path: str) -> Manifest:
+    def parse(cls, content: bytes, path: str) -> ShardManifest:
         """Parse the content of a manifest; `path` names it in messages.  Raises ShardError."""
         try:
             manifest = cls(**checked(json.loads(content)))
@@ -614,7 +614,7 @@ class Manifest:
         ]
 
 
-def _check_types(manifest: Manifest) -> None:
+def _check_types(manifest: ShardManifest) -> None:
     """Raise ValueError if a field has the wrong type or an invalid value."""
     texts = (manifest.dtype, manifest.tokenizer, manifest.train_content, manifest.held_out_content, *manifest.checksums)
     if not all(isinstance(text, str) for text in texts):

@@ -99,16 +99,13 @@ class StdlibCorpus:
             shard.verify()
             return shard
 
-        name = f"stdlib-{self._fingerprint(tokenizer)}-{split}"
+        # Everything that the tokens depend on, without reading the files.
+        facts = json.dumps([ShardInfo.format, sys.version, str(self._folder), tokenizer.name, self._files])
+        name = f"stdlib-{hashlib.sha256(facts.encode()).hexdigest()[:16]}-{split}"
         return get_or_build(cache_dir, name, "tokenized text", build, load)
 
     def _find_names(self, split: Split) -> list[str]:
         return [file.name for file in self._files if _is_held_out(file.name) == (split == "eval")]
-
-    def _fingerprint(self, tokenizer: Tokenizer) -> str:
-        """Return a digest of everything the tokens depend on, without reading the files."""
-        content = json.dumps([ShardInfo.format, sys.version, str(self._folder), tokenizer.name, self._files])
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def _is_held_out(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Log-probabilities of a teacher in files: of each token of a source's samples, those of the most likely next tokens.
+"""Files with a teacher's log-probabilities: for each token of a source's samples, of the most likely next tokens.
 
 A folder holds `ids.npy` (samples, seq_len, k) in int32, `logps.npy` of the same shape in float32, and `top.json`, which
 identifies the samples.  `python -m trainer.teach` writes it.  This module does not import torch.
@@ -42,7 +42,7 @@ class TopLogps(SourceSubset):
 
 
 def describe_samples(fingerprint: Fingerprint, seq_len: int) -> dict[str, Any]:
-    """Return what identifies the samples of a source, as JSON."""
+    """Return values that identify the samples of a source, as JSON."""
     return {"seq_len": seq_len, "data": json.loads(json.dumps(fingerprint.to_state()))}
 
 

@@ -1,6 +1,6 @@
 """This process's rank and world size, read from the launcher's environment variables, and process-wide settings.
 
-Supports torchrun and Slurm.  Does not import torch, so that configuration errors are reported within moments.
+Supports torchrun and Slurm.  Does not import torch, so that configuration errors are reported quickly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STARTED = "MESHTRAINER_STARTED"
 """Start time of the command (`metrics.record.uptime`), for the workers that it starts on this machine."""
 
 LAUNCHER = "MESHTRAINER_LAUNCHER"
-"""PID of the process that started the workers, in the same processes."""
+"""PID of the launcher, set in the workers that `nproc=N` starts."""
 
 EXPANDABLE = "expandable_segments:True"
 """Our default for the CUDA allocator's configuration."""
@@ -41,12 +41,13 @@ _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 _MAX_OPEN_FILES, _USUAL_OPEN_FILES = 65536, 1024
-"""The limit of open files to request, since some programs close every possible descriptor; and the usual default."""
+"""The limit of open files to request, and the usual default.  The former is finite, since some programs close every
+possible descriptor."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The rank of this process, and what its launcher tells about the run.
+    """The rank of this process, and what its launcher reports about the run.
 
     launcher: `single`, `nproc`, `torchrun`, `srun`, or `joined` (the process group was opened elsewhere).
     """

@@ -28,7 +28,8 @@ def register_group(group: dist.ProcessGroup, purpose: str) -> str:
 
 
 def purpose_of(frame: FrameType | None) -> str:
-    """Return the purpose of the group for whose collective a thread waits, by its current frame; empty if for none."""
+    """Return the purpose of the group whose collective a thread waits for, given its frame; empty if it does not
+    wait."""
     while frame is not None:
         if frame.f_code.co_filename == __file__ and frame.f_locals.get("group") in _purposes:
             return _purposes[frame.f_locals["group"]]

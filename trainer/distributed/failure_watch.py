@@ -16,7 +16,7 @@ FAILURE = "meshtrainer/failure"
 """Store key that holds the first failure."""
 
 _GRACE_S, _SAVE_TIMEOUT_S = 3.0, 600.0
-"""Seconds for the main thread to exit without help, and for a save in flight to end."""
+"""Seconds for the main thread to exit by itself, and for a save in flight to end."""
 
 
 class FailureWatch(threading.Thread):

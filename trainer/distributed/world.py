@@ -47,14 +47,14 @@ if TYPE_CHECKING:
 REPLICATE, SHARD, CONTEXT = "replicate", "shard", "context"
 """Names of the mesh axes, and of the context-parallel groups inside `shard`."""
 OUTER, EXPERT = "outer", "expert"
-"""Names of the axes into which the mesh of experts divides `shard`."""
+"""Names of the two axes that replace `shard` in the mesh of the experts."""
 
 _ANSWER_S = 5.0
 """Time limit for a response of the store."""
 
 
 class World(Channel):
-    """The ranks of a run, and this process's place among them.
+    """All ranks of a run, and the rank, device and process group of this process.
 
     Opens the process group (gloo on CPU, NCCL on CUDA) unless one is already open, as under Ray Train.  `close` only
     closes a group that was opened here.  All ranks must create a World.
@@ -167,9 +167,9 @@ class World(Channel):
         return self._mesh({REPLICATE: shape.replicate, SHARD: shape.shard}, shape.is_hybrid)
 
     def expert_mesh_of(self, shape: MeshShape, expert: int) -> DeviceMesh | None:
-        """Create the mesh of parameters that `expert` consecutive ranks share out; None for one rank.
+        """Create the mesh of expert parameters, which are divided among `expert` consecutive ranks; None for one rank.
 
-        The axes are (outer, expert), or (replicate, outer, expert): `shape` with its shard axis divided in two.  All
+        The axes are (outer, expert), or (replicate, outer, expert): `shape` with its shard axis split in two.  All
         ranks must call this.
         """
         if expert == 1:

@@ -70,7 +70,7 @@ class TrainingRun:
 
     @contextmanager
     def fitting(self) -> Iterator[None]:
-        """Tell the callbacks when `Trainer.fit`, the block, begins and ends."""
+        """Call `begin_fit` of all callbacks before the block, which is `Trainer.fit`, and `end_fit` after it."""
         for callback in self.callbacks:
             callback.begin_fit()
         try:
@@ -81,7 +81,7 @@ class TrainingRun:
 
     @contextmanager
     def looping(self) -> Iterator[None]:
-        """Tell the callbacks when the loop of `Trainer.steps`, the block, has ended."""
+        """Call `end_loop` of all callbacks after the block, which is the loop of `Trainer.steps`."""
         has_failed = True
         try:
             yield

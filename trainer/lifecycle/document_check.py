@@ -1,19 +1,19 @@
 """Self-check of documents packed into one row: none may influence another.
 
-A model may accept document ids and ignore them in some layer, and neither its loss nor its outputs need show it: what a
-recurrent layer carries over a border is smaller than the rounding of bfloat16 as long as its weights are fresh.  So the
-check does not compare outputs.  It runs the model itself, for any recipe, in two ways:
+A model may accept document ids but ignore them in one layer, and its loss and outputs need not show it: while weights
+are fresh, the state that a recurrent layer carries across a document's border is smaller than the rounding error of
+bfloat16.  So the check does not compare outputs.  It runs the model itself, for any recipe, in two ways:
 
-1. *Gradients.*  The gradient of one document's loss with respect to the embeddings of another document must be zero in
-   every bit.  A token that takes no part in a computation gets exact zeros in any dtype, while one that takes part does
-   not, however small its share.  To the loss are added the inputs and outputs of all modules, so that a module is also
-   tested if the next weight is zero, as fresh adapters and some projections are.
-2. *Exchanged places.*  A bias by absolute position has no gradient.  So two documents of equal length share two rows,
-   once in each order.  Every module must make the same of a document in both places; it gets the same input in both,
-   since its predecessors' outputs are copied from one row to the other, so that rounding does not accumulate.
+1. *Gradients.*  The gradient of one document's loss with respect to another document's embeddings must be exactly zero.
+   A token that is not part of a computation gets exact zeros in any dtype; one that is part of it does not, however
+   small its contribution.  The inputs and outputs of all modules are added to the loss, so that a module is tested even
+   if the next weight is zero, as in fresh adapters and some projections.
+2. *Swapped documents.*  A bias on absolute positions has no gradient.  So two documents of equal length share two rows,
+   in opposite orders.  Every module must compute the same output for a document in both rows.  It also gets the same
+   input in both, since the outputs of the modules before it are copied from one row to the other, so that rounding
+   errors do not accumulate.
 
-Borders lie within and across the chunks in which recurrent layers compute, and documents are longer than any
-convolution.
+Borders lie within and between the chunks that recurrent layers process, and documents are longer than any convolution.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from trainer.model.gradients import evaluation_mode
 from trainer.sequence import find_borders, full_sequences
 
 _LENGTHS = (70, 150, 100)
-"""Tokens of the three documents of a row.  Recurrent layers compute in chunks of 64 to 256 tokens: the second document
-begins and ends within chunks and has borders of chunks in it, and the third crosses token 256."""
+"""Tokens of the three documents of a row.  Recurrent layers process chunks of 64 to 256 tokens: the second document
+begins and ends within chunks and spans chunk borders, and the third crosses token 256."""
 
-_MAX_EXCHANGED = 128
-"""Maximum number of tokens of a document that changes its place: a whole number of chunks and of kernels' blocks."""
+_MAX_SWAPPED = 128
+"""Maximum number of tokens of a swapped document: a whole number of chunks and of kernels' blocks."""
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
-"""Root mean square of the difference between the outputs of one module in two places, relative to that of the outputs,
-by dtype; others use `_HALF_TOLERANCE`."""
+"""Maximum root mean square of the difference between a module's outputs in both rows, relative to that of the outputs,
+by dtype; other dtypes use `_HALF_TOLERANCE`."""
 _HALF_TOLERANCE = 2.0**-9
-"""Half the spacing of bfloat16: the difference if every element were rounded to its other neighbour.  Most modules give
-no difference at all, and kernels that sum up in another order round few elements differently."""
+"""Half the spacing of bfloat16: the difference if every element were rounded the other way.  Most modules give
+identical outputs, and kernels that sum in a different order round few elements differently."""
 
 
 def check_documents(world: World, model: nn.Module, loader: object, config: RunConfig) -> None:
@@ -85,17 +85,17 @@ def find_leak(model: nn.Module, vocab_size: int, seq_len: int, device: torch.dev
             batch = _make_batch(lengths, vocab_size, generator, device)
             if _has_foreign_gradient(model, batch):
                 return _name_mixing_module(model, batch)
-        length = min(_MAX_EXCHANGED, seq_len // 2)
-        return _compare_places(model, _make_batch((length, length), vocab_size, generator, device)) if length else None
+        length = min(_MAX_SWAPPED, seq_len // 2)
+        return _compare_swapped(model, _make_batch((length, length), vocab_size, generator, device)) if length else None
 
 
 def _make_batch(
     lengths: Sequence[int], vocab_size: int, generator: torch.Generator, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Return two rows of random tokens in documents of these lengths, with the entries that a loader gives.
+    """Return two rows of random tokens in documents of these lengths, with the entries that a loader provides.
 
     Only the last two documents have targets: the second to last in the first row, and the last in the second.  Targets
-    are random, so that no model is certain of them, which would make gradients vanish.
+    are random, so that no model predicts them with certainty, which would make gradients vanish.
     """
     shape, numbers_D = (2, sum(lengths)), torch.arange(len(lengths))
     documents = numbers_D.repeat_interleave(torch.tensor(lengths)).expand(shape).contiguous()
@@ -137,7 +137,7 @@ def _embedding_gradients(
 
 
 class _SeparatedEmbeddings(TorchFunctionMode):
-    """Collects what functions of torch look up for `tokens`, as leaves of the graph, so that only these get gradients.
+    """Collects the embeddings that torch looks up for `tokens`, as graph leaves, so that only they get gradients.
 
     This finds tables in any form: an embedding module, a function, or an indexed parameter.
     """
@@ -169,7 +169,7 @@ class _SeparatedEmbeddings(TorchFunctionMode):
 
 
 class _HiddenSums:
-    """Sums up the inputs and outputs of all modules at some tokens, in their hooks."""
+    """Sums the inputs and outputs of all modules at some tokens, in their hooks."""
 
     def __init__(self, counted_BT: torch.Tensor) -> None:
         self._counted_BT = counted_BT
@@ -178,7 +178,7 @@ class _HiddenSums:
     def add_inputs(self, name: str, inputs: Any) -> None:
         for hidden in _hidden_states(inputs, self._counted_BT):
             if hidden.requires_grad:
-                # In a forward pass that is recomputed too, so that it saves the same tensors.
+                # Also computed in a recomputed forward pass, so that it saves the same tensors.
                 counted = self._counted_BT.view(*self._counted_BT.shape, *[1] * (hidden.ndim - 2))
                 total = torch.where(counted, hidden, 0).sum(dtype=torch.float32)
                 if self._sums is not None:
@@ -252,11 +252,11 @@ def _describe(model: nn.Module, names: Sequence[str]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Exchanged places
+# Swapped documents
 
 
-def _compare_places(model: nn.Module, batch: Batch) -> str | None:
-    """Return the first module that makes something else of a document after another one than at a row's beginning."""
+def _compare_swapped(model: nn.Module, batch: Batch) -> str | None:
+    """Return the first module whose output for a document depends on its position in the row, or None."""
     length = batch["tokens"].shape[1] // 2
     tokens_BT = torch.stack((batch["tokens"][0], batch["tokens"][0].roll(length)))
     parameters_of = {name: any(True for _ in module.parameters()) for name, module in model.named_modules()}
@@ -269,7 +269,7 @@ def _compare_places(model: nn.Module, batch: Batch) -> str | None:
 
     def compare_inputs(name: str, inputs: Any) -> None:
         if not found and any(map(differs, _hidden_states(inputs, tokens_BT))):
-            found.append(name.rpartition(".")[0])  # what happens between the modules of the enclosing one
+            found.append(name.rpartition(".")[0])  # the enclosing module itself, between its children
 
     def compare_outputs(name: str, inputs: Any, outputs: Any) -> Any:
         if not parameters_of[name]:

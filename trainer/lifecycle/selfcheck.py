@@ -210,7 +210,7 @@ def check_start(
 
     ties: groups of names, which must still be the same parameter.
     exempt: patterns of parameter names to skip, and `DATA`.
-    meshes: of parameters that ranks share out, by name.
+    meshes: the meshes of expert parameters, by name.
 
     Reads each replicated parameter once.  Two gathers, of 40 bytes per parameter and 8 per sample.
     """
@@ -282,11 +282,11 @@ def _find_untied(model: nn.Module, ties: Sequence[Sequence[str]], exempt: Sequen
 
 
 def _inspect(
-    name: str, parameter: nn.Parameter, mesh: DeviceMesh, is_shared_out: bool, world_size: int, is_reduced: bool
+    name: str, parameter: nn.Parameter, mesh: DeviceMesh, is_of_experts: bool, world_size: int, is_reduced: bool
 ) -> tuple[str, _Piece | None]:
     """Return the problem with a parameter, and this rank's piece of it, if there is one to compare.
 
-    is_shared_out: whether the last axis of `mesh` is that of experts, so that two axes divide the parameter.
+    is_of_experts: whether the last axis of `mesh` divides experts among ranks, so that two axes shard the parameter.
     is_reduced: whether its gradient needs no FSDP, because it is averaged anyway or there is one rank.
     """
     shape, is_trainable = tuple(parameter.shape), parameter.requires_grad
@@ -295,20 +295,20 @@ def _inspect(
         return f"{name} is on the meta device; expected: filled with values", None
     if not isinstance(parameter, DTensor):
         if is_trainable and not is_reduced:
-            expected = _expected_placement(mesh, is_shared_out)
+            expected = _expected_placement(mesh, is_of_experts)
             return f"{name} is not sharded, so that its gradient is not reduced; expected: {expected}", None
         return "", _Piece(name, f"{facts}, whole", parameter, ((0, 1), (0, 1)), (1, 1), world_size)
-    num_split = 2 if is_shared_out else 1
+    num_split = 2 if is_of_experts else 1
     outer, split = parameter.placements[:-num_split], parameter.placements[-num_split:]
-    is_split = all(type(placed).__name__ in _SHARDS[is_shared_out] for placed in split)
-    is_by_expert = not is_shared_out or split[-1] == Shard(0)
+    is_split = all(type(placed).__name__ in _SHARDS[is_of_experts] for placed in split)
+    is_by_expert = not is_of_experts or split[-1] == Shard(0)
     box = local_box(parameter)
-    is_as_wanted = is_split and is_by_expert and all(placed == Replicate() for placed in outer)
-    if parameter.device_mesh != mesh or not is_as_wanted or box is None:
+    is_as_expected = is_split and is_by_expert and all(placed == Replicate() for placed in outer)
+    if parameter.device_mesh != mesh or not is_as_expected or box is None:
         if not is_trainable:
             return "", None  # a frozen parameter may have any placement
         placed = f"{tuple(parameter.placements)} on {_describe_axes(parameter.device_mesh)}"
-        return f"{name} is placed {placed}; expected: {_expected_placement(mesh, is_shared_out)}", None
+        return f"{name} is placed {placed}; expected: {_expected_placement(mesh, is_of_experts)}", None
     local, dim = parameter.to_local(), split[0].dim  # type: ignore[attr-defined]
     copies = mesh.size() // math.prod(mesh.shape[-num_split:])
     facts = f"{facts}, sharded on dim {dim} over {_describe_axes(mesh)}"
@@ -321,12 +321,12 @@ def _inspect(
 
 
 _SHARDS = {False: ("Shard",), True: ("Shard", "_StridedShard")}
-"""Names of the placements that divide a parameter, by whether ranks share out its rows: FSDP then divides it further,
-with strides."""
+"""Names of the placements that shard a parameter, by whether it belongs to experts, which are divided among ranks
+first: FSDP then shards it again, with strides."""
 
 
-def _expected_placement(mesh: DeviceMesh, is_shared_out: bool) -> str:
-    num_split = 2 if is_shared_out else 1
+def _expected_placement(mesh: DeviceMesh, is_of_experts: bool) -> str:
+    num_split = 2 if is_of_experts else 1
     placements = (*[Replicate()] * (mesh.ndim - num_split), *[Shard(0)] * num_split)
     return f"a DTensor placed {placements} on {_describe_axes(mesh)}"
 

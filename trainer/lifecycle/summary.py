@@ -81,6 +81,9 @@ def start_facts(trainer: Trainer) -> Mapping[str, str]:
     if (teacher := teacher_of(config, trainer.mesh.size(trainer.mesh.ndim - 1))) is not None:
         state_bytes, reference = state_bytes + teacher.num_bytes, ", a teacher"
     interface = f", small messages by {world.interface}" if world.interface else ""
+    # Only if the optimizer, its learning rate or its decay differ between parameters.
+    parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    optimizer_facts = [*describe(trainer.optimizer.parts, parameter_names), *trainer.optimizer.notes]
     description = [config.model.name, *config.recipe.notes_on(config.model, model)]
     resume_facts = "" if resumed_step is None else f"  (resumed at step {resumed_step})"
     return {
@@ -94,19 +97,13 @@ def start_facts(trainer: Trainer) -> Mapping[str, str]:
         "mesh": " x ".join(f"{name} {size}" for name, size in axes)
         + f"{context_facts} on {device_name(world.device)}{interface}",
         "memory": f"{readable_bytes(state_bytes)} per rank for weights{reference}, gradients and optimizer",
-        **({"optimizer": "\n".join(optimizer)} if (optimizer := _optimizer_facts(trainer)) else {}),
+        **({"optimizer": "\n".join(optimizer_facts)} if optimizer_facts else {}),
         "plan": trainer.forecast.sentence() if world.is_main else "",
         "step": f"{readable_count(config.step_tokens)} token positions: {num_sequences} x {config.data.seq_len}, "
         f"{num_micro_batches} micro-batch{'es' * (num_micro_batches != 1)} of {micro_batch}"
         + (f" on each of {world.size} ranks" if world.size > 1 else ""),
         "data": _data_facts(config, loader),
     }
-
-
-def _optimizer_facts(trainer: Trainer) -> list[str]:
-    """Describe the optimizer, learning rate and decay of the parameters, if these differ between parameters."""
-    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
-    return [*describe(trainer.optimizer.parts, names), *trainer.optimizer.notes]
 
 
 def _adapter_facts(model: nn.Module) -> str:

@@ -12,8 +12,7 @@ run and the code of a custom loop between steps have no limit, but ranks that wa
 
 Not covered: a process that holds Python's GIL forever or is suspended.  It is named, because it does not respond.  If
 it is rank 0, there is no table, and the other ranks exit on their own.  If the process group was opened elsewhere,
-there
-is no store for messages: each rank only reports on itself and does not exit.
+there is no store for messages: each rank only reports on itself and does not exit.
 
 The watchdog uses no collectives and works for any model.
 """

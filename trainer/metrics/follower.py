@@ -1,7 +1,7 @@
 """Sends a run's metrics to trackers: the interface of a tracker, and the thread that keeps one up to date.
 
 The thread follows `metrics.jsonl`, so the file is its queue: training never waits, memory does not grow while a server
-is away, and what a killed attempt could not send any more is sent by the next one.  The trackers are in `trackers.py`.
+is unavailable, and the next attempt sends what a killed one could not.  The trackers are in `trackers.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TrackedRun:
     """What a tracker receives about the run."""
 
     id: str
-    """Identifies the run in every tracker, through all attempts: it is stored in the run folder and in checkpoints."""
+    """Identifies the run in every tracker, across all attempts: it is stored in the run folder and in checkpoints."""
     folder: Path
     """The run folder."""
     config: RunConfig
@@ -43,32 +43,32 @@ class TrackedRun:
 
 
 class Sink(Protocol):
-    """A place for a run's curves: Weights & Biases, or one of your own, from an entry point in `meshtrainer.sinks`.
+    """A tracker, which shows a run's curves: Weights & Biases, or your own, from an entry point in `meshtrainer.sinks`.
 
-    The entry point is a callable without arguments that returns a Sink.  Its methods are called in a thread of their
-    own on rank 0, one at a time: they may wait, and what they raise does not stop the run.  After an error, `open` is
-    called again, until the run ends.
+    The entry point is a callable without arguments that returns a Sink.  Its methods are called one at a time, in a
+    separate thread on rank 0: they may block, and exceptions that they raise do not stop the run.  After an error,
+    `open` is called again, until the run ends.
     """
 
     def open(self, run: TrackedRun) -> int | None:
-        """Open the run, or continue it.  Returns the last step that the tracker has, and 0 if it has none.
+        """Open or continue the run.  Returns the last step that the tracker has received, or 0 if it has received none.
 
-        Steps up to that one are not sent again.  Return None if the tracker cannot tell: then it is the last step for
-        which `write` has returned, in any attempt.
+        Steps up to that one are not sent again.  Return None if the tracker does not know: the last step for which
+        `write` has returned, in any attempt, is used instead.
         """
 
     def write(self, step: int, values: Mapping[str, float], time: float) -> None:
         """Add the values of one step, such as `train/loss`.  time: when they were recorded, seconds since the epoch.
 
-        Steps increase, and each is sent once, with the evaluation after it.  An evaluation that you start yourself may
-        come later, with the same step again.
+        Steps increase, and each is sent once, with the evaluation after it.  An evaluation that is run separately may
+        arrive later, for the same step.
         """
 
     def close(self) -> None:
         """End the run in the tracker, after everything has arrived."""
 
 
-DRAWN = ("train", "eval", "norms")
+PLOTTED_KINDS = ("train", "eval", "norms")
 """Record kinds that are plotted over steps."""
 
 
@@ -125,29 +125,29 @@ class RowReader:
 
     @property
     def is_settling(self) -> bool:
-        """True if a row will be complete although nothing more is recorded."""
+        """True if a row will be complete even if nothing more is recorded."""
         return self._row is not None and not self._is_unevaluated(self._row)
 
-    def read(self, sent: int, ends: bool = False) -> list[Row]:
-        """Return the rows that are complete by now and later than the step `sent`.  ends: no more will be recorded."""
+    def read(self, sent: int, has_ended: bool = False) -> list[Row]:
+        """Return the complete rows after the step `sent`.  has_ended: whether the run has ended."""
         rows = []
-        for record, is_again in self._new_records():
+        for record, is_reread in self._new_records():
             kind, step = record.get("kind"), record.get("step")
             if kind == "end":
                 self._has_finished = record.get("reason") == "finished"
-            if kind not in DRAWN or not isinstance(step, int):
+            if kind not in PLOTTED_KINDS or not isinstance(step, int):
                 continue
             if self._row is not None and step > self._row.step:
                 rows.append(self._release(self._row))
-            is_late = step == self._last and not is_again
+            is_late = step == self._last and not is_reread
             if self._row is None and (step > max(sent, self._last) or is_late):
                 self._row = Row(step, record.get("time") or time.time())
             if self._row is not None and step == self._row.step:
                 self._row.add(record)
         if self._row is not None:
             is_settled = time.monotonic() - self._row.changed >= self.SETTLE_S
-            may_go = self._has_finished or not self._is_unevaluated(self._row)
-            if may_go and (ends or is_settled):
+            is_evaluated = self._has_finished or not self._is_unevaluated(self._row)
+            if is_evaluated and (has_ended or is_settled):
                 rows.append(self._release(self._row))
         return rows
 
@@ -163,10 +163,10 @@ class RowReader:
         self._row, self._last = None, step
 
     def _new_records(self) -> Iterator[tuple[dict[str, Any], bool]]:
-        """Yield what was appended, and True with what is read again because the file was replaced."""
+        """Yield new records, each with whether it is read again because the file was replaced."""
         for record in self._lines_of(self._file):
             yield record, False
-        with contextlib.suppress(FileNotFoundError):  # while it is put back
+        with contextlib.suppress(FileNotFoundError):  # until it is restored
             if not os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno())):
                 self.close()
                 self._file, self._partial = self._opened(), b""
@@ -193,7 +193,7 @@ class RowReader:
 
 
 class TrackingFile:
-    """`trackers.json` in the run folder: the run's ID, and the last step sent to trackers that cannot tell it."""
+    """`trackers.json` in the run folder: the run's ID, and the last step sent to each tracker that does not know it."""
 
     NAME = "trackers.json"
 
@@ -229,8 +229,8 @@ class TrackingFile:
 class Follower:
     """Keeps one tracker up to date with `metrics.jsonl`, in a thread that training never waits for.
 
-    An error is reported once, and the tracker is opened again after a pause, until the run ends; the end of the run
-    waits at most `FINISH_S` for what is left.
+    An error is reported once, and the tracker is opened again after a pause, until the run ends.  Then `close` waits at
+    most `FINISH_S` until the remaining rows are sent.
     """
 
     FINISH_S = 10.0
@@ -245,7 +245,7 @@ class Follower:
         tracking: TrackingFile,
         warn: Callable[[str], None],
     ) -> None:
-        """key: of the tracker in `log.trackers`.  name: as messages show it.  make: creates it, in the thread."""
+        """key: the name in `log.trackers`.  name: the name for messages.  make: creates the tracker, in the thread."""
         self._key, self._name, self._make = key, name, make
         self._run, self._tracking, self._warn = run, tracking, warn
         self._path = run.folder / "metrics.jsonl"
@@ -257,8 +257,8 @@ class Follower:
         self._thread.start()
 
     def write(self, record: Record) -> None:
-        """Have the thread look at the file, to which the record has been written."""
-        if record.kind in DRAWN:
+        """Wake the thread, after the record has been written to the file."""
+        if record.kind in PLOTTED_KINDS:
             self._wake.set()
 
     def go_back(self, step: int) -> None:
@@ -270,7 +270,7 @@ class Follower:
         self._path = folder / self._path.name
 
     def finish(self) -> None:
-        """Have the thread send the rest and end.  Does not wait: `close` does."""
+        """Make the thread send the remaining rows and end.  Does not wait for it, unlike `close`."""
         self._ends.set()
         self._wake.set()
 
@@ -310,14 +310,14 @@ class Follower:
             num_failures += 1
 
     def _follow(self, sink: Sink) -> None:
-        """Open the tracker and send it everything from then on, to the end of the run."""
+        """Open the tracker, and send it all rows until the run ends."""
         known = sink.open(self._run)
         sent = self._tracking.sent(self._key) if known is None else known
         reader = RowReader(self._path, self._awaits_evaluation)
         try:
             while not self._is_given_up:
                 self._wake.clear()
-                ends = self._ends.is_set()
+                has_ended = self._ends.is_set()
                 reader.path = self._path
                 if self._back_to is not None:
                     back_to, self._back_to = self._back_to, None
@@ -326,12 +326,12 @@ class Follower:
                         reader.go_back(back_to)
                         sent = back_to
                         self._run = replace(self._run, resumed_step=back_to)
-                for row in reader.read(sent, ends):
+                for row in reader.read(sent, has_ended):
                     sink.write(row.step, row.values, row.time)
                     sent = row.step
                     if known is None:
                         self._tracking.note(self._key, sent)
-                if ends:
+                if has_ended:
                     sink.close()
                     return
                 self._wake.wait(reader.SETTLE_S if reader.is_settling else None)

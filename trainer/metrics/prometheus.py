@@ -32,7 +32,7 @@ _GAUGES = (
 
 
 class Prometheus:
-    """A sink whose page an HTTP server shows.  If the port cannot be used, `warn` says so and the run continues."""
+    """A record writer that serves a page over HTTP.  If the port cannot be used, it warns and the run continues."""
 
     def __init__(self, port: int, run: str, warn: Callable[[str], None]) -> None:
         """port: 0 takes a free one.  run: the run's name, a label of every metric."""
@@ -103,12 +103,12 @@ class Prometheus:
     def _metric(self, name: str, meaning: str, value: Any, kind: str = "gauge") -> Iterator[str]:
         if not isinstance(value, (int, float)):
             return
-        number = value if isinstance(value, int) else _spelled(value)
+        number = value if isinstance(value, int) else _format_number(value)
         yield f"# HELP {PREFIX}_{name} {meaning}\n# TYPE {PREFIX}_{name} {kind}\n"
         yield f'{PREFIX}_{name}{{run="{_escaped(self._run)}"}} {number}\n'
 
 
-def _spelled(value: float) -> str:
+def _format_number(value: float) -> str:
     if math.isfinite(value):
         return f"{value:.10g}"
     return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
@@ -146,4 +146,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *_: Any) -> None:
-        pass  # the console is the run's
+        pass  # keeps the console free for the run

@@ -1,7 +1,7 @@
 """The trackers of `log.trackers`: Weights & Biases, TensorBoard, Trackio, MLflow, and those of entry points.
 
-Each is a `Sink` (`follower.py`).  Where they store the run is decided by their own environment variables, such as
-WANDB_BASE_URL, TRACKIO_DIR or MLFLOW_TRACKING_URI.
+Each is a `Sink` (`follower.py`).  Their own environment variables decide where they store the run: WANDB_BASE_URL,
+TRACKIO_DIR or MLFLOW_TRACKING_URI, for example.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases, online or offline.  The step of a row there is the run's.
+    """Weights & Biases, online or offline.  Rows have the step numbers of the run.
 
     Measured with wandb 0.31: if the server is unreachable at the start, the client blocks for 101 s; if the connection
     is lost during the run, `finish` does not return within 130 s.
     """
 
     FINISH_S = 10.0
-    """What its client may take to end a run, seconds."""
+    """Seconds that its client may take to end a run."""
     _TEARDOWN_S = 1.0
 
     def open(self, run: TrackedRun) -> int:
@@ -130,8 +130,8 @@ def _services() -> set[int]:
 def _last_stored_step(folder: Path, run_id: str) -> int:
     """Return the last step in the client's files of earlier offline attempts, or 0.
 
-    If an attempt is killed, its service dies with rows in memory that it was given: 10 of 36 in a test.  So the files
-    alone tell which steps `wandb sync` will find.
+    If an attempt is killed, its service loses the rows that are not yet written: 10 of 36 in a test.  So only the files
+    show which steps `wandb sync` will find.
     """
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
@@ -185,11 +185,11 @@ class Trackio:
 
         server = os.environ.get("TRACKIO_SERVER_URL")
         if server and not os.environ.get("TRACKIO_SPACE_ID"):
-            # Its client would go on without the server, and could not say which steps are there.
+            # Its client would continue without the server, and could not report which steps the server has.
             url = urlsplit(server)
             port = url.port or (443 if url.scheme == "https" else 80)
             socket.create_connection((url.hostname or "", port), timeout=self._REACH_S).close()
-        for module in (trackio, trackio.run, trackio.utils):  # it prints on the run's console
+        for module in (trackio, trackio.run, trackio.utils):  # they print to the console of the run
             module.print = lambda *words, **options: None  # type: ignore[attr-defined]
         self._run = trackio.init(
             project=run.project,
@@ -200,9 +200,9 @@ class Trackio:
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
-        # What a killed attempt kept in the local database for the server is sent by the client itself.
-        kept = SQLiteStorage.get_max_step_for_run(run.project, self._run.name, run_id=self._run.id)
-        return max(0, kept or 0, self._run._next_step - 1)
+        # The client itself sends the rows that a killed attempt has left in the local database.
+        local_step = SQLiteStorage.get_max_step_for_run(run.project, self._run.name, run_id=self._run.id)
+        return max(0, local_step or 0, self._run._next_step - 1)
 
     def write(self, step: int, values: Mapping[str, float], time: float) -> None:
         self._run.log(dict(values), step=step)
@@ -216,8 +216,8 @@ class MLflow:
 
     _DEFAULTS = {
         "MLFLOW_DISABLE_TELEMETRY": "true",
-        "MLFLOW_LOGGING_LEVEL": "WARNING",  # the console is the run's
-        # Its own retries pause for minutes, and create a run twice if an answer was lost: Follower tries again.
+        "MLFLOW_LOGGING_LEVEL": "WARNING",  # keeps the console free for the run
+        # Its retries pause for minutes, and create a run twice if a response is lost; Follower retries instead.
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     }
     _MAX_METRICS, _MAX_PARAMS, _MAX_CHARS = 900, 100, 6000
@@ -235,7 +235,7 @@ class MLflow:
         experiment = known.experiment_id if known is not None else self._client.create_experiment(name)
         tag = "meshtrainer.id"
         found = self._client.search_runs([experiment], f"tags.`{tag}` = '{run.id}'", order_by=["start_time ASC"])
-        for extra in found[1:]:  # empty, from a request whose answer was lost
+        for extra in found[1:]:  # empty duplicates: the responses to their creation were lost
             self._client.delete_run(extra.info.run_id)
         if found:
             self._id = found[0].info.run_id
@@ -254,9 +254,9 @@ class MLflow:
     def write(self, step: int, values: Mapping[str, float], time: float) -> None:
         from mlflow.entities import Metric
 
-        # `step` comes last: a resumed run reads from it how far the run got.  A repeated request changes nothing, since
-        # it has the same times.
-        metrics = [Metric(_legal(name), value, round(time * 1000), step) for name, value in values.items()]
+        # `step` comes last, since a resumed run reads its progress from it.  Repeating a request changes nothing,
+        # because the times are the same.
+        metrics = [Metric(_metric_name(name), value, round(time * 1000), step) for name, value in values.items()]
         metrics.append(Metric("step", step, round(time * 1000), step))
         for start in range(0, len(metrics), self._MAX_METRICS):
             self._client.log_batch(self._id, metrics=metrics[start : start + self._MAX_METRICS])
@@ -265,7 +265,7 @@ class MLflow:
         self._client.set_terminated(self._id)
 
 
-def _legal(name: str) -> str:
+def _metric_name(name: str) -> str:
     """Return the name with the characters that MLflow does not allow replaced."""
     return "".join(char if char.isalnum() or char in "_-. /:" else "_" for char in name)
 
@@ -286,7 +286,7 @@ def tracker_names(log: LogSection) -> tuple[str, ...]:
 
 
 def find_tracker(name: str) -> tuple[str, Callable[[], Sink]]:
-    """Return the shown name of a tracker, and what creates it: the ones here, or those of entry points."""
+    """Return a tracker's name for messages, and a function that creates it, here or in an entry point."""
     if name in TRACKERS:
         return TRACKERS[name]
     (point,) = [point for point in entry_points(group=SINKS) if point.name == name][:1]

@@ -46,7 +46,7 @@ from trainer.data.ingest.readers import (
     read_tokens,
     split_row_groups,
 )
-from trainer.data.shards import MANIFEST, SUFFIXES, Manifest, Shard, ShardError, ShardWriter, rows_of
+from trainer.data.shards import MANIFEST, SUFFIXES, Shard, ShardError, ShardManifest, ShardWriter, rows_of
 from trainer.data.source import sample_content
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.environment import LAUNCHER, find_environment, follow_parent
@@ -89,7 +89,7 @@ class BuildJob:
         return DocumentSplitter(self.tokenizer)
 
 
-def build(job: BuildJob, path: Path, procs: int = 1) -> Manifest:
+def build(job: BuildJob, path: Path, procs: int = 1) -> ShardManifest:
     """Build the shards of a job in the folder `path`, unless they exist already, and return their manifest.
 
     Any number of processes may do this at the same time.  Uses up to `procs` processes: this one and forked workers, if
@@ -103,7 +103,7 @@ def build(job: BuildJob, path: Path, procs: int = 1) -> Manifest:
             return _build(job, path, procs)
         except ShardError:
             with BuildFolder(path) as folder:
-                folder.invalidate(lambda: Manifest.read(folder.manifest_path))
+                folder.invalidate(lambda: ShardManifest.read(folder.manifest_path))
             return _build(job, path, procs)
     except StopRequested as request:
         raise StopRequested(request.name, "the next run continues tokenizing from here") from request
@@ -113,7 +113,7 @@ def build(job: BuildJob, path: Path, procs: int = 1) -> Manifest:
         raise
 
 
-def _build(job: BuildJob, path: Path, procs: int) -> Manifest:
+def _build(job: BuildJob, path: Path, procs: int) -> ShardManifest:
     path.mkdir(parents=True, exist_ok=True)  # workers do not create it: it may have been published already
     with BuildFolder(path) as folder:
         if not folder.is_complete:
@@ -126,7 +126,7 @@ def _build(job: BuildJob, path: Path, procs: int) -> Manifest:
                     builder.build_all()
             _finish(job, len(units), folder)
         folder.clean_up()
-        return Manifest.read(folder.manifest_path)
+        return ShardManifest.read(folder.manifest_path)
 
 
 _POLL_S, _MAX_POLL_S = 0.002, 0.05
@@ -210,7 +210,7 @@ def _finish(job: BuildJob, num_units: int, folder: BuildFolder) -> None:
         folder.finish(_list_shards(job, records, tally, folder.path))
 
 
-def _list_shards(job: BuildJob, records: Sequence[UnitRecord], tally: DocumentCounts, path: Path) -> Manifest:
+def _list_shards(job: BuildJob, records: Sequence[UnitRecord], tally: DocumentCounts, path: Path) -> ShardManifest:
     train = [Shard(path / name) for record in records for name in record.train]
     held_out = [Shard(path / name) for record in records for name in record.held_out]
     if not train and not held_out:
@@ -221,7 +221,7 @@ def _list_shards(job: BuildJob, records: Sequence[UnitRecord], tally: DocumentCo
         rule = f"no readable text in it: {messages[0]}" if messages else "there is no text in it"
         raise setting_error(job.keys.inputs, files, rule, fix="give a file that contains text")
     info = (train or held_out)[0].info
-    return Manifest(
+    return ShardManifest(
         dtype=info.dtype,
         vocab_size=info.vocab_size,
         tokenizer=info.tokenizer,
@@ -700,7 +700,7 @@ class BuildFolder:
                 for path in self.path.glob("*.damaged"):
                     remove(path)
 
-    def finish(self, manifest: Manifest) -> None:
+    def finish(self, manifest: ShardManifest) -> None:
         """Write the manifest, then remove the files that were only needed to build."""
         manifest.write(self.manifest_path)
         self.clean_up()
@@ -747,7 +747,7 @@ def was_published(work: Path, stem: Path) -> bool:
     return not work.exists() and bool(find_published(stem))
 
 
-def publish(manifest: Manifest, work: Path, stem: Path) -> None:
+def publish(manifest: ShardManifest, work: Path, stem: Path) -> None:
     """Rename a manifest's shards to STEM-00000.bin and so on, replacing existing shards; then remove the folder `work`.
 
     A call after the process was killed continues.  If several processes call it at once, they wait for the first.
@@ -773,13 +773,13 @@ def publish(manifest: Manifest, work: Path, stem: Path) -> None:
     shutil.rmtree(_finished_path(work), ignore_errors=True)
 
 
-def read_published(stem: Path) -> Manifest:
+def read_published(stem: Path) -> ShardManifest:
     """Return a manifest of the shards that were published under a stem.  Raises ShardError."""
     paths = [path for path in find_published(stem) if path.suffix == ".bin"]
     held_out = [Shard(path) for path in paths if path.name.startswith(f"{stem.name}-eval-")]
     train = [Shard(path) for path in paths if not path.name.startswith(f"{stem.name}-eval-")]
     info = (train or held_out)[0].info
-    return Manifest(
+    return ShardManifest(
         dtype=info.dtype,
         vocab_size=info.vocab_size,
         tokenizer=info.tokenizer,
@@ -789,7 +789,7 @@ def read_published(stem: Path) -> Manifest:
     )
 
 
-def paths_of(manifest: Manifest, stem: Path) -> tuple[list[Path], list[Path]]:
+def paths_of(manifest: ShardManifest, stem: Path) -> tuple[list[Path], list[Path]]:
     """Return the paths under which to publish a manifest's training shards, and its held-out shards."""
     train_numbers, held_out_numbers = range(len(manifest.train)), range(len(manifest.held_out))
     return (

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeAlias
 
 from trainer.data.records import RECORD_SUFFIXES, is_record_file
-from trainer.data.shards import Manifest
+from trainer.data.shards import ShardManifest
 from trainer.errors import setting_error
 
 Kind: TypeAlias = Literal["text", "jsonl", "records", "parquet", "arrow", "tokens"]
@@ -327,7 +327,7 @@ class DocumentCounts:
     places: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, manifest: Manifest) -> DocumentCounts:
+    def of(cls, manifest: ShardManifest) -> DocumentCounts:
         """Return the counts stored in a manifest."""
         names = [declared.name for declared in dataclasses.fields(cls)]
         return cls(**{name: manifest.notes[name] for name in names if name in manifest.notes})

@@ -294,30 +294,30 @@ class _LongLine(LongDocument):
 
 
 def read_record_file(
-    each: InputFile, start: int, stop: int | None, text_key: str, bad: BadDocuments
+    input_file: InputFile, start: int, stop: int | None, text_key: str, bad: BadDocuments
 ) -> Iterator[list[bytes]]:
-    """Yield the documents of a JSON array or of a CSV file, in batches.  It is read from its start to its end."""
-    found: list[bytes] = []
-    held = 0
+    """Yield the documents of a JSON array or of a CSV file, in batches.  `start` and `stop` are ignored."""
+    documents: list[bytes] = []
+    num_bytes = 0
     try:
-        with closing(open_stream(each)) as file, TextIOWrapper(file, "utf-8-sig", newline="") as text:
-            for number, record in records_in(each.path, text):
+        with closing(open_stream(input_file)) as file, TextIOWrapper(file, "utf-8-sig", newline="") as text:
+            for number, record in records_in(input_file.path, text):
                 value = record.get(text_key) if isinstance(record, dict) else None
                 try:
                     content = value.encode()  # type: ignore[union-attr]
                 except (AttributeError, UnicodeEncodeError):
-                    _reject_record(record, f"{each.path}:{number}", text_key, bad)
+                    _reject_record(record, f"{input_file.path}:{number}", text_key, bad)
                     continue
-                found.append(content)
-                held += len(content)
-                if held > BLOCK:
-                    yield found
-                    found, held = [], 0
+                documents.append(content)
+                num_bytes += len(content)
+                if num_bytes > BLOCK:
+                    yield documents
+                    documents, num_bytes = [], 0
     except BadRecord as error:
-        bad.reject_file(each.path, str(error))
+        bad.reject_file(input_file.path, str(error))
     except (UnicodeDecodeError, *READ_ERRORS) as error:
-        reject_file(each, error, bad)
-    yield found
+        reject_file(input_file, error, bad)
+    yield documents
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -1,12 +1,12 @@
-"""Data sets of the Hugging Face Hub: which files of a repository are meant, and fetching them.
+"""Data sets of the Hugging Face Hub: finds the files that a name refers to, and fetches them.
 
     hf://datasets/org/name                                   the split `train` of the default configuration
-    hf://datasets/org/name?config=en&split=validation        another one
+    hf://datasets/org/name?config=en&split=validation        another configuration or split
     hf://datasets/org/name@refs%2Fconvert%2Fparquet/en/*     files of a revision, by a path, folder or glob
     hf://datasets/org/name?column=content                    the column with the text, in place of `data.text_key`
 
-Configurations and splits are those that the repository's README.md declares, else those in the names of its files, as
-in the library `datasets`: https://huggingface.co/docs/hub/datasets-data-files-configuration.
+Configurations and splits are those that the repository's README.md declares, otherwise those that the names of its
+files suggest, as in the library `datasets`: https://huggingface.co/docs/hub/datasets-data-files-configuration.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _SPLITS = {
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Words in file names that mean a split."""
+"""Words in file names that identify a split."""
 
 
 @dataclass(frozen=True)
 class HubData:
-    """The files of a data set that a setting means.
+    """The files that the name of a data set refers to.
 
-    repository: the commit that they are in.
-    files: their entries, in order.
+    repository: the repository, at one commit.
+    files: their entries in the repository, in order.
     column: the name of the column with the text, or None for `data.text_key`.
     """
 
@@ -58,12 +58,12 @@ class HubData:
         return [str(self.repository.folder / each.path) for each in self.files]
 
     def inputs(self, key: str) -> list[InputFile]:
-        """Return the files as documents to read.  They are known by their content, whenever they were fetched."""
+        """Return the files as input files, which are identified by their checksums."""
         found = []
         for each, path in zip(self.files, self.paths(), strict=True):
-            described = kind_of(each.path)
-            if described is not None and described[0] != "tokens":
-                found.append(InputFile(path, *described, each.size, 0, key, each.checksum))
+            kind, compression = kind_of(each.path) or ("tokens", "")
+            if kind != "tokens":
+                found.append(InputFile(path, kind, compression, each.size, 0, key, each.checksum))
         return found
 
     def names(self) -> list[hub.HubName]:
@@ -71,7 +71,7 @@ class HubData:
         return [replace(self.repository.name, path=each.path, options="") for each in self.files]
 
     def settings(self, data: DataSection) -> DataSection:
-        """Return the data settings with the column that was asked for."""
+        """Return the data settings, with the column that the name of the data set specifies."""
         return data if self.column is None else replace(data, text_key=self.column)
 
     def fetch(self) -> None:
@@ -80,12 +80,13 @@ class HubData:
 
 
 def pinned_data(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Replace the branches and tags of data sets in `data.path` and `data.eval_path` by the commits that they mean.
+    """Replace the branches and tags of data sets in `data.path` and `data.eval_path` by the commits that they point to.
 
-    A run that resumes stays with the commits that it began with.  Raises UserError as `hub.open_repository` does.
+    A resumed run keeps the commits that it started with.  Raises UserError as `hub.open_repository` does.
     """
-    found = {key: _texts_in(getattr(config.data, key)) for key in ("path", "eval_path")}
-    if not any(map(hub.is_hub_data, (text for texts in found.values() for text in texts))):
+    settings = {"path": config.data.path, "eval_path": config.data.eval_path}
+    names = {key: value if isinstance(value, dict) else {"": value} for key, value in settings.items()}
+    if not any(hub.is_hub_data(text) for texts in names.values() for text in texts.values() if text):
         return config
     pins = hub.pins_in(read_run_config(config.run_dir)) if resumes(config) else {}
 
@@ -93,27 +94,22 @@ def pinned_data(config: RunConfig, resolution: Resolution) -> RunConfig:
         name = _parse(text, key) if hub.is_hub_data(text) else None
         if name is None or name.is_pinned:
             return text
-        began_with = pins.get((name.kind, name.repo))
-        if began_with is not None:
-            resolution.notes.append(f"{key}={text}: this run stays with commit {began_with[:12]}, which it began with")
+        pinned_commit = pins.get((name.kind, name.repo))
+        if pinned_commit is not None:
+            resolution.notes.append(
+                f"{key}={text}: this run stays with commit {pinned_commit[:12]}, which it began with"
+            )
         return str(hub.open_repository(name, key, pins).name)
 
-    def pin_all(value: str | dict[str, str] | None, key: str) -> str | dict[str, str] | None:
-        if isinstance(value, dict):
-            return {source: pin(text, key) for source, text in value.items()}
-        return None if value is None else pin(value, key)
-
-    path, eval_path = (pin_all(getattr(config.data, name), f"data.{name}") for name in ("path", "eval_path"))
-    data = replace(config.data, path=path, eval_path=eval_path)
-    return replace(config, data=data)
-
-
-def _texts_in(value: str | Mapping[str, str] | None) -> list[str]:
-    return [] if value is None else [value] if isinstance(value, str) else list(value.values())
+    pinned: dict[str, Any] = {}
+    for key, value in settings.items():
+        texts = {source: text and pin(text, f"data.{key}") for source, text in names[key].items()}
+        pinned[key] = texts if isinstance(value, dict) else texts[""]
+    return replace(config, data=replace(config.data, **pinned))
 
 
 def find_data(setting: str, key: str) -> HubData:
-    """Return the files that a setting means.  Fetches nothing but the list of files, and README.md.
+    """Return the files that the name of a data set refers to.  Fetches only the list of files, and README.md.
 
     Raises UserError that names the setting `key` if there are none.
     """
@@ -121,7 +117,11 @@ def find_data(setting: str, key: str) -> HubData:
     options = dict(urllib.parse.parse_qsl(name.options, keep_blank_values=True))
     repository = hub.open_repository(name, key)
     if name.path:
-        chosen = [each for each in repository.files if _is_within(each.path, name.path)]
+        chosen = [
+            each
+            for each in repository.files
+            if f"{each.path}/".startswith(f"{name.path}/") or fnmatchcase(each.path, name.path)
+        ]
         if unused := [option for option in ("config", "split") if option in options]:
             rule = f"names files by their path, so {' and '.join(unused)} mean nothing"
             raise setting_error(key, setting, rule, fix="leave out one of the two")
@@ -146,12 +146,8 @@ def _parse(setting: str, key: str) -> hub.HubName:
     return name
 
 
-def _is_within(path: str, pattern: str) -> bool:
-    return path == pattern or path.startswith(f"{pattern}/") or fnmatchcase(path, pattern)
-
-
 def _of_split(repository: hub.Repository, config: str | None, split: str, setting: str, key: str) -> list[hub.HubFile]:
-    """Return the files of one split, as README.md or the names of the files say."""
+    """Return the files of one split, according to README.md or to the names of the files."""
     declared = _declared(repository)
     if declared:
         names = [str(each.get("config_name", "default")) for each in declared]
@@ -179,14 +175,14 @@ def _of_split(repository: hub.Repository, config: str | None, split: str, settin
             rule = f"has no configuration {config}" + (f"; its folders are {', '.join(folders)}" if folders else "")
             raise setting_error(key, setting, rule)
         files = within
-    by_split = {name: [each for each in files if _says(each.path, words)] for name, words in _SPLITS.items()}
-    there = {name: found for name, found in by_split.items() if found}
-    if not there:
-        there = {"train": files}
-    if split not in there:
-        rule = f"has the splits {', '.join(there)}, not {split}"
-        raise setting_error(key, setting, rule, example=_with_option(setting, "split", next(iter(there))))
-    return there[split]
+    by_split = {name: [each for each in files if _has_word(each.path, words)] for name, words in _SPLITS.items()}
+    existing = {name: found for name, found in by_split.items() if found}
+    if not existing:
+        existing = {"train": files}
+    if split not in existing:
+        rule = f"has the splits {', '.join(existing)}, not {split}"
+        raise setting_error(key, setting, rule, example=_with_option(setting, "split", next(iter(existing))))
+    return existing[split]
 
 
 _NOT_DATA = ("README.md", "LICENSE.txt", "dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
@@ -197,8 +193,8 @@ def _is_data(path: str) -> bool:
     return kind is not None and kind[0] != "tokens" and name not in _NOT_DATA and not name.startswith(".")
 
 
-def _says(path: str, words: Sequence[str]) -> bool:
-    """Return whether a file's path has one of the words, on its own: in `data/train-00000-of-00002.parquet`."""
+def _has_word(path: str, words: Sequence[str]) -> bool:
+    """Return whether a file's path contains one of the words, as in `data/train-00000-of-00002.parquet`."""
     return any(re.search(rf"(?:^|[-._ 0-9/]){word}(?:[-._ 0-9/]|$)", path.lower()) for word in words)
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from trainer.data.cache import read_value, write_value
 from trainer.data.remote.cache import CacheFull, RemoteFile, ShardCache
 from trainer.data.remote.transport import MANY_TRIES, Unreachable, find_urls, map_urls, read, read_range
-from trainer.data.shards import MANIFEST, Manifest, Shard, ShardError, ShardInfo, ShardSet, parse_info
+from trainer.data.shards import MANIFEST, Shard, ShardError, ShardInfo, ShardManifest, ShardSet, parse_info
 from trainer.data.source import sample_content
 from trainer.distributed.environment import find_environment
 from trainer.errors import masked, setting_error
@@ -71,7 +71,7 @@ def _read_manifest(setting: str, url: str, key: str) -> bytes:
 
 
 def _listed_shards(url: str, content: bytes, cache_settings: CacheSettings) -> ShardSet:
-    manifest = Manifest.parse(content, url)
+    manifest = ShardManifest.parse(content, url)
     base, version = parent(url), hashlib.blake2b(content, digest_size=12).hexdigest()
 
     def shards(is_held_out: bool) -> list[Shard]:
@@ -155,13 +155,15 @@ class CacheSettings:
 
     @property
     def cache(self) -> ShardCache:
-        """The cache of this process."""
-        return _process_cache(self, os.getpid())
+        """The cache of this process, since a forked process must not share the locks of its parent."""
+        key = self, os.getpid()
+        if key not in _CACHES:
+            _CACHES[key] = ShardCache(self.folder, self.limit)
+        return _CACHES[key]
 
 
-@functools.cache
-def _process_cache(cache_settings: CacheSettings, process: int) -> ShardCache:
-    return ShardCache(cache_settings.folder, cache_settings.limit)
+_CACHES: dict[tuple[CacheSettings, int], ShardCache] = {}
+"""The caches of this process and, if it was forked, of its parents; by settings and process ID."""
 
 
 class RemoteShard(Shard):
