@@ -1015,6 +1015,7 @@ DEFECTS: list[Defect] = [
     Defect("bytes-counted-as-weights", "packed-base", "num_weights", "packing.width", "packing.row_bytes"),
     Defect("unpacked-kept", "packed-base", "_PackedProduct.forward", "(weight)", "(layer.unpacked(weight, x.dtype))"),
     Defect("only-adapted-are-packed", "packed-base", "weights_to_pack", "(id(module) in inside or ", "("),
+    Defect("last-piece-of-experts-alone", "packed-experts", "_multiply_by_columns", "total.add_(part)", "part"),
     Defect("only-adapted-experts-are-packed", "packed-experts", "weights_to_pack", "id(module) in inside or f", "f"),
     Defect(
         "unpacked-experts-kept",
@@ -1027,8 +1028,8 @@ DEFECTS: list[Defect] = [
         "packed-experts-not-transposed",
         "packed-experts",
         "_PackedGroupedProduct.backward",
-        "weight.transpose(1, 2) if ctx.is_transposed else weight",
-        "weight",
+        "_multiply_by_rows if ctx.is_transposed else _multiply_by_columns",
+        "_multiply_by_columns",
     ),
     Defect("cache-planned-unpadded", "generation-planned", "_capacity", "[texts.prompt - 1]", "[]"),
     Defect(

@@ -74,13 +74,18 @@ class Stack(nn.Module):
         self.is_transposed = is_transposed
         for name, num_outputs in (("first", 128), ("second", 64)):
             shape = (3, 192, num_outputs) if is_transposed else (3, num_outputs, 192)
-            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+            self.register_parameter(name, nn.Parameter(torch.randn(shape) / 14))
 
 
-@pytest.mark.parametrize("with_adapters", [False, True])
+@pytest.mark.parametrize(("with_adapters", "in_pieces"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_packed_products_follow_the_formula_and_only_bytes_are_saved(is_transposed: bool, with_adapters: bool) -> None:
+def test_packed_products_follow_the_formula_and_only_bytes_are_saved(
+    is_transposed: bool, with_adapters: bool, in_pieces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if only 40 rows of the matrices of all experts are unpacked at a time."""
     torch.manual_seed(0)
+    if in_pieces:
+        monkeypatch.setattr("trainer.experts.grouped._PIECE", 3 * 40 * (64 if is_transposed else 192))
     stack, ends = Stack(is_transposed), torch.tensor([3, 3, 8], dtype=torch.int32)
     if with_adapters:
         add_adapter(stack, "both", rank=2, scaling=1.5)

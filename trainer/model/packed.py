@@ -131,7 +131,7 @@ def unpack_rows(packed: torch.Tensor, packing: str, width: int, dtype: torch.dty
 
     One kernel on a GPU.  A single operator, so that neither compilation nor activation checkpointing looks inside.
     """
-    rows = packed.view(-1, packed.shape[-1])
+    rows = packed.reshape(-1, packed.shape[-1])
     weights = torch.empty(rows.shape[0], width, dtype=dtype, device=packed.device)
     if packed.is_cuda:
         from trainer.model.packed_cuda import unpack_into  # imports Triton

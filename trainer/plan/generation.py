@@ -65,13 +65,21 @@ def with_generation(plan: Plan, texts: Texts) -> Plan:
 
 
 def fewer_texts(plan: Plan, texts: Texts | None) -> list[str]:
-    """Return a description of how many texts at once fit, if that is why `plan` does not."""
-    found, moment = plan.generation, plan.generation_moment
-    if texts is None or found is None or moment is None or moment.total < plan.memory.peak.total:
-        return []
-    of_texts = found.cache + found.temporaries
-    number = int(texts.number * (plan.machine.budget_bytes - moment.total + of_texts) / of_texts)
-    return [f"would fit: generate={number}x{texts.prompt}+{texts.answer}"] if number > 0 else []
+    """Return a description of how many texts at once fit, if their generation is why `plan` does not."""
+    budget = plan.machine.budget_bytes
+    while (
+        texts is not None and (found := plan.generation) is not None and (moment := plan.generation_moment) is not None
+    ):
+        if plan.fits:
+            return [f"would fit: generate={texts.number}x{texts.prompt}+{texts.answer}"]
+        of_texts = found.cache + found.temporaries
+        # Not quite proportional to their number, which also decides how prompts are fed.
+        number = min(texts.number - 1, int(texts.number * (budget - moment.total + of_texts) / of_texts))
+        if number < 1 or moment.total < plan.memory.peak.total:
+            return []
+        texts = replace(texts, number=number)
+        plan = with_generation(plan, texts)
+    return []
 
 
 def _gathered_bytes(layout: Layout, units: Sequence[UnitFacts]) -> int:
