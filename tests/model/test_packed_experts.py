@@ -221,19 +221,9 @@ def test_packed_experts_compile(tmp_path: Path) -> None:
 # Exports
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "targets"),
-    [
-        ("gpt_oss", EXPERTS),
-        *(
-            pytest.param(kind, targets, marks=pytest.mark.campaign)
-            for kind in SIZES
-            for targets in (ATTENTION, EXPERTS)
-            if (kind, targets) != ("gpt_oss", EXPERTS)
-        ),
-    ],
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize("targets", [ATTENTION, EXPERTS])
+@pytest.mark.parametrize("kind", SIZES)
 def test_exports_are_the_function_that_was_trained(kind: str, targets: str, tmp_path: Path) -> None:
     """In transformers too; and the adapter on the rounded base, in peft."""
     peft = pytest.importorskip("peft", reason="the library that adapters are for: pip install peft")
