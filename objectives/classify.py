@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 @register_objective("classify")
 @dataclass(frozen=True)
 class Classify(Objective):
-    """A classifier: give the class of a text, its label, the highest score.
+    """A classifier of texts, trained on labels.
 
-    The loss of a text is the cross-entropy of the scores, which are the outputs of a new head at the last token.
+    The loss of a text is the cross-entropy of its scores, which are the outputs of a new head at the last token.
     """
 
     needs = ("scores", "labels")
     better: ClassVar[Mapping[str, Direction]] = {"accuracy": "higher"}
 
-    num_labels: int = declare(2, "number of classes, which are numbered from 0", at_least=2, at_most=2**15)
+    num_labels: int = declare(2, "number of classes; labels are 0 to this minus 1", at_least=2, at_most=2**15)
 
     @property
     def outputs(self) -> int:  # type: ignore[override]
-        """One score for each class."""
+        """One score per class."""
         return self.num_labels
 
     def __call__(self, rows: Rows) -> torch.Tensor:

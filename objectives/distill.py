@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @register_objective("distill")
 @dataclass(frozen=True)
 class Distill(TokenObjective):
-    """Distillation: imitate the probabilities that a teacher gives to each next token.
+    """Distillation: imitate a teacher's probabilities of each next token.
 
     The loss of a token is hard * (-log p) + (1 - hard) * D, where p is the probability of the target and D the
     generalized Jensen-Shannon divergence of student S and teacher T: with M = (1 - beta) * S + beta * T it is
@@ -30,10 +30,10 @@ class Distill(TokenObjective):
 
     teacher: str | None = declare(None, "the model to imitate: a Hugging Face folder, a run folder or a checkpoint")
     beta: float = declare(
-        0.0, "0: KL(teacher, student); 1: KL(student, teacher); between: of both", at_least=0, at_most=1
+        0.0, "0: KL(teacher, student); 1: KL(student, teacher); between: a mixture", at_least=0, at_most=1
     )
     temperature: float = declare(1.0, "divides the logits of both before the softmax", above=0)
-    hard: float = declare(0.0, "weight of the cross-entropy of the data's own targets", at_least=0, at_most=1)
+    hard: float = declare(0.0, "weight of the cross-entropy with the targets in the data", at_least=0, at_most=1)
 
     def divergence(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         student, teacher = ((logps / self.temperature).log_softmax(-1) for logps in (student, teacher))
@@ -46,5 +46,5 @@ class Distill(TokenObjective):
 
 
 def _kl(logps: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the Kullback-Leibler divergence of distributions from others, by log-probabilities (n, V): (n,)."""
+    """Return the Kullback-Leibler divergence KL(logps, other) for log-probabilities (n, V): (n,)."""
     return (logps.exp() * (logps - other)).sum(-1)

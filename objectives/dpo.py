@@ -21,7 +21,7 @@ REWARDS: Mapping[str, Direction] = {
 
 
 def log_rewards(rows: Rows, chosen: torch.Tensor, rejected: torch.Tensor) -> None:
-    """Log the rewards of pairs, (S,) each, their difference, and how often the chosen one is higher."""
+    """Log the rewards of pairs, (S,) each, their difference, and how often the chosen answer has the higher reward."""
     chosen, rejected = chosen.detach(), rejected.detach()
     rows.log("accuracy", (chosen > rejected).float())
     rows.log("margin", chosen - rejected)
@@ -35,7 +35,7 @@ class Dpo(Objective):
     """Direct preference optimisation: prefer one of two answers, relative to a reference model.
 
     The loss of a pair is -log sigmoid(beta * ((c - c') - (r - r'))), where c and r are the log-probabilities of the
-    chosen and the rejected answer, and c' and r' those under the reference.
+    chosen and the rejected answer, and c' and r' are their log-probabilities under the reference model.
 
     Source: Rafailov et al. 2023, "Direct Preference Optimization", arXiv:2305.18290.
     """

@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 @register_objective("ipo")
 @dataclass(frozen=True)
 class Ipo(Objective):
-    """Identity preference optimisation: as DPO, but the margin is to reach a value instead of growing without end.
+    """Identity preference optimisation: like DPO, but with a target value for the margin instead of unlimited growth.
 
-    The loss of a pair is (m - 1 / (2 * beta))^2, where m is the gain in log-probability per target over the reference,
-    of the chosen answer less that of the rejected one.
+    The loss of a pair is (m - 1 / (2 * beta))^2.  The margin m is the difference between the gains of the chosen and
+    the rejected answer, where a gain is the log-probability per target relative to the reference.
 
     Source: Azar et al. 2023, arXiv:2310.12036, equation 17; its authors average over the targets of each answer.
     """
 
     rows, needs, better = 2, ("reference",), REWARDS
 
-    beta: float = declare(0.1, "the margin per target is to reach 1 / (2 * beta)", above=0)
+    beta: float = declare(0.1, "the target of the margin is 1 / (2 * beta)", above=0)
 
     def __call__(self, rows: Rows) -> torch.Tensor:
         chosen, rejected = pairs((rows.logps - rows.reference) / rows.lengths)

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 @register_objective("kto")
 @dataclass(frozen=True)
 class Kto(Objective):
-    """Kahneman-Tversky optimisation: raise answers labelled good and lower those labelled bad; no pairs are needed.
+    """Kahneman-Tversky optimisation: learn from single answers labelled good or bad, without pairs.
 
-    The loss of an answer is w * (1 - sigmoid(s * (beta * (g - k)))), where g is its gain in log-probability over the
-    reference, s is 1 for a good and -1 for a bad answer, and w is the weight of its kind.  k estimates how far the
-    model has moved from the reference: the mean gain, over the global batch, of answers to other prompts, at least 0.
-    It is a constant for the gradient.
+    The loss of an answer is w * (1 - sigmoid(s * (beta * (g - k)))).  g is its gain in log-probability over the
+    reference, s is 1 for a good and -1 for a bad answer, and w is the weight of its label.  k estimates the divergence
+    of the model from the reference: the mean gain of answers to other prompts over the global batch, at least 0.  No
+    gradient flows through k.
 
     Source: Ethayarajh et al. 2024, arXiv:2402.01306, equation 7.
     """
@@ -34,7 +34,7 @@ class Kto(Objective):
     bad_weight: float = declare(1.0, "weight of the answers labelled bad", at_least=0)
 
     def statistic(self, rows: Rows) -> torch.Tensor:
-        """Return the gain of the second row of each sample: an answer to another prompt."""
+        """Return the gain of each sample's second row, which is an answer to another prompt."""
         return pairs(rows.logps - rows.reference)[1]
 
     def __call__(self, rows: Rows) -> torch.Tensor:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @register_objective("orpo")
 @dataclass(frozen=True)
 class Orpo(Objective):
-    """Odds ratio preference optimisation: imitate the chosen answer and prefer it, without a reference.
+    """Odds ratio preference optimisation: imitate the chosen answer and prefer it, without a reference model.
 
     The loss of a pair is -c - beta * log sigmoid(log odds(c) - log odds(r)), where c and r are the mean
     log-probabilities of the targets of the chosen and the rejected answer, and log odds(x) = x - log(1 - exp(x)).
@@ -27,7 +27,7 @@ class Orpo(Objective):
 
     rows, better = 2, REWARDS
 
-    beta: float = declare(0.1, "weight of the preference beside the imitation of the chosen answer", at_least=0)
+    beta: float = declare(0.1, "weight of the preference term, relative to imitation of the chosen answer", at_least=0)
 
     def __call__(self, rows: Rows) -> torch.Tensor:
         means = rows.logps / rows.lengths

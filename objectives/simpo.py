@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @register_objective("simpo")
 @dataclass(frozen=True)
 class Simpo(Objective):
-    """Simple preference optimisation: prefer one of two answers by log-probability per target, without a reference.
+    """Simple preference optimisation: prefer one answer by its log-probability per target, without a reference model.
 
     The loss of a pair is -log sigmoid(beta * (c - r) - gamma), where c and r are the mean log-probabilities of the
     targets of the chosen and the rejected answer.
@@ -28,7 +28,7 @@ class Simpo(Objective):
     rows, better = 2, REWARDS
 
     beta: float = declare(2.0, "scale of the log-probabilities per target", above=0)
-    gamma: float = declare(1.0, "margin by which the chosen answer is to win, after scaling by beta", at_least=0)
+    gamma: float = declare(1.0, "target margin between chosen and rejected answer, after scaling by beta", at_least=0)
 
     def __call__(self, rows: Rows) -> torch.Tensor:
         chosen, rejected = pairs(self.beta * rows.logps / rows.lengths)

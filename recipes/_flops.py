@@ -1,4 +1,4 @@
-"""Model FLOPs of parts that several recipes have."""
+"""Helper for the FLOPs of recipes with sliding-window attention."""
 
 from __future__ import annotations
 

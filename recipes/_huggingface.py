@@ -29,16 +29,16 @@ def rope_of(content: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
 
 
 def yarn_fields(rope: Mapping[str, Any], entries: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
-    """Return the fields of our configuration for the entries of a rotary embedding (`rope_of`), scaled by YaRN or not.
+    """Return the fields of our configuration for the entries of a rotary embedding (`rope_of`), with or without YaRN.
 
-    entries: for each field, its name there, and the default if it is missing.  Raises UserError for an attention
-    factor other than YaRN's own.
+    entries: for each field, its name in the entries, and its default.  Raises UserError for an attention factor other
+    than YaRN's default.
     """
     fields = {"rope_theta": rope["rope_theta"]}
     if rope["rope_type"] == "default":
         return fields | {"rope_factor": 1.0}
     if rope.get("attention_factor") is not None:
-        raise UserError(f"attention_factor={rope['attention_factor']}: this recipe supports only YaRN's own")
+        raise UserError(f"attention_factor={rope['attention_factor']}: this recipe supports only YaRN's default")
     found = {field: rope.get(entry) for field, (entry, _) in entries.items()}
     return fields | {field: entries[field][1] if value is None else value for field, value in found.items()}
 
@@ -59,7 +59,7 @@ def yarn_entries(config: Any, entries: Mapping[str, tuple[str, Any]]) -> dict[st
 
 
 def check_quantization(content: Mapping[str, Any], method: str) -> None:
-    """Raise UserError if weights are stored in another format than `method`, or one of full precision."""
+    """Raise UserError if the weights are quantized in a format other than `method`."""
     quantization = content.get("quantization_config") or {}
     found = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
     if quantization and found != method:

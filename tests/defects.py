@@ -455,9 +455,16 @@ DEFECTS: list[Defect] = [
     Defect(
         "answers-again",
         "generate-file",
-        "_count_answers",
-        "return len(lines)",
-        "return 0",
+        "AnswerFile.__init__",
+        "= len(lines), len(content)",
+        "= 0, len(content)",
+    ),
+    Defect(
+        "answers-known-by-the-name-of-their-model",
+        "generate-file",
+        "AnswerFile.begin",
+        'earlier.get("weights") != made_by["weights"]',
+        'earlier.get("model") != model',
     ),
     Defect(
         "gathered-for-each-token",
@@ -499,8 +506,8 @@ DEFECTS: list[Defect] = [
         "no-padding-is-too-much",
         "placement",
         "choose_dim",
-        "(1 + most_padding) * shape[0]",
-        "(8 + most_padding) * shape[0]",
+        "(1 + max_padding) * shape[0]",
+        "(8 + max_padding) * shape[0]",
     ),
     Defect(
         "columns-of-another-rank",
@@ -586,6 +593,13 @@ DEFECTS: list[Defect] = [
         "_compute",
         "scale_gradient(out_RD, 1 / group.size)",
         "scale_gradient(out_RD, 1.0)",
+    ),
+    Defect(
+        "layers-of-experts-checked-together",
+        "experts-refused",
+        "_wrong_gradients",
+        "*totals.tolist()",
+        "*totals.mean(1, keepdim=True).expand_as(totals).tolist()",
     ),
     Defect(
         "tokens-of-the-wrong-experts",
@@ -685,6 +699,27 @@ DEFECTS: list[Defect] = [
         "_Step._direction",
         "gradient = torch.where(self._found_inf > 0, momentum, gradient)",
         "pass",
+    ),
+    Defect(
+        "torchs-muon-is-not-recognized",
+        "muon",
+        "OptimizerState._match_torch_muon",
+        '"ns_steps" in group or AS_TORCHS in group',
+        "AS_TORCHS in group",
+    ),
+    Defect(
+        "row-squares-are-whole",
+        "muon",
+        "_moment_like",
+        "stored.shape[:-1] == tuple(parameter.shape[:-1])",
+        "len(stored.shape) == 1",
+    ),
+    Defect(
+        "bfloat16-weights-for-muon",
+        "groups",
+        "trainer.config.rules:_check_forms",
+        'dtype != "float32" and optimizer in ("sgd", "muon")',
+        'dtype != "float32" and optimizer == "sgd"',
     ),
     Defect(
         "decay-counted-from-the-first-layer",
@@ -977,11 +1012,32 @@ DEFECTS: list[Defect] = [
         'if section == OLD_SECTION and objective == "ipo":',
     ),
     Defect(
+        "labels-rounded",
+        "objective-files",
+        "Format.label",
+        "number.is_integer() and 0 <= number",
+        "0 <= number",
+    ),
+    Defect(
+        "one-label-will-do",
+        "objective-files",
+        "LabelledSource.__init__",
+        "labels[0] if len(labels) == 1 else None",
+        "None",
+    ),
+    Defect(
         "lowest-accuracy-is-best",
         "score-models",
         "trainer.checkpoint.retention:find_best",
         "-1 if good[-1].higher_is_better else 1",
         "1",
+    ),
+    Defect(
+        "teacher-taken-for-the-first-weights",
+        "distillation",
+        "DistillationTrainer.__init__",
+        "self.world, KEY",
+        "self.world",
     ),
     Defect(
         "teacher-of-a-cold-softmax",
@@ -1504,8 +1560,15 @@ DEFECTS: list[Defect] = [
     Defect(
         "meshes-outlive-their-groups",
         "trainers-in-turn",
-        "World.close",
+        "World._destroy_group",
         "_clear_sharding_prop_cache()",
+        "pass",
+    ),
+    Defect(
+        "refused-trainer-keeps-its-group",
+        "trainers-in-turn",
+        "World.left_if_refused",
+        "self._destroy_group()",
         "pass",
     ),
     Defect(

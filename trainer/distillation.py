@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from trainer.config import RunConfig
-from trainer.config.teacher import teacher_config
+from trainer.config.teacher import KEY, teacher_config
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.data.opening import open_source
 from trainer.data.top_logps import TopLogps, create_files, finish_files
@@ -36,7 +36,7 @@ _CHUNK_BYTES = 16 * 2**20
 class DistillationTrainer(Trainer):
     """Trains a model to imitate a teacher: a second model, frozen and sharded like the first.
 
-    The logits of both are computed a chunk at a time, and never as a whole.
+    The logits of both are computed in chunks, and never held in full.
     """
 
     takes_objectives = True
@@ -47,7 +47,8 @@ class DistillationTrainer(Trainer):
         if self.teacher is not None:
             found = teacher_config(self.config)
             assert found is not None
-            self.state.add(TEACHER, load_base(self.teacher, found, self.world))
+            with self.world.left_if_refused():
+                self.state.add(TEACHER, load_base(self.teacher, found, self.world, KEY))
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:
         """Return the sharded model; for the run's own model, build the teacher first."""
@@ -56,17 +57,17 @@ class DistillationTrainer(Trainer):
         return super().build_model(config)
 
     def build_loader(self) -> Iterable[Batch]:
-        """Return the training data; with the teacher's log-probabilities, if these are in files."""
-        path, rank, size = self.config.objective.teacher, self.world.rank, self.world.size
+        """Return the training data, with the teacher's log-probabilities if they were written to files."""
         if self.teacher is not None:
             return super().build_loader()
-        source = TopLogps(open_source(self.config.data, self.config.vocab_size, "train"), path)
-        return TrainLoader.from_config(source, self.config, rank, size, self.world.device)
+        data = open_source(self.config.data, self.config.vocab_size, "train")
+        source = TopLogps(data, self.config.objective.teacher)
+        return TrainLoader.from_config(source, self.config, self.world.rank, self.world.size, self.world.device)
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return this rank's loss summed over the batch's targets.
 
-        Collectives: those of two forward passes, the teacher's first; of one if its log-probabilities are in files.
+        Collectives: those of the teacher's forward pass, unless its log-probabilities are in files, then the model's.
         """
         teacher: Outputs | TopLogProbs
         if self.teacher is None:
@@ -91,11 +92,14 @@ class DistillationTrainer(Trainer):
 
 @torch.no_grad()
 def outputs_of(model: nn.Module, batch: Batch) -> Outputs:
-    """Return what a model's logits of a batch are computed from.  Collectives: those of a forward pass."""
+    """Return the hidden states and weight that a model's logits of a batch are computed from.
+
+    Collectives: those of a forward pass.
+    """
     found: list[Outputs] = []
 
     def capture(hidden: torch.Tensor, weight: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
-        # A copy of the weight, which is freed below where it was gathered.
+        # Copy the weight: `reshard` below frees a gathered one.
         found.append(Outputs(hidden.flatten(0, -2), None if weight is None else weight.clone()))
         return hidden.new_zeros(())
 
@@ -126,8 +130,8 @@ class Outputs:
 class TopLogProbs:
     """The most likely next tokens of a teacher and their log-probabilities, (N, k) each.
 
-    Student and teacher are compared on k + 1 outcomes: these tokens, and that it is any other one.  For a divergence
-    this is a lower bound, which is exact for k = V.
+    Student and teacher are compared on k + 1 outcomes: each of these tokens, and any other token.  The divergence is
+    then a lower bound of the full one, and exact for k = V.
     """
 
     ids: torch.Tensor
@@ -141,12 +145,16 @@ class TopLogProbs:
 
 def _with_rest(logps_nk: torch.Tensor) -> torch.Tensor:
     """Append the log-probability of all other outcomes: (n, k + 1)."""
-    rest_n1 = (1 - logps_nk.exp().sum(1, keepdim=True)).clamp(min=_LEAST).log()
+    rest_n1 = (1 - logps_nk.exp().sum(1, keepdim=True)).clamp(min=_MIN_REST).log()
     return torch.cat([logps_nk, rest_n1], 1)
 
 
-_LEAST = 1e-7
-"""Least probability of the other outcomes: below it, float32 has no digits left."""
+_MIN_REST = 1e-7
+"""Minimum probability of all other tokens together: 1 minus the rest has no more precision in float32."""
+
+
+def _rows_of_a_chunk(vocab_size: int) -> int:
+    return max(1, _CHUNK_BYTES // (4 * vocab_size))
 
 
 class _Comparison(torch.autograd.Function):
@@ -167,8 +175,7 @@ class _Comparison(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         student, needed = Outputs(hidden_ND, weight_VD), ctx.needs_input_grad
         gradients = Gradients(hidden_ND, needs_gradients and needed[0], needs_gradients and needed[1])
-        size = (hidden_ND if weight_VD is None else weight_VD).shape[-1 if weight_VD is None else 0]
-        rows = max(1, _CHUNK_BYTES // (4 * size))
+        rows = _rows_of_a_chunk(hidden_ND.shape[1] if weight_VD is None else weight_VD.shape[0])
         loss, divergence = (hidden_ND.new_zeros((), dtype=torch.float32) for _ in range(2))
         for start in range(0, len(targets_N), rows):
             stop = min(start + rows, len(targets_N))
@@ -208,39 +215,42 @@ class _Comparison(torch.autograd.Function):
 def write_top_logps(config: RunConfig, folder: Path, num_top: int) -> int:
     """Write the most likely next tokens of a run's teacher for every token of its data; return the number of samples.
 
-    One process.  Raises UserError if the configuration names no teacher model.
+    One process.  Raises UserError if the configuration names no teacher model, or the data have no end.
     """
     found = teacher_config(config)
     if found is None:
         raise setting_error("train.objective", config.train.objective, "has no teacher model", fix="use recipe=distill")
     if config.data.source == "synthetic":
-        rule = "is generated without end, and files hold every sample"
+        rule = "has no end, and the files must hold every sample"
         raise setting_error("data.source", config.data.source, rule, fix="use your own data")
+    vocab_size = found.vocab_size
+    assert vocab_size is not None
+    if num_top > vocab_size:
+        raise setting_error("--top", num_top, "is more tokens than the vocabulary has", vocab_size)
     trainer = Trainer(found)
     try:
         with trainer.lifecycle.without_writing():
-            load_initial_weights(trainer.model, trainer.origin, trainer.config, trainer.world)
-            data, batch_size = trainer.config.data, int(trainer.config.train.micro_batch_size)
-            source = open_source(data, trainer.config.vocab_size, "train")
+            load_initial_weights(trainer.model, trainer.origin, trainer.config, trainer.world, KEY)
+            batch_size = int(trainer.config.train.micro_batch_size)
+            source = open_source(trainer.config.data, vocab_size, "train")
             create_files(folder, len(source), source.seq_len, num_top)
             ids, logps = (np.load(folder / f"{name}.npy", mmap_mode="r+") for name in ("ids", "logps"))
             batches = EvalLoader(source, global_batch_size=batch_size, micro_batch_size=batch_size)
-            first = 0
+            rows, num_tokens, first = _rows_of_a_chunk(vocab_size), batch_size * source.seq_len, 0
             trainer.model.eval()
             for batch in prefetch_to_device(batches, trainer.world.device):
-                outputs, shape = outputs_of(trainer.model, batch), batch["tokens"].shape
-                rows, num_tokens = max(1, _CHUNK_BYTES // (4 * (found.vocab_size or 1))), shape[0] * shape[1]
-                count = min(batch_size, len(source) - first)  # the last batch is padded
+                outputs = outputs_of(trainer.model, batch)
                 chunks = [
                     outputs.logits(start, min(start + rows, num_tokens)).log_softmax(1).topk(num_top)
                     for start in range(0, num_tokens, rows)
                 ]
-                for target, name in ((logps, "values"), (ids, "indices")):
-                    values = torch.cat([getattr(chunk, name) for chunk in chunks]).view(shape[0], shape[1], num_top)
-                    target[first : first + count] = values[:count].cpu().numpy()
-                first += count
-            for target in (ids, logps):
-                target.flush()
+                top_logps, top_ids = (torch.cat(parts).cpu().numpy() for parts in zip(*chunks, strict=True))
+                shape, last = (batch_size, source.seq_len, num_top), min(first + batch_size, len(source))
+                logps[first:last] = top_logps.reshape(shape)[: last - first]  # the last batch is padded
+                ids[first:last] = top_ids.reshape(shape)[: last - first]
+                first = last
+            ids.flush()
+            logps.flush()
             finish_files(folder, source.fingerprint, source.seq_len, str(config.objective.teacher))
             return len(source)
     finally:

@@ -62,7 +62,7 @@ _MAX_SHOWN_CHARS = 500
 def print_stderr(text: str) -> None:
     """Print to stderr, without credentials and terminal control sequences.
 
-    Ignores write errors: the caller must continue even if its parent process has died and nobody reads stderr.
+    Ignores write errors: the caller must continue even if its parent process has died and stderr is closed.
     """
     with contextlib.suppress(OSError):
         print(printable(text), file=sys.stderr, flush=True)

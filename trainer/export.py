@@ -69,8 +69,8 @@ def export_checkpoint(
 
     dtype: None for the stored dtype.
     allow_import: modules that the checkpoint may import by naming them (see `load_weights`).
-    merges: merge the adapters into the model.  If its weights were packed (lora.base_dtype), into what packing left of
-        them, which is what was trained, or with "original" into the weights before packing.
+    merges: merge the adapters into the model.  If its base weights were packed (lora.base_dtype), True merges into the
+        unpacked values, with which the adapters were trained, and "original" into the weights before packing.
     base: the new path of the base weights, if they have moved.
     ema: export the averaged weights of a run with `train.ema`.
 
@@ -81,7 +81,7 @@ def export_checkpoint(
     path, origin = Path(target), model_files_of(stored)
     if TOKENIZER in origin.files and _reads_bytes(config):
         print_stderr(
-            "warning: the run was trained on bytes: the tokenizer that came with its first weights is left out"
+            "warning: the run was trained on bytes: the tokenizer that came with its initial weights is left out"
         )
         origin.files = {name: data for name, data in origin.files.items() if not is_tokenizer_file(name)}
     is_file, has_adapters = path.suffix in (".pt", ".safetensors"), config.lora.rank > 0
@@ -141,7 +141,7 @@ def export_checkpoint(
 
 
 def _reads_bytes(config: RunConfig) -> bool:
-    """Return whether the run was trained on bytes.  For token shards, `data.tokenizer` does not tell."""
+    """Return whether the run was trained on bytes.  For token shards, `data.tokenizer` alone does not decide."""
     if config.data.tokenizer != "bytes" or config.data.source == "synthetic":
         return False
     path = config.data.path
@@ -198,8 +198,8 @@ def command_line(argv: Sequence[str] | None = None) -> int:
         dest="merges",
         action="store_const",
         const="original",
-        help="also --merged=original: merge adapters into the weights before they were packed (lora.base_dtype=nf4 or "
-        "fp8); --merged itself merges into what was left of them, which is what was trained",
+        help="also --merged=original: merge adapters into the weights before packing (lora.base_dtype=nf4 or fp8); "
+        "--merged alone merges into the unpacked values, with which the adapters were trained",
     )
     adapters.add_argument(
         "--adapter", dest="merges", action="store_false", default=None, help="export only the adapter (LoRA)"
@@ -209,7 +209,10 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     parser.add_allow_import()
     arguments = sys.argv[1:] if argv is None else argv
-    # With an optional value, argparse would take the folder in `--merged FOLDER` for it.
+    for item in arguments:
+        if item.startswith("--merged=") and item != "--merged=original":
+            parser.error(f"{item}: the only value is original: --merged, or --merged=original")
+    # If --merged had an optional value, argparse would take the folder in `--merged FOLDER` as that value.
     options = parser.parse_args([_MERGED_ORIGINAL if item == "--merged=original" else item for item in arguments])
     add_working_folder_to_path()
     return run_command(lambda: _export(options))
@@ -226,21 +229,21 @@ def _export(options: argparse.Namespace) -> int:
         target = options.target or str(Path(temporary) / "export")
         files = _export_to(target, options)
         if options.push is not None:
-            card = card_of(options.checkpoint, options.push.rpartition("/")[2], options.allow_import)
+            card = card_of(options.checkpoint, options.push.rpartition("/")[2], Path(target), options.allow_import)
             print_stdout(upload(Path(target), {CARD: card.encode()}, options.push, "--push", options.private))
     for file in files if options.target is not None else ():
         print_stdout(str(file))
     return EXIT_FINISHED
 
 
-def card_of(checkpoint: str | os.PathLike[str], title: str, allow_import: Collection[str] = ()) -> str:
-    """Return the model card of a run's or checkpoint's model: the text of a README.md."""
+def card_of(checkpoint: str | os.PathLike[str], title: str, exported: Path, allow_import: Collection[str] = ()) -> str:
+    """Return the model card (the text of README.md) for a run or checkpoint that was exported to a folder."""
     stored = open_checkpoint(checkpoint)
     config = config_from_yaml(stored.config_yaml, allow_import=allow_import)
-    places = (Path(checkpoint) / METRICS, config.run_dir / METRICS)  # the first one: of a run that has moved
+    places = (Path(checkpoint) / METRICS, config.run_dir / METRICS)  # the former if the run's folder was moved
     metrics = next((place for place in places if place.is_file()), None)
     records = [] if metrics is None else list(read_kinds(metrics, "train", "eval"))
-    return model_card(config, title, stored.manifest.step, records, __version__)
+    return model_card(config, title, stored.manifest.step, records, __version__, exported)
 
 
 def _export_to(target: str, options: argparse.Namespace) -> list[Path]:

@@ -10,8 +10,8 @@ Uses one process, on a GPU if there is one.  Generation stops at the end of the 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
-import os
 import secrets
 import sys
 import time
@@ -35,6 +35,7 @@ from trainer.config.pretrained import (
     has_config_only,
     model_config_of,
 )
+from trainer.data.answers import AnswerFile, answer_line
 from trainer.data.ingest.progress import ProgressLine
 from trainer.data.prompts import ChatPrompts, chat_end_ids, chat_prompt_tokens, prompt_tokens, read_prompts
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
@@ -47,7 +48,7 @@ from trainer.errors import (
     run_command,
     setting_error,
 )
-from trainer.files import append_and_sync, writing_to
+from trainer.files import crc32
 from trainer.model.sample import (
     GREEDY,
     NO_TOKEN,
@@ -126,7 +127,7 @@ def open_generator(
     source = open_checkpoint(location.path, ema)
     config = config_from_yaml(source.config_yaml, allow_import=allow_import)
     if config.objective.outputs:
-        rule = f"was trained with train.objective={config.train.objective}, and scores texts instead of writing them"
+        rule = f"was trained with train.objective={config.train.objective}: it scores texts, and cannot generate them"
         raise setting_error("path", path, rule, fix="export it, and load it with AutoModelForSequenceClassification")
     origin = model_files_of(source)
     tokenizer, template = stack.enter_context(tokenizer_settings(origin, config.data.tokenizer))
@@ -193,14 +194,15 @@ def _parser() -> CommandParser:
     text.add_argument(
         "--prompts",
         metavar="FILE",
-        help="a prompt on each line, or a .jsonl file of objects with `prompt` or `messages`; writes JSON lines, in "
-        "order: the prompt's object with `completion` and `finish` (end or length)",
+        help="a text file with one prompt per line, or a .jsonl file of objects with `prompt` or `messages`; writes "
+        "JSON lines in the same order: the prompt's object with `completion` and `finish` (end or length)",
     )
     parser.add_argument("--batch", type=int, metavar="N", help="prompts to continue at once (default: 8)")
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="where to write the answers to --prompts (default: stdout); those that it already has are not repeated",
+        help="file for the answers to --prompts (default: stdout); if it has some already, only the others are added; "
+        "answers of another model or of other settings are rejected",
     )
     parser.add_argument("--greedy", action="store_true", help="always take the most likely token")
     parser.add_argument(
@@ -250,7 +252,8 @@ def _stream(
     if len(prompt) >= max_len:
         key, text = ("--prompt", options.prompt) if options.chat is None else ("--chat", options.chat)
         excerpt = text if len(text) <= _MAX_PROMPT_CHARS else f"{text[:_MAX_PROMPT_CHARS]}..."
-        raise setting_error(key, excerpt, f"is {len(prompt)} tokens long, but the model has positions for {max_len}")
+        rule = f"is {len(prompt)} tokens long, but the model has positions for {max_len}"
+        raise setting_error(key, excerpt, rule, fix="shorten it")
     num_tokens = min(options.max_tokens, max_len - len(prompt))
     seed = secrets.randbits(63) if options.seed is None else options.seed
     end_ids = text_generator.end_ids(tokenizer)
@@ -280,59 +283,73 @@ def _require_token(generated: Token) -> int:
 def _answer_file(
     options: argparse.Namespace, text_generator: TextGenerator, tokenizer: Tokenizer, sampling: Sampling
 ) -> None:
-    """Write the text that continues each prompt of `--prompts`, in order: a batch at a time, which is then on disk.
+    """Answer the prompts of `--prompts` in order, and flush each batch of answers to disk.
 
-    Answers that `--out` already has are not repeated.
+    Skips prompts that already have an answer in `--out`.
     """
     records, prompts = _read_prompts(options, text_generator, tokenizer)
-    out = None if options.out is None else Path(options.out)
-    num_done = num_before = 0 if out is None else _count_answers(out, records, options.prompts)
-    end_ids, max_len = text_generator.end_ids(tokenizer), max_seq_len(text_generator.model) or sys.maxsize
+    model, end_ids, seed = text_generator.model, text_generator.end_ids(tokenizer), options.seed or 0
+    out = None if options.out is None else AnswerFile(Path(options.out), "--out", options.prompts, records)
+    if out is not None:
+        settings = {**dataclasses.asdict(sampling), "seed": seed, "max_tokens": options.max_tokens}
+        out.begin(options.path, {"weights": _checksum_of_model(model), **settings, "end_ids": sorted(end_ids)})
+    num_done = num_before = 0 if out is None else out.num_done
+    max_len, batch_size = max_seq_len(model) or sys.maxsize, options.batch or _BATCH
     num_tokens, start_time = 0, time.monotonic()
 
     def progress() -> str:
         seconds = time.monotonic() - start_time
         line = f"{num_done} of {len(records)} prompts, {num_tokens / seconds:.1f} tokens/s"
-        left_s = int((len(records) - num_done) * seconds / max(1, num_done - num_before))
-        return (
-            line
-            if num_done == num_before
-            else f"{line}, {left_s // 3600}:{left_s // 60 % 60:02d}:{left_s % 60:02d} left"
-        )
+        if num_done == num_before:
+            return line
+        left_s = int((len(records) - num_done) * seconds / (num_done - num_before))
+        return f"{line}, {left_s // 3600}:{left_s // 60 % 60:02d}:{left_s % 60:02d} left"
 
     with ProgressLine(progress):
-        for start in range(num_done, len(records), options.batch or _BATCH):
-            batch = range(start, min(start + (options.batch or _BATCH), len(records)))
+        for start in range(num_done, len(records), batch_size):
+            batch = range(start, min(start + batch_size, len(records)))
             texts = generate_batch(
-                text_generator.model,
+                model,
                 [prompts[index] for index in batch],
                 [min(options.max_tokens, max_len - len(prompts[index])) for index in batch],
                 sampling,
-                seed=options.seed or 0,
+                seed=seed,
                 indices=batch,
                 ends=end_ids,
                 device=text_generator.device,
             )
-            lines = []
+            lines = ""
             for index, text in zip(batch, texts, strict=True):
                 if text.finish == "not finite":
                     raise TrainingFailed(_NOT_FINITE)
-                completion = "".join(
-                    stream_text((t for t in text.tokens if t not in end_ids), prompts[index], tokenizer.decode)
-                )
-                lines.append(json.dumps({**records[index], **_answer(completion, text.finish)}) + "\n")
+                tokens = (token for token in text.tokens if token not in end_ids)
+                completion = "".join(stream_text(tokens, prompts[index], tokenizer.decode))
+                lines += answer_line(records[index], completion, text.finish)
             if out is None:
-                print("".join(lines), end="", flush=True)
+                print(lines, end="", flush=True)
             else:
-                with writing_to("--out", out):
-                    append_and_sync(out, "".join(lines))
+                out.append(lines)
             num_done, num_tokens = batch.stop, num_tokens + sum(len(text.tokens) for text in texts)
+
+
+def _checksum_of_model(model: nn.Module) -> str:
+    """Return a checksum of the first values of each tensor: it differs between models, and between steps of a run."""
+    crc = 0
+    for name, tensor in model.state_dict().items():
+        values = tensor.detach().reshape(-1)[:_NUM_COMPARED].cpu()
+        crc = crc32(f"{name} {list(tensor.shape)} {tensor.dtype}".encode(), crc)
+        crc = crc32(values.view(torch.uint8).numpy().data, crc)
+    return f"{crc:08x}"
+
+
+_NUM_COMPARED = 2**12
+"""Number of values of each tensor that are compared."""
 
 
 def _read_prompts(
     options: argparse.Namespace, text_generator: TextGenerator, tokenizer: Tokenizer
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """Return the records of `--prompts`, and the tokens of each.  Raises UserError if one of them cannot be used."""
+    """Return the records in the file `--prompts`, and their tokens.  Raises UserError if a record cannot be used."""
     path = Path(options.prompts).expanduser()
     records, prompts = list[dict[str, Any]](), list[list[int]]()
     chats: ChatPrompts | None = None
@@ -345,56 +362,15 @@ def _read_prompts(
             tokens = prompt_tokens(record["prompt"], tokenizer)
         if len(tokens) >= max_len:
             rule = f"{location}: is {len(tokens)} tokens long, but the model has positions for {max_len}"
-            raise setting_error("--prompts", path, rule)
+            raise setting_error("--prompts", path, rule, fix="shorten the prompt, or leave it out")
         if taken := record.keys() & {"completion", "finish"}:
-            rule = f"{location}: has the key {min(taken)!r}, under which the answer is written"
+            rule = f"{location}: has the key {min(taken)!r}, which the answer uses"
             raise setting_error("--prompts", path, rule, fix="rename the key in the file of prompts")
         records.append(record)
         prompts.append(tokens)
     if not records:
-        raise setting_error("--prompts", path, "has no prompts")
+        raise setting_error("--prompts", path, "has no prompts", fix="write one on each line")
     return records, prompts
-
-
-def _count_answers(out: Path, records: Sequence[Mapping[str, Any]], prompts: str) -> int:
-    """Return the number of prompts that `out` has answers to, and remove a line that was not finished.
-
-    Raises UserError if a line is not the answer to the prompt in its place.
-    """
-    if not out.parent.is_dir():
-        raise setting_error("--out", out, f"there is no folder {out.parent}")
-    if out.is_dir():
-        raise setting_error("--out", out, "is a folder", fix="name a file")
-    if not out.exists():
-        return 0
-    content = out.read_bytes()
-    *lines, unfinished = content.split(b"\n")
-    for number, line in enumerate([*lines, unfinished] if unfinished else lines):
-        is_whole = number < len(lines)
-        if number >= len(records) or not (_answers if is_whole else _begins_to_answer)(line, records[number]):
-            rule = f"its line {number + 1} is not the answer to prompt {number + 1} of {prompts}"
-            raise setting_error("--out", out, rule, fix="name a file that does not exist")
-    os.truncate(out, len(content) - len(unfinished))
-    return len(lines)
-
-
-def _answers(line: bytes, record: Mapping[str, Any]) -> bool:
-    """Return whether a line of `--out` is an answer to the prompt `record`."""
-    try:
-        answer = json.loads(line)
-    except ValueError:
-        return False
-    return isinstance(answer, dict) and {**record, **_answer(answer.get("completion"), answer.get("finish"))} == answer
-
-
-def _begins_to_answer(line: bytes, record: Mapping[str, Any]) -> bool:
-    """Return whether a line that was cut off, by a kill or a full disk, is part of an answer to `record`."""
-    start = json.dumps({**record, **_answer("", "")}).partition('"completion": "')[0].encode()
-    return line.startswith(start) or start.startswith(line)
-
-
-def _answer(completion: Any, finish: Any) -> dict[str, Any]:
-    return {"completion": completion, "finish": finish}
 
 
 def _check(options: argparse.Namespace) -> None:

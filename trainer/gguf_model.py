@@ -1,11 +1,11 @@
-"""Models in llama.cpp's GGUF format, converted once to a Hugging Face folder in the cache.
+"""Models in llama.cpp's GGUF format, which are converted once to a Hugging Face folder in the cache.
 
-The weights are dequantised: training changes numbers, and quantised ones cannot be changed.  Values that are stored as
-floating point keep their dtype, all others become float32, in which every format of GGUF is exact.  The tokenizer, chat
-template and sizes in the file become `tokenizer.json`, `chat_template.jinja` and `config.json`, so that everything else
-sees an ordinary model folder.  Stored configurations name the .gguf file.
+The weights are dequantised, since quantised weights cannot be trained.  Floating-point tensors keep their dtype; all
+others become float32, which represents every GGUF format exactly.  The tokenizer, chat template and sizes in the file
+become `tokenizer.json`, `chat_template.jinja` and `config.json`, so that the rest of the program handles an ordinary
+model folder.  Stored configurations name the .gguf file.
 
-Needs the library `gguf` (the extra of that name), which is imported when a file is converted.  Does not import torch.
+Needs the library `gguf` (the extra `gguf`), which is imported when a file is converted.  Does not import torch.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
@@ -31,11 +31,11 @@ _SUFFIX = ".gguf"
 _SOURCE = "made_from.json"
 _WEIGHTS = "model.safetensors"
 _VERSION = 2
-"""Increase when a file is converted differently, so that folders of earlier versions are not used."""
+"""Version of the conversion.  Increase it when the conversion changes, so that older folders are not reused."""
 
 
-def is_meant(path: str) -> bool:
-    """Return whether a path names a .gguf file, or a folder whose only weights are one."""
+def is_gguf(path: str) -> bool:
+    """Return whether a path is a .gguf file, or a folder whose only weights are a .gguf file."""
     return "://" not in path and _find_file(Path(path).expanduser()) is not None
 
 
@@ -48,8 +48,8 @@ def _find_file(path: Path) -> Path | None:
     return found[0] if len(found) == 1 else None
 
 
-def source_of(path: str) -> str | None:
-    """Return the .gguf file from which a folder in the cache, or the folder of a file in it, was made; else None."""
+def original_file(path: str) -> str | None:
+    """Return the .gguf file that a folder in the cache, or a file in such a folder, was converted from; else None."""
     place = Path(path)
     folder = place.parent if place.suffix else place
     if not folder.name.startswith("gguf-"):
@@ -59,20 +59,21 @@ def source_of(path: str) -> str | None:
     return None
 
 
-def lacks_its_weights(folder: Path) -> bool:
-    """Return whether a folder was made from a .gguf file without its weights."""
-    return source_of(str(folder)) is not None and not (folder / _WEIGHTS).exists()
+def lacks_weights(folder: Path) -> bool:
+    """Return whether a folder was converted from a .gguf file, but without the weights."""
+    return original_file(str(folder)) is not None and not (folder / _WEIGHTS).exists()
 
 
 def converted(path: str | os.PathLike[str], setting: str, with_weights: bool = True) -> Path:
-    """Return the Hugging Face folder made from a .gguf file, or from the one in a folder; makes it if it is missing.
+    """Convert a .gguf file, or the one in a folder, to a Hugging Face folder in the cache, and return that folder.
 
-    For `data.tokenizer`, returns the tokenizer.json in it.  Processes that ask for the same one wait for the first.
+    Uses the existing folder if it was converted before.  Processes that convert the same file wait for the first one.
+    For `data.tokenizer`, returns the folder's tokenizer.json.
 
-    with_weights: whether the weights are needed; without them the folder is small.
+    with_weights: whether to convert the weights too; without them the folder is small.
 
-    Raises UserError, naming `setting`, for a file that is damaged or of a model or tokenizer that is not supported, for
-    a missing library, and if there is no space.
+    Raises UserError, naming `setting`, if the file is damaged, if its model or tokenizer is not supported, if the
+    library is missing, or if there is not enough space.
     """
     file = _find_file(Path(path).expanduser())
     assert file is not None, path
@@ -95,7 +96,7 @@ def converted(path: str | os.PathLike[str], setting: str, with_weights: bool = T
 
 
 def _convert(file: Path, folder: Path, shown: str, setting: str, with_weights: bool) -> None:
-    """Write what is missing of a folder; the lock is held."""
+    """Write the files that a folder lacks.  The caller holds the lock."""
     reader = _Gguf(file, shown, setting)
     if not (folder / _SOURCE).exists():
         files = {"config.json": reader.config(), "generation_config.json": reader.generation_config()}
@@ -105,12 +106,12 @@ def _convert(file: Path, folder: Path, shown: str, setting: str, with_weights: b
             write_atomically(folder / name, json.dumps(content, indent=None if name == "tokenizer.json" else 2))
         if (template := reader.get("tokenizer.chat_template")) is not None:
             write_atomically(folder / "chat_template.jinja", str(template))
-        write_atomically(folder / _SOURCE, json.dumps({"path": str(file)}))  # last: the others are complete
+        write_atomically(folder / _SOURCE, json.dumps({"path": str(file)}))  # last, as it marks the others as complete
     if with_weights and not (folder / _WEIGHTS).exists():
         num_bytes = reader.num_bytes
         print_stderr(
-            f"{file}: {reader.formats} weights, dequantised to {readable_size(num_bytes)} of "
-            f"{' and '.join(reader.dtypes)} in {folder}; this is done once"
+            f"{file}: dequantising {reader.formats} weights to {readable_size(num_bytes)} of "
+            f"{' and '.join(reader.dtypes)} in {folder}; this is done only once"
         )
         weights = folder / _WEIGHTS
         with writing_to(setting, weights, num_bytes), replacing(weights) as partial, open(partial, "wb") as out:
@@ -137,7 +138,7 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""Names of llama.cpp, and those of transformers."""
+"""Tensor names of llama.cpp, and their names in transformers."""
 
 _ROPE_FACTORS = "rope_freqs.weight"
 
@@ -161,15 +162,15 @@ _PRE_TOKENIZERS: Mapping[str, list[dict[str, Any]]] = {
     **dict.fromkeys(("llama-bpe", "llama3"), _by_regex(_LLAMA3)),
     "qwen2": _by_regex(_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")),
 }
-"""How text is split before it is encoded, by the name that llama.cpp gives to it."""
+"""Rules for splitting text before encoding, by llama.cpp's name."""
 
 _LLAMA3_SPLITS = ("llama-bpe", "llama3")
 
 _METASPACE = "▁"
-"""The character that SentencePiece writes for a space."""
+"""The character that SentencePiece uses for a space."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-"""Types of tokens; further ones are 5 (unused) and 6 (a byte)."""
+"""Types of tokens; others are 5 (unused) and 6 (a byte)."""
 
 _SPECIAL_TOKENS = {
     "bos_token_id": "bos_token",
@@ -177,14 +178,14 @@ _SPECIAL_TOKENS = {
     "unknown_token_id": "unk_token",
     "padding_token_id": "pad_token",
 }
-"""Keys of GGUF, and those of tokenizer_config.json."""
+"""Keys of GGUF metadata, and the corresponding keys of tokenizer_config.json."""
 
 
 class _Gguf:
-    """A .gguf file: its metadata, and what a Hugging Face folder says instead.  Raises UserError for `setting`."""
+    """An open .gguf file, and its content in Hugging Face's formats.  Raises UserError that names `setting`."""
 
     def __init__(self, file: Path, shown: str, setting: str) -> None:
-        """`shown`: the value of the setting, for messages."""
+        """`shown`: the value of the setting to show in messages."""
         self._file, self._shown, self._setting = file, shown, setting
         try:
             self._library: Any = importlib.import_module("gguf")
@@ -193,13 +194,13 @@ class _Gguf:
             raise self._error("needs the library gguf", "pip install 'meshtrainer[gguf]'") from error
         try:
             self._reader = self._library.GGUFReader(file)
-        except Exception as error:  # of numpy, for lengths that are not those of the file
+        except Exception as error:  # any error of numpy, if the header's lengths do not match the file
             fix = "download the file again"
             raise self._error(f"is not a complete GGUF file ({str(error).partition(chr(10))[0]})", fix) from error
         self._architecture = str(self.get("general.architecture"))
         if self._architecture not in _ARCHITECTURES:
             known = ", ".join(_ARCHITECTURES)
-            rule = f"is a model of architecture {self._architecture!r}; those that are read are {known}"
+            rule = f"has the architecture {self._architecture!r}; supported are {known}"
             raise self._error(rule, "give the Hugging Face folder of this model")
         if int(self.get("split.count") or 1) > 1:
             rule = f"is one of {self.get('split.count')} parts"
@@ -213,11 +214,11 @@ class _Gguf:
         return setting_error(self._setting, self._shown, f"{self._file.name}: {rule}", fix=fix)
 
     def get(self, key: str) -> Any:
-        """Return a value of the metadata, or None."""
+        """Return a metadata value, or None."""
         field = self._reader.get_field(key)
         return None if field is None else field.contents()
 
-    def _need(self, key: str) -> Any:
+    def _required(self, key: str) -> Any:
         value = self.get(f"{self._architecture}.{key}")
         if value is None:
             raise self._error(f"its metadata has no {self._architecture}.{key}")
@@ -227,13 +228,15 @@ class _Gguf:
 
     def config(self) -> dict[str, Any]:
         """Return config.json."""
-        num_heads, width = int(self._need("attention.head_count")), int(self._need("embedding_length"))
+        import numpy as np
+
+        num_heads, width = int(self._required("attention.head_count")), int(self._required("embedding_length"))
         key_length = self.get(f"{self._architecture}.attention.key_length")
         theta = float(self.get(f"{self._architecture}.rope.freq_base") or 10000.0)
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
         scaling = self.get(f"{self._architecture}.rope.scaling.type")
         if scaling not in (None, "none"):
-            raise self._error(f"its positions are scaled by {scaling!r}, which is not read")
+            raise self._error(f"its RoPE scaling {scaling!r} is not supported")
         if _ROPE_FACTORS in self._tensors:
             rope |= self._llama3_scaling(theta)
         content: dict[str, Any] = {
@@ -241,13 +244,14 @@ class _Gguf:
             "model_type": self._architecture,
             "hidden_act": "silu",
             "hidden_size": width,
-            "intermediate_size": int(self._need("feed_forward_length")),
-            "num_hidden_layers": int(self._need("block_count")),
+            "intermediate_size": int(self._required("feed_forward_length")),
+            "num_hidden_layers": int(self._required("block_count")),
             "num_attention_heads": num_heads,
             "num_key_value_heads": int(self.get(f"{self._architecture}.attention.head_count_kv") or num_heads),
             "head_dim": int(key_length or width // num_heads),
-            "max_position_embeddings": int(self._need("context_length")),
-            "rms_norm_eps": _shortest(float(self._need("attention.layer_norm_rms_epsilon"))),
+            "max_position_embeddings": int(self._required("context_length")),
+            # In float32, as GGUF stores it, but as the shortest decimal number: 1e-05.
+            "rms_norm_eps": float(str(np.float32(self._required("attention.layer_norm_rms_epsilon")))),
             "rope_parameters": rope,
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "vocab_size": int(self._tensors["token_embd.weight"].shape[-1]),
@@ -259,7 +263,7 @@ class _Gguf:
         return content | self.generation_config()
 
     def _llama3_scaling(self, theta: float) -> dict[str, Any]:
-        """Return the scaling of Llama 3.1, of which llama.cpp stores the factor of every frequency."""
+        """Return the parameters of Llama 3.1's RoPE scaling; llama.cpp stores one factor per frequency instead."""
         import numpy as np
 
         stored = np.asarray(self._tensors[_ROPE_FACTORS].data, np.float64)
@@ -267,7 +271,7 @@ class _Gguf:
         wavelengths = 2 * np.pi * theta ** (np.arange(len(stored)) / len(stored))
         smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
         if not np.allclose(1 / ((1 - smooth) / factor + smooth), stored, rtol=1e-3):
-            raise self._error("its positions are scaled in another way than those of Llama 3.1")
+            raise self._error("its RoPE scaling is not that of Llama 3.1, and no other is supported")
         return {
             "rope_type": "llama3",
             "factor": factor,
@@ -285,13 +289,13 @@ class _Gguf:
 
     @property
     def formats(self) -> str:
-        """The formats in which the matrices are stored, the most frequent first."""
+        """The storage formats of the matrices, most frequent first."""
         counts = Counter(tensor.tensor_type.name for tensor in self._tensors.values() if len(tensor.shape) > 1)
         return " and ".join(name for name, _ in counts.most_common())
 
     @property
     def dtypes(self) -> list[str]:
-        """The dtypes of the matrices after the conversion, as transformers names them, the most frequent first."""
+        """The dtypes of the converted matrices by transformers' names, most frequent first."""
         names = {"F16": "float16", "BF16": "bfloat16"}
         matrices = [tensor for tensor in self._tensors.values() if len(tensor.shape) > 1]
         counts = Counter(names.get(tensor.tensor_type.name, "float32") for tensor in matrices)
@@ -303,7 +307,7 @@ class _Gguf:
         return sum(int(tensor.n_elements) * _width(tensor) for tensor in self._tensors.values())
 
     def write_weights(self, out: BinaryIO) -> None:
-        """Write the weights as safetensors, one after another: memory holds one of them.
+        """Write the weights as safetensors, with only one tensor in memory at a time.
 
         Format: https://github.com/huggingface/safetensors#format.
         """
@@ -312,7 +316,7 @@ class _Gguf:
         for tensor in self._tensors.values():
             if tensor.name == _ROPE_FACTORS:
                 continue
-            theirs = self._name_there(tensor.name)
+            theirs = self._huggingface_name(tensor.name)
             stop = end + int(tensor.n_elements) * _width(tensor)
             shape = [int(size) for size in reversed(tensor.shape.tolist())]
             kind = {2: tensor.tensor_type.name, 4: "F32"}[_width(tensor)]
@@ -325,17 +329,17 @@ class _Gguf:
             stop_if_asked()
             out.write(self._values(name, tensor).tobytes())
 
-    def _name_there(self, name: str) -> str:
+    def _huggingface_name(self, name: str) -> str:
         stem, _, suffix = name.rpartition(".")
         if stem in _NAMES:
             return f"{_NAMES[stem]}.{suffix}"
         layer, _, part = stem.removeprefix("blk.").partition(".")
         if not stem.startswith("blk.") or part not in _LAYER_NAMES or suffix not in ("weight", "bias"):
-            raise self._error(f"has a tensor {name}, which no {self._architecture} model has")
+            raise self._error(f"has a tensor {name} that {self._architecture} models do not have")
         return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{suffix}"
 
     def _values(self, name: str, tensor: Any) -> Any:
-        """Return the values of a tensor as an array, in transformers' order of rows."""
+        """Return a tensor's values as an array, with rows in transformers' order."""
         import numpy as np
 
         shape = tuple(reversed(tensor.shape.tolist()))
@@ -345,12 +349,13 @@ class _Gguf:
             try:
                 values = self._library.quants.dequantize(tensor.data, tensor.tensor_type)
             except (NotImplementedError, ValueError) as error:
-                raise self._error(f"{tensor.name} is stored as {tensor.tensor_type.name}, which is not read") from error
+                rule = f"{tensor.name} is stored as {tensor.tensor_type.name}, which is not supported"
+                raise self._error(rule) from error
             values = np.asarray(values, np.float32).reshape(shape)
         part = name.rpartition(".")[0].rpartition(".")[2]
         if self._architecture == "llama" and part in ("q_proj", "k_proj"):
-            # llama.cpp turns neighbouring pairs of a head's dimensions, transformers its two halves.
-            heads = int(self._need("attention.head_count"))
+            # RoPE rotates neighbouring pairs of dimensions in llama.cpp, and pairs half a head apart in transformers.
+            heads = int(self._required("attention.head_count"))
             if part == "k_proj":
                 heads = int(self.get("llama.attention.head_count_kv") or heads)
             paired = values.reshape(heads, shape[0] // heads // 2, 2, *shape[1:])
@@ -365,12 +370,12 @@ class _Gguf:
         if model != "llama" and (model != "gpt2" or split not in _PRE_TOKENIZERS):
             name = f"{model}" if model != "gpt2" else f"{model} with the rules of {split!r}"
             rule = (
-                f"its tokenizer ({name}) is not read; those that are: llama (SentencePiece), and gpt2 with "
+                f"its tokenizer ({name}) is not supported; supported are llama (SentencePiece), and gpt2 with "
                 f"{', '.join(_PRE_TOKENIZERS)}"
             )
             raise self._error(rule, "give the Hugging Face folder of this model")
-        tokens = [str(token) for token in self._of_each_token("tokens")]
-        types = [int(each) for each in self._of_each_token("token_type")] or [_NORMAL] * len(tokens)
+        tokens = [str(token) for token in self._token_list("tokens")]
+        types = [int(each) for each in self._token_list("token_type")] or [_NORMAL] * len(tokens)
         content = {
             "version": "1.0",
             "truncation": None,
@@ -394,12 +399,12 @@ class _Gguf:
                 settings[ours] = token
         return content, settings
 
-    def _of_each_token(self, key: str) -> list[Any]:
-        """Return a list of the tokenizer, with one entry for each token; empty if the file does not have it."""
+    def _token_list(self, key: str) -> list[Any]:
+        """Return a tokenizer list with one entry per token, or an empty list if the file does not have it."""
         values = self.get(f"tokenizer.ggml.{key}") or []
         num_tokens = len(self.get("tokenizer.ggml.tokens") or [])
         if len(values) not in (0, num_tokens) or num_tokens == 0:
-            rule = f"its tokenizer has {num_tokens} tokens, and {len(values)} values of {key}"
+            rule = f"its tokenizer has {num_tokens} tokens, but {len(values)} {key}"
             raise self._error(rule, "download the file again")
         return list(values)
 
@@ -411,32 +416,28 @@ class _Gguf:
         return [merge.split(" ", 1) for merge in self.get("tokenizer.ggml.merges") or []]
 
     def _byte_level(self, tokens: Sequence[str], split: str) -> dict[str, Any]:
-        """Return the parts of tokenizer.json for a vocabulary of bytes, as that of GPT-2."""
+        """Return the parts of tokenizer.json for a byte-level vocabulary, such as GPT-2's."""
         steps = _PRE_TOKENIZERS[split]
         return {
             "normalizer": {"type": "NFC"} if split == "qwen2" else None,
             "pre_tokenizer": steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps},
             "post_processor": {**_BYTES, "use_regex": True},
             "decoder": {**_BYTES, "add_prefix_space": True, "use_regex": True},
-            "model": _bpe(
-                tokens,
-                self._merges(),
-                ignore_merges=split in _LLAMA3_SPLITS,
-            ),
+            "model": _bpe(tokens, self._merges(), ignore_merges=split in _LLAMA3_SPLITS),
         }
 
     def _sentencepiece(self, tokens: Sequence[str], types: Sequence[int]) -> dict[str, Any]:
-        """Return the parts of tokenizer.json for a BPE vocabulary of SentencePiece, as that of Llama 2.
+        """Return the parts of tokenizer.json for a BPE vocabulary of SentencePiece, such as Llama 2's.
 
-        Characters that are not in the vocabulary become the tokens of their bytes.
+        Characters outside the vocabulary are encoded as byte tokens.
         """
         merges = self._merges()
         if not merges:
-            scores = self._of_each_token("scores")
+            scores = self._token_list("scores")
             if not scores:
                 raise self._error("its metadata has no tokenizer.ggml.scores")
             merges = [*_merges_by_score(tokens, scores, types)]
-        # transformers puts a space in front of a text whatever the file says; llama.cpp does not.
+        # transformers adds a space before a text even if the file disables it; llama.cpp does not.
         has_prefix = self.get("tokenizer.ggml.add_space_prefix") is not False
         decoders: list[dict[str, Any]] = [
             {"type": "Replace", "pattern": {"String": _METASPACE}, "content": " "},
@@ -460,9 +461,9 @@ class _Gguf:
         }
 
     def _special_tokens_around_a_text(self, tokens: Sequence[str], begins: bool) -> dict[str, Any] | None:
-        """Return the post-processor that adds the tokens around a text, or None if none are added.
+        """Return the post-processor that adds special tokens around a text, or None if it adds none.
 
-        begins: whether a text gets the beginning-of-text token if the file does not say.
+        begins: whether to add the beginning-of-text token if the file does not specify it.
         """
         stated = self.get("tokenizer.ggml.add_bos_token")
         first = self._special_token("bos_token_id", tokens) if (begins if stated is None else stated) else None
@@ -487,7 +488,7 @@ class _Gguf:
 
 
 def _bpe(tokens: Sequence[str], merges: Sequence[Sequence[str]], **settings: Any) -> dict[str, Any]:
-    """Return the model of a tokenizer.json."""
+    """Return the entry `model` of tokenizer.json."""
     return {
         **{"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None},
         **{"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False},
@@ -498,9 +499,9 @@ def _bpe(tokens: Sequence[str], merges: Sequence[Sequence[str]], **settings: Any
 
 
 def _merges_by_score(tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
-    """Return the merges that SentencePiece's scores mean: first those that make the token with the highest score.
+    """Return the merges that are equivalent to SentencePiece's scores, in order of the merged tokens' scores.
 
-    Each way to divide a token into two tokens is a merge.  Text never becomes a control token or the token of a byte.
+    Each way to split a token into two tokens is a merge.  Text never becomes a control token or a byte token.
     """
     ids = {token: number for number, token in enumerate(tokens) if types[number] in (_NORMAL, _USER_DEFINED)}
     merges = [
@@ -509,18 +510,11 @@ def _merges_by_score(tokens: Sequence[str], scores: Sequence[float], types: Sequ
         for at in range(1, len(token))
         if (left := token[:at]) in ids and (right := token[at:]) in ids
     ]
-    # Of the pairs that make the same token, that with the longest left part is first, as in transformers' converter.
+    # Among pairs for the same token, the one with the longest left part is first, as in transformers' converter.
     merges.sort(key=lambda merge: (-scores[merge[2]], -len(merge[0]), -len(merge[1]), merge[2]))
     return [(left, right) for left, right, _ in merges]
 
 
 def _width(tensor: Any) -> int:
-    """Return the bytes of a converted value."""
+    """Return the number of bytes per converted value."""
     return 2 if tensor.tensor_type.name in ("F16", "BF16") else 4
-
-
-def _shortest(value: float) -> float:
-    """Return the shortest decimal number that is the same in float32, in which GGUF stores it: 1e-05."""
-    import numpy as np
-
-    return float(str(np.float32(value)))

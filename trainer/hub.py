@@ -1,16 +1,15 @@
 """Repositories of the Hugging Face Hub by name: pinned to a commit, and fetched into the Hub's own cache.
 
 `model.path=org/name` and `data.path=hf://datasets/org/name` name repositories.  A name is resolved to a commit once,
-when a run begins, and the run stays with it: its stored configuration says `hf://org/name@<commit>`.  Files are stored
-in the layout of `huggingface_hub` (`blobs/` by checksum, `snapshots/<commit>/` with links to them), so that its other
-users find them, and so that `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT`, `HF_TOKEN` and `HF_HUB_OFFLINE` mean what they
-always do.
+when a run starts, and the run keeps that commit: its stored configuration has `hf://org/name@<commit>`.  Files are
+stored in the layout of `huggingface_hub` (`blobs/` by checksum, `snapshots/<commit>/` with links to them), so other
+programs can use them too, and `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT`, `HF_TOKEN` and `HF_HUB_OFFLINE` work as usual.
 
-The library (the extra `hf`) asks the server, and opens the connections.  The bytes are stored here, since the library
-starts a file over whose download was killed: one process of a machine fetches while the others wait, what is there of a
-file is kept, and every file is verified.
+The library (the extra `hf`) queries the server and opens connections, but this module writes the files, because the
+library restarts an interrupted download from the beginning.  Here one process per machine downloads while the others
+wait, interrupted downloads are resumed, and every file is verified.
 
-This module imports neither torch nor, until a name is used, `huggingface_hub`.
+This module does not import torch, and imports `huggingface_hub` only when a name is used.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from trainer.stopping import stop_if_asked
 SCHEME = "hf://"
 
 PINS = "MESHTRAINER_HUB_PINS"
-"""Environment variable by which the ranks of `nproc=N` get the commits that their parent has resolved."""
+"""Environment variable that passes the resolved commits to the ranks that `nproc=N` starts."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NAME = re.compile(
@@ -52,7 +51,7 @@ _TRIES = 5
 _NUM_CONNECTIONS = 4
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 _PROGRESS_S = 10.0
-"""Seconds between two lines that say how far a download is."""
+"""Seconds between two progress messages of a download."""
 
 Kind = Literal["model", "dataset"]
 
@@ -63,12 +62,12 @@ Kind = Literal["model", "dataset"]
 
 @dataclass(frozen=True)
 class HubName:
-    """A repository, and what is named in it.
+    """The name of a repository, or of files in it.
 
     revision: a branch, tag or commit; None for the default branch.
-    path: a file, folder or glob in it; empty for all of it.
+    path: a file, folder or glob in the repository; empty for all files.
     options: the query, without `?`.
-    text: as it was written, for messages.
+    text: the name as the user wrote it, for messages.
     """
 
     kind: Kind
@@ -94,11 +93,11 @@ class HubName:
 
 
 def parse_name(text: str) -> HubName | None:
-    """Return what a setting names on the Hub, or None if it names something else.
+    """Parse a setting as the name of a Hub repository; return None if it is not one.
 
-    `hf://org/name` and `hf://datasets/org/name` always do, followed by `@REVISION`, `/PATH` and `?OPTIONS` as needed.
-    So does `org/name`, also with a revision or a path to a .gguf file, unless there is such a path here, or a folder
-    `org`, in which it was meant to be.
+    `hf://org/name` and `hf://datasets/org/name` always are, with `@REVISION`, `/PATH` and `?OPTIONS` as needed.
+    `org/name`, also with a revision or the path of a .gguf file, is one unless that local path or the folder `org`
+    exists, since it is then probably a local path.
     """
     if text.startswith(SCHEME):
         rest = text.removeprefix(SCHEME)
@@ -120,20 +119,20 @@ def parse_name(text: str) -> HubName | None:
 
 
 def hub_repo(text: str) -> str:
-    """Return `org/name` of a pinned name of a model, as other libraries take it; any other text unchanged."""
+    """Return `org/name`, as other libraries accept it, for a pinned model name; return other texts unchanged."""
     name = parse_name(text) if text.startswith(SCHEME) else None
     return text if name is None or name.path else name.repo
 
 
 def is_hub_data(setting: str) -> bool:
-    """Return whether a setting of data names a data set of the Hub."""
+    """Return whether a data setting names a dataset on the Hub."""
     return setting.startswith(SCHEME)
 
 
-def name_of(path: str) -> str | None:
+def pinned_name(path: str) -> str | None:
     """Return the pinned name of a file or folder in the Hub's cache, or None for any other path.
 
-    Stored configurations hold these names instead of the paths, so that they mean the same on other machines.
+    Stored configurations contain these names instead of paths, so that they are valid on other machines.
     """
     root = str(cache_folder())
     if not path.startswith(f"{root}/"):
@@ -146,13 +145,13 @@ def name_of(path: str) -> str | None:
 
 
 def cached_path(name: HubName) -> Path | None:
-    """Return the path in the cache that a pinned name refers to, or None if it is not there."""
+    """Return the cached path of a pinned name, or None if it is not in the cache."""
     path = _snapshot(name, name.revision or "") / name.path
     return path if name.is_pinned and path.exists() else None
 
 
 def cache_folder() -> Path:
-    """Return the cache of the Hub, by the rules of `huggingface_hub`, without importing it."""
+    """Return the Hub's cache folder, by the rules of `huggingface_hub` but without importing it."""
     if folder := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(os.path.expandvars(folder)).expanduser().absolute()
     home = os.environ.get("HF_HOME")
@@ -169,19 +168,19 @@ def _snapshot(name: HubName, commit: str) -> Path:
 
 
 def default_revision(name: HubName) -> str:
-    """Return the revision that a name means: its own, or the default branch."""
+    """Return the revision of a name, or the default branch if it has none."""
     return name.revision or "main"
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Pins: the commits that names have been resolved to
+# Pins: the commits that names were resolved to
 
 _resolved: dict[str, str] = {}
-"""What this process has resolved: names with their commits."""
+"""Commits by name, as resolved by this process."""
 
 
 def pins_for_children() -> str:
-    """Return the value of the environment variable `PINS` for processes that this one starts."""
+    """Return the value of the environment variable `PINS` for child processes."""
     return json.dumps(_resolved)
 
 
@@ -199,7 +198,7 @@ def pins_in(tree: Any) -> dict[tuple[str, str], str]:
 
 
 def pinned_by_parent(name: HubName) -> str | None:
-    """Return the commit that the process which started this one has resolved a name to, or None."""
+    """Return the commit that the parent process has resolved a name to, or None."""
     try:
         found = json.loads(os.environ.get(PINS, "{}")).get(_key(name))
     except (ValueError, AttributeError):
@@ -217,10 +216,9 @@ def _key(name: HubName) -> str:
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a commit: its path, its size in bytes, and its checksum, which is also its name in the cache.
+    """A file in a commit: its path, its size in bytes, and its checksum, which is also its name in the cache.
 
-    checksum: SHA-256 of a large file's content, or git's SHA-1 of any other file; empty for a file that another program
-        has stored.
+    checksum: SHA-256 for a file in LFS, git's SHA-1 for any other; empty for a file that another program has stored.
     """
 
     path: str
@@ -229,20 +227,20 @@ class HubFile:
 
 
 class Repository:
-    """One commit of a repository: the list of its files, and those of them that are in the cache."""
+    """One commit of a repository: the list of its files, and its folder in the cache."""
 
     def __init__(self, name: HubName, commit: str, files: Sequence[HubFile], setting: str) -> None:
         self.name, self.files, self._setting = replace(name, revision=commit), files, setting
         self.folder = _snapshot(name, commit)
 
     def missing(self, files: Iterable[HubFile]) -> list[HubFile]:
-        """Return those of the files that are not in the cache."""
+        """Return the files that are not in the cache."""
         return [each for each in files if not (self.folder / each.path).exists()]
 
     def fetch(self, files: Iterable[HubFile]) -> None:
-        """Fetch those of the files that are missing.  One process of a machine fetches while the others wait.
+        """Download the files that are missing.  One process per machine downloads while the others wait.
 
-        Raises UserError if the server refuses them or cannot be reached, or if the disk is too small.
+        Raises UserError if the server denies access or cannot be reached, or if the disk is too small.
         """
         files = list(files)
         if not self.missing(files):
@@ -251,7 +249,7 @@ class Repository:
         place = _repository_folder(self.name)
         try:
             (place / "blobs").mkdir(parents=True, exist_ok=True)
-            with locked(_own_folder(self.name) / "lock", is_required=True):
+            with locked(_metadata_folder(self.name) / "lock", is_required=True):
                 if missing := self.missing(files):
                     self._fetch(library, missing)
         except OSError as error:
@@ -262,11 +260,15 @@ class Repository:
     def _fetch(self, library: Any, missing: Sequence[HubFile]) -> None:
         there = sum(_size(self._partial(each)) for each in missing)
         total = sum(each.size for each in missing)
-        self._check_space(total - there)
+        free = shutil.disk_usage(_repository_folder(self.name)).free
+        if total - there > free:
+            rule = f"needs {readable_size(total - there)} in {cache_folder()}, {readable_size(free)} are free"
+            fix = "free some space there, or set HF_HOME to a folder on another disk"
+            raise setting_error(self._setting, self.name.shown, rule, fix=fix)
         what = missing[0].path if len(missing) == 1 else f"{len(missing)} files"
         print_stderr(
-            f"fetching {self.name}: {what}, {_shown(total)}{f', of which {_shown(there)} are here' if there else ''}, "
-            f"into {self.folder}"
+            f"fetching {self.name}: {what}, {_size_text(total)}"
+            f"{f' ({_size_text(there)} are already in the cache)' if there else ''}, into {self.folder}"
         )
         progress = _Progress(str(self.name), total, there)
         with ThreadPoolExecutor(_NUM_CONNECTIONS) as threads:
@@ -277,40 +279,33 @@ class Repository:
             finally:
                 threads.shutdown(wait=False, cancel_futures=True)
 
-    def _check_space(self, num_bytes: int) -> None:
-        free = shutil.disk_usage(_repository_folder(self.name)).free
-        if num_bytes > free:
-            rule = f"needs {readable_size(num_bytes)} in {cache_folder()}, {readable_size(free)} are free"
-            fix = "free some space there, or set HF_HOME to a folder on another disk"
-            raise setting_error(self._setting, self.name.shown, rule, fix=fix)
-
     def _partial(self, each: HubFile) -> Path:
         return _repository_folder(self.name) / "blobs" / f"{each.checksum}.part"
 
     def _fetch_file(self, library: Any, each: HubFile, progress: _Progress) -> None:
-        """Fetch one file, beginning where an earlier process has stopped, verify it, and link it into the snapshot."""
+        """Download one file, resuming a partial download, verify it, and link it into the snapshot."""
         partial = self._partial(each)
         blob = partial.with_suffix("")
         left, size = _TRIES - 1, _size(partial)
-        while not blob.exists():  # it may be there for another commit, with the same content
+        while not blob.exists():  # another commit may have the same content
             stop_if_asked()
             try:
                 self._receive(library, each, partial, progress)
                 os.replace(partial, blob)
             except UserError:
                 raise
-            except Exception as error:  # each version of the library has its own, from its HTTP library
+            except Exception as error:  # the type depends on the version of the library and of its HTTP library
                 if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
                     raise
                 if not left or not is_temporary(error):
-                    raise explained(error, self.name, self._setting) from error
+                    raise as_user_error(error, self.name, self._setting) from error
                 left, size = (_TRIES - 1 if _size(partial) > size else left - 1), _size(partial)
                 print_stderr(f"{self.name.shown}: {each.path}: {_reason(error)}; trying again")
-                _pause(2.0 ** (_TRIES - 2 - left))
+                _sleep(2.0 ** (_TRIES - 2 - left))
         _link(blob, self.folder / each.path)
 
     def _receive(self, library: Any, each: HubFile, partial: Path, progress: _Progress) -> None:
-        """Append the rest of a file to its partial file.  Raises OSError if the whole is not what it should be."""
+        """Download the rest of a partial file.  Raises OSError if the result is incomplete or has a wrong checksum."""
         url = library.hf_hub_url(
             self.name.repo, each.path, repo_type=self.name.kind, revision=self.name.revision, endpoint=endpoint(library)
         )
@@ -326,7 +321,7 @@ class Repository:
                     library.utils.hf_raise_for_status(answer)
                     if start and answer.status_code != 206:  # the server sends the whole file
                         file.truncate(0)
-                    for block in answer.iter_bytes():  # as it comes: what is on disk is not fetched again
+                    for block in answer.iter_bytes():  # written as it arrives, so that a retry can resume
                         stop_if_asked()
                         file.write(block)
                         progress.add(len(block))
@@ -337,54 +332,54 @@ class Repository:
             raise OSError(f"the connection was lost after {size:,} of {each.size:,} bytes")
         if _content_checksum(partial, each) != each.checksum:
             partial.unlink()
-            raise OSError(f"{each.path} was damaged on its way")
+            raise OSError(f"{each.path} was corrupted during the download")
 
 
 def open_repository(name: HubName, setting: str, pins: Mapping[tuple[str, str], str] | None = None) -> Repository:
-    """Return the commit of the repository that `name` means.
+    """Resolve `name` to a commit of its repository.
 
-    A commit is used as given.  A branch or tag is looked up in `pins`, which a resumed run has stored; then the
-    process that started this one; then the server.  If that cannot be reached, the commit that the cache has is used,
-    and a line says so; with HF_HUB_OFFLINE nobody is asked.
+    A commit is used as given.  A branch or tag is resolved by `pins`, which a resumed run has stored, or by the parent
+    process, or by the server.  If the server cannot be reached, the commit in the cache is used, and a message is
+    printed.  With HF_HUB_OFFLINE the server is not contacted.
 
-    Raises UserError that names `setting` if there is no such repository or revision, if access to it is restricted, or
-    if the server cannot be reached and the cache has nothing.
+    Raises UserError that names `setting` if the repository or revision does not exist, if access is restricted, or if
+    the server cannot be reached and the cache does not have it.
     """
     commit = name.revision if name.is_pinned else (pins or {}).get((name.kind, name.repo)) or pinned_by_parent(name)
     if commit is not None and (listed := _read_list(name, commit)) is not None:
-        return _noted(name, commit, listed, setting)
+        return _remember(name, commit, listed, setting)
     library = import_library(setting, name)
     try:
         if _is_offline(library):
             raise library.errors.OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
-        commit, files = _ask(library, name, commit)
+        commit, files = _query_server(library, name, commit)
     except Exception as error:
         is_down = is_temporary(error) or isinstance(error, library.errors.OfflineModeIsEnabled)
         commit = commit or _commit_in_cache(name)
         found = _read_list(name, commit) or _list_cached(name, commit) if is_down and commit else None
         if found is None or commit is None:
-            raise explained(error, name, setting) from error
+            raise as_user_error(error, name, setting) from error
         if not _is_offline(library):
-            print_stderr(f"{name}: {_reason(error)}; using commit {commit[:12]}, which is in the cache")
-        return _noted(name, commit, found, setting)
-    with contextlib.suppress(OSError):  # the cache may be read-only, and complete
-        _own_folder(name).mkdir(parents=True, exist_ok=True)
+            print_stderr(f"{name}: {_reason(error)}; using commit {commit[:12]} from the cache")
+        return _remember(name, commit, found, setting)
+    with contextlib.suppress(OSError):  # the cache may be complete and read-only
+        _metadata_folder(name).mkdir(parents=True, exist_ok=True)
         rows = [[each.path, each.size, each.checksum] for each in files]
         write_atomically(_list_path(name, commit), json.dumps(rows))
         if not name.is_pinned:
             reference = _repository_folder(name) / "refs" / default_revision(name)
             reference.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(reference, commit)
-    return _noted(name, commit, files, setting)
+    return _remember(name, commit, files, setting)
 
 
-def _noted(name: HubName, commit: str, files: Sequence[HubFile], setting: str) -> Repository:
+def _remember(name: HubName, commit: str, files: Sequence[HubFile], setting: str) -> Repository:
     _resolved[_key(name)] = commit
     return Repository(name, commit, files, setting)
 
 
-def _ask(library: Any, name: HubName, commit: str | None) -> tuple[str, list[HubFile]]:
-    """Return the commit that a name means, and its files, as the server says.  Raises the library's errors."""
+def _query_server(library: Any, name: HubName, commit: str | None) -> tuple[str, list[HubFile]]:
+    """Return the commit of a name and its files, from the server.  Raises the library's errors."""
     api = library.HfApi(endpoint=endpoint(library))
     for left in range(2, -1, -1):
         try:
@@ -395,7 +390,7 @@ def _ask(library: Any, name: HubName, commit: str | None) -> tuple[str, list[Hub
         except Exception as error:
             if not left or not is_temporary(error) or (commit or _commit_in_cache(name)) is not None:
                 raise
-            _pause(1.0)
+            _sleep(1.0)
     files = []
     for each in found.siblings or []:
         checksum = each.lfs.sha256 if each.lfs is not None else each.blob_id
@@ -406,30 +401,31 @@ def _ask(library: Any, name: HubName, commit: str | None) -> tuple[str, list[Hub
     return str(found.sha), sorted(files, key=lambda each: each.path)
 
 
-def _own_folder(name: HubName) -> Path:
+def _metadata_folder(name: HubName) -> Path:
     return _repository_folder(name) / ".meshtrainer"
 
 
 def _list_path(name: HubName, commit: str) -> Path:
-    return _own_folder(name) / f"{commit}.json"
+    return _metadata_folder(name) / f"{commit}.json"
 
 
 def _read_list(name: HubName, commit: str) -> list[HubFile] | None:
-    """Return the files of a commit as the server once listed them, or None."""
+    """Return the cached list of a commit's files, or None if it was never queried."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return [HubFile(*row) for row in json.loads(_list_path(name, commit).read_text())]
+        rows = json.loads(_list_path(name, commit).read_text())
+        return [HubFile(path, size, checksum) for path, size, checksum in rows]
     return None
 
 
 def _list_cached(name: HubName, commit: str) -> list[HubFile] | None:
-    """Return the files of a commit that another program has stored in the cache, or None if there are none."""
+    """Return the files of a commit that another program has stored in the cache, or None without any."""
     folder = _snapshot(name, commit)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return [HubFile(str(path.relative_to(folder)), path.stat().st_size, "") for path in files] or None
 
 
 def _commit_in_cache(name: HubName) -> str | None:
-    """Return the commit that a branch or tag had when the cache was last told, or None."""
+    """Return the commit that the cache has for a branch or tag, or None."""
     with contextlib.suppress(OSError):
         return (_repository_folder(name) / "refs" / default_revision(name)).read_text().strip()
     return None
@@ -456,21 +452,21 @@ def _link(blob: Path, path: Path) -> None:
 
 
 class _Progress:
-    """Says from time to time how much of a download has come."""
+    """Prints the progress of a download at regular intervals."""
 
     def __init__(self, what: str, total: int, there: int) -> None:
         self._what, self._total, self._there = what, total, there
-        self._began = self._said = time.monotonic()
-        self._new = 0
+        self._start_time = self._last_message_time = time.monotonic()
+        self._num_received = 0
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes that have come."""
-        self._new += num_bytes
+        """Count received bytes."""
+        self._num_received += num_bytes
         now = time.monotonic()
-        if now - self._said > _PROGRESS_S:
-            self._said = now
-            come, speed = self._there + self._new, self._new / (now - self._began) / 1e6
-            print_stderr(f"{self._what}: {_shown(come)} of {_shown(self._total)}, {speed:,.1f} MB/s")
+        if now - self._last_message_time > _PROGRESS_S:
+            self._last_message_time = now
+            stored, speed = self._there + self._num_received, self._num_received / (now - self._start_time) / 1e6
+            print_stderr(f"{self._what}: {_size_text(stored)} of {_size_text(self._total)}, {speed:,.1f} MB/s")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -485,9 +481,9 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def fetch_model(name: HubName, setting: str, pins: Mapping[tuple[str, str], str], with_weights: bool) -> Path:
-    """Return the folder of a model, or the .gguf file that is named in its repository, fetching what is missing.
+    """Return the cached folder of a model, or the .gguf file that `name` names, after downloading missing files.
 
-    with_weights: whether to fetch the weights; without, only the small files are there.
+    with_weights: whether to download the weights, or only the small files.
 
     Raises UserError, naming `setting`.
     """
@@ -506,11 +502,11 @@ def fetch_model(name: HubName, setting: str, pins: Mapping[tuple[str, str], str]
         ggufs = [each.path for each in files if each.path.lower().endswith(".gguf")]
         pickles = [each.path for each in files if "/" not in each.path and each.path.endswith(_PICKLES)]
         if ggufs:
-            rule = "has its weights as GGUF alone"
+            rule = "has only GGUF weights"
             raise setting_error(setting, name.shown, rule, example=f"{name.repo}/{ggufs[0]}")
         if pickles:
             rule = f"has no safetensors, only {', '.join(pickles[:3])}: pickle files are not read, as they can run code"
-            raise setting_error(setting, name.shown, rule, fix="name a revision or a copy of it that has safetensors")
+            raise setting_error(setting, name.shown, rule, fix="name a revision or a copy that has safetensors")
     small = [each for each in files if any(_matches(each.path, pattern) for pattern in _SMALL_FILES)]
     repository.fetch(small)
     if with_weights:
@@ -518,9 +514,9 @@ def fetch_model(name: HubName, setting: str, pins: Mapping[tuple[str, str], str]
     return repository.folder
 
 
-def lacks_its_weights(folder: Path) -> bool:
-    """Return whether a folder in the cache belongs to a model whose weights exist, and are not fetched (yet)."""
-    text = name_of(str(folder))
+def lacks_weights(folder: Path) -> bool:
+    """Return whether a folder in the cache lacks weights that the model's repository has."""
+    text = pinned_name(str(folder))
     name = parse_name(text) if text else None
     if name is None or name.path:
         return False
@@ -529,7 +525,7 @@ def lacks_its_weights(folder: Path) -> bool:
 
 
 def _weights_among(files: Sequence[HubFile]) -> list[HubFile]:
-    """Return the safetensors files that make up a model, without duplicates in other layouts."""
+    """Return the safetensors files of a model, without duplicates in other layouts."""
     found = [each for each in files if each.path.endswith(".safetensors") and "/" not in each.path]
     usual = [each for each in found if each.path.startswith("model")]
     return usual or [each for each in found if not each.path.startswith("adapter")] or found
@@ -544,11 +540,10 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 def upload(folder: Path, more: Mapping[str, bytes], repo: str, setting: str, is_private: bool) -> str:
-    """Upload the files of a folder, and `more` by name, as one commit to the model repository `repo`.
+    """Upload the files in a folder, and the contents in `more` by file name, as one commit to the model `repo`.
 
-    The repository is created if there is none.
-
-    Returns the URL of the commit.  Raises UserError, naming `setting`, if the server refuses it.
+    Creates the repository if it does not exist.  Returns the URL of the commit.  Raises UserError, naming `setting`, if
+    the server denies it.
     """
     name = parse_name(f"{SCHEME}{repo}")
     if name is None or name.kind != "model" or name.path or name.revision:
@@ -568,7 +563,7 @@ def upload(folder: Path, more: Mapping[str, bytes], repo: str, setting: str, is_
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             raise
-        raise explained(error, name, setting, writes=True) from error
+        raise as_user_error(error, name, setting, writes=True) from error
     return str(found.commit_url)
 
 
@@ -577,7 +572,7 @@ def upload(folder: Path, more: Mapping[str, bytes], repo: str, setting: str, is_
 
 
 def import_library(setting: str, name: HubName) -> Any:
-    """Return the module `huggingface_hub`.  Raises UserError, naming `setting`, if it is not installed."""
+    """Import `huggingface_hub` and return it.  Raises UserError, naming `setting`, if it is not installed."""
     try:
         library = importlib.import_module("huggingface_hub")
         for module in ("constants", "errors", "file_download", "utils"):
@@ -589,7 +584,7 @@ def import_library(setting: str, name: HubName) -> Any:
 
 
 def endpoint(library: Any) -> str:
-    """Return the URL of the server: `HF_ENDPOINT`, or the Hub's own."""
+    """Return the URL of the server: `HF_ENDPOINT`, or that of the Hub."""
     return (os.environ.get("HF_ENDPOINT") or str(library.constants.ENDPOINT)).rstrip("/")
 
 
@@ -598,48 +593,46 @@ def _is_offline(library: Any) -> bool:
     return bool(library.constants.HF_HUB_OFFLINE) if stated is None else stated.upper() in _TRUE
 
 
-def explained(error: Exception, name: HubName, setting: str, writes: bool = False) -> UserError:
-    """Return the message for an error of the library: what the server says, and what to do.
+def as_user_error(error: Exception, name: HubName, setting: str, writes: bool = False) -> UserError:
+    """Return the UserError for an error of the library: the server's reason, and what to do.
 
-    writes: whether the repository was to be written to.
+    writes: whether this was an upload.
     """
     library: Any = importlib.import_module("huggingface_hub")
     errors, server, kind = library.errors, endpoint(library), name.kind
     page = f"{server}/{'datasets/' if kind == 'dataset' else ''}{name.repo}"
     login = "log in with `hf auth login`, or set HF_TOKEN"
     if writes and (_status(error) in (401, 403) or isinstance(error, errors.LocalTokenNotFoundError)):
-        rule = f"{server} does not let you write there ({_reason(error)})"
+        rule = f"{server} denies write access ({_reason(error)})"
         return setting_error(setting, name.shown, rule, fix=f"{login}, with a token that may write to {name.repo}")
     if isinstance(error, errors.GatedRepoError):
-        rule = f"is gated: {server} gives this {kind} only to those who have been granted access"
+        rule = f"is gated: {server} requires permission to access this {kind}"
         return setting_error(setting, name.shown, rule, fix=f"ask for access at {page}, and {login}")
     if isinstance(error, errors.RepositoryNotFoundError):
-        rule = f"{server} has no {kind} {name.repo}, or none that you may see"
+        rule = f"{server} has no {kind} {name.repo}, or you may not see it"
         return setting_error(setting, name.shown, rule, fix=f"check the name; if it is private, {login}")
     if isinstance(error, errors.RevisionNotFoundError):
         rule = f"{kind} {name.repo} has no revision {default_revision(name)}"
         return setting_error(setting, name.shown, rule, fix=f"see {page}/tree/main for its branches and tags")
     if isinstance(error, errors.OfflineModeIsEnabled):
         rule = f"is not in the cache, {cache_folder()}, and HF_HUB_OFFLINE is set"
-        return setting_error(
-            setting, name.shown, rule, fix="unset it for the first use, or fetch it on another machine"
-        )
+        return setting_error(setting, name.shown, rule, fix="unset it once to download, or download on another machine")
     if isinstance(error, errors.HFValidationError):
         return setting_error(
-            setting, name.shown, f"is not a name of the Hub ({_reason(error)})", example="Qwen/Qwen3-0.6B"
+            setting, name.shown, f"is not a valid Hub name ({_reason(error)})", example="Qwen/Qwen3-0.6B"
         )
     if _status(error) in (401, 403):
-        rule = f"{server} refuses it ({_reason(error)})"
-        return setting_error(setting, name.shown, rule, fix=f"{login}, with a token that has the right to")
+        rule = f"{server} denies access ({_reason(error)})"
+        return setting_error(setting, name.shown, rule, fix=f"{login}, with a token that may read {name.repo}")
     if is_temporary(error):
         rule = f"{server} cannot be reached ({_reason(error)})"
-        fix = "try again later, set HF_ENDPOINT to a mirror, or give a folder that is here"
+        fix = "try again later, set HF_ENDPOINT to a mirror, or give a local folder"
         return setting_error(setting, name.shown, rule, fix=fix)
-    return setting_error(setting, name.shown, f"{server} does not give it ({_reason(error)})", fix=f"see {page}")
+    return setting_error(setting, name.shown, f"{server} reports an error ({_reason(error)})", fix=f"see {page}")
 
 
 def is_temporary(error: Exception) -> bool:
-    """Return whether another try may help: the server or the network is down, or a file was damaged on its way."""
+    """Return whether a retry may help: the server or the network is down, or a download was corrupted."""
     status = _status(error)
     if status is not None:
         return status >= 500 or status in (408, 425, 429)
@@ -660,7 +653,7 @@ def _reason(error: Exception) -> str:
     return f"the server says {status}" if status is not None else text or type(error).__name__
 
 
-def _pause(seconds: float) -> None:
+def _sleep(seconds: float) -> None:
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         stop_if_asked()
@@ -674,5 +667,5 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _shown(num_bytes: int) -> str:
+def _size_text(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"

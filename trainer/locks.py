@@ -39,7 +39,7 @@ def locked(path: Path, *, is_shared: bool = False, is_required: bool = False) ->
     """Hold a file lock during a block.  The last holder removes the file, unless the block has renamed it.
 
     The kernel releases the lock if this process dies.  On a file system without locks, raises OSError with advice if
-    the lock is required; otherwise does not wait, so several processes must be able to run the block at the same time.
+    `is_required`; otherwise runs the block without waiting, so the block must tolerate several processes at once.
     Raises StopRequested if this process is asked to stop while it waits.
     """
     while True:
@@ -77,7 +77,7 @@ def remove_unlocked(path: Path) -> bool:
     try:
         is_abandoned = FileLock(descriptor, True).make_exclusive() and is_same_file(descriptor, path)
         if is_abandoned:
-            path.unlink(missing_ok=True)  # while holding the lock, so that no other process can lock it in between
+            path.unlink(missing_ok=True)  # still holding the lock, so no other process can lock it in between
         return is_abandoned
     finally:
         os.close(descriptor)

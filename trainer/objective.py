@@ -1,8 +1,8 @@
-"""Training objectives: what one says about itself, and the registry of their names.
+"""Training objectives: their base class, and the registry of their names.
 
 An objective is plain data that does not depend on the mesh, a rank or the size of a micro-batch: a frozen dataclass,
-whose fields are the keys of the section `objective`.  The Trainer class named by `Objective.trainer` computes what it
-needs, adds up the losses that it returns, and divides them by their number in the global batch.
+whose fields are the keys of the section `objective`.  The Trainer class named by `Objective.trainer` computes its
+inputs (`Rows`), and divides the sum of the losses it returns by the number of samples in the global batch.
 
 This module does not import torch, and neither do the built-in objectives, so that `--help` lists them quickly.
 """
@@ -30,22 +30,22 @@ Direction = Literal["higher", "lower"]
 
 
 def log_nothing(name: str, values: torch.Tensor, over: torch.Tensor | None = None) -> None:
-    """Take the place of `Rows.log` where nothing is to be logged."""
+    """Do nothing: the `Rows.log` of passes that log no metrics."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What an objective sees of a micro-batch of S samples, each of which is `Objective.rows` sequences: R in all.
+    """The inputs of an objective: a micro-batch of S samples with `Objective.rows` sequences each, R in total.
 
     logps: log-probability of each sequence's targets, (R,), in float64.
     lengths: number of targets of each sequence, (R,), at least 1.
-    reference: as `logps`, under the reference model; with the need "reference".
-    labels: label of each sample, (S,), int64; with the need "labels".
-    scores: output of the head for each sequence, (R, outputs), in float64; with the need "scores", in
-        place of `logps`.
+    reference: like `logps`, from the reference model; only if `needs` has "reference".
+    labels: label of each sample, (S,), int64; only if `needs` has "labels".
+    scores: output of the head for each sequence, (R, outputs), in float64; only if `needs` has "scores", and then
+        `logps` is empty.
     known: mean of `Objective.statistic` over the samples of the global batch.
-    log: `log(name, values, over)` adds a field to the metrics: the mean of `values` (S,) over the samples, or over
-        those in the mask `over` (S,).
+    log: `log(name, values, over)` adds a field to the metrics: the mean of `values` (S,) over all samples, or over
+        those selected by the mask `over` (S,).
     """
 
     logps: torch.Tensor
@@ -61,14 +61,14 @@ class Rows:
 class Objective:
     """Base class of objectives: a frozen dataclass, whose fields are its settings (`objective.NAME`).
 
-    rows: sequences per sample.  With two, row 2i is the first of sample i, and row 2i + 1 the second.
-    needs: what `Rows` must hold besides `logps` and `lengths`.
-    outputs: number of outputs of a new head, which takes the place of the output projection; 0: it stays.  May be a
+    rows: sequences per sample.  With two, rows 2i and 2i + 1 are the two sequences of sample i.
+    needs: the fields of `Rows` to compute, apart from `logps` and `lengths`.
+    outputs: number of outputs of a new head that replaces the output projection; 0 keeps the projection.  May be a
         property.
-    num_kinds: number of different labels that it knows, numbered from 0; 0: any, or as many as `outputs`.
-    better: for the fields that it logs, which direction is better; `eval.metric` may name any of them.
-    context: whether its loss is a sum over tokens, so that ranks may hold slices of sequences (`mesh.context`).
-    trainer: the Trainer class that computes what the objective needs, as "package.module:class".
+    num_kinds: number of different labels, which start at 0; 0: any number, or `outputs` if that is set.
+    better: whether higher or lower values are better, for each logged field; `eval.metric` may name any of them.
+    context: whether the loss is a sum over tokens, so that ranks may hold slices of sequences (`mesh.context`).
+    trainer: the Trainer class that computes the `Rows`, as "package.module:class".
     """
 
     rows: ClassVar[int] = 1
@@ -84,9 +84,9 @@ class Objective:
         raise NotImplementedError
 
     def statistic(self, rows: Rows) -> torch.Tensor:
-        """Return a value of each sample, (S,), whose mean over the global batch the loss needs as `rows.known`.
+        """Return a value for each sample, (S,).  Its mean over the global batch is passed to the loss as `rows.known`.
 
-        An objective that overrides this costs one more forward pass, without gradients.
+        Overriding this costs one more forward pass, without gradients.
         """
         raise NotImplementedError
 
@@ -97,10 +97,10 @@ class Objective:
 
 @dataclass(frozen=True)
 class TokenObjective(Objective):
-    """Base class of objectives that compare the probabilities of each next token with a teacher's.
+    """Base class of objectives that compare next-token probabilities with those of a teacher.
 
-    The loss of a token is `hard` times the cross-entropy of its target, and 1 - `hard` times the divergence; that of a
-    step is the mean over the targets of the global batch, as for `tokens`.  `teacher` is a path.
+    The loss of a token is `hard` times its cross-entropy, plus 1 - `hard` times the divergence.  The loss of a step is
+    the mean over the targets of the global batch, as for `tokens`.  `teacher` is a path.
     """
 
     needs: ClassVar[tuple[Need, ...]] = ("teacher",)
@@ -111,21 +111,21 @@ class TokenObjective(Objective):
     trainer: ClassVar[str | None] = "trainer.distillation:DistillationTrainer"
 
     def divergence(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-        """Return how much the student differs from the teacher at each token, (n,).
+        """Return the divergence of the student from the teacher at each token, (n,).
 
-        student, teacher: log-probabilities of all next tokens, (n, V), in fp32.
+        student, teacher: next-token log-probabilities, (n, V), in fp32.
         """
         raise NotImplementedError
 
 
 def pairs(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split values of the rows of pairs, (2 S,), into those of the first and of the second of each pair, (S,) each."""
+    """Split a value per row (2 S,) into the values of the first and second row of each pair, (S,) each."""
     return values[0::2], values[1::2]
 
 
 def log_sigmoid(values: torch.Tensor) -> torch.Tensor:
     """Return log(1 / (1 + exp(-values))), accurate for values of any size."""
-    from torch.nn.functional import logsigmoid  # see the module's docstring
+    from torch.nn.functional import logsigmoid  # imported here because this module must not import torch
 
     return logsigmoid(values)
 
@@ -156,7 +156,7 @@ class Tokens(Objective):
 
 
 def all_objectives() -> dict[str, type[Objective]]:
-    """Return the objectives by name: built-in ones, those of installed distributions, and any others registered."""
+    """Return all objectives by name: built-in, from installed distributions, and any others registered."""
     package = importlib.import_module("trainer.objectives")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"trainer.objectives.{module.name}")
@@ -166,9 +166,9 @@ def all_objectives() -> dict[str, type[Objective]]:
 
 
 def find_objective(name: str, allowed_modules: Collection[str] | None = None) -> type[Objective]:
-    """Return the objective that `train.objective` names: a registered one, or "package.module:class".
+    """Return the objective named by `train.objective`: a registered name, or "package.module:class".
 
-    allowed_modules: the modules that may be imported, as for `find_recipe`; None for any.  Raises UserError.
+    allowed_modules: the modules that may be imported, as in `find_recipe`; None for any.  Raises UserError.
     """
     if ":" in name:
         if allowed_modules is not None:

@@ -1,6 +1,6 @@
-"""The Trainer of objectives: computes what an objective needs, and sums up the losses that it returns.
+"""The Trainer of objectives over whole sequences: computes an objective's inputs, and sums the losses it returns.
 
-The objective itself sees a micro-batch (`trainer.objective.Rows`), and no mesh, scale or collective.
+The objective itself only sees a micro-batch (`trainer.objective.Rows`): no mesh, no scaling, no collectives.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from trainer.weights.loading import load_base
 
 
 class ObjectiveTrainer(Trainer):
-    """Trains a model for an objective whose loss is one of whole sequences: preferences, rewards, classes.
+    """Trains a model with an objective that has one loss per sample: preferences, rewards, classes.
 
-    The loss is the mean over the samples of the global batch.  A reference model is the initial weights: with adapters,
-    the model without them, otherwise a second, frozen copy, sharded like the model.
+    The loss is the mean over the samples of the global batch.  The reference model has the initial weights.  With
+    adapters, it is the model without them; otherwise it is a second, frozen copy, sharded like the model.
     """
 
     takes_objectives = True
@@ -40,7 +40,8 @@ class ObjectiveTrainer(Trainer):
         self._known: torch.Tensor | None = None
         super().__init__(config)
         if self.reference is not None:
-            self.state.add(REFERENCE, load_base(self.reference, self.config, self.world))
+            with self.world.left_if_refused():
+                self.state.add(REFERENCE, load_base(self.reference, self.config, self.world))
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:
         """Return the sharded model; for the run's own model, build the reference first if it is a separate model."""
@@ -48,18 +49,18 @@ class ObjectiveTrainer(Trainer):
             self.reference = super().build_model(self.config).requires_grad_(False).eval()
         model = super().build_model(config)
         balance = find_balance(model)
-        if balance is not None:  # its losses are sums over tokens, which are no part of the loss of a sequence
+        if balance is not None:  # its losses are sums over tokens, and cannot be added to a loss per sample
             balance.loss = balance.sequence_loss = balance.z_loss = 0.0
         return model
 
     def count(self, batch: Batch) -> float:
-        """Return the number of samples; padding, which has no targets, does not count."""
+        """Return the number of samples, without padding (samples that have no targets)."""
         return int(self._sample_mask(batch).sum())
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return this rank's loss summed over the batch's samples.
 
-        Collectives: those of two forward passes with a reference, whose pass is the first; otherwise those of one.
+        Collectives: with a reference, those of its forward pass; then those of the model's.
         """
         objective, mask_S = self.config.objective, self._sample_mask(batch)
         if objective.has_statistic and self._known is None:  # the first batch of an evaluation
@@ -75,9 +76,9 @@ class ObjectiveTrainer(Trainer):
 
     @contextmanager
     def global_sums(self, micro_batches: Sequence[Batch]) -> Iterator[None]:
-        """Inside the block, `loss` knows the mean of the objective's statistic over the global batch, if it has one.
+        """Compute the mean of the objective's statistic over the global batch, for `loss` inside the block.
 
-        Collectives with a statistic: those of another forward pass for each micro-batch, and a small all-reduce.
+        Collectives, if the objective has a statistic: one more forward pass per micro-batch, and a small all-reduce.
         """
         if self.config.objective.has_statistic:
             self._known = self._mean_statistic(micro_batches)
@@ -90,7 +91,7 @@ class ObjectiveTrainer(Trainer):
     def evaluate(self) -> Record | None:
         """Return and log the mean loss over the held-out samples; see `Trainer.evaluate`.
 
-        A statistic is a mean over all held-out samples, which takes a second pass over them.
+        The objective's statistic is a mean over all held-out samples, which takes a second pass over them.
         """
         try:
             return super().evaluate()
@@ -108,7 +109,7 @@ class ObjectiveTrainer(Trainer):
         return total / count.clamp(min=1)
 
     def _rows(self, batch: Batch, log: Callable[..., None] = log_nothing) -> Rows:
-        """Return what the objective needs of a batch."""
+        """Return the objective's inputs for a batch."""
         needs = self.config.objective.needs
         return Rows(
             logps=torch.empty(0) if "scores" in needs else self._logps(batch),
@@ -145,7 +146,7 @@ class ObjectiveTrainer(Trainer):
         return scores_RC
 
     def _check_rows(self, batch: Batch, values: torch.Tensor) -> None:
-        """Raise UserError if the model has computed its loss in another way than with the functions of trainer.loss."""
+        """Raise UserError if the model did not compute its loss with the functions of trainer.loss."""
         if values.shape[:1] != batch["tokens"].shape[:1]:
             name, objective = self.recipe.name, self.config.train.objective
             rule = f"recipe {name!r} sums the loss over all rows itself, but {objective} needs the loss of each row"

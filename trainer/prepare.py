@@ -220,7 +220,7 @@ def _check_splits(manifest: ShardManifest, holdout: float, work_folder: Path) ->
 
 
 def _digest(job: BuildJob) -> str:
-    """Return a digest of everything the shards depend on, by which the same command finds its unfinished work."""
+    """Return a digest of everything the shards depend on.  The same command finds its unfinished work by it."""
     files = [(os.path.realpath(file.path), file.size, file.mtime_ns) for file in job.inputs]
     content = repr([job.tokenizer.name, job.text_key, job.holdout, job.shard_tokens, files])
     return hashlib.sha256(content.encode()).hexdigest()[:12]

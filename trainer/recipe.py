@@ -79,8 +79,10 @@ class StoredTensors:
 
 
 class Transposed(str):
-    """Hugging Face name of a matrix that is stored as (in, out) there, as in GPT-2, and as (out, in) here; also of
-    stacked matrices, one for each expert."""
+    """Hugging Face name of a matrix that is stored as (in, out) there, as in GPT-2, and as (out, in) here.
+
+    Also for a stack of such matrices, one per expert.
+    """
 
     __slots__ = ()
 
@@ -119,7 +121,7 @@ class HuggingFace:
     dropped: entries of config.json that no recipe reads unless it is listed here, and that exports lack:
         "quantization_config", whose weights are then dequantized as `trainer.weights.quantized` describes, and
         "auto_map", the name of code that is not run because the recipe replaces it.
-    exported: entries of config.json that exports have instead of those of the original folder.
+    exported: entries of config.json that replace those of the original folder on export.
     """
 
     model_type: str | Callable[[Any], str]
@@ -174,9 +176,9 @@ class Recipe:
     context: declares that only functions of `trainer.sequence` other than `apply_by_document` mix or count tokens, so
         ranks may hold slices of sequences (`mesh.context`).
     experts: the modules of experts, a name such as "layers.*.moe.experts".  It declares that their parameters are all
-        stacked by expert along dimension 0, and that they are only called through `trainer.experts.mix`, so ranks may
-        share out the experts (`mesh.expert`).  May also be a function of the model that returns their names, if some
-        of the recipe's models have none; their configurations then have `num_experts`, which is None for these.
+        stacked by expert along dimension 0, and that they are only called through `trainer.experts.mix`, so the experts
+        may be divided among ranks (`mesh.expert`).  If only some of the recipe's models have experts, this is a
+        function of the model that returns their names, and `num_experts` is None in the configurations of the others.
     blocks: fused weights, which Muon orthogonalizes block by block.  Maps patterns of parameter names to the number of
         equal blocks, or to the number of rows of each: {"*.attention.qkv.weight": 3}.
     """
@@ -203,7 +205,7 @@ class Recipe:
         object.__setattr__(self, "config", _with_name(self.config, self.name))
 
     def declares_experts(self, config: Any) -> bool:
-        """Return whether ranks may share out experts of the network that `config` describes."""
+        """Return whether the experts of the network that `config` describes may be divided among ranks."""
         return self.experts is not None and getattr(config, "num_experts", 1) is not None
 
     def build_model(self, config: Any) -> nn.Module:
@@ -215,7 +217,7 @@ class Recipe:
         return self._function("weights")(config) if self.weights is not None else None
 
     def stored_weights(self, config: Any, source: WeightSource) -> WeightSource | None:
-        """Return the tensors of Hugging Face's files, computed from `source`; None if renaming is enough."""
+        """Return the tensors for Hugging Face's files, computed from `source`; None if renaming is enough."""
         if self.hf is None or self.hf.stored is None:
             return None
         path = self.hf.stored
@@ -250,7 +252,7 @@ def declare(default: Any, meaning: str, **limits: Any) -> Any:
 
 @dataclass(frozen=True)
 class BalanceConfig:
-    """Base class of a configuration of a mixture of experts, with the settings that keep the load of its experts even.
+    """Base class for the configuration of a mixture-of-experts model: the settings that balance the load of experts.
 
     See `trainer.experts.Balance` and `trainer.experts.Choice`.
     """
@@ -266,8 +268,8 @@ class BalanceConfig:
     )
     balance_rate: float | None = declare(
         None,
-        "how far the bias on the choice of an expert moves after each step, to even out the load; 0: it stays as it "
-        "is; null: no bias",
+        "change of each expert's bias after a step, to even out the load of experts; 0: constant biases; null: no "
+        "biases",
         at_least=0,
         free=True,
     )

@@ -161,7 +161,7 @@ def _load(arguments: Arguments, env: Environment) -> RunConfig | None:
         _check_to_print(config, arguments.nproc, env)
         from trainer.data.opening import is_untokenized, resolve_from_data
 
-        if config.data.path and not is_untokenized(config.data):  # the number of steps can be read off the token shards
+        if config.data.path and not is_untokenized(config.data):  # token shards determine the number of steps
             config = resolve_from_data(config, resolution)
         text = explained_yaml(config, resolution.origins) if arguments.has_option("--why") else config.to_yaml()
         print_stdout(text, end="")
@@ -362,7 +362,7 @@ def leave(exit_code: int) -> NoReturn:
     Process groups that are still alive at finalization abort the process: 13 of 16 finished runs died with "terminate
     called without an active exception".
     """
-    with contextlib.suppress(OSError):  # nobody reads the stream
+    with contextlib.suppress(OSError):  # the reader of the pipe has exited
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(exit_code)

@@ -1,10 +1,10 @@
-"""List the runs in a folder: how far each is, how well it does, and what to do next.
+"""List the runs in a folder, with their progress, losses and the next command to run.
 
     python -m trainer.runs              the runs in runs/
-    python -m trainer.runs FOLDER       those in another folder, and in folders of it, such as a sweep's
-    python -m trainer.runs --json       one object a run
+    python -m trainer.runs FOLDER       the runs in another folder and its subfolders, for example of a sweep
+    python -m trainer.runs --json       one JSON object per run
 
-Read-only, and needs no torch.  The run that was active last comes first.
+Read-only; does not import torch.  The most recently active run comes first.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from trainer.metrics.record import read_records
 from trainer.tables import table_lines
 
 _TAIL_BYTES = 1 << 16
-"""How much of the end of a metrics file is read for the latest records."""
+"""Number of bytes to read from the end of a metrics file for the latest records."""
 _MAX_DEPTH = 4
-"""How many levels below the given folder are searched for runs."""
+"""Number of folder levels to search for runs."""
 _RECORDS = ("metrics.jsonl", "status.json")
 
 
 @dataclass
 class RunSummary:
-    """One run, as its folder tells."""
+    """The state of a run, read from its folder."""
 
     folder: str
     name: str
@@ -53,19 +53,19 @@ class RunSummary:
     step: int
     num_steps: int | None
     loss: float | None
-    """Loss of the last recorded step: the mean over the steps since the line before."""
+    """Training loss: the mean over the steps of the last metrics line."""
     eval_loss: float | None
     """Loss of the last evaluation."""
     goodput: float | None
     reason: str
     next: str
-    """What to do next: a command, or where to look."""
+    """Advice: the next command, or the file to read."""
     active: float
-    """When its files last changed, seconds since the epoch."""
+    """Time when its files last changed, in seconds since the epoch."""
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Return the folders of runs in a folder, or the folder itself if it is one, the most recently active first."""
+    """Return the run folders below a folder, or the folder itself if it is one.  The most recently active is first."""
     return sorted(_walk(folder, _MAX_DEPTH), key=_active, reverse=True)
 
 
@@ -85,7 +85,7 @@ def _active(folder: Path) -> float:
 
 
 def summarize(folder: Path) -> RunSummary:
-    """Read a run's folder.  No file needs to be complete: the run may be in progress, or may have been killed."""
+    """Read a run's folder.  Files may be incomplete: the run may still write them, or may have been killed."""
     status, latest = read_status(folder), _latest_records(folder / "metrics.jsonl")
     state = str(status.get("state") or "unknown")
     if state == "running" and not is_owned(folder):
@@ -111,7 +111,7 @@ def summarize(folder: Path) -> RunSummary:
 
 
 def _latest_records(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the last record of each kind.  Reads the end of the file, and all of it only if that lacks one."""
+    """Return the last record of each kind.  Reads only the end of the file, if that contains all kinds."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -159,7 +159,7 @@ def _next_step(folder: Path, state: str, world_size: int, num_nodes: int) -> str
     if state == "finished":
         return f"python -m trainer.generate {where} --prompt TEXT"
     if state == "failed" and read_status(folder).get("exit_code") == EXIT_USER_ERROR:
-        return f"correct what {where}/console.log says, then start it again"
+        return f"correct the error in {where}/console.log, then start it again"
     if num_nodes > 1:
         return "submit the same job again: it continues from its last checkpoint"
     ranks = f" nproc={world_size}" if world_size > 1 else ""
@@ -176,7 +176,7 @@ def _is_number(value: Any) -> bool:
 
 
 def table_of(runs: Sequence[RunSummary], folder: Path) -> list[str]:
-    """Return the lines of the table of runs, and the next step of each below it."""
+    """Return the lines of the table of runs."""
     heads = ["run", "state", "step", "loss", "held-out", "goodput"]
     rows = [
         [

@@ -102,7 +102,7 @@ class Job:
         self._record("begins")
         with subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL) as srun:
             self._wait(srun)
-        # As a shell reports death by a signal.
+        # A shell reports death by signal N as 128 + N.
         code = srun.returncode if srun.returncode >= 0 else 128 - srun.returncode
 
         # torchrun exits with 1 after any failure or stop, and a cancelled step exits with 0.
@@ -173,10 +173,10 @@ class Job:
 
 
 def count_idle(lines: Sequence[str], job_id: str, step: int, min_steps: int) -> int:
-    """Return how many of a job's latest attempts in a row made fewer than `min_steps` steps.
+    """Return how many of a job's latest consecutive attempts made fewer than `min_steps` steps each.
 
-    lines: the lines of attempts.log.  step: the current step.  An attempt made the steps up to the start of the next
-    attempt, of any job, or up to `step`.  An attempt of a different job that shares the folder ends the row.
+    lines: the lines of attempts.log.  step: the current step.  An attempt's steps end where the next attempt, of any
+    job, starts, or at `step`.  An attempt of a different job in the same folder resets the count.
     """
     starts = [(words[2], int(words[6])) for line in lines if (words := line.split())[7:8] == ["begins"]]
     reached = [from_step for _, from_step in starts[1:]] + [step]
@@ -189,7 +189,7 @@ def count_idle(lines: Sequence[str], job_id: str, step: int, min_steps: int) -> 
 def srun_command(options: argparse.Namespace, job: Job, env: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     """Return the srun command that starts the ranks on all nodes of the job, and its environment.
 
-    Each rank exits with its own exit code.  srun ends ranks that are left LEAVE_S after the first exit.
+    Each rank exits with its own exit code.  LEAVE_S after the first exit, srun ends the remaining ranks.
     """
     env = dict(env)
     srun = ["srun", f"--job-name={STEP_NAME}", "--kill-on-bad-exit=0", f"--wait={job.leave_s}"]

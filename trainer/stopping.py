@@ -221,7 +221,7 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def leave_signals_to_handlers() -> None:
-    """Cancel the active PromptStop: this process has work to end in order, however long that takes."""
+    """Cancel the active PromptStop, so that signals only reach the handlers, which may take any time to finish."""
     for prompt in list(_active):
         prompt.cancel()
 

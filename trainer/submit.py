@@ -1,18 +1,20 @@
-"""Submit a run to a cluster: write its job from the recipe, and send it.
+"""Submit a run to a cluster: generate the job from the recipe, and submit it.
 
     meshtrainer submit slurm recipe=llama3_8b mesh.shard=node        sbatch
-    meshtrainer submit k8s --image REGISTRY/IMAGE recipe=llama3_8b   kubectl apply, of a JobSet
-    meshtrainer submit local recipe=llama_small                      this machine, all of its GPUs
-    meshtrainer submit slurm --dry-run recipe=llama3_8b > my.sbatch  only print it
+    meshtrainer submit k8s --image REGISTRY/IMAGE recipe=llama3_8b   kubectl apply of a JobSet
+    meshtrainer submit local recipe=llama_small                      run on all GPUs of this machine
+    meshtrainer submit slurm --dry-run recipe=llama3_8b > my.sbatch  only print the job
 
-The number of nodes is --nodes, or that of the mesh in the settings, or the fewest on which the run fits, as planned.
-Settings are checked before anything is sent.  The job saves when it is given notice, and continues from there.
+The number of nodes is --nodes, or follows from the mesh in the settings; otherwise it is the smallest number on which
+the planner says the run fits.  Settings are checked before the job is submitted.  The job saves a checkpoint when the
+cluster gives notice of its end, and resumes from it.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import posixpath
 import re
 import shlex
 import subprocess
@@ -43,22 +45,22 @@ _MAX_NODES = 512
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """A run as a job: what it trains, and what it needs."""
+    """A run as a cluster job: the arguments of `trainer.run`, and the resources it needs."""
 
     name: str
     arguments: Sequence[str]
-    """Arguments of `trainer.run`: the recipe and the overrides, the run folder among them."""
+    """Arguments of `trainer.run`: the recipe and the overrides, including run.dir."""
     num_nodes: int
     gpus: int
-    """GPUs of a node; 0 for a run on CPUs."""
+    """GPUs per node; 0 for a run on CPUs."""
     ranks_per_node: int
     cpus: int
-    """CPUs of each rank."""
+    """CPUs per rank."""
     time: str
     """Time limit, HH:MM:SS."""
     python: str
     scheduler_options: Sequence[str] = ()
-    """Further options of the scheduler, such as `--account=mine`."""
+    """Additional scheduler options, such as `--account=mine`."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -69,13 +71,14 @@ def batch_file(job: ClusterJob, array: str = "", setup: Sequence[str] = (), furt
     """Return the batch file of a job.
 
     array: the task numbers and limit of a job array, such as `0-5%2`.  setup: lines of bash before the command.
-    further: more arguments, as bash reads them.
+    further: additional arguments in bash syntax.
     """
+    name = re.sub(r"[^\w.+-]+", "-", job.name)
     size = f"--nodes={job.num_nodes} --ntasks-per-node={job.ranks_per_node}"
     size += f" --gpus-per-node={job.gpus}" if job.gpus else ""
     lines = [
         "#!/usr/bin/env bash",
-        f"#SBATCH --job-name={_one_word(job.name)}",
+        f"#SBATCH --job-name={name}",
         *([f"#SBATCH --array={array}"] if array else []),
         f"#SBATCH {size} --cpus-per-task={job.cpus}",
         f"#SBATCH --time={job.time} --signal=B:USR1@300",
@@ -100,17 +103,17 @@ def send_to_slurm(text: str) -> int:
 
 @dataclass(frozen=True)
 class Pod:
-    """What a job on Kubernetes needs besides its size."""
+    """The container image and volume of a job on Kubernetes."""
 
     image: str
     claim: str
-    """The volume claim with data and runs."""
+    """The persistent volume claim with data and runs."""
     mount: str
-    """Where its files are in the container."""
+    """Its mount path in the container."""
 
 
 def job_set(job: ClusterJob, pod: Pod) -> dict[str, Any]:
-    """Return the JobSet (https://jobset.sigs.k8s.io, 0.6 or later) of a job, as launch/kubernetes.yaml explains it."""
+    """Return a job's JobSet (https://jobset.sigs.k8s.io, 0.6 or later); launch/kubernetes.yaml explains its entries."""
     name = _dns_label(job.name)
     arguments = shlex.join(job.arguments)
     command = (
@@ -170,9 +173,9 @@ def job_set(job: ClusterJob, pod: Pod) -> dict[str, Any]:
 
 
 def find_num_nodes(config: RunConfig, ranks_per_node: int, device: str) -> int:
-    """Return the number of nodes for a run: those of its mesh if that is fixed, else the fewest on which it fits.
+    """Return the number of nodes for a run: from its mesh if the sizes are fixed, else the fewest on which it fits.
 
-    Raises UserError if the mesh does not fill whole nodes, or nothing fits.
+    Raises UserError if the mesh does not fill whole nodes, or if the run fits on no number of nodes.
     """
     replicate, shard = config.mesh.replicate, config.mesh.shard
     if shard == "node":
@@ -180,7 +183,7 @@ def find_num_nodes(config: RunConfig, ranks_per_node: int, device: str) -> int:
     if isinstance(shard, int) and replicate > 0 and shard > 0:
         ranks = replicate * shard
         if replicate * shard > ranks_per_node and ranks % ranks_per_node:
-            rule = f"mesh.replicate x mesh.shard is {ranks}, which is not a number of nodes with {ranks_per_node} ranks"
+            rule = f"mesh.replicate x mesh.shard is {ranks}, which does not fill nodes of {ranks_per_node} ranks"
             raise setting_error("--gpus", ranks_per_node, rule)
         if config.mesh.shard != "node" or replicate > 1:
             return max(1, ranks // ranks_per_node)
@@ -196,7 +199,8 @@ def _fewest_nodes(config: RunConfig, ranks_per_node: int, device: str) -> int:
     from trainer.plan.search import NothingFits, fastest_choice, uses_auto
 
     machine = find_machine(device, config.run.memory_gib, ranks_per_node)
-    error = UserError("")
+    first_mistake: UserError | None = None
+    is_too_large = False
     num_nodes = 1
     while num_nodes <= _MAX_NODES:
         ranks = num_nodes * ranks_per_node
@@ -206,18 +210,21 @@ def _fewest_nodes(config: RunConfig, ranks_per_node: int, device: str) -> int:
             plan = fastest_choice(resolved, mesh, machine).plan if uses_auto(resolved) else None
             if (plan or make_plan(resolved, mesh, machine)).fits:
                 print_stderr(
-                    f"{num_nodes} x {ranks_per_node} {machine.name}: the fewest nodes on which it fits, as planned"
+                    f"{num_nodes} x {ranks_per_node} {machine.name}: the fewest nodes on which the planner says it fits"
                 )
                 return num_nodes
+            is_too_large = True
         except NothingFits:
-            pass
-        except UserError as mistake:  # of this number of ranks
-            error = mistake
+            is_too_large = True
+        except UserError as mistake:  # the settings do not work with this number of ranks
+            first_mistake = first_mistake or mistake
         num_nodes *= 2
+    if first_mistake is not None and not is_too_large:
+        raise first_mistake
+    rule = f"the run does not fit in memory on any number of nodes up to {_MAX_NODES} that its settings allow"
     raise setting_error(
-        "--nodes", "auto", f"the run fits on no number of nodes up to {_MAX_NODES}: {error or 'too little memory'}",
-        fix="see python -m trainer.plan recipe=NAME ranks=N, then give --nodes",
-    )  # fmt: skip
+        "--nodes", "auto", rule, fix="see python -m trainer.plan recipe=NAME ranks=N, then give --nodes"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -225,45 +232,51 @@ def _fewest_nodes(config: RunConfig, ranks_per_node: int, device: str) -> int:
 
 def add_size_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that set a job's size and limits."""
-    parser.add_argument("--nodes", type=int, metavar="N", help="nodes (default: of the mesh, or as few as it fits on)")
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of a node (default: 8; 0 with run.device=cpu)")
-    parser.add_argument("--ranks", type=int, metavar="N", help="ranks of a node (default: its GPUs, or 1 on CPUs)")
-    parser.add_argument("--cpus", type=int, default=12, metavar="N", help="CPUs of each rank (default: 12)")
+    parser.add_argument(
+        "--nodes", type=int, metavar="N", help="nodes (default: from the mesh, or the fewest it fits on)"
+    )
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs per node (default: 8; 0 with run.device=cpu)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="ranks per node (default: its GPUs, or 1 on CPUs)")
+    parser.add_argument("--cpus", type=int, default=12, metavar="N", help="CPUs per rank (default: 12)")
     parser.add_argument("--time", default="24:00:00", help="time limit, HH:MM:SS (default: 24:00:00)")
     parser.add_argument("--device", default="h100", help="GPU that the planner assumes (default: h100)")
-    parser.add_argument("--python", default=sys.executable, help="Python of the job on Slurm (default: this one)")
+    parser.add_argument("--python", default=sys.executable, help="Python for the job on Slurm (default: this one)")
     parser.add_argument(
-        "--option", action="append", default=[], metavar="OPTION", help="one more #SBATCH option, --option=--account=me"
+        "--option",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="an additional #SBATCH option: --option=--account=me",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the job instead of sending it")
+    parser.add_argument("--dry-run", action="store_true", help="print the job instead of submitting it")
 
 
-def make_job(options: argparse.Namespace, arguments: Arguments) -> ClusterJob:
-    """Return the job of the command line, after checking its settings.  Raises UserError."""
+def make_job(options: argparse.Namespace, arguments: Arguments, volume: str | None = None) -> ClusterJob:
+    """Return the job for a command line, after checking its settings.  Raises UserError.
+
+    volume: mount path of the volume for runs; None if the job uses this machine's file system.
+    """
     if arguments.recipe is None:
         raise no_recipe(_USAGE, arguments.overrides)
     if arguments.nproc is not None:
-        raise setting_error("nproc", arguments.nproc, "a job takes --nodes and --gpus instead")
+        raise setting_error("nproc", arguments.nproc, "does not apply to a job; use --nodes and --gpus instead")
     config = load_config(arguments.recipe, arguments.overrides, arguments.allow_import, needs_weights=False)
     is_cpu = config.run.device == "cpu"
     gpus = (0 if is_cpu else 8) if options.gpus is None else options.gpus
-    ranks = options.ranks or gpus or 1
-    for name, value, least in (
-        ("nodes", options.nodes, 1),
-        ("gpus", gpus, 0),
-        ("ranks", ranks, 1),
-        ("cpus", options.cpus, 1),
-    ):
-        if value is not None and value < least:
-            raise setting_error(f"--{name}", value, f"must be at least {least}", least)
+    ranks = (gpus or 1) if options.ranks is None else options.ranks
+    require_at_least(1, nodes=options.nodes, ranks=options.ranks, cpus=options.cpus)
+    require_at_least(0, gpus=options.gpus)
     _seconds(options.time)
+    for option in options.option:
+        if not re.fullmatch(r"-\S.*", option):
+            raise setting_error("--option", option, "must be one option of sbatch", example="--account=mine")
     num_nodes = options.nodes or find_num_nodes(config, ranks, "cpu" if is_cpu else options.device)
     check_config(config, num_nodes * ranks, ranks)
-    has_folder = any(item.startswith("run.dir=") for item in arguments.overrides)
-    own = [] if has_folder else [f"run.dir={config.run.dir}"]
+    folder = config.run.dir if volume is None else _folder_on_volume(config.run.dir, volume)
+    others = [item for item in arguments.overrides if not item.startswith("run.dir=")]
     return ClusterJob(
         name=config.run.name,
-        arguments=[f"recipe={arguments.recipe}", *own, *arguments.overrides],
+        arguments=[f"recipe={arguments.recipe}", f"run.dir={folder}", *others],
         num_nodes=num_nodes,
         gpus=gpus,
         ranks_per_node=ranks,
@@ -274,21 +287,39 @@ def make_job(options: argparse.Namespace, arguments: Arguments) -> ClusterJob:
     )
 
 
+def require_at_least(least: int, **options: int | None) -> None:
+    """Raise UserError if one of the given options is less than `least`."""
+    for name, value in options.items():
+        if value is not None and value < least:
+            raise setting_error(f"--{name}", value, f"must be at least {least}", least)
+
+
+def _folder_on_volume(folder: str, volume: str) -> str:
+    """Return the run folder inside the volume, since other files of a container are lost when it ends.
+
+    Raises UserError for a path outside the volume.
+    """
+    path = posixpath.normpath(posixpath.join(volume, folder))
+    if not path.startswith(f"{volume.rstrip('/')}/"):
+        rule = f"is not on the volume, which is at {volume}: a restarted job would not find its files"
+        raise setting_error("run.dir", folder, rule, example=posixpath.join(volume, "runs", posixpath.basename(path)))
+    return path
+
+
 def _seconds(time: str) -> int:
-    """Return the seconds of HH:MM:SS.  Raises UserError."""
+    """Convert HH:MM:SS to seconds.  Raises UserError."""
     found = re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", time)
     if found is None:
         raise setting_error("--time", time, "must have the form HH:MM:SS", example="24:00:00")
     hours, minutes, seconds = map(int, found.groups())
-    return 3600 * hours + 60 * minutes + seconds
-
-
-def _one_word(name: str) -> str:
-    return re.sub(r"[^\w.+-]+", "-", name)
+    total = 3600 * hours + 60 * minutes + seconds
+    if total < 60:
+        raise setting_error("--time", time, "must be at least a minute", "00:01:00")
+    return total
 
 
 def _dns_label(name: str) -> str:
-    """Return the name as Kubernetes accepts it: at most 40 lower-case letters, digits and dashes."""
+    """Return a name that Kubernetes accepts: at most 40 lower-case letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-") or "run"
 
 
@@ -296,7 +327,7 @@ def _send(command: Sequence[str], text: str, program: str, fix: str) -> int:
     try:
         done = subprocess.run(command, input=text, text=True, stdout=subprocess.PIPE)
     except FileNotFoundError as error:
-        raise UserError(f"{program}: no such program here\n  to fix: {fix}") from error
+        raise UserError(f"{program}: this machine does not have the command\n  to fix: {fix}") from error
     print_stdout(done.stdout.rstrip())
     return EXIT_FINISHED if done.returncode == 0 else EXIT_FAILED
 
@@ -306,9 +337,9 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(prog="python -m trainer.submit", description=__doc__)
     parser.add_argument("where", choices=list(_SENDERS), help="slurm, k8s, or this machine")
     add_size_options(parser)
-    parser.add_argument("--image", help="on Kubernetes: the container's image")
+    parser.add_argument("--image", help="on Kubernetes: the container image")
     parser.add_argument("--claim", default="training-data", help="on Kubernetes: the volume claim with data and runs")
-    parser.add_argument("--mount", default="/data", help="on Kubernetes: where its files are (default: /data)")
+    parser.add_argument("--mount", default="/data", help="on Kubernetes: its mount path (default: /data)")
     parser.add_argument(
         "arguments", nargs="*", metavar="key=value", help="recipe=NAME and overrides, as of trainer.run"
     )
@@ -335,7 +366,14 @@ def _submit_to_kubernetes(options: argparse.Namespace, arguments: Arguments) -> 
         raise UserError(
             "--image: a job on Kubernetes needs the image to run\n  for example: --image=registry/image:tag"
         )
-    job = make_job(options, arguments)
+    if re.search(r"\s", options.image):
+        raise setting_error("--image", options.image, "must be the name of an image", example="registry/image:tag")
+    if options.claim != _dns_label(options.claim):
+        rule = "must be the name of a volume claim: lower-case letters, digits and dashes"
+        raise setting_error("--claim", options.claim, rule, example=_dns_label(options.claim))
+    if not posixpath.isabs(options.mount) or posixpath.normpath(options.mount) == "/":
+        raise setting_error("--mount", options.mount, "must be an absolute path other than /", example="/data")
+    job = make_job(options, arguments, volume=options.mount)
     text = yaml.safe_dump(job_set(job, Pod(options.image, options.claim, options.mount)), sort_keys=False, width=10_000)
     if options.dry_run:
         print_stdout(text, end="")
@@ -344,7 +382,9 @@ def _submit_to_kubernetes(options: argparse.Namespace, arguments: Arguments) -> 
 
 
 def _run_here(options: argparse.Namespace, arguments: Arguments) -> int:
-    """Run on this machine, in place of this process, so that signals and the exit code are the run's own."""
+    """Replace this process with the run, so that signals reach it and its exit code is returned."""
+    require_at_least(1, ranks=options.ranks)
+    require_at_least(0, gpus=options.gpus)
     ranks = options.ranks or options.gpus or _num_gpus_here() or 1
     if options.nodes not in (None, 1):
         raise setting_error("--nodes", options.nodes, "this machine is one node", 1)

@@ -1,13 +1,13 @@
-"""Train one run for each combination of settings, compare them, and name the best.
+"""Train one run for each combination of settings, compare them, and show the best.
 
-    meshtrainer sweep recipe=llama_small optim.lr=1e-4,3e-4,1e-3                 three runs, one after the other
+    meshtrainer sweep recipe=llama_small optim.lr=1e-4,3e-4,1e-3                 three runs in sequence
     meshtrainer sweep recipe=llama_small optim.lr=1e-4,3e-4 run.seed=1,2 --parallel 2
     meshtrainer sweep recipe=llama3_8b optim.lr=1e-4,3e-4 --slurm --nodes 2      a Slurm job array
 
-A key with several values, separated by commas, is varied; a list in brackets is one value.  The runs are folders of
---dir (default: runs/sweep).  The same command again continues: finished runs stay, the others go on from their
-checkpoints.
-The best run has the lowest loss of its last evaluation, or of its last record if there are no evaluations.
+Separate the values of a key by commas; a list in brackets is a single value.  The run folders are in --dir (default:
+runs/sweep).  Run the same command again to continue: it skips finished runs, and resumes the others from their
+checkpoints.  The best run has the lowest loss in its last evaluation, or in its last record if there are no
+evaluations.
 """
 
 from __future__ import annotations
@@ -45,13 +45,15 @@ from trainer.lifecycle.folder import read_status
 from trainer.recipe import add_working_folder_to_path
 from trainer.runs import RunSummary, summarize, table_of
 from trainer.stopping import leave_signals_to_handlers
-from trainer.submit import ClusterJob, add_size_options, batch_file, make_job, send_to_slurm
+from trainer.submit import ClusterJob, add_size_options, batch_file, make_job, require_at_least, send_to_slurm
 
 SWEEP = "sweep.json"
 """File in the sweep's folder with its settings and runs."""
 REPORT = "report.html"
 _MAX_RUNS = 1000
-_LOOK_S = 0.5
+_POLL_S = 0.5
+_MAX_NAME = 150
+"""Maximum number of characters in a run's name."""
 
 
 @dataclass
@@ -60,7 +62,7 @@ class Trial:
 
     folder: Path
     setting: tuple[str, ...]
-    """The overrides in which it differs from the other runs."""
+    """The overrides that distinguish it from the other runs."""
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     @property
@@ -69,12 +71,13 @@ class Trial:
 
     @property
     def output(self) -> Path:
-        """What the run prints.  Its processes hold a lock on the file, which tells a restarted sweep that they live."""
+        """The file with the run's output.  The run's processes hold a lock on it, by which a restarted sweep can see
+        that they are still alive."""
         return self.folder / "output.log"
 
     @property
     def is_active(self) -> bool:
-        """True while it trains: started here, or by an earlier attempt of the sweep that was killed."""
+        """True while it trains, whether this process started it or an earlier attempt of the sweep did."""
         if self.process is not None and self.process.poll() is None:
             return True
         return self.process is None and _is_locked(self.output)
@@ -93,7 +96,7 @@ def _is_locked(path: Path) -> bool:
 
 @dataclass
 class Sweep:
-    """The runs of a sweep, in the order in which they are started."""
+    """The runs of a sweep, in their order of execution."""
 
     folder: Path
     recipe: str
@@ -105,7 +108,7 @@ class Sweep:
         return [*self.fixed, *trial.setting, f"run.name={trial.folder.name}", f"run.dir={trial.folder}"]
 
     def write(self) -> None:
-        """Store what the sweep is, so that another one in the same folder is refused."""
+        """Store the sweep's description, by which a different sweep in the same folder is detected."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / SWEEP, json.dumps(self.described(), indent=1) + "\n")
 
@@ -115,7 +118,7 @@ class Sweep:
 
 
 def make_sweep(arguments: Arguments, folder: Path) -> Sweep:
-    """Return the sweep of a command line.  Raises UserError if no key has several values, or too many have."""
+    """Return the sweep for a command line.  Raises UserError if there is only one combination, or too many."""
     if arguments.recipe is None:
         raise no_recipe("usage: meshtrainer sweep recipe=NAME section.key=value,value,... ", arguments.overrides)
     fixed, axes = [], dict[str, list[str]]()
@@ -123,7 +126,7 @@ def make_sweep(arguments: Arguments, folder: Path) -> Sweep:
         key, _, text = override.partition("=")
         values = split_values(text)
         if key in ("run.dir", "run.name"):
-            raise setting_error(key, text, "each run of a sweep has its own", fix=f"use --dir (now {folder})")
+            raise setting_error(key, text, "differs for each run of a sweep", fix=f"use --dir (now {folder})")
         if len(values) == 1:
             fixed.append(override)
         else:
@@ -136,12 +139,13 @@ def make_sweep(arguments: Arguments, folder: Path) -> Sweep:
         for values in itertools.product(*axes.values())
     ]
     if len(settings) > _MAX_RUNS:
-        raise setting_error("sweep", len(settings), f"is more than {_MAX_RUNS} runs", _MAX_RUNS)
-    return Sweep(folder, arguments.recipe, fixed, [Trial(folder / name_of(one), one) for one in settings])
+        raise setting_error("sweep", len(settings), f"must be at most {_MAX_RUNS} runs", _MAX_RUNS)
+    trials = [Trial(folder / name, one) for name, one in zip(names_of(settings), settings, strict=True)]
+    return Sweep(folder, arguments.recipe, fixed, trials)
 
 
 def split_values(text: str) -> list[str]:
-    """Split the text of a value at commas outside brackets, braces and quotes: `1e-4,3e-4`, but not `[1,2]`."""
+    """Split a value at commas outside brackets, braces and quotes: `1e-4,3e-4`, but not `[1,2]`."""
     values, depth, quote = [""], 0, ""
     for char in text:
         if quote:
@@ -156,8 +160,21 @@ def split_values(text: str) -> list[str]:
     return values if all(value.strip() for value in values) else [text]
 
 
+def names_of(settings: Sequence[Sequence[str]]) -> list[str]:
+    """Return a folder name for each run.  The names are unique, and short enough for a file system."""
+    names: list[str] = []
+    for setting in settings:
+        name = plain = name_of(setting)[:_MAX_NAME].rstrip(",.-")
+        number = 1
+        while name in names:
+            number += 1
+            name = f"{plain}-{number}"
+        names.append(name)
+    return names
+
+
 def name_of(setting: Sequence[str]) -> str:
-    """Return the folder's name of a run: the last part of each key with its value, `lr=3e-4,seed=1`."""
+    """Return the folder name of a run: the last part of each key with its value, `lr=3e-4,seed=1`."""
     parts = []
     for override in setting:
         key, _, value = override.partition("=")
@@ -172,7 +189,7 @@ def name_of(setting: Sequence[str]) -> str:
 class Supervisor:
     """Trains the runs of a sweep on this machine, `parallel` at a time.
 
-    A signal is passed on to the runs, which save and exit; the sweep then ends with 75 and can be started again.
+    Forwards signals to the runs, which save and exit.  The sweep then exits with 75 and can be started again.
     """
 
     def __init__(self, sweep: Sweep, parallel: int, nproc: int | None) -> None:
@@ -195,7 +212,7 @@ class Supervisor:
                     self._note_end(trial, waiting)
                 while waiting and len(active) < self._parallel and not self._is_stopping:
                     active.append(self._start(waiting.pop(0)))
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -204,7 +221,7 @@ class Supervisor:
         return EXIT_STOPPED if self._num_stopped or self._is_stopping else EXIT_FINISHED
 
     def _start(self, trial: Trial) -> Trial:
-        """Start a run, unless an earlier attempt of the sweep has left it training."""
+        """Start a run, unless one from an earlier attempt of the sweep is still training."""
         if trial.is_active:
             print_stdout(f"{trial.folder.name}: is already training")
             return trial
@@ -213,7 +230,7 @@ class Supervisor:
         command += [f"nproc={self._nproc}"] if self._nproc else []
         with open(trial.output, "ab") as output:
             fcntl.flock(output, fcntl.LOCK_EX)
-            # A session of its own: Ctrl-C reaches it through this process, once.
+            # In a new session, so that Ctrl-C reaches the run only once, through this process.
             trial.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
@@ -221,7 +238,7 @@ class Supervisor:
         return trial
 
     def _note_end(self, trial: Trial, waiting: list[Trial]) -> None:
-        """Note how a run ended; one that an earlier attempt of the sweep left training may have to be started again."""
+        """Record how a run ended.  Queue it again if an earlier sweep process started it and it is unfinished."""
         state = trial.state
         if trial.process is None:
             if state != "finished":
@@ -240,7 +257,7 @@ class Supervisor:
     def _stop(self, number: int, frame: FrameType | None) -> None:
         if not self._is_stopping:
             self._is_stopping = True
-            print_stderr(f"{signal.Signals(number).name}: the runs save and stop; the same command continues")
+            print_stderr(f"{signal.Signals(number).name}: the runs save and stop; run the same command to continue")
         for trial in self._sweep.trials:
             if trial.process is not None and trial.process.poll() is None:
                 trial.process.send_signal(signal.SIGTERM)
@@ -251,7 +268,7 @@ class Supervisor:
 
 
 def array_file(sweep: Sweep, job: ClusterJob, parallel: int | None) -> str:
-    """Return the batch file of a Slurm job array with one job for each run.  job: any of them."""
+    """Return the batch file of a Slurm job array with one task per run.  job: the job of any of the runs."""
     settings = [shlex.join([*trial.setting, f"run.name={trial.folder.name}"]) for trial in sweep.trials]
     setup = [
         f"FOLDERS=({shlex.join(str(trial.folder) for trial in sweep.trials)})",
@@ -269,7 +286,7 @@ def array_file(sweep: Sweep, job: ClusterJob, parallel: int | None) -> str:
 
 
 def find_best(runs: Sequence[RunSummary]) -> RunSummary | None:
-    """Return the finished run with the lowest loss, of evaluations if all have them; None if none has finished."""
+    """Return the finished run with the lowest loss: in evaluation if all have evaluated, else in training."""
     done = [run for run in runs if run.state == "finished" and score_of(run) is not None]
     if any(run.eval_loss is None for run in done):
         return min(done, key=lambda run: run.loss if run.loss is not None else float("inf"), default=None)
@@ -277,15 +294,18 @@ def find_best(runs: Sequence[RunSummary]) -> RunSummary | None:
 
 
 def score_of(run: RunSummary) -> float | None:
-    """Return the loss by which a run is compared, or None if it has none yet."""
+    """Return the loss to compare a run by, or None if it has none yet."""
     return run.eval_loss if run.eval_loss is not None else run.loss
 
 
-def show_outcome(sweep: Sweep) -> None:
-    """Print the table of the runs and the best one, and write the report that compares them."""
+def show_outcome(sweep: Sweep) -> bool:
+    """Print a table of the runs and the best one, and write a report that compares them.
+
+    Returns False if no run has started.
+    """
     runs = [summarize(trial.folder) for trial in sweep.trials if (trial.folder / "metrics.jsonl").exists()]
     if not runs:
-        return
+        return False
     best = find_best(runs)
     scores = {run.folder: math.inf if (score := score_of(run)) is None else score for run in runs}
     ordered = sorted(runs, key=lambda run: (run.state != "finished", scores[run.folder]))
@@ -299,13 +319,14 @@ def show_outcome(sweep: Sweep) -> None:
         print_stderr(f"warning: no report could be written: {made.stderr.strip()}")
     if best is not None:
         print_stdout(f"best: {Path(best.folder).name}, loss {score_of(best):.4f}: {best.folder}")
+    return True
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = CommandParser(prog="python -m trainer.sweep", description=__doc__)
     parser.add_argument("--dir", default="runs/sweep", help="folder for the runs (default: runs/sweep)")
-    parser.add_argument("--parallel", type=int, metavar="N", help="runs at a time (default: 1; on Slurm: all)")
+    parser.add_argument("--parallel", type=int, metavar="N", help="runs at the same time (default: 1; on Slurm: all)")
     parser.add_argument("--slurm", action="store_true", help="submit a Slurm job array instead of training here")
     parser.add_argument("--report", action="store_true", help="only compare the runs as they are now")
     add_size_options(parser)
@@ -317,8 +338,10 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse_another(sweep: Sweep) -> None:
-    """Raise UserError if another sweep is in the folder, so that its runs are not mixed with these."""
+    """Raise UserError if the folder belongs to a different sweep, so that their runs do not mix."""
     path = sweep.folder / SWEEP
+    if sweep.folder.exists() and not sweep.folder.is_dir():
+        raise setting_error("--dir", sweep.folder, "is a file, not a folder", example="runs/sweep")
     try:
         stored = json.loads(path.read_text())
     except FileNotFoundError:
@@ -328,24 +351,24 @@ def _refuse_another(sweep: Sweep) -> None:
             "--dir", sweep.folder, f"its {SWEEP} cannot be read ({error})", fix="use another --dir"
         ) from error
     if stored != sweep.described():
-        rule = f"holds another sweep, see {path}"
+        rule = f"belongs to a different sweep, see {path}"
         raise setting_error("--dir", sweep.folder, rule, example=f"{sweep.folder}-2")
 
 
 def _sweep(options: argparse.Namespace, words: Sequence[str]) -> int:
     add_working_folder_to_path()
     arguments = parse(words)
-    if options.parallel is not None and options.parallel < 1:
-        raise setting_error("--parallel", options.parallel, "must be at least 1", 1)
+    require_at_least(1, parallel=options.parallel)
     sweep = make_sweep(arguments, Path(options.dir))
     _refuse_another(sweep)
-    for trial in sweep.trials:  # a mistake in any run is found before the first one starts
+    for trial in sweep.trials:  # check all runs before the first one starts
         config = load_config(sweep.recipe, sweep.overrides(trial), arguments.allow_import)
         if not options.slurm:  # a job's number of ranks is checked by `make_job`
             ranks = arguments.nproc or 1
             check_config(config, ranks, ranks)
     if options.report:
-        show_outcome(sweep)
+        if not show_outcome(sweep):
+            raise setting_error("--dir", sweep.folder, "has no run of this sweep yet", fix="start it without --report")
         return EXIT_FINISHED
     if options.slurm:
         job = make_job(options, Arguments(sweep.recipe, sweep.overrides(sweep.trials[0])))

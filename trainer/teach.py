@@ -1,57 +1,47 @@
-"""Writes a teacher's log-probabilities to files, so that distillation needs no teacher in memory.
+"""Write a teacher's log-probabilities to files, so that distillation needs no teacher in memory.
 
-usage: python -m trainer.teach recipe=distill objective.teacher=MODEL [section.key=value ...] --out FOLDER [--top K]
+    python -m trainer.teach recipe=distill objective.teacher=MODEL [section.key=value ...] --out FOLDER [--top K]
 
-  --out FOLDER   where to write; give it to the run as objective.teacher=FOLDER
-  --top K        how many of the most likely next tokens to write for each token (default: 64); 8 bytes each
-
-The settings are those of the run: its data and data.seq_len.  Exit codes: 0, 2 for a user error, 1 for a failure.
+Give the same data and data.seq_len as for the run, and the folder to the run as objective.teacher=FOLDER.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.config import load_config
-from trainer.config.command_line import split_allow_import
-from trainer.errors import EXIT_FINISHED, UserError, print_stdout, run_command, setting_error
+from trainer.errors import EXIT_FINISHED, CommandParser, print_stdout, run_command, setting_error
 from trainer.recipe import add_working_folder_to_path
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
+    parser = CommandParser(prog="python -m trainer.teach", description=__doc__)
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="the run's settings (default: recipe=distill)")
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="where to write: a new folder")
+    parser.add_argument(
+        "--top", type=int, default=64, metavar="K", help="most likely next tokens to write, 8 bytes each (default: 64)"
+    )
+    parser.add_allow_import()
+    options = parser.parse_intermixed_args(argv)
     add_working_folder_to_path()
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or {"--help", "-h"} & set(arguments):
-        print_stdout(__doc__ or "")
-        return EXIT_FINISHED
-    return run_command(lambda: _teach(arguments))
+    return run_command(lambda: _teach(options))
 
 
-def _teach(arguments: Sequence[str]) -> int:
-    words, allow_import = split_allow_import(arguments)
-    options, overrides, recipe = {"--out": "", "--top": "64"}, list[str](), "distill"
-    rest = iter(words)
-    for word in rest:
-        name, equals, value = word.partition("=")
-        if name in options:
-            options[name] = value if equals else next(rest, "")
-        elif name == "recipe":
-            recipe = value
-        else:
-            overrides.append(word)
-    if not options["--out"]:
-        raise UserError("--out FOLDER is missing\n  for example: --out top64")
-    if not options["--top"].isdecimal() or not int(options["--top"]):
-        raise setting_error("--top", options["--top"], "must be a whole number of at least 1", 64)
-    config = load_config(recipe, overrides, allow_import)
+def _teach(options: argparse.Namespace) -> int:
+    if options.top < 1:
+        raise setting_error("--top", options.top, "must be at least 1", 1)
+    recipes = [item.partition("=")[2] for item in options.settings if item.startswith("recipe=")]
+    overrides = [item for item in options.settings if not item.startswith("recipe=")]
+    config = load_config(recipes[-1] if recipes else "distill", overrides, options.allow_import)
 
     from trainer.distillation import write_top_logps  # imports torch
 
-    num_samples = write_top_logps(config, Path(options["--out"]), int(options["--top"]))
-    print_stdout(f"{options['--out']}: {num_samples:,} samples; train with objective.teacher={options['--out']}")
+    num_samples = write_top_logps(config, Path(options.out), options.top)
+    print_stdout(f"{options.out}: {num_samples:,} samples; train with objective.teacher={options.out}")
     return EXIT_FINISHED
 
 

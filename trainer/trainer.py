@@ -60,6 +60,11 @@ class Trainer:
         start_time = time.monotonic()
         self.recipe = config.recipe
         self.world = World(config)
+        with self.world.left_if_refused():
+            self._build(config, start_time)
+
+    def _build(self, config: RunConfig, start_time: float) -> None:
+        """Build all parts of the run, in the order in which they need each other.  Collective."""
         check_same_run(self.world, config, type(self), self.exempt_from_selfcheck())
         self.shape = check_shape(self.world, config)
         self.config, self.plan_choice = resolve_auto(resolve_from_data(config), self.shape, self.world)
@@ -187,7 +192,7 @@ class Trainer:
         Collectives: one small CPU all-reduce; FSDP's own with one gradient reduction, or that reduction alone with one
         shard; a scalar all-reduce of the loss, and with several shards one of the norm; those of the optimizer (Muon),
         and of a model with experts or split sequences.  The host never waits for the device, unless parameters are
-        offloaded to it.
+        offloaded to it, or ranks exchange tokens (`mesh.expert_method=exchange`).
         """
         counts = [(self.count(batch), count_targets(batch["targets"])) for batch in micro_batches]
         count, num_targets = self.step_sync.all_reduce(*map(sum, zip(*counts, strict=True)))

@@ -1,11 +1,11 @@
-"""Check that a model trains the same way at every width: the coordinate check of muP.
+"""Check that a model trains alike at every width, with muP's coordinate check.
 
     python -m trainer.widths recipe=llama_small \\
         optim.base_model='{dim: 48, num_heads: 2, num_kv_heads: 2, ffn_dim: 128}'
 
 Trains the model at each width for a few steps, with optim.base_model and without it, and writes a page that shows the
-mean size of the activations behind each layer, before and after.  Layers whose activations grow with width need another
-learning rate at each width.  Exit code 1 if some do with optim.base_model.
+mean size of each layer's output activations, before and after.  Where activations grow with width, each width needs a
+different learning rate.  Exits with 1 if they grow even with optim.base_model.
 
 Source: Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, appendix D.1.
 """
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 MAX_EXPONENT = 0.3
-"""Largest power of the width with which activations may grow.  Without muP, the first widths show 0.5 and more."""
+"""Activations may grow with at most this power of the width.  Without muP, the exponent is 0.5 and more."""
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
@@ -96,7 +96,7 @@ def _answer(chosen: argparse.Namespace) -> int:
     if not curves[0].exponent(layer) <= MAX_EXPONENT:  # also if it is not a number
         grown = f"width^{curves[0].exponent(layer):+.2f}"
         print_stderr(
-            f"activations behind {layer} grow as {grown} with optim.base_model: its rate will not fit other widths"
+            f"the activations of {layer} grow as {grown} with optim.base_model: its learning rate will not transfer"
         )
         return EXIT_FAILED
     return EXIT_FINISHED
@@ -138,7 +138,7 @@ def _measure(config: RunConfig, base: dict[str, int], factors: Sequence[int]) ->
 
 
 def _train(config: RunConfig) -> tuple[dict[str, float], dict[str, float]]:
-    """Train one model; return the mean size of the activations behind each unit, before and after the steps."""
+    """Train one model; return the mean size of each unit's output activations before and after the steps."""
     from trainer.trainer import Trainer
 
     trainer = Trainer(config)

@@ -14,41 +14,41 @@ class DeepseekV3Config(BalanceConfig):
 
     balance_rate: float = declare(
         0.0,
-        "how far the bias on the choice of an expert moves after each step, to even out the load; 0: it stays as it is",
+        "change of each expert's bias after a step, to even out the load of experts; 0: constant biases",
         at_least=0,
         free=True,
     )
     vocab_size: int = declare(257, "size of the vocabulary", at_least=1, at_most=2**31 - 1)
     dim: int = declare(192, "width of the residual stream", at_least=1, at_most=2**20)
     num_layers: int = declare(4, "transformer blocks", at_least=1, at_most=2**16)
-    num_dense_layers: int = declare(1, "the first blocks, which have no experts", at_least=0)
+    num_dense_layers: int = declare(1, "number of first blocks without experts", at_least=0)
     num_heads: int = declare(6, "attention heads", at_least=1, at_most=2**16)
-    q_rank: int | None = declare(96, "width of the latents of queries; null: queries have none", at_least=1)
-    kv_rank: int = declare(64, "width of the latents of keys and values", at_least=1)
-    nope_dim: int = declare(32, "width of the part of each query and key without position", at_least=1)
-    rope_dim: int = declare(16, "width of the part with rotary position embedding", at_least=2)
+    q_rank: int | None = declare(96, "width of the query latents; null: queries are not compressed", at_least=1)
+    kv_rank: int = declare(64, "width of the key and value latents", at_least=1)
+    nope_dim: int = declare(32, "part of each query and key head without position", at_least=1)
+    rope_dim: int = declare(16, "part of each query and key head with rotary position embedding", at_least=2)
     value_dim: int = declare(32, "width of each head's values", at_least=1)
     ffn_dim: int = declare(512, "hidden width of the feed-forward layer of blocks without experts", at_least=1)
     expert_dim: int = declare(96, "hidden width of an expert", at_least=1, at_most=2**24)
-    num_experts: int = declare(16, "experts per layer, besides shared ones", at_least=1, at_most=2**16)
-    num_chosen: int = declare(4, "experts that process each token, besides shared ones", at_least=1)
-    num_shared: int = declare(1, "experts that process every token", at_least=1)
-    num_groups: int = declare(4, "groups of experts, of which each token chooses a few first; 1: no groups", at_least=1)
-    num_chosen_groups: int = declare(2, "groups whose experts a token can choose", at_least=1)
+    num_experts: int = declare(16, "routed experts per layer", at_least=1, at_most=2**16)
+    num_chosen: int = declare(4, "routed experts that process each token", at_least=1)
+    num_shared: int = declare(1, "shared experts, which process every token", at_least=1)
+    num_groups: int = declare(4, "groups of experts; each token first chooses groups; 1: no groups", at_least=1)
+    num_chosen_groups: int = declare(2, "groups that each token chooses experts from", at_least=1)
     normalize_chosen: bool = declare(True, "scale the weights of a token's experts to sum to 1")
-    route_scale: float = declare(2.5, "factor of these weights", above=0)
+    route_scale: float = declare(2.5, "factor of the weights of a token's experts", above=0)
     max_seq_len: int = declare(163840, "maximum sequence length", at_least=1)
     rope_theta: float = declare(10000.0, "base of the rotary frequencies", above=1)
-    rope_neighbours: bool = declare(True, "rotate pairs of neighbours, not pairs half a head apart")
-    rope_factor: float = declare(40.0, "YaRN: how many times longer sequences can be; 1: not scaled", at_least=1)
+    rope_neighbours: bool = declare(True, "rotate pairs of adjacent dimensions, not pairs half a head apart")
+    rope_factor: float = declare(40.0, "YaRN: factor by which the context is extended; 1: no scaling", at_least=1)
     rope_original_len: int = declare(4096, "YaRN: sequence length without scaling", at_least=1)
     rope_beta_fast: float = declare(32.0, "YaRN: pairs that turn this often in that length are not scaled", above=0)
     rope_beta_slow: float = declare(1.0, "YaRN: pairs that turn less often are scaled by the whole factor", above=0)
     rope_mscale: float = declare(
-        1.0, "YaRN: how far the magnitude of rotated pairs grows; 0: as YaRN has it", at_least=0
+        1.0, "YaRN: coefficient of the magnitude of rotated pairs; 0: YaRN's default", at_least=0
     )
     rope_mscale_all_dim: float = declare(
-        1.0, "YaRN: how far the scores of whole heads grow, instead of the rotated pairs; 0: not at all", at_least=0
+        1.0, "YaRN: coefficient of the scale of all scores, instead of the rotated pairs; 0: no scale", at_least=0
     )
     norm_eps: float = declare(1e-6, "epsilon of RMSNorm, except for latents (1e-6)", above=0)
     tie_embeddings: bool = declare(False, "share weights between the embedding and the output head")
@@ -56,7 +56,7 @@ class DeepseekV3Config(BalanceConfig):
 
     @property
     def head_dim(self) -> int:
-        """Width of each query and key."""
+        """Width of each query and key head."""
         return self.nope_dim + self.rope_dim
 
 

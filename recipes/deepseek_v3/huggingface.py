@@ -1,7 +1,7 @@
 """The mapping between DeepSeek-V3 and its Hugging Face counterpart.
 
-Published folders hold the matrices in fp8, which are dequantized when they are read, and a block for multi-token
-prediction after the last one, which is left out.
+Published folders contain the matrices in fp8, which are dequantized while reading, and an additional last block for
+multi-token prediction, which is ignored.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def left_out(config: DeepseekV3Config) -> dict[str, str]:
-    """Return the beginning of the names of the tensors of multi-token prediction."""
+    """Return the name prefix of the tensors for multi-token prediction, and what messages call them."""
     return {f"model.layers.{config.num_layers}.": "its multi-token prediction"}
 
 

@@ -1,1 +1,1 @@
-"""The old place of the Trainer for `train.objective=dpo`, which is now `trainer.objective_trainer`."""
+"""The former location of the Trainer for `train.objective=dpo`, which is now `trainer.objective_trainer`."""

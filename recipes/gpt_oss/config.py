@@ -22,7 +22,7 @@ class GptOssConfig(BalanceConfig):
     head_dim: int = declare(32, "width of each head; need not equal dim / num_heads", at_least=2, at_most=2**16)
     window: int = declare(
         128,
-        "tokens that layers 0, 2, 4, ... attend to, with the token itself; the other layers attend to all",
+        "sliding window of layers 0, 2, 4, ... in tokens, including the current one; other layers attend to all tokens",
         at_least=1,
     )
     expert_dim: int = declare(192, "hidden width of an expert", at_least=1, at_most=2**24)
@@ -32,11 +32,11 @@ class GptOssConfig(BalanceConfig):
     swiglu_limit: float = declare(7.0, "magnitude at which an expert's gate and its input are clamped", above=0)
     max_seq_len: int = declare(131072, "maximum sequence length", at_least=1)
     rope_theta: float = declare(150000.0, "base of the rotary frequencies", above=1)
-    rope_factor: float = declare(32.0, "YaRN: how many times longer sequences can be; 1: not scaled", at_least=1)
+    rope_factor: float = declare(32.0, "YaRN: factor by which the context is extended; 1: no scaling", at_least=1)
     rope_original_len: int = declare(4096, "YaRN: sequence length without scaling", at_least=1)
     rope_beta_fast: float = declare(32.0, "YaRN: pairs that turn this often in that length are not scaled", above=0)
     rope_beta_slow: float = declare(1.0, "YaRN: pairs that turn less often are scaled by the whole factor", above=0)
-    rope_truncate: bool = declare(False, "YaRN: round the range of pairs in between to whole pairs")
+    rope_truncate: bool = declare(False, "YaRN: round the bounds of the interpolated pairs to whole numbers")
     norm_eps: float = declare(1e-5, "epsilon of RMSNorm", above=0)
     tie_embeddings: bool = declare(False, "share weights between the embedding and the output head")
     init_std: float = declare(0.02, "standard deviation of the initial weights", above=0)

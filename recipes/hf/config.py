@@ -33,7 +33,7 @@ class HfConfig:
         free=True,
     )
     config: dict[str, Any] = field(
-        default_factory=dict, metadata={"meaning": "what config.json says; found in the folder, not to be given"}
+        default_factory=dict, metadata={"meaning": "the content of config.json; read from the folder, not a setting"}
     )
 
     @property
@@ -92,8 +92,8 @@ def resolve(config: HfConfig) -> HfConfig:
     check_readable({key: value for key, value in content.items() if key != "auto_map"})
     if config.config and config.config != content:
         changed_keys = [key for key in {**content, **config.config} if content.get(key) != config.config.get(key)]
-        rule = f"{folder / CONFIG} has other entries than model.config: {', '.join(changed_keys)}"
-        raise setting_error("model.path", config.path, rule, fix="model.config={} takes those of the folder")
+        rule = f"{folder / CONFIG} differs from model.config: {', '.join(changed_keys)}"
+        raise setting_error("model.path", config.path, rule, fix="set model.config={} to use the entries of the folder")
     fresh = config.fresh or has_config_only(folder)
     if not fresh:
         check_headers(folder, "model.path")
@@ -103,7 +103,7 @@ def resolve(config: HfConfig) -> HfConfig:
 def check(config: HfConfig) -> None:
     """Raise UserError if transformers 5 or later is missing, or if the configuration was not read from a folder."""
     if not config.config:
-        rule = "nothing is known of the model: load_config reads it from the folder"
+        rule = "the model's config.json has not been read; use load_config"
         raise setting_error("model.path", config.path or None, rule, example="models/Qwen3-8B")
     try:
         version = importlib.metadata.version("transformers")

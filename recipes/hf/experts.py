@@ -1,8 +1,8 @@
-"""The experts of transformers' mixtures, computed through `trainer.experts`.
+"""Computes the experts of transformers' mixture-of-experts models through `trainer.experts`.
 
-Most of the library's mixtures have one module for the stacked experts of a layer, which is called with tokens, the
-experts of each and their weights, and whose class declares how these are computed (`use_experts_implementation`).  Such
-a module takes part in expert parallelism (`mesh.expert`), and its matrices can have adapters (`lora.targets`).
+In most of the library's mixtures, one module holds the stacked experts of a layer.  It is called with tokens, their
+experts and weights, and its class declares the layout of the experts (`use_experts_implementation`).  Such a module
+supports expert parallelism (`mesh.expert`), and its matrices can have adapters (`lora.targets`).
 Source: transformers, integrations/moe.py.
 """
 
@@ -18,7 +18,7 @@ from trainer.experts import grouped_bias, mix, products
 
 
 def dispatch_experts(model: nn.Module) -> None:
-    """Let the modules of experts in `model` that declare how they are computed be computed by `trainer.experts`."""
+    """Make `trainer.experts` compute the expert modules in `model` that declare their layout."""
     module: Any
     for module in model.modules():
         if _is_declared(module):
@@ -29,7 +29,7 @@ def dispatch_experts(model: nn.Module) -> None:
 
 
 def expert_modules(model: nn.Module) -> list[str]:
-    """Return the names of the modules of experts that `trainer.experts` computes."""
+    """Return the names of the expert modules that `trainer.experts` computes."""
     return [name for name, module in model.named_modules() if "matrices" in vars(module)]
 
 
@@ -38,7 +38,7 @@ def _first_matrix(module: Any) -> str:
 
 
 def _is_declared(module: Any) -> bool:
-    """Return whether the class of a module declares its experts, and they have no parameters but those declared."""
+    """Return whether a module's class declares the layout of experts, and the module has no other parameters."""
     flags = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated", "num_experts")
     if not all(hasattr(module, flag) for flag in flags) or module.has_post_expert_norm:
         return False
@@ -57,7 +57,8 @@ def _dispatched(library: Any) -> Any:
     ) -> torch.Tensor:
         """Return the outputs for tokens (S, D), their experts (S, A) and weights (S, A), as the library does.
 
-        Without weights, return those for rows in the order of experts, and where the rows of each end: see `mix`.
+        Without weights: `hidden_states` are rows (M, D) sorted by expert, and `top_k_index` the end of each expert's
+        rows (E,), as `mix` passes them.
         """
         if top_k_weights is None:
             return _outputs(self, hidden_states, top_k_index)

@@ -35,7 +35,7 @@ from transformers.core_model_loading import (
 )
 
 from trainer.errors import setting_error
-from trainer.model.head import is_score, replace_output
+from trainer.model.head import ScoreHead, is_score
 from trainer.recipe import WeightSource
 from trainer.weights.sources import SafetensorsFolder, find_weights
 
@@ -56,7 +56,8 @@ def as_stored(config: HfConfig, source: WeightSource) -> WeightSource:
     with torch.device("meta"):
         model = build(config)
         if heads := [shape for name, shape in source.shapes.items() if is_score(name)]:
-            replace_output(model, output_projection(config, model), heads[0][0])
+            num_outputs, width = heads[0]
+            model.set_submodule(output_projection(config, model), ScoreHead(width, num_outputs, torch.float32))
     # Skip the conversions that only older files need, and prefixes that are optional in files.
     table = get_model_conversion_mapping(model, add_legacy=False)
     reversed_table = [entry.reverse_transform() for entry in reversed(table) if not isinstance(entry, PrefixChange)]

@@ -14,10 +14,12 @@ from trainer.recipe import Recipe, register
 
 
 def flops(config: Qwen3NextConfig, seq_len: float) -> float:
-    """Return the model's FLOPs per token, forward plus backward: 6 per active matrix weight, plus what mixes tokens.
+    """Return model FLOPs per token of forward and backward: 6 per active matrix weight, attention and the delta rule.
 
-    Of causal attention, half of both products counts.  Of the delta rule, that each token reads the state with its key,
-    writes to it and reads it with its query: the recurrence itself, without the products that chunks add.
+    Causal attention counts as half of both products.  The delta rule counts as its recurrence, in which each token
+    reads the state with its key, writes to it, and reads it with its query; products that chunked computation adds do
+    not count.
+
     seq_len: the mean number of tokens that attention spans, which need not be an integer.
     """
     num_attention = config.num_layers // config.attention_every

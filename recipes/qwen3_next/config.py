@@ -23,12 +23,12 @@ class Qwen3NextConfig(BalanceConfig):
     num_heads: int = declare(4, "query heads", at_least=1, at_most=2**16)
     num_kv_heads: int = declare(2, "key and value heads (grouped-query attention)", at_least=1)
     head_dim: int = declare(64, "width of each head; need not equal dim / num_heads", at_least=2, at_most=2**16)
-    rotary_dim: int = declare(16, "part of each head that RoPE turns", at_least=2, at_most=2**16)
+    rotary_dim: int = declare(16, "dimensions of each head that RoPE rotates", at_least=2, at_most=2**16)
     delta_heads: int = declare(8, "value heads of the delta rule, each with a state", at_least=1, at_most=2**16)
     delta_key_heads: int = declare(4, "query and key heads of the delta rule", at_least=1)
-    delta_key_dim: int = declare(32, "width of its queries and keys", at_least=1, at_most=2**16)
-    delta_value_dim: int = declare(32, "width of its values", at_least=1, at_most=2**16)
-    conv_width: int = declare(4, "tokens that its convolution sees", at_least=2, at_most=2**10)
+    delta_key_dim: int = declare(32, "width of the delta rule's queries and keys", at_least=1, at_most=2**16)
+    delta_value_dim: int = declare(32, "width of the delta rule's values", at_least=1, at_most=2**16)
+    conv_width: int = declare(4, "width of the delta rule's causal convolution, in tokens", at_least=2, at_most=2**10)
     expert_dim: int = declare(128, "hidden width of an expert", at_least=1, at_most=2**24)
     shared_dim: int = declare(128, "hidden width of the shared expert", at_least=1, at_most=2**24)
     num_experts: int = declare(8, "experts per layer", at_least=1, at_most=2**16)
@@ -51,7 +51,7 @@ def check(config: Qwen3NextConfig) -> None:
     if config.delta_heads % config.delta_key_heads:
         legal = [n for n in range(1, config.delta_heads + 1) if config.delta_heads % n == 0]
         best = min(legal, key=lambda n: abs(n - config.delta_key_heads))
-        rule = f"must divide model.delta_heads={config.delta_heads}: each key head serves as many value heads"
+        rule = f"must divide model.delta_heads={config.delta_heads}: key heads serve equal numbers of value heads"
         raise setting_error("model.delta_key_heads", config.delta_key_heads, rule, best)
     if config.num_chosen > config.num_experts:
         rule = f"must be at most model.num_experts={config.num_experts}"

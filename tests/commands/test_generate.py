@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.model.test_native_models import KINDS, write_theirs
 from tests.weights.test_huggingface import MODELS, build, load_there
@@ -352,7 +353,45 @@ def test_file_of_prompts_is_answered_in_order_and_resumed(tmp_path: Path, capsys
     lines = said(capsys, folder, "--prompts", plain, "--max-tokens", 9).splitlines()
     assert [json.loads(line)["completion"] for line in lines] == [answer["completion"] for answer in printed[:2]]
     assert generate.command_line([str(folder), "--prompts", str(plain), "--out", str(out)]) == 2
-    assert "its line 1 is not the answer to prompt 1 of" in capsys.readouterr().err
+    assert "line 1 is not the answer to prompt 1 of" in capsys.readouterr().err
+
+
+def test_answers_of_another_model_or_of_other_settings_are_not_continued(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tokenizers")
+    folder, prompts, out = speaking(tmp_path / "folder"), tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    prompts.write_text("w1\nw2\n")
+    own = ["--prompts", prompts, "--out", out, "--max-tokens", 3]
+    said(capsys, folder, *own, "--temperature", 0.5)
+    line, _ = written = out.read_text().splitlines(keepends=True)
+    moved = tmp_path / "moved"
+    folder.rename(moved)
+    out.write_text(line + "{")
+    said(capsys, moved, *own, "--temperature", 0.5, "--batch", 1)
+    assert out.read_text() == "".join(written), "the same weights in another place continue it"
+    other = speaking(tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 0] += 1e-3
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    for arguments, message in (
+        ([other, *own, "--temperature", 0.5], f"has answers of other weights: those of {folder} when it was begun"),
+        (
+            [moved, *own, "--temperature", 0.7],
+            "was begun with other settings: temperature 0.5, now 0.7\n  to fix: give",
+        ),
+        ([moved, *own, "--seed", 3], "temperature 0.5, now 0.8; seed 0, now 3"),
+        ([moved, *own[:-1], 4, "--greedy"], "max_tokens 3, now 4"),
+    ):
+        for content in (line, "".join(written)):  # unfinished and finished
+            out.write_text(content)
+            assert generate.command_line([*map(str, arguments)]) == 2
+            assert f"--out={out}: " in (shown := capsys.readouterr().err)
+            assert message in shown
+            assert out.read_text() == content
+    (tmp_path / "out.jsonl.made_by").unlink()
+    assert generate.command_line([*map(str, (moved, *own))]) == 2
+    assert "has answers, but out.jsonl.made_by, which says what made them, cannot be read" in capsys.readouterr().err
 
 
 def test_files_that_are_no_answers_are_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -363,13 +402,13 @@ def test_files_that_are_no_answers_are_not_touched(tmp_path: Path, capsys: pytes
         out = tmp_path / "notes.txt"
         out.write_text(text)
         assert generate.command_line([str(folder), "--prompts", str(prompts), "--out", str(out)]) == 2
-        assert "its line 1 is not the answer to prompt 1 of" in capsys.readouterr().err
+        assert "line 1 is not the answer to prompt 1 of" in capsys.readouterr().err
         assert out.read_text() == text
     assert generate.command_line([str(folder), "--prompts", str(prompts), "--out", str(tmp_path)]) == 2
     assert f"--out={tmp_path}: is a folder" in capsys.readouterr().err
     prompts.write_text('{"prompt": "w1", "completion": "of another model"}\n')
     assert generate.command_line([str(folder), "--prompts", str(prompts)]) == 2
-    assert "has the key 'completion', under which the answer is written" in capsys.readouterr().err
+    assert "has the key 'completion', which the answer uses" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

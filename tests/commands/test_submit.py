@@ -88,13 +88,24 @@ def test_a_run_on_cpus_asks_for_no_gpu(capsys: pytest.CaptureFixture[str]) -> No
         (["slurm", "recipe=llama3_8b", "mesh.shrad=8"], "mesh.shrad=8: no such key"),
         (["slurm", "--nodes=0", "recipe=llama3_8b"], "--nodes=0: must be at least 1"),
         (["slurm", "--time=1d", "recipe=llama3_8b"], "--time=1d: must have the form HH:MM:SS"),
-        (["slurm", "recipe=llama3_8b", "nproc=8"], "nproc=8: a job takes --nodes and --gpus instead"),
+        (["slurm", "--time=00:00:00", "recipe=llama3_8b"], "--time=00:00:00: must be at least a minute"),
+        (["slurm", "--ranks=0", "recipe=llama3_8b"], "--ranks=0: must be at least 1"),
+        (["slurm", "--option=account=me", "recipe=llama3_8b"], "--option=account=me: must be one option of sbatch"),
+        (["slurm", "--option=", "recipe=llama3_8b"], "--option=: must be one option of sbatch"),
+        (["slurm", "recipe=llama_small"], "train.global_batch_size=8: must be 8 data-parallel ranks"),
+        (["slurm", "recipe=llama3_8b", "nproc=8"], "nproc=8: does not apply to a job; use --nodes and --gpus instead"),
         (["slurm", "--nodes=3", *BASE], "train.global_batch_size=1024"),
         (
             ["slurm", "recipe=llama3_8b", "mesh.replicate=3", "mesh.shard=4"],
             "--gpus=8: mesh.replicate x mesh.shard is 12",
         ),
         (["k8s", "--nodes=1", *BASE], "--image: a job on Kubernetes needs the image"),
+        (["k8s", "--image=a b", *BASE], "--image=a b: must be the name of an image"),
+        (["k8s", "--image=i", "--claim=My_Data", *BASE], "--claim=My_Data: must be the name of a volume claim"),
+        (["k8s", "--image=i", "--mount=data", *BASE], "--mount=data: must be an absolute path"),
+        (["k8s", "--image=i", "--nodes=1", *BASE, "run.dir=/tmp/r"], "run.dir=/tmp/r: is not on the volume"),
+        (["k8s", "--image=i", "--nodes=1", *BASE, "run.dir=../r"], "run.dir=../r: is not on the volume"),
+        (["local", "--ranks=0", "recipe=llama_small"], "--ranks=0: must be at least 1"),
         (["local", "--nodes=2", "--ranks=1", "recipe=llama_small"], "--nodes=2: this machine is one node"),
     ],
 )
@@ -291,6 +302,7 @@ def test_a_job_set(nodes: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"--nnodes={nodes} --nproc-per-node=8" in command
     assert "--rdzv-endpoint=llama3-8b-node-0-0.llama3-8b:29500" in command
     assert "'data.path=a b/*.bin'" in command
+    assert command.startswith("set -- recipe=llama3_8b run.dir=/data/runs/llama3_8b mesh.shard=node ")
     claims = [
         volume["persistentVolumeClaim"] for volume in spec["template"]["spec"]["volumes"] if "emptyDir" not in volume
     ]

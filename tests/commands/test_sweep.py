@@ -19,7 +19,7 @@ from tests.helpers.gate import wait_until
 from tests.helpers.ranks import Ran, tiny_overrides
 from trainer import sweep
 from trainer.runs import RunSummary
-from trainer.sweep import find_best, name_of, split_values
+from trainer.sweep import find_best, name_of, names_of, split_values
 
 MODEL = [
     "model.name=tests.helpers.slow_trainer:slow_llama",
@@ -45,6 +45,10 @@ def test_values(text: str, expected: list[str]) -> None:
 
 def test_names_are_folders() -> None:
     assert name_of(["optim.lr=3e-4", "data.path=a b/*.bin"]) == "lr=3e-4,path=a-b-.bin"
+    names = names_of([["data.path=a/x"], ["data.path=a-x"], [f"data.path={'x' * 300}"], [f"data.path={'x' * 301}"]])
+    assert names[:2] == ["path=a-x", "path=a-x-2"], "each run has its own folder"
+    assert len(set(names)) == 4
+    assert max(map(len, names)) < 200
 
 
 def summary(state: str, loss: float | None, eval_loss: float | None) -> RunSummary:
@@ -64,9 +68,10 @@ def test_the_best_run() -> None:
     [
         (["optim.lr=1e-4"], "no key has several values"),
         (["optim.lr=1e-4,abc"], "optim.lr=abc"),
-        (["optim.lr=1e-4,1e-3", "run.name=a"], "run.name=a: each run of a sweep has its own"),
+        (["optim.lr=1e-4,1e-3", "run.name=a"], "run.name=a: differs for each run of a sweep"),
         (["optim.lr=1e-4,1e-3", "--parallel=0"], "--parallel=0: must be at least 1"),
-        ([f"run.seed={','.join(map(str, range(1001)))}"], "sweep=1001: is more than 1000 runs"),
+        (["optim.lr=1e-4,1e-3", "--report"], "has no run of this sweep yet"),
+        ([f"run.seed={','.join(map(str, range(1001)))}"], "sweep=1001: must be at most 1000 runs"),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(
@@ -80,7 +85,9 @@ def test_mistakes_are_found_before_anything_runs(
 def test_another_sweep_in_the_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "sweep.json").write_text('{"recipe": "llama_small", "fixed": [], "runs": []}')
     assert sweep.command_line(["recipe=llama_small", "optim.lr=1e-4,1e-3", f"--dir={tmp_path}"]) == 2
-    assert "holds another sweep" in capsys.readouterr().err
+    assert "belongs to a different sweep" in capsys.readouterr().err
+    assert sweep.command_line(["recipe=llama_small", "optim.lr=1e-4,1e-3", f"--dir={tmp_path / 'sweep.json'}"]) == 2
+    assert "sweep.json: is a file, not a folder" in capsys.readouterr().err
 
 
 def test_a_dry_run_prints_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,7 +124,7 @@ MISTAKES = {
     "55 HF: a model by its name": Mistake("model.name=Qwen/Qwen3-0.6B", "name it as model.name=auto model.path=Qwen/"),
     "56 HF: a model that was not fetched": Mistake(
         "recipe=sft model.path=Qwen/Qwen3-0.6B data.path=x.jsonl",
-        ["is not in the cache", "and HF_HUB_OFFLINE is set", "to fix: unset it for the first use"],
+        ["is not in the cache", "and HF_HUB_OFFLINE is set", "to fix: unset it once to download"],
     ),
     "56 HF: a model without its owner": Mistake(
         "recipe=sft model.path=Qwen3-0.6B data.path=x.jsonl", "or its name on the Hugging Face Hub: OWNER/Qwen3-0.6B"

@@ -139,7 +139,7 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any], run: object) -> No
 @pytest.mark.parametrize(
     ("runs", "balance", "num_steps"),
     [
-        (ON_FOUR, ALL, STEPS),
+        (ON_FOUR, ALL, 4),
         pytest.param([*ON_FOUR, *MORE_ON_FOUR], BIAS, 20, marks=CAMPAIGN),
         pytest.param([*ON_FOUR, *MORE_ON_FOUR], [*LAST, *WITHIN], 20, marks=CAMPAIGN),
         pytest.param([*ON_FOUR, *MORE_ON_FOUR], [*EXACT, *WITHIN], 20, marks=CAMPAIGN),

@@ -19,10 +19,12 @@ from tests.helpers.faults import Fault, start
 from tests.helpers.ranks import merged, run_command, run_ranks
 from tests.trainer.test_exactness import relative
 from trainer import Trainer, UserError, load_config
-from trainer.config import AUTO, MeshShape, check_config, resolve_expert_method, smallest_mesh
+from trainer.config import AUTO, MeshShape, advice_on_shards, check_config, resolve_expert_method, smallest_mesh
+from trainer.config.experts import with_expert
 from trainer.errors import TrainingFailed
 from trainer.experts import ExpertGroup, dispatch, grouped_mm, mix, sharing
 from trainer.model.shard import check_sharding
+from trainer.plan import search
 from trainer.plan.experts import advice_on_experts, tokens_at_break_even
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan, without_data
@@ -198,12 +200,21 @@ def test_mistakes() -> None:
         UserError, match=r"(?s)mesh\.expert=2: leaves layers.0.moe.experts.w1 of shape .1, 25, 31. to 2"
     ):
         check_sharding(config_of("x", TWO, *FEW, "model.expert_dim=25", "model.dim=31", "model.num_heads=2"), 4)
-    with pytest.raises(UserError, match=r"(?s)fsdp\.wrap=size:2000: makes experts a unit of their own"):
+    with pytest.raises(UserError, match=r"(?s)fsdp\.wrap=size:2000: makes experts a separate unit"):
         check_sharding(config_of("x", TWO, "fsdp.wrap=size:2000"), 4)
 
 
 def test_a_configuration_is_right_where_the_ranks_are_not_known() -> None:
     assert smallest_mesh(config_of("x", FOUR)).shard == 4
+
+
+def test_more_shards_than_experts_are_advised_against() -> None:
+    said = advice_on_shards(config_of("x"), MeshShape(2, 6))
+    assert "mesh.shard=6 is more than the 4 experts" in said
+    assert "mesh.shard=2 mesh.replicate=6" in said
+    assert not advice_on_shards(config_of("x"), MeshShape(2, 4))
+    assert not advice_on_shards(config_of("x", TWO), MeshShape(2, 6))
+    assert not advice_on_shards(load_config("llama_small"), MeshShape(1, 512))
 
 
 def test_the_method_follows_from_nodes_and_compilation() -> None:
@@ -277,6 +288,17 @@ def test_the_planner_says_when_an_expert_axis_pays() -> None:
     assert chosen.plan.time.total_s < plan.time.total_s
     dense = without_data(load_config("llama3_1b", ["train.global_batch_size=16", "data.source=synthetic"]))
     assert not list(advice_on_experts(make_plan(dense, shape, machine)))
+
+
+def test_remedies_are_not_looked_for_where_a_choice_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take a plan each, and there would be as many for each choice that does not fit."""
+    config = without_data(config_of("x", "model.expert_dim=512", "fsdp.accumulate=sharded"))
+    machine, shape = find_machine("cpu", ranks_per_node=2), MeshShape(1, 4)
+    one, two = (make_plan(with_expert(config, size, "exchange"), shape, machine).memory.peak.total for size in (1, 2))
+    assert two < 0.9 * one
+    monkeypatch.setattr(search, "remedies", lambda plan: pytest.fail("looked for remedies"))
+    chosen = fastest_choice(with_expert(config, AUTO, "auto"), shape, machine.with_budget((one + two) / 2))  # type: ignore[arg-type]
+    assert chosen.plan.config.expert == 2
 
 
 def test_the_planner_says_when_replicas_are_faster() -> None:

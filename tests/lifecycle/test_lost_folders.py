@@ -21,8 +21,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
 from trainer.distributed.world import World
 from trainer.errors import PeerFailed, TrainingFailed, UserError
-from trainer.lifecycle.folder import FolderLock, RunFolder
-from trainer.lifecycle.relocation import Relocation
+from trainer.lifecycle.folder import FolderLock, Relocation, RunFolder
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import JsonLines
 

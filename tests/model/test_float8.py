@@ -141,6 +141,7 @@ def train(folder: Path, runs: list[list[str]]) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 @needs_torchao
 def test_float8_run_has_the_same_initial_weights_and_names(tmp_path: Path) -> None:
     runs = [[], *([f"train.float8={way}"] for way in WAYS)]
@@ -157,6 +158,7 @@ def test_float8_run_has_the_same_initial_weights_and_names(tmp_path: Path) -> No
     assert selective["losses"] == tensorwise["losses"]
 
 
+@pytest.mark.slow
 @needs_torchao
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("way", WAYS)

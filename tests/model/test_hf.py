@@ -396,7 +396,7 @@ def test_run_does_not_need_its_model_folder_after_the_start(folders: Any, tmp_pa
     assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2]
     source.mkdir()
     shutil.copy(folders("qwen3") / "config.json", source)
-    with pytest.raises(UserError, match=r"(?s)^model\.path=.*has other entries than model\.config: .*model_type"):
+    with pytest.raises(UserError, match=r"(?s)^model\.path=.*differs from model\.config: .*model_type"):
         load_config(str(tmp_path / "run"))
 
 

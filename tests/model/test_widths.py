@@ -182,9 +182,9 @@ MISTAKES = {
     "heads of another size": (["optim.base_model={dim: 16}"], ["its heads have a size of 2, those of this model 8"]),
     "another depth": (
         ["optim.base_model={dim: 16, num_heads: 2, num_kv_heads: 2, num_layers: 1}"],
-        ["has other parameters than this model", "only fields that are widths"],
+        ["has different parameters than this model", "only fields that are widths"],
     ),
-    "tied": ([BASE, "model.tie_embeddings=true"], ["tok_embeddings.weight is an embedding table and an output"]),
+    "tied": ([BASE, "model.tie_embeddings=true"], ["tok_embeddings.weight is both an embedding table and an output"]),
 }
 
 

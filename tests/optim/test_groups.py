@@ -14,6 +14,7 @@ from tests.helpers.ranks import run_command, run_tiny, tiny_overrides
 from tests.optim.test_optim import plain_model
 from trainer import UserError, load_config
 from trainer.config import OptimSection
+from trainer.config.rules import check_config
 from trainer.config.schema import MuonSection
 from trainer.model.network import build_network
 from trainer.model.widths import find_growth
@@ -129,7 +130,7 @@ def test_last_of_several_matching_groups_is_used_and_reported() -> None:
     assert found["layers.0.attention.wk.weight"].lr_scale == 0.5
     model = plain_model("llama_small", *LLAMA)
     optimizer = build_optimizer(model, OptimSection(groups=groups))
-    assert optimizer.notes == ["matched by several groups, of which the last one counts: 3 parameters"]
+    assert optimizer.notes == ["matched by several groups (the last one takes effect): 3 parameters"]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     table = describe(optimizer.parts, names)
     assert "adamw, decay 0.3, lr x 2: 768 in 3 tensors, layers.*.attention.wq" in table
@@ -157,6 +158,27 @@ def test_impossible_group_is_rejected(kind: str) -> None:
     group, message = REFUSED[kind]
     with pytest.raises(UserError, match=message):
         assigned(group)
+
+
+def test_pattern_of_a_tied_weight_names_the_one_that_it_is_tied_to() -> None:
+    model = plain_model("llama_small", *LLAMA, "model.tie_embeddings=true")
+    groups = ({"match": "head.output.*", "lr": 2.0},)
+    with pytest.raises(UserError, match=r"tied to tok_embeddings\.weight\n.*match=tok_embeddings\.weight"):
+        assign(model, OptimSection(groups=groups))
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "sgd"])
+def test_bfloat16_weights_are_for_adamw_in_every_group(optimizer: str) -> None:
+    group = f"optim.groups=[{{match: '*.wq.weight', optimizer: {optimizer}}}]"
+    check_config(load_config("llama_small", [group]), 1, 1)
+    with pytest.raises(UserError, match=rf"weights_dtype=bfloat16: optim\.groups\[0\] has optimizer={optimizer}"):
+        check_config(load_config("llama_small", [group, "train.weights_dtype=bfloat16"]), 1, 1)
+
+
+def test_groups_that_leave_muon_nothing_are_named() -> None:
+    groups = ({"match": "layers.*", "optimizer": "adamw"},)
+    with pytest.raises(UserError, match=r"optim\.name=muon: optim\.groups leaves it no parameter"):
+        build_optimizer(plain_model("llama_small", *LLAMA), OptimSection("muon", groups=groups))
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -218,7 +240,7 @@ def test_groups_are_said_in_the_start_block_and_fixed_on_a_resume(tmp_path: Path
     ran = run_tiny(tmp_path, groups, *common, "train.steps=3")
     assert "adamw, decay 0.3, lr x 2: 4,096 in 2 tensors, layers.*.feed_forward.w1" in ran.stdout
     assert "adamw, decay 0.1, lr x 0.5:" in ran.stdout
-    assert "matched by several groups, of which the last one counts: 2 parameters" in ran.stdout
+    assert "matched by several groups (the last one takes effect): 2 parameters" in ran.stdout
     changed = groups.replace("2.0", "4.0")
     refused = run_tiny(tmp_path, changed, *common, "train.steps=6", ends=2)
     assert "optim.groups" in refused.stderr

@@ -19,7 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers.plan_truth import StorageMeter
 from tests.helpers.ranks import run_ranks
-from trainer import Trainer, load_config
+from trainer import Trainer, UserError, load_config
+from trainer.optim.adamw import FusedAdamW
 from trainer.optim.muon import (
     COEFFICIENTS,
     POLAR,
@@ -31,6 +32,7 @@ from trainer.optim.muon import (
     split_into_matrices,
     update_scale,
 )
+from trainer.optim.optimizer import Optimizer
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan
 
@@ -264,11 +266,23 @@ def settings_of(folder: Path, model: str, kind: str, *more: str) -> tuple[str, l
     return name, [*common, *own, *SETTINGS[kind], f"run.dir={folder}", *more]
 
 
-def losses_of(folder: Path, model: str, kind: str, *more: str) -> list[float]:
-    trainer = Trainer(load_config(*settings_of(folder, model, kind, *more)))
-    losses = [record.loss for record in trainer.steps()]
+def losses_of(
+    folder: Path, model: str, kind: str, *more: str, save_at: int = 0, trainer_class: type[Trainer] = Trainer
+) -> list[float]:
+    """Train to the end, or to the step `save_at` and save; return the losses."""
+    trainer = trainer_class(load_config(*settings_of(folder, model, kind, *more)))
+    losses = []
+    for record in trainer.steps():
+        losses.append(record.loss)
+        if record.step == save_at:
+            trainer.save_checkpoint(wait=True)
+            break
     trainer.close()
     return losses
+
+
+def save_halfway(folder: Path, model: str, kind: str, *more: str) -> list[float]:
+    return losses_of(folder, model, kind, *more, save_at=STEPS // 2)
 
 
 EVERY = [
@@ -298,6 +312,106 @@ def test_losses_do_not_depend_on_the_mesh(model: str, kind: str, mesh: str, tmp_
     print(f"{model} {kind} {mesh}: {difference:.1e}")
     assert len(alone) == STEPS
     assert difference < (2e-4 if kind == "bfloat16" else 1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+MOVES = [
+    ("dense", "normuon", "2", "1"),
+    ("dense", "normuon", "1", "2x2"),
+    ("dense", "normuon", "3", "4"),
+    ("dense", "muon", "4", "3"),
+    ("dense", "muon", "2x2", "replicas"),
+    ("dense", "muon", "context", "offload"),
+    ("dense", "normuon", "offload", "2x2"),
+    ("experts", "normuon", "3", "2x2"),
+    ("experts", "normuon", "2x2", "1"),
+    ("experts", "muon", "1", "4"),
+]
+"""The model, its settings, and the meshes that save and that resume."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "kind", "source", "target"),
+    [MOVES[0], *(pytest.param(*move, marks=pytest.mark.campaign) for move in MOVES[1:])],
+)
+def test_any_mesh_resumes_what_another_saved(model: str, kind: str, source: str, target: str, tmp_path: Path) -> None:
+    straight = losses_of(tmp_path / "straight", model, kind)
+    folder = tmp_path / "moved"
+    first, rest = (
+        function(folder, model, kind)
+        if mesh == "1"
+        else run_ranks(RANKS[mesh], function, folder, model, kind, *MESHES[mesh])[0]
+        for function, mesh in ((save_halfway, source), (losses_of, target))
+    )
+    assert (len(first), len(rest)) == (STEPS // 2, STEPS // 2)
+    difference = max(abs(a - b) / b for a, b in zip(rest, straight[STEPS // 2 :], strict=True))
+    print(f"{model} {kind} {source} to {target}: {difference:.1e}")
+    assert difference < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [("muon", "normuon"), ("normuon", "muon")], ids="to".join)
+def test_momentum_stays_if_the_variant_may_change(way: tuple[str, str], tmp_path: Path) -> None:
+    short = ["train.steps=6", "model.num_layers=1"]
+    losses_of(tmp_path, "dense", way[0], *short, save_at=3)
+    settings = settings_of(tmp_path, "dense", way[1], *short)
+    with pytest.raises(UserError, match=rf"optim\.muon\.variant: {way[0]} in the checkpoint, {way[1]} now"):
+        Trainer(load_config(*settings)).load_checkpoint()
+    trainer = Trainer(load_config(settings[0], [*settings[1], "checkpoint.allow_changes=[optim.muon.variant]"]))
+    assert trainer.load_checkpoint() == 3
+    muon = trainer.optimizer.parts[0]
+    assert all(state["momentum_buffer"].norm() > 0 for state in muon.state.values())
+    assert [record.step for record in trainer.steps()] == [4, 5, 6]
+    assert all(("row_squares" in state) == (way[1] == "normuon") for state in muon.state.values())
+    trainer.close()
+
+
+class TorchsMuon(Trainer):
+    """Trains with torch.optim.Muon, as older versions did: output projection and routers included, experts not."""
+
+    def build_optimizer(self) -> Optimizer:
+        embeddings = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Embedding)}
+        inside = [p for p in self.model.parameters() if p.ndim == 2 and id(p) not in embeddings]
+        experts = [p for p in self.model.parameters() if p.ndim == 3]
+        rest = [p for p in self.model.parameters() if p.ndim == 1 or id(p) in embeddings]
+        muon = torch.optim.Muon(inside, lr=0.01, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+        groups = [{"params": experts, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        return Optimizer(
+            muon, FusedAdamW([group for group in groups if group["params"]], betas=(0.9, 0.95), fused=True)
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [
+        ("experts", "1"),
+        *(
+            pytest.param(*case, marks=pytest.mark.campaign)
+            for case in [("dense", "1"), ("dense", "2x2"), ("experts", "3")]
+        ),
+    ],
+)
+def test_checkpoint_of_torchs_muon_resumes(model: str, mesh: str, tmp_path: Path) -> None:
+    """On one rank it takes the steps that torch.optim.Muon would have taken, with the same parameters in it."""
+    straight = losses_of(tmp_path / "straight", model, "bfloat16", trainer_class=TorchsMuon)
+    folder = tmp_path / "run"
+    losses_of(folder, model, "bfloat16", save_at=STEPS // 2, trainer_class=TorchsMuon)
+    rest = (
+        losses_of(folder, model, "bfloat16")
+        if mesh == "1"
+        else run_ranks(RANKS[mesh], losses_of, folder, model, "bfloat16", *MESHES[mesh])[0]
+    )
+    difference = max(abs(a - b) / b for a, b in zip(rest, straight[STEPS // 2 :], strict=True))
+    print(f"{model} on {mesh}: {difference:.1e}")
+    assert difference < (1e-6 if mesh == "1" else 2e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What an update takes
 
 
 @dataclass(frozen=True)

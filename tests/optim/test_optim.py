@@ -187,6 +187,19 @@ def test_step_scales_gradients(kind: Any) -> None:
     assert torch.equal(*results)
 
 
+def test_update_takes_shards_without_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With autograd, the shard of each gradient would be an autograd function's result: a third of a small update."""
+    modes = []
+    monkeypatch.setattr(
+        "trainer.optim.optimizer.local", lambda tensor: (modes.append(torch.is_grad_enabled()), tensor)[1]
+    )
+    model = nn.Linear(4, 4)
+    model(torch.ones(4)).sum().backward()
+    build_optimizer(model, OptimSection()).step(torch.tensor(True), torch.tensor(0.5))
+    assert modes
+    assert not any(modes)
+
+
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_kernel_scales_gradients(kind: Any) -> None:
     """As AdamW does on a GPU, where clipping needs no separate pass; the kernel divides by the inverse."""

@@ -158,7 +158,8 @@ def test_experts_that_ranks_share_out(stand: Stand, method: str, ranks: int, tmp
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     for steps in (4, 6):
         own = merged(common, [f"mesh.expert={ranks}", f"train.steps={steps}", f"run.dir={tmp_path / 'run'}"])
-        ran = stand.run(*torchrun, str(SOURCES / "waits.py"), "qwen3_moe_small", *own, FAKE_GPUS=str(ranks))
+        command = [*torchrun, str(SOURCES / "waits.py"), "qwen3_moe_small", *own]
+        ran = stand.run(*command, timeout_s=900, FAKE_GPUS=str(ranks))
         assert ran.returncode == 0, ran.stdout + ran.stderr
         if steps == 4:
             (waits,) = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]

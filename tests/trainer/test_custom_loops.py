@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -557,6 +557,17 @@ def test_two_trainers_one_after_the_other(tmp_path: Path, plain: list[dict[str, 
         assert not dist.is_initialized()
 
 
+class HasNoData(Trainer):
+    def build_loader(self) -> Iterable[Batch]:
+        raise UserError("data.path=nowhere: no such file")
+
+
+def test_a_refused_trainer_leaves_its_process_group(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        HasNoData(tiny_config(tmp_path))
+    assert not dist.is_initialized()
+
+
 def losses_around_a_refusal(folder: Path) -> list[list[float]]:
     """Train two steps with shared-out experts, try to build two other Trainers, and train the same again."""
     tiny = ["model.num_experts=4", "model.num_chosen=2", "model.expert_dim=64", "model.balance=0"]
@@ -569,6 +580,7 @@ def losses_around_a_refusal(folder: Path) -> list[list[float]]:
             trainer = Trainer(config)
             found.append([record.loss for record in itertools.islice(trainer.steps(), 2)])
             trainer.close()
+        assert not dist.is_initialized(), "a Trainer that is refused leaves its process group too"
     return found
 
 

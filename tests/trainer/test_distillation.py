@@ -18,12 +18,13 @@ from tests.helpers.plan_truth import StorageMeter
 from tests.helpers.ranks import merged, run_ranks
 from tests.model.test_lora import config_of
 from tests.weights.test_pretrained import SOURCE, folder_of
-from trainer import Trainer, UserError, load_weights
+from trainer import Trainer, UserError, load_weights, teach
 from trainer.config import MeshShape
 from trainer.config.teacher import teacher_config
 from trainer.distillation import DistillationTrainer, write_top_logps
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan
+from trainer.weights.adapters import BaseWeights
 
 NUM_STEPS, SEQ_LEN = 4, 32
 CASES = {
@@ -162,6 +163,15 @@ def test_wrong_teachers_are_reported(models: tuple[Path, Path], tmp_path: Path) 
         config = config_of(student, tmp_path / "run", *settings_of("forward", path or "null"))
         with pytest.raises(UserError, match=re.escape(message)):
             teacher_config(config)
+    (tmp_path / "unsaved").mkdir()
+    (tmp_path / "unsaved" / "config.yaml").write_text(config_of(student, tmp_path / "unsaved").to_yaml())
+    (folder_of(tmp_path / "empty") / "model.safetensors").unlink()
+    for name, message in (("unsaved", "has no checkpoints"), ("empty", "has neither model.safetensors nor")):
+        config = config_of(student, tmp_path / "run", *settings_of("forward", str(tmp_path / name)))
+        with pytest.raises(UserError, match=rf"^objective\.teacher={tmp_path / name}: {message}"):
+            DistillationTrainer(config)
+    (line,), _ = BaseWeights("new", "1", (), "objective.teacher").changes_outside({"path": "old", "checksum": "2"}, ())
+    assert line.startswith("objective.teacher=new: is not the model that this was trained on; that was old")
 
 
 def peak_of_a_step(kind: type[Trainer], base: Path, folder: Path, overrides: list[str]) -> int:
@@ -189,8 +199,17 @@ def test_peak_memory_of_distillation(tmp_path: Path) -> None:
     without = peak_of_a_step(Trainer, student, tmp_path / "without", [s for s in settings if "objective" not in s])
     peak = peak_of_a_step(DistillationTrainer, student, tmp_path / "with", settings)
     of_teacher = sum(p.numel() * p.element_size() for p in load_weights(teacher).parameters())
+    print(f"peak {peak}, without {without}, teacher {of_teacher}: {(peak - of_teacher) / without:.3f} of that without")
     assert peak <= 1.2 * without + of_teacher, (peak, without, of_teacher)
     assert 0.2 * without < 4 * 512 * 8192 * 4, "the whole logits of one model would be too much"
+
+
+def test_arguments_of_the_command_that_writes_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert teach.command_line(["recipe=distill", "--out", "top", "--top", "0"]) == 2
+    assert "--top=0: must be at least 1\n  nearest legal value: --top=1" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        teach.command_line(["recipe=distill"])
+    assert "the following arguments are required: --out" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -207,6 +226,8 @@ def test_distillation_from_files(mesh: str, models: tuple[Path, Path], tmp_path:
         config = config_of(student, tmp_path / "unused", *mixture, "train.micro_batch_size=4")
         num_samples = write_top_logps(config, tmp_path / f"top{num_top}", num_top)
         assert num_samples == np.load(tmp_path / f"top{num_top}" / "ids.npy").shape[0] > 20
+    with pytest.raises(UserError, match=r"--top=264: .*\n  nearest legal value: --top=263"):
+        write_top_logps(config, tmp_path / "all and more", 264)
     places = {"teacher": str(teacher), "all": str(tmp_path / "top263"), "top 8": str(tmp_path / "top8")}
     runs = [
         (str(tmp_path / name), merged([*settings_of("mixture", place), *data], overrides))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 pytest.importorskip("tokenizers", reason="a model's tokenizer is read with the library `tokenizers`")
 
 from tests.helpers.chats import CHATML, said, write_tokenizer
-from tests.helpers.ranks import run_command
+from tests.helpers.ranks import merged, run_command
 from tests.project.test_docs import DOCS
 from tests.trainer.test_score_models import model as model
 from tests.trainer.test_score_models import pairs, write
@@ -170,15 +171,47 @@ def test_labelled_answers_and_mismatched_prompts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("second", "message"),
+    ("prompt", "labels", "message", "fix"),
     [
-        ({"messages": said("Hi", "No"), "label": False}, "all conversations of the data have the same one"),
-        ({"messages": said("Bye", "No"), "label": 2}, "knows labels up to 1, but the data has some up to 2"),
+        ("Hi", [True, False], "all conversations of the data have the same one", "add answers to another prompt"),
+        ("Bye", [True, 2], "knows labels up to 1, but the data has some up to 2", "label a good answer 1 or true"),
+        ("Bye", [True, 1], "all records of data.path have label 1", "add records with label 0 or false"),
+        ("Bye", [0, False], "all records of data.path have label 0", "add records with label 1 or true"),
+        (
+            "Bye",
+            [1, 0.5],
+            "labelled.jsonl:2: label=0.5: must be true or false, or a whole",
+            "number the classes from 0",
+        ),
+        ("Bye", [1, -1], "labelled.jsonl:2: label=-1: must be true or false, or a whole", "a bad answer is 0 or false"),
+        ("Bye", [1, "bad"], "labelled.jsonl:2: label='bad': must be true or false", "a bad answer is 0 or false"),
     ],
 )
-def test_answers_that_kto_cannot_compare_are_refused(second: dict[str, Any], message: str, tmp_path: Path) -> None:
-    config = kto(tmp_path, [{"messages": said("Hi", "Yes"), "label": True}, second])
-    with pytest.raises(UserError, match=message):
+def test_answers_that_kto_cannot_compare_are_refused(
+    prompt: str, labels: list[Any], message: str, fix: str, tmp_path: Path
+) -> None:
+    answers = [said("Hi", "Yes"), said(prompt, "No")]
+    records = [{"messages": answer, "label": label} for answer, label in zip(answers, labels, strict=True)]
+    with pytest.raises(UserError, match=f"{re.escape(message)}(.|\n)*to fix: .*{fix}"):
+        ObjectiveTrainer(kto(tmp_path, records))
+
+
+def test_labels_of_csv_and_of_columns_with_gaps_are_read(tmp_path: Path) -> None:
+    """In CSV they are text, and in parquet floats."""
+    rows = (("Hi", "Yes", "True"), ("Bye", "No No", "0"), ("so", "now", "1.0"))
+    path = tmp_path / "labelled.csv"
+    path.write_text("".join(f"{','.join(row)}\n" for row in (("prompt", "completion", "label"), *rows)))
+    config = kto(tmp_path, [])
+    source = open_source(replace(config.data, path=str(path)), 128, "train")
+    assert as_mapping(source.batch(np.arange(3)))["labels"].tolist() == [1, 0, 1]
+
+
+def test_objectives_for_pairs_and_for_labels_are_told_apart(tmp_path: Path) -> None:
+    """Each message names what to use for the data that there are, and not the setting that they have already."""
+    records = [{"messages": said(text, "Yes"), "label": text == "Hi"} for text in ("Hi", "Bye")]
+    config = kto(tmp_path, records, "train.objective=dpo")
+    rule = r"train\.objective=dpo: needs preference pairs, but data\.path has none"
+    with pytest.raises(UserError, match=rf"^{rule}\n  to fix: use records with .* recipe=kto$"):
         ObjectiveTrainer(config)
 
 
@@ -199,12 +232,12 @@ def test_mismatched_answers_are_of_another_prompt(tmp_path: Path) -> None:
     assert len({*map(tuple, (yes, no, now))}) == 3
 
 
-def kto(folder: Path, records: list[dict[str, Any]]) -> RunConfig:
+def kto(folder: Path, records: list[dict[str, Any]], *overrides: str) -> RunConfig:
     tokenizer, path = write_tokenizer(folder / "model", CHATML), write(folder / "labelled.jsonl", records)
     data = ["data.source=chat", f"data.path={path}", f"data.tokenizer={tokenizer}", "data.seq_len=48"]
     model = ["model.vocab_size=128", "model.dim=32", "model.num_layers=1", "model.num_heads=2", "run.threads=1"]
     own = ["train.objective=kto", "eval.every=0", f"run.dir={folder / 'run'}", f"data.cache_dir={folder / 'cache'}"]
-    return load_config("llama_small", [*data, *model, *own])
+    return load_config("llama_small", merged([*data, *model, *own], overrides))
 
 
 def test_labels_of_a_pair_are_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -210,42 +211,122 @@ def test_losses_of_samples_follow_the_formulas(name: str) -> None:
     assert all(values.shape == (6,) and not values.requires_grad for values in fields.values())
 
 
+class Bigrams(nn.Module):
+    """Gives fixed logits to the tokens that follow a token, in the fields that TRL's trainers read of a model."""
+
+    is_gradient_checkpointing = False
+
+    def __init__(self, logits_VV: torch.Tensor) -> None:
+        super().__init__()
+        self.logits_VV = nn.Parameter(logits_VV)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **others: Any) -> SimpleNamespace:
+        logits, targets = self.logits_VV[input_ids[:, :-1]], labels[:, 1:]
+        logps, counts = logits.log_softmax(-1), targets != IGNORE
+        chosen = logps.gather(2, targets.where(counts, 0).unsqueeze(2)).squeeze(2)
+        return SimpleNamespace(
+            log_probs=chosen.where(counts, 0.0),
+            entropy=-(logps.exp() * logps).sum(-1),
+            mean_logits=logits.mean(-1),
+            is_top1=logits.argmax(-1) == targets,
+        )
+
+
+class Scorer(nn.Module):
+    """Gives each sequence the score that is passed in place of its tokens."""
+
+    def forward(self, input_ids: torch.Tensor, **others: Any) -> SimpleNamespace:
+        return SimpleNamespace(logits=input_ids)
+
+
+def trl_trainer(kind: type, model: nn.Module, **fields: Any) -> Any:
+    """Return one of TRL's trainers with only what its `compute_loss` reads: to build one takes the files of a model."""
+    trainer: Any = object.__new__(kind)
+    alone = SimpleNamespace(
+        device=torch.device("cpu"), gather=lambda value: value, gather_for_metrics=lambda value: value
+    )
+    common = {"aux_loss_enabled": False, "precompute_ref_logps": False, "_total_train_tokens": 0, "_tp_size": 1}
+    metrics = {mode: defaultdict[str, list[float]](list) for mode in ("train", "eval")}
+    vars(trainer).update(common, model=model, accelerator=alone, _metrics=metrics, **fields)
+    return trainer
+
+
 @pytest.mark.slow
 def test_losses_equal_trls() -> None:
-    """On the same log-probabilities, pair by pair.  TRL's CPO has no reference, so DPO and IPO pass it the gains."""
+    """On the same logits, by the trainers of TRL themselves: each computes a batch, or for CPO and ORPO a pair."""
     pytest.importorskip("trl")
     from trl.experimental.cpo import CPOTrainer
     from trl.experimental.gkd import GKDTrainer
     from trl.experimental.orpo import ORPOTrainer
+    from trl.trainer.dpo_trainer import DPOTrainer
+    from trl.trainer.kto_trainer import KTOTrainer
+    from trl.trainer.reward_trainer import RewardTrainer
 
     draw = torch.Generator().manual_seed(0)
-    lengths = torch.randint(2, 24, (8,), generator=draw)
-    logps, reference = (-lengths * (0.5 + 2 * torch.rand(8, generator=draw, dtype=torch.float64)) for _ in range(2))
-    rows, (chosen, rejected) = Rows(logps, lengths, reference=reference), (logps[0::2], logps[1::2])
-    device = {"accelerator": SimpleNamespace(device=torch.device("cpu")), "label_smoothing": 0.0, "alpha": 0.0}
+    reference, model = (Bigrams(torch.randn(31, 31, generator=draw, dtype=torch.float64)) for _ in range(2))
+    num_rows, length = 12, 24
+    tokens = torch.randint(0, 31, (num_rows, length), generator=draw)
+    first = torch.randint(1, length - 1, (num_rows, 1), generator=draw)
+    last = first + 1 + (torch.rand(num_rows, 1, generator=draw) * (length - 1 - first)).long()
+    completion = (torch.arange(length) >= first) & (torch.arange(length) <= last)
+    logps, fixed = (each(tokens, tokens.where(completion, IGNORE)).log_probs.sum(1) for each in (model, reference))
+    lengths, labels = completion.sum(1), torch.tensor([1, 0, 0, 1, 1, 0])
+    rows = Rows(logps, lengths, reference=fixed, labels=labels)
+    settings = {name: SimpleNamespace(**fields) for name, fields in SETTINGS.items()}
+    checkpointing = SimpleNamespace(gradient_checkpointing_kwargs=None)
 
-    def cpo(kind: str, values: torch.Tensor, **fields: float) -> torch.Tensor:
-        theirs = SimpleNamespace(loss_type=kind, **device, **fields)
-        return CPOTrainer.cpo_loss(theirs, values[0::2], values[1::2])[0]  # type: ignore[no-any-return]
+    def batch_of(chosen: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {
+            "input_ids": tokens[chosen],
+            "attention_mask": torch.ones_like(tokens[chosen]),
+            "completion_mask": completion[chosen].long(),
+        }
 
-    gain = logps - reference
-    of = {name: SETTINGS[name] for name in PREFERENCES}
-    expected = {
-        "dpo": cpo("sigmoid", gain, beta=of["dpo"]["beta"]),
-        "ipo": cpo("ipo", gain / lengths, beta=of["ipo"]["beta"]),
-        "simpo": cpo("simpo", logps / lengths, beta=of["simpo"]["beta"], simpo_gamma=of["simpo"]["gamma"]),
+    expected: dict[str, torch.Tensor] = {}
+    of_pairs = {"f_divergence_type": "reverse_kl", "loss_weights": [1.0], "ld_alpha": None, "use_weighting": False}
+    for name, kind in (("dpo", "sigmoid"), ("ipo", "ipo")):
+        fields = {**of_pairs, "loss_types": [kind], "beta": settings[name].beta}
+        theirs = trl_trainer(DPOTrainer, model, ref_model=reference, args=checkpointing, **fields)
+        halves = batch_of(torch.cat([torch.arange(0, num_rows, 2), torch.arange(1, num_rows, 2)]))
+        expected[name] = theirs.compute_loss(model, halves)
+
+    weights = {
+        "desirable_weight": settings["kto"].good_weight,
+        "undesirable_weight": settings["kto"].bad_weight,
     }
-    orpo = SimpleNamespace(beta=of["orpo"]["beta"], **device)
-    odds, *_ = ORPOTrainer.odds_ratio_loss(orpo, chosen / lengths[0::2], rejected / lengths[1::2])
-    expected["orpo"] = -chosen / lengths[0::2] - odds
-    for name, theirs in expected.items():
-        torch.testing.assert_close(objective_of(name)(rows), theirs.double(), rtol=1e-6, atol=0, msg=name)
+    fields = {"calculate_KL": True, "loss_type": "kto", "beta": settings["kto"].beta, **weights}
+    theirs = trl_trainer(KTOTrainer, model, ref_model=reference, args=checkpointing, **fields)
+    others = {f"KL_{key}": value for key, value in batch_of(torch.arange(1, num_rows, 2)).items()}
+    expected["kto"] = theirs.compute_loss(model, {**batch_of(torch.arange(0, num_rows, 2)), **others, "label": labels})
+    kl = objective_of("kto").statistic(rows).mean()
+    assert kl > 0, "the term of the divergence is not cut off at 0"
+    assert theirs._metrics["train"]["kl"] == [pytest.approx(kl.item(), rel=1e-6)]
+
+    scores = torch.randn(num_rows, 1, generator=draw, dtype=torch.float64)
+    coefficient = SimpleNamespace(center_rewards_coefficient=settings["reward"].centering)
+    of_scores = {"input_ids": torch.cat([scores[0::2], scores[1::2]]), "attention_mask": torch.ones(1)}
+    expected["reward"] = trl_trainer(RewardTrainer, Scorer(), args=coefficient).compute_loss(Scorer(), of_scores)
+
+    alone = {"accelerator": SimpleNamespace(device=torch.device("cpu")), "label_smoothing": 0.0, "alpha": 0.0}
+    means, beta, gamma = logps / lengths, settings["simpo"].beta, settings["simpo"].gamma
+    cpo = SimpleNamespace(loss_type="simpo", beta=beta, simpo_gamma=gamma, **alone)
+    expected["simpo"] = CPOTrainer.cpo_loss(cpo, means[0::2], means[1::2])[0].mean()
+    orpo = SimpleNamespace(beta=settings["orpo"].beta, **alone)
+    odds, *_ = ORPOTrainer.odds_ratio_loss(orpo, means[0::2], means[1::2])
+    expected["orpo"] = (-means[0::2] - odds).mean()
+
+    for name, value in expected.items():
+        seen = replace(rows, scores=scores) if name == "reward" else replace(rows, known=kl)
+        found = objective_of(name)(seen).mean()
+        print(f"{name}: {found.item():.9f}, TRL {value.item():.9f}, {abs(found.item() / value.item() - 1):.1e} apart")
+        torch.testing.assert_close(found, value.double(), rtol=1e-6, atol=0, msg=name)
 
     student, teacher = torch.randn(2, 12, 31, dtype=torch.float64, generator=draw)
     for beta, temperature in ((0.0, 2.0), (0.5, 1.0), (1.0, 2.0)):
         ours = find_objective("distill")(teacher="unused", beta=beta, temperature=temperature)
         found = ours.divergence(student.log_softmax(-1), teacher.log_softmax(-1)).sum()
         theirs = GKDTrainer.generalized_jsd_loss(student, teacher, beta=beta, temperature=temperature, reduction="sum")
+        print(f"distill, beta {beta}: {found.item():.9f}, TRL {theirs.item():.9f}")
         torch.testing.assert_close(found, theirs, rtol=1e-6, atol=0)
 
 
@@ -304,17 +385,23 @@ def log_of(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return log_probabilities(model(batch["tokens"]).double(), batch["targets"])
 
 
+DIFFERENT = ["ipo", "orpo", "kto", "reward", "classify"]
+"""With a reference and without, with a statistic, of pairs and of labels: the others are computed like one of these."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mesh", ["two", *(pytest.param(mesh, marks=pytest.mark.campaign) for mesh in MESHES if mesh != "two")]
+    ("mesh", "names"),
+    [("two", DIFFERENT), *(pytest.param(mesh, list(SETTINGS), marks=pytest.mark.campaign) for mesh in MESHES)],
 )
-def test_objectives_train_the_same_on_any_mesh(mesh: str, base: Path, tmp_path: Path) -> None:
+def test_objectives_train_the_same_on_any_mesh(mesh: str, names: list[str], base: Path, tmp_path: Path) -> None:
     num_ranks, overrides = MESHES[mesh]
-    names = list(SETTINGS)
     runs = [(str(tmp_path / name), merged(settings_of(name), overrides)) for name in names]
     found = run_ranks(num_ranks, train_each, str(base), runs)[0]
     for name, lines in zip(names, found, strict=True):
         expected = plain_loop(base, name)
         losses = [line["loss"] for line in lines if line["kind"] in ("train", "eval")]
+        apart = max(abs(loss / value - 1) for loss, value in zip(losses, expected, strict=True))
+        print(f"{name}, {mesh}: losses {apart:.1e} apart from the plain loop")
         torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-9, msg=f"{name}: {losses} {expected}")
         assert losses[-2] < losses[0], f"{name} learns"

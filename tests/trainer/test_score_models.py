@@ -17,10 +17,10 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from tests.helpers.chats import CHATML, said, write_tokenizer
-from tests.helpers.ranks import Ran, run_command, run_python_module
+from tests.helpers.ranks import run_command, run_python_module
 from tests.project.test_docs import check_fields
 from tests.weights.test_pretrained import SOURCE, folder_of
-from trainer import load_config, load_weights
+from trainer import Trainer, load_config, load_weights
 from trainer.data.opening import open_source
 from trainer.errors import UserError
 from trainer.export import command_line as export
@@ -130,15 +130,18 @@ def held_out() -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_wrong_records_are_reported(model: Path, tmp_path: Path) -> None:
     def message_of(records: list[dict[str, Any]], *more: str) -> str:
-        path = write(tmp_path / "records.jsonl", records)
-        ran: Ran = run_command(tmp_path / "run", *settings_of(model, path, *QUICK, *more))
-        assert ran.exit_code == 2
-        return ran.stderr
+        recipe, *settings = settings_of(model, write(tmp_path / "records.jsonl", records), *QUICK, *more)
+        config = load_config(recipe.partition("=")[2], [*settings, f"run.dir={tmp_path / 'run'}"])
+        with pytest.raises(UserError) as error:
+            config.trainer_class(Trainer)(config)
+        return str(error.value)
 
     assert "records.jsonl:1: has no key 'label'; its keys: text" in message_of([{"text": "Hi"}])
-    assert "label must be true or false, or a whole number from 0 to 32767, not text" in message_of(
+    assert "label='greeting': must be true or false, or a whole number from 0 to 32767" in message_of(
         [{"text": "Hi", "label": "greeting"}]
     )
+    alone = message_of([{"text": text, "label": 1} for text in ("Hi", "Bye")])
+    assert "learns to tell labels apart, but all records of data.path have label 1\n  to fix: add records" in alone
     said = message_of([{"text": "Hi", "label": 0}, {"text": "Bye", "label": 4}])
     assert "objective.num_labels=2: train.objective=classify has fewer classes than the labels" in said
     assert "nearest legal value: objective.num_labels=5" in said
@@ -154,5 +157,5 @@ def test_a_recipe_must_name_its_output_projection() -> None:
     unnamed = replace(recipe, hf=replace(recipe.hf, names={}))
     with torch.device("meta"):
         network = recipe.build_model(SOURCE)
-    with pytest.raises(UserError, match="a new head takes the place of the output projection, which recipe 'llama'"):
+    with pytest.raises(UserError, match="a new head replaces the output projection, which recipe 'llama'"):
         replace_head(network, unnamed, SOURCE, num_outputs=2)

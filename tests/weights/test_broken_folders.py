@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from tests.helpers.broken_folders import CASES, CHAT, weights, write_good
+from tests.weights.test_huggingface import MODELS, build, export_model
 from trainer import UserError, load_config, load_weights
 from trainer.files import link_outside
 from trainer.report.live import Pages
@@ -87,6 +89,19 @@ def test_matrices_of_zeros_get_a_warning(tmp_path: Path, capsys: pytest.CaptureF
     weights(lambda tensors: tensors[UP].zero_())(folder)
     load_weights(folder)
     assert f"matrices in {folder} are all zero, as after an interrupted download: layers.1" in capsys.readouterr().err
+
+
+def test_biases_of_zeros_get_no_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of stacked experts have two dimensions too."""
+    recipe, config = MODELS["gpt_oss"]
+    model = build(recipe, config)
+    biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
+    assert {bias.ndim for bias in biases} == {1, 2}
+    for bias in biases:
+        nn.init.zeros_(bias)
+    export_model(model, recipe, config, tmp_path)
+    load_weights(tmp_path)
+    assert "zero" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("index: ")])

@@ -130,11 +130,11 @@ def test_a_plan_fetches_no_weights(fake: FakeHub, folder: Path) -> None:
 
 
 MESSAGES = {
-    "tiny/missing": r"model\.path=tiny/missing: \S+ has no model tiny/missing, or none that you may see\n  to fix",
+    "tiny/missing": r"model\.path=tiny/missing: \S+ has no model tiny/missing, or you may not see it\n  to fix",
     "tiny/gated": r"model\.path=tiny/gated: is gated: .*\n  to fix: ask for access at \S+/tiny/gated, and log in",
     "tiny/llama@v9": r"model\.path=tiny/llama@v9: model tiny/llama has no revision v9\n  to fix: see",
     "tiny/pickled": r"model\.path=tiny/pickled: has no safetensors, only pytorch_model\.bin: pickle files are not read",
-    "tiny/ggufs": r"model\.path=tiny/ggufs: has its weights as GGUF alone\n  for example: \S+tiny/ggufs/q4\.gguf",
+    "tiny/ggufs": r"model\.path=tiny/ggufs: has only GGUF weights\n  for example: \S+tiny/ggufs/q4\.gguf",
     "hf://datasets/tiny/llama": r"model\.path=hf://datasets/tiny/llama: names a data set, not a model",
 }
 
@@ -172,7 +172,7 @@ def test_offline_without_a_copy_and_a_server_that_is_down(
     with pytest.raises(UserError, match=r"is not in the cache, \S+, and HF_HUB_OFFLINE is set\n  to fix: unset it"):
         config_of()
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setattr(hub, "_pause", lambda seconds: None)
+    monkeypatch.setattr(hub, "_sleep", lambda seconds: None)
     fake.is_down = True
     with pytest.raises(UserError, match=r"cannot be reached \(the server says 503\)\n  to fix: try again"):
         config_of()
@@ -193,7 +193,7 @@ def test_a_cut_connection_and_damage_are_mended(
     blobs.mkdir(parents=True)
     (blobs / f"{hashlib.sha256(content).hexdigest()}.part").write_bytes(b"\0" * 1000)
     fake.breaks_after = 1 << 15
-    monkeypatch.setattr(hub, "_pause", lambda seconds: None)
+    monkeypatch.setattr(hub, "_sleep", lambda seconds: None)
     found = Path(str(config_of().train.init_from))
     assert (found / part).read_bytes() == content
     assert not list(blobs.glob("*.part"))

@@ -25,7 +25,7 @@ from tests.helpers.ranks import run_ranks
 from trainer import Recipe, UserError
 from trainer.config.pretrained import model_config_of
 from trainer.model.materialize import materialize
-from trainer.model.parameters import local_rows
+from trainer.model.parameters import local_box
 from trainer.recipe import HuggingFace, Transposed, all_recipes, find_recipe
 from trainer.weights import sources as weights
 from trainer.weights.exporting import export
@@ -503,9 +503,8 @@ def fill_each(folder: Path, meshes: list[tuple[int, ...]]) -> list[str]:
             expected, read = plain.state_dict(), sum(source.num_bytes.values())
             held = 0
             for name, weight in named_weights(model).items():
-                rows = local_rows(weight)
-                assert rows is not None
-                start, stop = rows
+                (start, stop), *other_dims = local_box(weight) or ()
+                assert other_dims == [(0, size) for size in weight.shape[1:]], name
                 local = weight.to_local() if hasattr(weight, "to_local") else weight
                 part = expected[name][start:stop] if weight.ndim else expected[name]
                 held += local.nbytes if name in source.shapes else 0
@@ -760,7 +759,7 @@ def test_only_an_earlier_export_is_overwritten(tmp_path: Path) -> None:
     written = export_model(model, LLAMA, TINY, ours, overwrite=True)
     assert {file.name for file in written} == {"config.json", "model.safetensors"}
     assert {file.name for file in ours.iterdir()} == {"config.json", "model.safetensors", "README.md"}
-    with pytest.raises(UserError, match=r"cannot be made \(File exists\)"):
+    with pytest.raises(UserError, match=r"cannot be created \(File exists\)"):
         export_model(model, LLAMA, TINY, ours / "README.md")
 
 

@@ -58,7 +58,7 @@ def test_pushed_as_exported(fake: FakeHub, one: Shared, tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
 
     for name, more, message in (
-        ("tester/mine", {}, f"error: --push=tester/mine: {fake.url} does not let you write there"),
+        ("tester/mine", {}, f"error: --push=tester/mine: {fake.url} denies write access"),
         ("mine", {"HF_TOKEN": fake.token}, "error: --push=mine: must be a model's name on the Hugging Face Hub"),
     ):
         refused = push(fake, tmp_path, one.ran.folder, "--push", name, **more)
@@ -74,7 +74,10 @@ def test_a_card_says_what_it_is_made_from(folder: Path, tmp_path: Path) -> None:
     config = load_config("llama_small", [f"data.path={paths}", *base])
     records = [{"kind": "train", "step": step, "loss": 5.0 - step, "tokens": 100 * step} for step in (1, 2, 3)]
     records.append({"kind": "eval", "step": 2, "loss": 2.5})
-    card = model_card(config, "mine", 2, records, "0.1.0")
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    (exported / "adapter_config.json").write_text('{"task_type": "CAUSAL_LM"}')
+    card = model_card(config, "mine", 2, records, "0.1.0", exported)
     assert licence_of(str(folder)) == "apache-2.0"
     assert 'license: "apache-2.0"' in card
     assert 'library_name: "peft"' in card
@@ -85,11 +88,24 @@ def test_a_card_says_what_it_is_made_from(folder: Path, tmp_path: Path) -> None:
     assert "| training | 1 | 4.0000 |\n| training | 2 | 3.0000 |\n| evaluation | 2 | 2.5000 |" in card
     assert "| `lora.rank` | 4 |" in card
     assert f"The licence of {folder.name} applies" in card
+    assert 'pipeline_tag: "text-generation"' in card
+
+
+def test_a_card_names_the_library_and_task_of_what_was_exported(folder: Path, tmp_path: Path) -> None:
+    """Merged adapters are a model of transformers; a reward model or classifier does not generate."""
+    config = load_config("llama_small", ["model.name=auto", f"model.path={folder}", "lora.rank=4"])
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForSequenceClassification"]}')
+    merged = model_card(config, "mine", 2, [], "0.1.0", tmp_path)
+    assert 'library_name: "transformers"' in merged
+    assert 'pipeline_tag: "text-classification"' in merged
+    assert "A llama model, fine-tuned from " in merged
+    (tmp_path / "adapter_config.json").write_text('{"task_type": "SEQ_CLS"}')
+    assert 'pipeline_tag: "text-classification"' in model_card(config, "mine", 2, [], "0.1.0", tmp_path)
 
 
 def test_a_card_without_metrics(one: Shared, tmp_path: Path) -> None:
     run = one.copied(tmp_path / "run")
     (run / "metrics.jsonl").unlink()
     config = run / "checkpoints" / "step_00000020"
-    assert "trained from random weights" in card_of(config, "mine")
-    assert json.loads(json.dumps(card_of(run, "mine")))
+    assert "trained from random weights" in card_of(config, "mine", tmp_path)
+    assert json.loads(json.dumps(card_of(run, "mine", tmp_path)))

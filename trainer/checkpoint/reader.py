@@ -527,7 +527,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Storage:
     `path` is a checkpoint itself, a run folder (for its newest checkpoint; one saved while steps were skipped only if
     there is no other), or `RUN/best` (for the one with the best evaluation).  Raises UserError.
 
-    The checkpoint may be damaged: only reading it will show that.
+    The checkpoint may be damaged: that is only detected when it is read.
     """
     if is_checkpoint(path):
         return open_storage(path)

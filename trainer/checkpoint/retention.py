@@ -22,8 +22,8 @@ from trainer.metrics.console import readable_bytes
 def newest_step(storage: Storage) -> int | None:
     """Return the step of the newest checkpoint in `storage`; None if there are no checkpoints.
 
-    A checkpoint that was saved while steps were skipped is chosen only if all of them were.  The checkpoint may be
-    damaged, which only reading it will show.
+    A checkpoint that was saved while steps were skipped is chosen only if all of them were.  The checkpoint may still
+    be damaged: that is only detected when it is read.
     """
     steps = list_steps(storage)
     for step in reversed(steps):

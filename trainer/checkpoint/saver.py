@@ -28,8 +28,7 @@ from trainer.metrics.sinks import Metrics, warn
 from trainer.metrics.step_metrics import StepMetrics
 
 if TYPE_CHECKING:
-    from trainer.lifecycle.folder import RunFolder
-    from trainer.lifecycle.relocation import Relocation
+    from trainer.lifecycle.folder import Relocation, RunFolder
     from trainer.lifecycle.resume import Resume
     from trainer.lifecycle.state import TrainState
     from trainer.lifecycle.watchdog import Watchdog

@@ -56,7 +56,7 @@ class StatePart:
         return False
 
     def changes_outside(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
-        """Compare what the part depends on outside the checkpoint, as a position in the data depends on the data.
+        """Check what the part depends on outside the checkpoint; a position in the data depends on the data.
 
         Returns the changes since `plain` was stored, one line each: those that forbid resuming, and remarks.
         """

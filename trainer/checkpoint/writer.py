@@ -227,7 +227,7 @@ class Checkpoints:
             snapshot.due = due
         except (TypeError, UserError) as error:
             mistake = str(error) or repr(error)
-        except Exception as error:
+        except Exception as error:  # any error: the other ranks wait in the gather below
             failure = f"cannot collect the state: {describe(error)}"
         needs_plan = snapshot is not None and signature_of(snapshot.tensors) != self._plans.signature
         answers: list[Readiness] = self.world.gather(
@@ -247,14 +247,14 @@ class Checkpoints:
             self._forget_layout()
             try:
                 self._plans.make(snapshot.tensors)
-            except Exception as error:
+            except Exception as error:  # any error: the save fails, but not the run
                 self._fail_at_once(state.step, f"cannot plan: {describe(error)}", started)
                 return
         failure, tensors = "", snapshot.tensors
         if background:
             try:
                 tensors = self._staging.copy(snapshot.tensors, self._plans.boxes)
-            except Exception as error:
+            except Exception as error:  # any error: `_save` reports it to the other ranks
                 failure = f"cannot copy the state: {describe(error)}"
         blocked_s = time.perf_counter() - started if background else None
         self.in_flight = self._thread.submit(self._save, snapshot, tensors, failure, state, started, blocked_s)
@@ -338,7 +338,7 @@ class Checkpoints:
                 )
                 return "", f"rank 0: {problem}; {DISK_FULL_ADVICE}"
             return self.storage.begin(final), ""
-        except Exception as error:
+        except Exception as error:  # any error: the other ranks wait for the name
             return "", f"rank 0: {describe(error)}"
 
     def _write_own(self, folder: Storage, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor]) -> RankReport:
@@ -358,7 +358,7 @@ class Checkpoints:
                 checksums = json.dumps(written.blocks, separators=(",", ":")).encode()
                 files |= write_files(folder, {blocks_name(written.file): checksums})
             files |= write_files(folder, {rank_file(rank): snapshot.per_rank_bytes})
-        except Exception as error:
+        except Exception as error:  # any error: rank 0 waits for this report
             return RankReport(f"{folder}: {describe(error)}")
         chunks = written.chunks if written is not None else []
         is_known = chunks == self._sent_chunks
@@ -378,7 +378,7 @@ class Checkpoints:
             try:
                 manifest = self._write_common(self.storage / unpublished, snapshot, reports)
                 self.storage.publish(unpublished, final)
-            except Exception as error:
+            except Exception as error:  # any error: the other ranks wait for the result
                 failed = f"rank 0: {describe(error)}"
             else:
                 self.retention.note(manifest)
@@ -437,7 +437,7 @@ class Checkpoints:
         try:
             for name in self.retention.obsolete():
                 unpublished.append(self.storage.unpublish(name))
-        except Exception as error:
+        except Exception as error:  # any error: the new checkpoint is already published
             warning = f"cannot delete old checkpoints: {describe(error)}"
         if unpublished:
             self._deleting = self._thread.submit(self._delete, unpublished)

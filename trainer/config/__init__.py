@@ -7,7 +7,7 @@ process is spawned.
 from __future__ import annotations
 
 from trainer.config.changes import compare_configs, compare_stored, stored_value
-from trainer.config.experts import expert_choices, resolve_expert_method
+from trainer.config.experts import advice_on_shards, expert_choices, resolve_expert_method
 from trainer.config.load import (
     declared_keys,
     declared_model,
@@ -26,7 +26,7 @@ from trainer.config.mesh import (
 )
 from trainer.config.messages import type_name
 from trainer.config.resolve import config_from_yaml, load_config
-from trainer.config.rules import BLOCK, Phase, budget_of, check_config, find_deadline, find_phases, source_names
+from trainer.config.rules import BLOCK, Phase, budget_of, check_config, find_deadline, find_phases
 from trainer.config.schema import (
     AUTO,
     CheckpointSection,
@@ -55,6 +55,7 @@ __all__ = [
     "ScheduleSection",
     "Slices",
     "TrainSection",
+    "advice_on_shards",
     "budget_of",
     "check_config",
     "compare_configs",
@@ -75,7 +76,6 @@ __all__ = [
     "resolve_context_method",
     "resolve_expert_method",
     "smallest_mesh",
-    "source_names",
     "stored_value",
     "type_name",
 ]

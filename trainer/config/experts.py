@@ -83,6 +83,24 @@ def check_expert(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> No
     _check_reshard(config)
 
 
+def advice_on_shards(config: RunConfig, shape: MeshShape) -> str:
+    """Return a warning if there are more shards than experts, else an empty string.
+
+    FSDP then divides other dimensions than the first, and copies weights and gradients once more.  With `mesh.expert` a
+    rank gathers few of the experts, so that copies cost next to nothing.
+    """
+    num_experts = getattr(config.model, "num_experts", None)
+    if num_experts is None or not config.recipe.declares_experts(config.model):
+        return ""
+    if config.mesh.expert != 1 or shape.shard <= num_experts:
+        return ""
+    shard = math.gcd(shape.shard, num_experts)
+    return (
+        f"mesh.shard={shape.shard} is more than the {num_experts} experts of a layer, so FSDP copies their weights "
+        f"and gradients once more; if it fits, mesh.shard={shard} mesh.replicate={shape.num_ranks // shard} does not"
+    )
+
+
 def _check_reshard(config: RunConfig) -> None:
     setting = config.fsdp.reshard_after_forward
     entries = setting if isinstance(setting, list) else [setting]

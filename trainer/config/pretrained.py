@@ -159,7 +159,7 @@ def has_config_only(folder: str | Path) -> bool:
     An interrupted download leaves partial files behind.
     """
     path = Path(folder).expanduser()
-    if hub.lacks_its_weights(path) or gguf_model.lacks_its_weights(path):
+    if hub.lacks_weights(path) or gguf_model.lacks_weights(path):
         return False  # they exist, but were not needed so far
     has_others = any(file.suffix.lower() in (*_PICKLES, _GGUF) for file in path.iterdir())
     return not (has_weights(path) or has_others or any(path.glob(".cache/huggingface/download/**/*.incomplete")))
@@ -172,7 +172,7 @@ def check_weights(folder: str | Path, setting: str) -> None:
     converted yet count as readable.
     """
     path = Path(str(folder).removeprefix("file://")).expanduser()
-    if hub.lacks_its_weights(path) or gguf_model.lacks_its_weights(path):
+    if hub.lacks_weights(path) or gguf_model.lacks_weights(path):
         return
     if (path / WEIGHTS).is_file():
         check_headers(path, setting)
@@ -310,6 +310,8 @@ def _fetch(folder: Path) -> str:
         return "it contains an adapter: give the run folder, or the output of trainer.export --merged"
     if folder.exists():
         return "give a model folder"
+    if folder.suffix.lower() == ".gguf":
+        return "there is no such file: give its path, or OWNER/NAME/FILE.gguf on the Hugging Face Hub"
     return f"give the folder of a model, or its name on the Hugging Face Hub: OWNER/{folder.name}"
 
 

@@ -385,7 +385,7 @@ def run_paths(tree: Mapping[str, Any], resolution: Resolution) -> dict[str, Any]
 def is_another_run(stored: str, here: Path) -> bool:
     """Return whether the stored folder `stored` still holds a run, and is not the same folder as `here`.
 
-    If so, `here` is a copy of that run.  If `stored` holds no run any more, `here` is that run after a move.
+    If so, `here` is a copy of that run.  If `stored` no longer holds a run, `here` is that run after a move.
     """
     return is_run(Path(stored)) and not _is_same(Path(stored), here)
 
@@ -436,7 +436,7 @@ def fetched_models(keys: Keys, resolution: Resolution) -> Keys:
     """
     requested = {**keys.values, **keys.assignments}
     texts = {key: requested[key] for key in _MODEL_KEYS if isinstance(requested.get(key), str)}
-    found = {key: text for key, text in texts.items() if hub.parse_name(text) is not None or gguf_model.is_meant(text)}
+    found = {key: text for key, text in texts.items() if hub.parse_name(text) is not None or gguf_model.is_gguf(text)}
     if not found:
         return keys
     pins = {} if resolution.is_stored else hub.pins_in(_stored_config(keys, resolution))
@@ -466,7 +466,7 @@ def _fetched(key: str, text: str, pins: Mapping[tuple[str, str], str], resolutio
             )
         path = hub.fetch_model(inside, key, pins, with_weights=resolution.needs_weights and key != "data.tokenizer")
         path = path / name.path if inside != name else path
-    if resolution.is_stored or not gguf_model.is_meant(str(path)):
+    if resolution.is_stored or not gguf_model.is_gguf(str(path)):
         return str(path)
     return str(gguf_model.converted(path, key, with_weights=resolution.needs_weights and key != "data.tokenizer"))
 
@@ -853,7 +853,7 @@ def tokenizer_of_weights(config: RunConfig, resolution: Resolution) -> RunConfig
     """Use the tokenizer of the initial weights, unless `data.tokenizer` is given.  A run that resumes keeps its own.
 
     Runs after `tokenizer_file`, so that both are paths.  Raises UserError if the given tokenizer differs from that of
-    the weights, or if that cannot be read: token ids would then stand for different text than when the weights were
+    the weights, or if that cannot be read: token ids would then represent different text than when the weights were
     trained.  `checkpoint.allow_changes=[data.tokenizer]` permits both.
     """
     key, data, is_given = "data.tokenizer", config.data, "data.tokenizer" in resolution.keys

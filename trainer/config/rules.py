@@ -36,7 +36,7 @@ from trainer.config.mesh import (
     with_context,
 )
 from trainer.config.pretrained import check_no_gguf
-from trainer.config.schema import AUTO, MODEL, DataSection, LogSection, LoraSection, RunConfig
+from trainer.config.schema import AUTO, MODEL, LogSection, LoraSection, RunConfig
 from trainer.errors import UserError, choice_error, nearest, setting_error
 
 
@@ -101,6 +101,11 @@ def _check_forms(config: RunConfig) -> None:
                 "lose small updates"
             )
             raise setting_error(key, dtype, rule, "float32")
+    for number, group in enumerate(config.optim.groups):
+        optimizer, dtype = group.get("optimizer"), config.train.weights_dtype
+        if dtype != "float32" and optimizer in ("sgd", "muon"):
+            rule = f"optim.groups[{number}] has optimizer={optimizer}, which would lose small updates"
+            raise setting_error("train.weights_dtype", dtype, rule, "float32")
     _check_float8(config)
     _check_lora(config)
     objective = config.train.objective
@@ -481,18 +486,14 @@ class Phase:
     weights: Mapping[str, float] | None
 
 
-def source_names(data: DataSection) -> list[str]:
-    """Return the sorted names of the sources; an empty list if data.path is a single path."""
-    return sorted(data.path) if isinstance(data.path, Mapping) else []
-
-
 def find_phases(config: RunConfig) -> list[Phase]:
     """Return the phases of a run with several sources, first to last; the first begins at sample 0.
 
     Raises UserError that names the phase and the rule that it breaks.  The order of the phases is only checked once
     `train.epochs` has been resolved to a number of steps.
     """
-    names, weights = source_names(config.data), config.data.weights
+    path, weights = config.data.path, config.data.weights
+    names = sorted(path) if isinstance(path, Mapping) else []
     has_num_steps = config.train.epochs is None
     if weights is not None:
         _check_weights("data.weights", weights, names)

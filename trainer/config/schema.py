@@ -779,8 +779,8 @@ def name_of_source(path: str) -> str:
     This is a name on the Hugging Face Hub, pinned to a commit, or the path of a .gguf file.  Any other path is returned
     unchanged.
     """
-    made_from = gguf_model.source_of(path) or path
-    return hub.name_of(made_from) or made_from
+    made_from = gguf_model.original_file(path) or path
+    return hub.pinned_name(made_from) or made_from
 
 
 def plain_lists(tree: Any) -> Any:

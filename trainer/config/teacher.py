@@ -44,7 +44,8 @@ def teacher_config(config: RunConfig) -> RunConfig | None:
     elif (location.folder / CONFIG).is_file():
         model = config_from_yaml((location.folder / CONFIG).read_text(), KEY).model
     else:
-        raise setting_error(KEY, path, "must be a Hugging Face folder, a run folder or a checkpoint")
+        rule = "must be a Hugging Face folder, a run folder or a checkpoint"
+        raise setting_error(KEY, path, rule, fix="give one, or the name of a model on the Hugging Face Hub: OWNER/NAME")
     stored: Literal["bfloat16", "float32"] = "bfloat16" if config.fsdp.param_dtype == "bfloat16" else "float32"
     train = replace(config.train, init_from=init_from, freeze=(), weights_dtype=stored)
     fsdp = replace(config.fsdp, reshard_after_forward="default")

@@ -11,7 +11,7 @@
   check   broken shards, duplicate documents, held-out text in the training data; exits with code 1 if it finds any
   plan    tokens, share and epochs of each source, by phase
 
-recipe=NAME is a recipe or a run folder.  The default is llama_small, with any vocabulary.
+recipe=NAME is a recipe or a run folder.  The default is llama_small, without a check of the vocabulary size.
 """
 
 from __future__ import annotations

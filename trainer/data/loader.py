@@ -77,6 +77,7 @@ class TrainLoader:
         Raises UserError if the data do not match `train.objective` or the tokenizer of the initial weights.
         """
         _check_samples(source, config)
+        _check_labels(source, config)
         check_tokenizer(source, config)
         return cls(
             source,
@@ -304,10 +305,24 @@ def _check_samples(source: Source, config: RunConfig) -> None:
     if source.rows_per_sample == config.rows_per_sample:
         return
     if config.rows_per_sample > 1:
-        rule = f"needs preference pairs, but data.source={config.data.source} has none"
-        fix = "use data.source=chat and files with prompt, chosen and rejected"
-        raise setting_error(key, objective, rule, fix=fix)
+        is_chat = config.data.source == "chat"
+        rule = f"needs preference pairs, but {'data.path' if is_chat else 'data.source'} has none"
+        fix = "use records with prompt, chosen and rejected; for one answer with a label each, recipe=kto"
+        raise setting_error(key, objective, rule, fix=fix if is_chat else f"set data.source=chat, and {fix}")
     raise setting_error(key, objective, "does not support preference pairs", "dpo")
+
+
+def _check_labels(source: Source, config: RunConfig) -> None:
+    """Raise UserError if all samples to train on have one label, where the objective tells labels apart."""
+    objective, label = config.objective, source.only_label
+    if label is None or max(objective.num_kinds, objective.outputs) < 2:
+        return
+    rule = f"learns to tell labels apart, but all records of data.path have label {label}"
+    missing = "1 or true" if label == 0 else "0 or false"
+    fix = f"add records with label {missing}; to imitate answers, use recipe=sft"
+    if objective.outputs:
+        fix = "add records with other labels"
+    raise setting_error("train.objective", config.train.objective, rule, fix=fix)
 
 
 class EvalLoader:

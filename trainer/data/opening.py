@@ -195,7 +195,8 @@ def _open_mixture(
         if source is not None:
             sources[name] = source
     if any(source.rows_per_sample > 1 or source.num_labels for source in sources.values()):
-        raise setting_error("data.path", data.path, "preference pairs and labelled records must be a single source")
+        rule = "preference pairs and labelled records must be a single source"
+        raise setting_error("data.path", data.path, rule, fix="put the files into one folder, and name that")
     tokenizers = {name: (source.tokenizer, source.vocab_size) for name, source in sources.items()}
     first = next(iter(tokenizers), "")
     for name, tokenizer in tokenizers.items():

@@ -53,7 +53,7 @@ def chat_prompt_tokens(text: str, tokenizer: str, key: str, template: str = "mod
 
 
 class ChatPrompts:
-    """Encodes conversations that the assistant is to continue, with a chat template and its generation prompt."""
+    """Encodes conversations for the assistant to continue, with a chat template and its generation prompt."""
 
     def __init__(self, tokenizer: str, key: str, value: object, template: str = "model") -> None:
         """`tokenizer`, `template`: as in `data`.  `key`, `value`: the setting or option to name in errors.
@@ -102,7 +102,8 @@ def read_prompts(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
                     if line.strip():
                         yield f"{path.name}:{number}", {"prompt": line.rstrip("\n")}
         except OSError as error:
-            raise setting_error(key, path, f"cannot be read ({error.strerror or error})") from error
+            rule = f"cannot be read ({error.strerror or error})"
+            raise setting_error(key, path, rule, fix="check the path, or give another file") from error
         except UnicodeDecodeError as error:
             raise setting_error(key, path, f"is not UTF-8 ({error.reason})", fix="convert it to UTF-8") from error
         return
@@ -111,7 +112,8 @@ def read_prompts(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield location, dict(record)
             continue
         if "messages" not in record:
-            raise setting_error(key, path, f"{location}: needs `prompt`, a text, or `messages`")
+            rule = f"{location}: needs `prompt`, a text, or `messages`"
+            raise setting_error(key, path, rule, fix='write lines such as {"prompt": "Hi"}')
         try:
             Format("messages").read(record)
         except BadChat as error:

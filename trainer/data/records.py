@@ -55,8 +55,11 @@ def records_in(name: str, file: TextIO) -> Iterator[tuple[int, Any]]:
 def _read_json(file: TextIO) -> Iterator[tuple[int, Any]]:
     decoder = json.JSONDecoder()
     text, position, number, is_at_end = "", 0, 0, False
+    num_open = 0  # brackets of arrays that have begun and not ended
     while True:
-        position = _SEPARATORS.match(text, position).end()  # type: ignore[union-attr]
+        separators = text[position : _SEPARATORS.match(text, position).end()]  # type: ignore[union-attr]
+        num_open += separators.count("[") - separators.count("]")
+        position += len(separators)
         try:
             if position < len(text):
                 record, end = decoder.raw_decode(text, position)
@@ -68,6 +71,8 @@ def _read_json(file: TextIO) -> Iterator[tuple[int, Any]]:
                 raise BadRecord(f"record {number + 1} is not JSON ({error.msg})") from error
         except RecursionError as error:
             raise BadRecord(f"record {number + 1} is nested too deeply") from error
+        if is_at_end and num_open > 0:
+            raise BadRecord(f"the array does not end: the file is cut off after record {number}")
         if is_at_end:
             return
         block = file.read(max(_BLOCK, len(text) - position))

@@ -568,7 +568,7 @@ class ShardManifest:
                     raise ValueError(f"a shard is {row!r}")
         except (ValueError, TypeError) as error:
             raise ShardError(
-                f"{path} is not a manifest of token shards; for documents use .jsonl, one per line"
+                f"{path} is not a manifest of token shards, nor does it hold documents: an array of objects, or .jsonl"
             ) from error
         return manifest
 

@@ -59,6 +59,7 @@ class Source(ABC):
         directly when that is faster than using a thread.
     rows_per_sample: sequences per sample; 2 for preference pairs.
     num_labels: number of different labels of samples, numbered from 0; 0 if samples have no labels.
+    only_label: the label that all samples have; None if there are several, or none.
     shards: the token shards that the source reads, if any.
     """
 
@@ -72,6 +73,7 @@ class Source(ABC):
     is_local: bool = False
     rows_per_sample: int = 1
     num_labels: int = 0
+    only_label: int | None = None
     shards: Sequence[Shard] = ()
 
     is_here, stretch, sentence = Renamed("is_local"), Renamed("read_tokens"), Renamed("summary")

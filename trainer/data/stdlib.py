@@ -31,7 +31,7 @@ _EXCLUDED_FOLDERS = frozenset(
 
 
 class SourceFile(NamedTuple):
-    """A source file, with the size and modification time by which a change is noticed."""
+    """A source file, with its size and modification time, which reveal changes."""
 
     name: str
     """Path relative to the library's folder, with `/` as separator."""
@@ -39,7 +39,7 @@ class SourceFile(NamedTuple):
     mtime_ns: int
 
 
-@functools.cache  # a training process looks for them several times
+@functools.cache  # a training process looks them up several times
 def find_source_files(folder: Path) -> tuple[SourceFile, ...]:
     """Return the source files below `folder`, sorted by name, without the excluded folders."""
     return tuple(sorted(_walk(str(folder), "")))

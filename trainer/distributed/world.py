@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
@@ -275,10 +275,28 @@ class World(Channel):
         """Wait for all ranks, then destroy the process group if it was opened here."""
         if self._watch is not None:
             self._watch.stop()
+        if dist.is_initialized() and self.owns_group:
+            self.barrier()
+        self._destroy_group()
+
+    @contextlib.contextmanager
+    def left_if_refused(self) -> Iterator[None]:
+        """Destroy the process group if the block raises a UserError, which all ranks raise together.
+
+        A later World can then open one again.  After another error the ranks may be anywhere: only one process leaves.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, UserError) or self.size == 1:
+                self.leave_store()
+                self._destroy_group()
+            raise
+
+    def _destroy_group(self) -> None:
         if self in _worlds:
             _worlds.remove(self)  # it would keep the Trainer alive, which listens for failures
         if dist.is_initialized() and self.owns_group:
-            self.barrier()
             dist.destroy_process_group()
             # DTensor caches the results of its operators with their meshes.  An equal mesh of a later World would find
             # the names of this one's groups there, which may then be those of other groups.

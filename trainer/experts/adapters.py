@@ -1,11 +1,11 @@
-"""The matrices of experts: products of rows with them, and the adapters (LoRA) that they can have.
+"""The matrices of experts: their products with rows, and their adapters (LoRA).
 
-A module of experts lists its matrices in an attribute `matrices`, and multiplies with them through `products`, which
-adds the products of their adapters.  The attribute maps names to the module's own parameters, which are stacked by
-expert: {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}.  Parameters that are one in transformers' model, one after
-another along their outputs, share an adapter, so that it is the one that peft would train; the names, and their order,
-are those of the parameters there.  Each parameter is (E, out, in), or (E, in, out) if the module has `is_transposed`.
-Rows of frozen ones may be packed (`trainer.model.packed`): those that the module's `packings` names.
+An expert module lists its matrices in an attribute `matrices`, and multiplies with them through `products`, which adds
+the products of their adapters.  The attribute maps the names of transformers' parameters to those of the module, which
+are stacked by expert: {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}.  If transformers concatenates several of
+them along the outputs, in this order, they share an adapter, as in peft.  Each parameter is (E, out, in), or
+(E, in, out) if the module has `is_transposed`.
+The rows of frozen ones may be packed (`trainer.model.packed`): those that the module's `packings` names.
 
 Shape suffixes: E experts, M token-expert pairs, K and N inputs and outputs of a matrix, R rank of an adapter.
 """
@@ -21,14 +21,14 @@ from torch import nn
 from trainer.experts.grouped import grouped_mm, packed_grouped_mm
 
 ADAPTER = "default"
-"""The name of a layer's adapter; there is only one here, while peft supports several."""
+"""The name of the adapter of a layer.  There is only one here; peft supports several."""
 
 ADAPTERS = "adapters"
-"""The child of a module of experts that holds its adapters."""
+"""Name of the child of an expert module that holds its adapters."""
 
 
 class ExpertFactor(nn.Module):
-    """One of the two matrices of the adapter of each expert: `weight` (E, out, in), always in float32."""
+    """One of the two matrices of each expert's adapter: `weight` (E, out, in), always in float32."""
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, starts_at_zero: bool) -> None:
         super().__init__()
@@ -39,13 +39,13 @@ class ExpertFactor(nn.Module):
     def reset_parameters(self) -> None:
         if self.starts_at_zero:
             nn.init.zeros_(self.weight)
-        else:  # as of a linear layer's factor; torch's own functions take the rank for a number of inputs
+        else:  # as for the factor of a linear layer; for three dimensions, torch's functions use the wrong fan-in
             bound = 1 / math.sqrt(self.weight.shape[2])
             nn.init.uniform_(self.weight, -bound, bound)
 
 
 class ExpertAdapter(nn.Module):
-    """The adapters of a matrix of each expert: to `x @ W.T` they add `scaling * x @ A.T @ B.T`.
+    """The adapters of one matrix per expert, which add `scaling * x @ A.T @ B.T` to `x @ W.T`.
 
     The second factor starts at zero, so the initial output equals that of the experts alone.
     """
@@ -60,7 +60,7 @@ class ExpertAdapter(nn.Module):
         self.lora_A, self.lora_B = nn.ModuleDict({ADAPTER: first}), nn.ModuleDict({ADAPTER: second})
 
     def forward(self, x_MK: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        """Return the products without `scaling`, (M, N), for rows in the order of experts; see `grouped_mm`."""
+        """Return the products without `scaling`, (M, N), for rows sorted by expert; see `grouped_mm`."""
         down_ERK: torch.Tensor = self.lora_A[ADAPTER].weight  # type: ignore[assignment]
         up_ENR: torch.Tensor = self.lora_B[ADAPTER].weight  # type: ignore[assignment]
         low_MR = grouped_mm(x_MK.to(down_ERK.dtype), down_ERK.transpose(1, 2), ends_E)
@@ -68,10 +68,10 @@ class ExpertAdapter(nn.Module):
 
 
 def products(experts: nn.Module, name: str, x_MK: torch.Tensor, ends_E: torch.Tensor) -> list[torch.Tensor]:
-    """Multiply rows with the matrices of their experts that `experts.matrices` lists under `name`: (M, N) of each.
+    """Multiply rows with each of the matrices that `experts.matrices` lists under `name`; returns a list of (M, N).
 
-    Rows are in the order of experts, and those of each expert end before row `ends_E`; see `grouped_mm`.  They are
-    converted to the dtype of the matrices; packed matrices are unpacked in the dtype of the rows instead.
+    Rows are sorted by expert, and those of each expert end before row `ends_E`; see `grouped_mm`.
+    Rows are converted to the dtype of the matrices; packed matrices are unpacked in the dtype of the rows instead.
     """
     found = [_product(experts, own, x_MK, ends_E) for own in matrices_of(experts)[name]]
     adapter = adapters_of(experts).get(name)
@@ -98,13 +98,13 @@ def _product(experts: nn.Module, own: str, x_MK: torch.Tensor, ends_E: torch.Ten
 
 
 def matrices_of(module: nn.Module) -> Mapping[str, Sequence[str]]:
-    """Return the parameters of a module of experts that can have adapters, by the adapter's name; empty for others."""
+    """Return the parameters of an expert module that can have adapters, by the adapter's name; empty for others."""
     found: Mapping[str, Sequence[str]] = getattr(module, "matrices", {})
     return found
 
 
 def adapters_of(experts: nn.Module) -> dict[str, ExpertAdapter]:
-    """Return the adapters of a module of experts by name."""
+    """Return the adapters of an expert module by name."""
     found = getattr(experts, ADAPTERS, {})
     return {name: adapter for name, adapter in found.items() if isinstance(adapter, ExpertAdapter)}
 

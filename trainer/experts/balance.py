@@ -1,7 +1,7 @@
-"""Keeps the load of experts even: the losses of a router, and a bias on the choice of experts; measures the load.
+"""Balances the load of experts with router losses and with a bias on the choice of experts, and measures the load.
 
-Whatever depends on how often experts are chosen uses whole numbers over the global batch, so it is the same on any
-mesh, with any micro-batch size and with activations recomputed or not.
+Everything that depends on how often experts are chosen uses integer counts over the global batch, so it is the same on
+any mesh, with any micro-batch size, and with or without recomputed activations.
 
 Shape suffixes: B sequences, T tokens of each, E experts, A experts per token, S tokens (B x T), L layers with experts.
 """
@@ -27,8 +27,8 @@ BALANCE = "balance"
 class Choice(nn.Module):
     """Chooses the experts of each token: those with the highest scores.
 
-    With a bias, a score counts for the choice as if the expert's bias were added to it, but not for the expert's
-    weight.  `ExpertBalance` moves the bias after each step if the model has a rate for it (Wang et al. 2024,
+    With a bias, the experts with the highest sums of score and bias are chosen, but their weights depend only on the
+    scores.  `ExpertBalance` changes the bias after each step if the model has a rate for it (Wang et al. 2024,
     arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437, equation 16).  It is a persistent buffer in fp32: part of
     checkpoints, and used in evaluation and generation.
     """
@@ -54,7 +54,7 @@ class Choice(nn.Module):
 
 
 class Load(NamedTuple):
-    """The load of the experts of a layer, over the tokens that count in each sequence; made by `load_of`."""
+    """The load of a layer's experts over the tokens that count in each sequence; see `load_of`."""
 
     choices: torch.Tensor
     """(B, E), the number of tokens routed to the expert (int64)."""
@@ -73,9 +73,9 @@ def load_of(
 ) -> Load:
     """Return the load of a layer's experts over the tokens that `counts_BT` marks.
 
-    A block returns it as an output.  It must not add it up itself, since a block may run twice (recomputation).
-    probs_SE: the router's scores, divided by each token's sum.  Needed for `Balance(loss=..., sequence_loss=...)`.
-    logits_SE: what the scores were computed from.  Needed for `Balance(z_loss=...)`.
+    A block returns it as an output.  It must not accumulate it itself, since a block may run twice (recomputation).
+    probs_SE: the router's scores, normalized per token.  Needed for `Balance(loss=..., sequence_loss=...)`.
+    logits_SE: the logits that the scores were computed from.  Needed for `Balance(z_loss=...)`.
     """
     num_rows = counts_BT.shape[0]
     ones_SA = counts_BT.flatten().unsqueeze(1).expand_as(chosen_SA).long()
@@ -93,20 +93,20 @@ class Balance(nn.Module):
     """The losses of the routers of all layers, and the load of their experts in a step.
 
     A model with experts has one as a child, and calls it in training with the loads of its layers.  All losses are sums
-    over tokens that count, as the loss of the model is:
+    over the tokens that count, like the loss of the model:
 
-    - `loss`, a coefficient: for each expert, the share of choices that fell on it is multiplied by its mean
-      probability; the sum over experts is scaled by their number (Fedus et al. 2021, arXiv:2101.03961, equations 4 to
-      6).  It is lowest if all experts are chosen equally often.  Shares and means are over all layers, micro-batches
-      and ranks (Qiu et al. 2025, arXiv:2501.11873).  With the shares of this step (`exact`), which must be known before
-      the first backward pass, several micro-batches take a forward pass more each (see `global_balance`); with those of
-      the step before (`last`), nothing, and the first step has equal shares.
+    - `loss`, a coefficient: each expert's share of the choices is multiplied by its mean probability; the sum over
+      experts is scaled by their number (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6).  It is lowest if all
+      experts are chosen equally often.  Shares and means are over all layers, micro-batches and ranks (Qiu et al. 2025,
+      arXiv:2501.11873).  With `exact`, the shares are those of this step.  They must be known before the first backward
+      pass, so several micro-batches take one more forward pass each (see `global_balance`).  With `last`, the shares
+      are those of the previous step, at no cost, and equal in the first step.
     - `sequence_loss`, a coefficient: the same within each sequence and layer, with shares relative to the mean, summed
       over layers (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20).
     - `z_loss`, a coefficient: the squared log-sum-exp of the router's logits, summed over layers (Zoph et al. 2022,
       arXiv:2202.08906, equation 5).
 
-    rate: by how much `ExpertBalance` moves the bias of each `Choice` of the model after a step.
+    rate: the amount by which `ExpertBalance` changes the bias of each `Choice` in the model after a step.
     """
 
     def __init__(
@@ -124,11 +124,11 @@ class Balance(nn.Module):
         self.num_layers, self.num_experts, self.num_chosen = num_layers, num_experts, num_chosen
         self.loss, self.shares, self.sequence_loss, self.z_loss, self.rate = loss, shares, sequence_loss, z_loss, rate
         self.reduce_choices: Callable[[torch.Tensor], torch.Tensor] = _identity
-        """Returns the choices (L, E) of all micro-batches and ranks for those of one micro-batch of this rank."""
+        """Maps the choices (L, E) of one micro-batch on this rank to those of all micro-batches and ranks."""
         self.last_choices_E: torch.Tensor | None = None
-        """How often experts were chosen in the last step, in all layers and over all ranks."""
+        """How often each expert was chosen in the last step, over all layers and ranks."""
         self.counted_LE: torch.Tensor | None = None
-        """Choices of this rank in the micro-batches of this step so far."""
+        """Choices on this rank in the micro-batches of this step so far."""
         self.total_LE: torch.Tensor | None = None
         """Choices of all ranks in this step, once they are known."""
 
@@ -158,7 +158,7 @@ class Balance(nn.Module):
         return total
 
     def _shares(self, choices_LE: torch.Tensor) -> torch.Tensor:
-        """Return the share of tokens that choose each expert, (E,): their sum is the number of choices of a token."""
+        """Return the share of tokens that choose each expert, (E,).  The sum is the number of choices per token."""
         if self.shares == "exact":
             all_choices_E = self.reduce_choices(choices_LE).sum(0)
         elif self.last_choices_E is not None:
@@ -188,7 +188,7 @@ def _identity(choices_LE: torch.Tensor) -> torch.Tensor:
 
 
 def find_balance(model: nn.Module) -> Balance | None:
-    """Return the `Balance` of a model, or None for a model without experts of its own."""
+    """Return the `Balance` of a model, or None if it has none, as models without experts and those of transformers."""
     return next((child for child in model.children() if isinstance(child, Balance)), None)
 
 
@@ -196,10 +196,10 @@ def find_balance(model: nn.Module) -> Balance | None:
 def global_balance(
     model: nn.Module, micro_batches: Sequence[Any], loss: Callable[[Any], torch.Tensor], world: World
 ) -> Iterator[None]:
-    """Inside the block, compute the losses of the routers of `model` over `micro_batches` on all ranks.
+    """Compute the router losses of `model` inside the block from the choices in `micro_batches` on all ranks.
 
     The load-balancing loss is a product of two sums, so the choices must be known before the first backward pass if
-    it uses those of this step.  A single micro-batch sums them over the ranks in its own forward pass; with several, an
+    it uses those of this step.  A single micro-batch sums them over the ranks in its forward pass; with several, an
     extra forward pass of `loss` on each counts them first.  No-op for a model without a `Balance` child.  Collectives:
     one all-reduce of an integer per layer and expert, and those of the extra passes.
     """
@@ -237,15 +237,15 @@ def _count(
 
 
 class ExpertBalance:
-    """Follows the optimizer: after each step it moves the biases of a model's `Choice` modules, keeps the shares for
-    the next step, and logs the load of the experts.
+    """Runs after each optimizer step: updates the biases of a model's `Choice` modules, keeps the shares for the next
+    step, and logs the load of the experts.
 
-    A bias moves by the rate, up if the expert was chosen less often than the mean and down if more often, over the
+    A bias changes by the rate: up if the expert was chosen less often than the mean, and down if more often, over the
     tokens that count in the global batch.  A skipped step changes neither biases nor shares.
 
-    Fields of the `train` record, each a mean over the steps since the line before: `busiest_expert`, the largest number
-    of tokens of an expert relative to the mean of its layer, and `dead_experts`, how many experts of all layers no
-    token chose.
+    Fields of the `train` record, each a mean over the steps since the previous record: `busiest_expert`, the largest
+    number of tokens of an expert relative to the mean of its layer, and `dead_experts`, the number of experts in all
+    layers that no token chose.
     """
 
     may_be_absent = True

@@ -1,6 +1,6 @@
-"""Computes the experts of tokens: here, or on the ranks that share out the experts (expert parallelism).
+"""Runs tokens through their experts, on this rank or on the ranks that hold the experts (expert parallelism).
 
-With `exchange` each token travels to the ranks of its experts, by an all-to-all whose sizes the host must read; with
+With `exchange` each token is sent to the ranks of its experts, by an all-to-all whose sizes the host must read; with
 `gather` every rank gets all tokens of the group and computes those of its experts, in shapes that are known in advance.
 
 Shape suffixes: D model width, E experts, A experts per token, S tokens of this rank, M token-expert pairs, N ranks of
@@ -21,21 +21,21 @@ from torch.func import functional_call
 from trainer.distributed.exchange import exchange_parts, exchange_rows, gather_parts, sum_parts
 
 GROUP = "expert_group"
-"""Attribute of a module whose experts are shared out."""
+"""The attribute that holds a module's `ExpertGroup`, if ranks share out its experts."""
 
 
 @dataclass
 class Estimate:
-    """What a plan assumes instead of reading tokens: `imbalance` is the busiest rank's rows relative to the mean."""
+    """Assumptions of a plan, which has no tokens.  `imbalance`: the busiest rank's rows relative to the mean."""
 
     imbalance: float = 1.0
     filled: float = 1.0
-    """Share of the rows of gather's buffers that hold tokens; set when the model is traced."""
+    """Share of the rows in gather's buffers that contain tokens; set when the model is traced."""
 
 
 @dataclass(frozen=True)
 class ExpertGroup:
-    """The ranks that share out the experts of a module, as seen from one of them."""
+    """The ranks that the experts of a module are divided among, and this rank's number among them."""
 
     size: int
     rank: int
@@ -44,26 +44,28 @@ class ExpertGroup:
     name: str = ""
     """Name of the process group, for `trainer.distributed.exchange`."""
     estimate: Estimate | None = None
-    """In plans: what stands in for the router's choices."""
+    """For plans: replaces what would be read from the router's choices."""
     watch: Callable[..., None] | None = None
-    """In checks: is called with `mix`'s arguments besides the module, and its result."""
+    """For checks: called with the arguments of `mix` except the module, and with its result."""
 
 
 def mix(experts: nn.Module, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights_SA: torch.Tensor) -> torch.Tensor:
     """Return the weighted sum of the outputs of each token's experts, (S, D).
 
-    experts: a module whose parameters are all stacked by expert along dimension 0, and which is called with rows in the
-    order of experts, and where each expert's rows end (int32): `experts(rows, ends)`.  There may be one more end than
-    experts; see `grouped_mm`.  chosen_SA: the experts of each token, all different.  weights_SA: their weights.
+    experts: a module whose parameters are all stacked by expert along dimension 0.  It is called as
+    `experts(rows, ends)`: rows in the order of experts, and the row before which each expert's rows end (int32).  There
+    may be one more end than experts; see `grouped_mm`.  chosen_SA: the experts of each token, all different.
+    weights_SA: their weights.
 
-    With expert parallelism, collectives of the group: with `exchange`, an all-to-all of counts and two of rows, and in
-    the backward pass the latter again; the host reads how many rows arrive.  With `gather`, all-gathers of tokens,
-    choices and weights, and a reduce-scatter of the results; in the backward pass an all-gather and two
+    Collectives in the expert group, if there is one: with `exchange`, an all-to-all of counts, after which the host
+    waits for the number of rows, and two of rows, which the backward pass repeats.  With `gather`, all-gathers of
+    tokens, choices and weights, and a reduce-scatter of the results; in the backward pass an all-gather and two
     reduce-scatters; S must be equal on all ranks.
     """
     group: ExpertGroup | None = getattr(experts, GROUP, None)
     if group is None:
-        order_M, ends_E = _by_expert(chosen_SA.flatten(), _num_experts(experts))
+        num_experts = next(iter(experts.parameters())).shape[0]
+        order_M, ends_E = _by_expert(chosen_SA.flatten(), num_experts)
         out_MD = experts(x_SD[order_M // chosen_SA.shape[1]], ends_E)
         return _summed(out_MD, order_M, weights_SA)
     method = _exchanged if group.method == "exchange" else _gathered
@@ -79,17 +81,13 @@ def choices_of(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
     return zeros_E.scatter_add(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=torch.int64))
 
 
-def _num_experts(experts: nn.Module) -> int:
-    return next(iter(experts.parameters())).shape[0]
-
-
 def _by_expert(chosen_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the order of token-expert pairs in which those of each expert are contiguous, and where each ends."""
+    """Return the order that sorts token-expert pairs by expert, and the end of each expert's pairs."""
     return chosen_M.argsort(stable=True), choices_of(chosen_M, num_experts).cumsum(0).to(torch.int32)
 
 
 def _summed(out_MD: torch.Tensor, order_M: torch.Tensor, weights_SA: torch.Tensor) -> torch.Tensor:
-    """Bring rows back from the order of experts to that of tokens, and sum up those of each token."""
+    """Reorder rows from experts to tokens, and sum the rows of each token."""
     # A scatter-add instead would not be deterministic on a GPU.
     out_SAD = out_MD[order_M.argsort()].unflatten(0, weights_SA.shape)
     return (out_SAD * weights_SA.unsqueeze(-1)).sum(1)
@@ -121,7 +119,7 @@ def _exchanged(
 def _splits(
     group: ExpertGroup, sent_NL: torch.Tensor, received_NL: torch.Tensor, num_sent: int
 ) -> tuple[list[int], list[int]]:
-    """Return how many rows go to each rank, and come from each.  The host waits for the device."""
+    """Return the number of rows to send to and to receive from each rank.  Host sync."""
     if group.estimate is None:
         sent, received = torch.stack((sent_NL.sum(1), received_NL.sum(1))).tolist()
         return sent, received
@@ -135,9 +133,9 @@ def _even(total: int, count: int) -> list[int]:
 def _gathered(
     group: ExpertGroup, experts: nn.Module, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights_SA: torch.Tensor
 ) -> torch.Tensor:
-    """Gather the tokens of the group, compute those of this rank's experts, and sum up the results on all ranks.
+    """Gather the tokens of the group, compute those of this rank's experts, and sum the results over all ranks.
 
-    The buffers have rows for the worst case, in which this rank has all the experts that tokens choose.
+    The buffers are large enough for the worst case, in which all tokens choose only experts of this rank.
     """
     num_local, num_chosen = _num_local(experts, group), chosen_SA.shape[1]
     x_TD, chosen_TA, weights_TA = (
@@ -153,7 +151,7 @@ def _gathered(
             1.0, group.estimate.imbalance * num_chosen / group.size / min(num_chosen, num_local)
         )
     out_RD = _compute(group, experts, x_TD[order_P[:num_rows] // num_chosen], ends_L.clamp(max=num_rows))
-    # Pairs of other ranks' experts come after these rows or are among their last, which are zero.
+    # Pairs of other ranks' experts come after these rows, or are among the last of them, which are zero.
     place_P = order_P.argsort().clamp(max=num_rows - 1)
     weights_TA = torch.where(is_here_TA, weights_TA, 0)
     out_TD = (out_RD[place_P].unflatten(0, weights_TA.shape) * weights_TA.unsqueeze(-1)).sum(1)
@@ -161,17 +159,17 @@ def _gathered(
 
 
 def _num_local(experts: nn.Module, group: ExpertGroup) -> int:
-    """Return the number of experts of a rank."""
+    """Return the number of experts on each rank."""
     first = next(iter(experts.parameters()))
     return first.shape[0] // group.size if isinstance(first, DTensor) else first.shape[0]
 
 
 def _compute(group: ExpertGroup, experts: nn.Module, rows_RD: torch.Tensor, ends_L: torch.Tensor) -> torch.Tensor:
-    """Return what this rank's experts make of rows.
+    """Return the outputs of this rank's experts.
 
-    The gradient of their weights is a sum over the tokens of the group, while FSDP averages it only over the ranks that
-    hold the same experts, which are fewer by the size of the group.  So the gradient is divided by it where it arises:
-    on its way through the experts, gradients are smaller by that factor.
+    The gradient of their weights is a sum over the tokens of the whole group, but FSDP averages it only over the ranks
+    with the same experts, which are fewer by the size of the group.  So gradients are divided by the group size while
+    they pass through the experts.
     """
     weights = {
         name: parameter.to_local() if isinstance(parameter, DTensor) else parameter

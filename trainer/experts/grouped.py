@@ -32,7 +32,7 @@ def grouped_mm(x_MK: torch.Tensor, weight_EKN: torch.Tensor, ends_E: torch.Tenso
     num_groups = weight_EKN.shape[0]
     if _has_kernel(x_MK, weight_EKN):
         out_MN = F.grouped_mm(x_MK, weight_EKN, offs=ends_E[:num_groups])
-        if ends_E.shape[0] > num_groups:  # the kernel leaves these rows as it found them
+        if ends_E.shape[0] > num_groups:  # the kernel does not write these rows
             is_empty_M = torch.arange(x_MK.shape[0], device=x_MK.device) >= ends_E[num_groups - 1]
             out_MN.masked_fill_(is_empty_M[:, None], 0)
         return out_MN
@@ -57,11 +57,11 @@ def grouped_outer(x_MK: torch.Tensor, y_MN: torch.Tensor, ends_E: torch.Tensor) 
 
 
 def grouped_bias(bias_EN: torch.Tensor, ends_E: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return the bias of each row's group, (M, N); zero for rows that belong to none.  See `grouped_mm`.
+    """Return the bias of each row's group, (M, N); zero for rows without a group.  See `grouped_mm`.
 
-    A product with ones, whose gradient is the sum over the rows of a group, without atomic additions on a GPU.
+    Computed as a product with ones, so that its gradient, a sum over rows, needs no atomic additions on a GPU.
     """
-    ones_M8 = bias_EN.new_ones(num_rows, 8)  # the kernel of a GPU needs a multiple of 8 columns
+    ones_M8 = bias_EN.new_ones(num_rows, 8)  # the GPU kernel needs a multiple of 8 columns
     out_MN: torch.Tensor = grouped_mm(ones_M8, F.pad(bias_EN.unsqueeze(1), (0, 0, 0, 7)), ends_E)
     return out_MN
 
@@ -182,7 +182,7 @@ def _(x: Sequence[int], y: Sequence[int], ends: Sequence[int], *args: Any, **kwa
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Fake tensors, which have only shapes and dtypes: models run on them in milliseconds, without memory
+# Fake tensors, which have only shapes and dtypes, so that models run in milliseconds and without memory
 
 GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 """Torch's grouped matrix product, used by mixture-of-experts models."""

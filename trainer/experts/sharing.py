@@ -1,4 +1,4 @@
-"""Shares out the experts of a model among the ranks of an expert group, before the model is sharded."""
+"""Divides the experts of a model among the ranks of an expert group, before the model is sharded."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from trainer.recipe import Recipe
 
 
 def find_experts(model: nn.Module, recipe: Recipe) -> dict[str, nn.Module]:
-    """Return the modules that `recipe.experts` names, by their names.  Raises UserError if it is a name that matches
-    none, or for a module whose parameters are not all stacked by expert.
+    """Return the modules that `recipe.experts` names, by name.
+
+    Raises UserError if a pattern matches none, or for a module whose parameters are not all stacked by expert.
     """
     if recipe.experts is None:
         return {}
@@ -40,15 +41,16 @@ def find_experts(model: nn.Module, recipe: Recipe) -> dict[str, nn.Module]:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether a dotted name matches a pattern, in which `*` matches one part."""
+    """Return whether a dotted name matches a pattern; `*` matches one part."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(want in ("*", part) for part, want in zip(parts, wanted, strict=True))
 
 
 def share_out(modules: Sequence[nn.Module], mesh: DeviceMesh, method: str) -> None:
-    """Give each rank of `mesh`, which has one axis, its experts of `modules`: consecutive rows of all parameters.
+    """Give each rank of `mesh`, which has one axis, its share of the experts: consecutive rows of all parameters.
 
-    Parameters become DTensors; they must be on the meta device, and their number of rows a multiple of the mesh's size.
+    Parameters become DTensors, with consecutive experts on each rank.  They must be on the meta device, and the number
+    of experts a multiple of the mesh's size.
     """
     size = mesh.size()
     group = ExpertGroup(size, mesh.get_local_rank(), method, register_group(mesh.get_group(), EXPERT))
@@ -65,7 +67,7 @@ def share_out(modules: Sequence[nn.Module], mesh: DeviceMesh, method: str) -> No
 
 @contextmanager
 def watched(modules: Mapping[str, nn.Module], watch: Callable[..., None]) -> Iterator[None]:
-    """Call `watch(name, x, chosen, weights, out)` whenever ranks have computed one of these modules in the block."""
+    """Call `watch(name, x, chosen, weights, out)` after each call of one of these modules inside the block."""
     groups = {name: getattr(module, GROUP) for name, module in modules.items()}
     for name, module in modules.items():
         setattr(module, GROUP, replace(groups[name], watch=partial(watch, name)))
@@ -77,10 +79,10 @@ def watched(modules: Mapping[str, nn.Module], watch: Callable[..., None]) -> Ite
 
 
 def imagine_group(modules: Sequence[nn.Module], size: int, method: str, imbalance: float) -> Estimate:
-    """Leave in `modules`, which are on the meta device, the experts of one of `size` ranks, for a plan.
+    """Reduce `modules`, which are on the meta device, to the experts of one of `size` ranks, for a plan.
 
-    Its collectives are operators of a group called `expert`, and must run on fake tensors.  Returns the estimate that
-    stands in for what is read from tokens; running the model completes it.
+    Their collectives use a group called `expert`, and must run on fake tensors.  Returns the estimate that replaces the
+    router's choices; running the model completes it.
     """
     estimate = Estimate(imbalance)
     group = ExpertGroup(size, 0, method, EXPERT, estimate)

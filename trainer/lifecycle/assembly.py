@@ -16,9 +16,8 @@ from trainer.config.rules import compiles_blocks
 from trainer.distributed.channel import StepSync
 from trainer.distributed.world import World
 from trainer.experts import BALANCE, ExpertBalance, find_balance
-from trainer.lifecycle.folder import RunFolder
+from trainer.lifecycle.folder import Relocation, RunFolder
 from trainer.lifecycle.lifecycle import Lifecycle
-from trainer.lifecycle.relocation import Relocation
 from trainer.lifecycle.resume import Resume
 from trainer.lifecycle.state import RandomState, TrainState
 from trainer.lifecycle.summary import mesh_sizes

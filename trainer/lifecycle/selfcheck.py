@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from trainer.config import MeshShape, RunConfig, Slices, check_config
+from trainer.config import MeshShape, RunConfig, Slices, advice_on_shards, check_config
 from trainer.config.rules import check_requirements
 from trainer.data.loader import Batch, TrainLoader
 from trainer.distributed.channel import Channel
@@ -98,8 +98,9 @@ def check_shape(world: World, config: RunConfig) -> MeshShape:
     local_world_size = world.env.local_world_size
     shape = world.agreed(lambda: check_config(config, world.size, local_world_size))
     world.agreed(lambda: check_requirements(config, world.device.type))
-    if world.is_main and (advice := shape.advice(local_world_size)):
-        warn(advice)
+    for advice in (shape.advice(local_world_size), advice_on_shards(config, shape)):
+        if world.is_main and advice:
+            warn(advice)
     return shape
 
 

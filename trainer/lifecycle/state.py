@@ -291,6 +291,10 @@ def _algorithm(part: torch.optim.Optimizer) -> str:
     return getattr(part, "algorithm", type(part).__name__)
 
 
+_SAME_MOMENTS = {"NorMuon": "Muon"}
+"""Algorithms that continue with the moments of another; `optim.muon.variant` already says whether it may change."""
+
+
 class OptimizerState(StatePart):
     """The optimizer's moments by parameter name.
 
@@ -362,7 +366,7 @@ class OptimizerState(StatePart):
             if old is None:
                 if name in self._all_names and plain["classes"]:
                     changed.setdefault(("none", new), []).append(name)
-            elif old != new:
+            elif _SAME_MOMENTS.get(old, old) != _SAME_MOMENTS.get(new, new):
                 changed.setdefault((old, new), []).append(name)
         for name in plain["classes"]:
             if name not in self._parameters and name in self._all_names:

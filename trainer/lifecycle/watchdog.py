@@ -44,7 +44,7 @@ from trainer.distributed.world import World
 from trainer.errors import EXIT_FAILED, PeerFailed, print_stderr
 from trainer.metrics.callbacks import Callback
 
-_POLL_S, _ASK_EVERY = 0.5, 4
+_POLL_S, _POLLS_PER_REQUEST = 0.5, 4
 _ANSWER_S, _VERDICT_S, _GRACE_S, _SAVE_GRACE_S = 6.0, 15.0, 3.0, 60.0
 _SUSPENDED_S = 5.0
 _MAX_FRAMES = 12
@@ -184,7 +184,7 @@ class Watchdog(Callback):
             if suspended_s > _SUSPENDED_S:  # the process was suspended, for example by Slurm
                 self._extend_limits(suspended_s)
             reason = self._timed_out or self._describe_expired_limit()
-            if reason or (num_polls % _ASK_EVERY == 0 and self._is_report_requested()):
+            if reason or (num_polls % _POLLS_PER_REQUEST == 0 and self._is_report_requested()):
                 self._report(reason)
                 if self._timed_out or self._world.messages is None:
                     self._has_reported.set()

@@ -44,7 +44,9 @@ def apply_float8(blocks: Sequence[nn.Module], scaling: str, device_type: str, em
     for block in blocks:
         for parent in list(block.modules()):
             for name, child in list(parent.named_children()):
-                if _can_be_replaced(child):
+                if not isinstance(child, nn.Linear) or type(child).forward is not nn.Linear.forward:
+                    continue
+                if child.in_features % _ALIGNMENT == child.out_features % _ALIGNMENT == 0:
                     parent.register_module(name, _float8_layer(child, scaling, emulate))
                     num_replaced += 1
     if not num_replaced:
@@ -64,12 +66,6 @@ def _check_device(scaling: str, device_type: str) -> None:
         actual = ".".join(map(str, capability))
         rule = f"needs a GPU of compute capability {minimum} or higher; {torch.cuda.get_device_name()} has {actual}"
         raise setting_error("train.float8", scaling, rule, "none")
-
-
-def _can_be_replaced(module: nn.Module) -> bool:
-    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-        return False
-    return module.in_features % _ALIGNMENT == 0 and module.out_features % _ALIGNMENT == 0
 
 
 def _float8_layer(layer: nn.Module, scaling: str, emulate: bool) -> nn.Module:

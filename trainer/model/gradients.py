@@ -78,13 +78,13 @@ def gathered(model: nn.Module) -> Iterator[None]:
         with gathered(trainer.model):
             texts = generate_batch(trainer.model, prompts, max_tokens=256)
 
-    Every rank then holds the whole model in the dtype it computes in (`fsdp.param_dtype`), beside its own shards: 16 GB
-    for 8 billion parameters in bfloat16.  Experts that ranks share out (`mesh.expert`) stay shared out.  Does nothing
-    to a model that is not sharded.  The block is for forward passes without gradients: do not update the weights inside
-    it, since the gathered ones would not change.  Afterwards the units are sharded and behave as before.
+    Every rank then holds the whole model in `fsdp.param_dtype`, in addition to its shards: 16 GB for 8 billion
+    parameters in bfloat16.  Experts divided among ranks (`mesh.expert`) are not gathered.  No-op for a model that is
+    not sharded.  Only for forward passes without gradients: do not update the weights inside the block, since the
+    gathered copies would not change.  Afterwards the units are sharded again.
 
-    Collective: one all-gather for each unit, when the block begins.  Its forward passes then have no collectives,
-    except those of shared experts, so ranks need not do the same number of them.
+    Collective: one all-gather per unit at the start of the block.  Forward passes inside it have no collectives, except
+    those of divided experts, so the ranks may run different numbers of them.
     """
     modules = _fsdp_modules(model)
     if model in _gathered_models or not modules:

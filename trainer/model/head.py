@@ -1,4 +1,4 @@
-"""The head of a reward model or classifier, which takes the place of the projection onto the vocabulary."""
+"""The head of a reward model or classifier, which replaces the projection onto the vocabulary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STD = 0.02
 """Standard deviation of the initial weights: transformers' default for such heads."""
 
 SCORE = "score"
-"""Name of the head's parameter in its module; also the name of the head in transformers."""
+"""Name of the head's parameter in its module, and of the whole head in transformers."""
 
 
 class ScoreHead(nn.Module):
@@ -28,7 +28,7 @@ class ScoreHead(nn.Module):
 
     @property
     def weight(self) -> nn.Parameter:
-        """The weight under the name that it has in other output layers, for code that inspects these."""
+        """The parameter under the usual name, for code that inspects output layers."""
         return self.score
 
     def reset_parameters(self) -> None:
@@ -38,18 +38,8 @@ class ScoreHead(nn.Module):
         return F.linear(hidden, self.score) if targets is None else linear_cross_entropy(hidden, self.score, targets)
 
 
-def replace_output(model: nn.Module, name: str, num_outputs: int, dtype: torch.dtype | None = None) -> None:
-    """Replace the output projection of `model`, the module called `name`, by a new head.
-
-    dtype: that of the new head's weight; None for that of the projection's.
-    """
-    weight: torch.Tensor = model.get_submodule(name).weight  # type: ignore[assignment]
-    owner, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(owner), attribute, ScoreHead(weight.shape[1], num_outputs, dtype or weight.dtype))
-
-
 def is_score(name: str) -> bool:
-    """Return whether a parameter is that of a `ScoreHead`."""
+    """Return whether a parameter belongs to a `ScoreHead`."""
     return name.rpartition(".")[2] == SCORE
 
 

@@ -115,8 +115,8 @@ class AdaptedLinear(nn.Module):
 class _AdaptedProduct(torch.autograd.Function):
     """A frozen layer and its adapter as one operator with its gradient, x (N, in) to (N, out).
 
-    Saves the input and the output of the first factor; of a packed layer only its bytes.  Each product of the backward
-    pass accumulates into the previous one, which avoids separate sums over (N, in) and (N, out).  Products for
+    Saves the input, the output of the first factor, and the weights; a packed weight as bytes.  Each product of the
+    backward pass accumulates into the previous one, which avoids separate sums over (N, in) and (N, out).  Products for
     gradients that are not needed are skipped.
     """
 
@@ -184,7 +184,7 @@ def add_adapters(
     for name in names:
         if name in stacks:
             if lora.dropout:
-                rule = f"does not apply to the adapters of experts, such as {name}: peft has none there"
+                rule = f"does not apply to the adapters of experts, such as {name}: peft has no dropout there"
                 raise setting_error("lora.dropout", lora.dropout, rule, 0.0)
             module, _, matrix = name.rpartition(".")
             add_adapter(model.get_submodule(module), matrix, lora.rank, lora.alpha / lora.rank)
@@ -238,7 +238,8 @@ def find_layers(
         inside = {id(module) for block in blocks for module in block.modules()}
         candidates = [name for name in candidates if not blocks or id(model.get_submodule(name)) in inside]
         if not candidates:
-            raise setting_error("lora.targets", targets, "the model has no linear layer that can have an adapter")
+            rule = "the model has no linear layer that can have an adapter"
+            raise setting_error("lora.targets", targets, rule, fix="train all weights: leave out lora.rank")
         return candidates
     requested = [targets] if isinstance(targets, str) else list(targets)
     names_of = {name: [name, *filter(None, [alias(name)])] for name in candidates}

@@ -2,8 +2,8 @@
 
 A sharded model is filled module by module.  Each module's own tensors are temporarily replaced by full tensors on the
 CPU, initialized by the recipe's ordinary code with the generator seeded from (seed, module name); each rank keeps its
-shard.  For a large tensor only the shard's rows are drawn, by advancing the generator past the others, which also lets
-several threads share the work.  No rank holds more than its shards plus one module, there is no communication, and the
+shard.  For a large tensor only the shard's rows are drawn, by advancing the generator past the others, so that several
+threads can share the work.  No rank holds more than its shards plus one module, there is no communication, and the
 weights depend only on the seed, not on the mesh or the device.  (A GPU's generator would give different values.) This
 module does not depend on particular recipes.
 """
@@ -222,7 +222,8 @@ def _copy_shard(parameter: torch.Tensor, full: torch.Tensor, deferred: DeferredF
     """
     box, kept = local_box(parameter), local(parameter.detach())
     if box is not None and full.ndim:
-        rows, held = slice(*box[0]), (slice(None), *(slice(*span) for span in box[1:]))
+        rows = slice(box[0][0], box[0][1])
+        held = (slice(None), *(slice(start, stop) for start, stop in box[1:]))
         if deferred is not None:
             width = math.prod(full.shape[1:])
             drawn = deferred.draw(rows.start * width, rows.stop * width).view(-1, *full.shape[1:])

@@ -19,7 +19,7 @@ from trainer.config import RunConfig
 from trainer.config.pretrained import find_huggingface
 from trainer.config.teacher import teacher_config
 from trainer.errors import UserError, nearest, setting_error
-from trainer.model.head import SCORE, is_score, replace_output, replaced_output
+from trainer.model.head import SCORE, ScoreHead, is_score, replaced_output
 from trainer.model.lora import adapter_part, add_adapters, plain_name
 from trainer.model.packed import num_weights
 from trainer.model.units import find_blocks
@@ -47,7 +47,7 @@ def build_network(config: RunConfig) -> nn.Module:
         blocks = find_blocks(model, config.recipe) if config.lora.rank else []
         add_adapters(model, blocks, config.lora, huggingface_layer)
         if config.objective.outputs:
-            dtype = torch.float32 if config.lora.rank else None  # as that of adapters
+            dtype = torch.float32 if config.lora.rank else None  # the dtype of adapters
             replace_head(model, config.recipe, config.model, config.objective.outputs, dtype)
     freeze(model, config.train.freeze, huggingface_name)
     return model
@@ -58,28 +58,29 @@ def replace_head(
 ) -> None:
     """Replace the projection onto the vocabulary by a new head.  Raises UserError if the recipe does not name it.
 
-    dtype: that of the new weight; None for that of the projection's.
+    dtype: the dtype of the new weight; None for that of the projection.
     """
     hf = recipe.hf
     mapped = None if hf is None else HuggingFaceNames(recipe, model_config).from_huggingface(_OUTPUT)
     if mapped is not None:
-        name = mapped.name.removesuffix(".weight")
+        projection = mapped.name.removesuffix(".weight")
     elif hf is not None and hf.output is not None:
-        name = hf.output(model_config, model)
+        projection = hf.output(model_config, model)
     else:
-        rule = f"a new head takes the place of the output projection, which recipe {recipe.name!r} does not name"
+        rule = f"a new head replaces the output projection, which recipe {recipe.name!r} does not name"
         raise setting_error("model.name", recipe.name, rule, fix=f"map its weight to {_OUTPUT} in Recipe(hf=...)")
-    replace_output(model, name, num_outputs, dtype)
+    weight = model.get_parameter(f"{projection}.weight")
+    model.set_submodule(projection, ScoreHead(weight.shape[1], num_outputs, dtype or weight.dtype))
 
 
 _OUTPUT, _SCORE = "lm_head.weight", "score.weight"
-"""Hugging Face's names of the weight that projects onto the vocabulary, and of the head of a classifier."""
+"""Hugging Face's names for the weights of the output projection and of a classifier's head."""
 
 
 def storage_dtype(config: RunConfig) -> str:
     """Return the dtype in which a run stores its weights, except those of adapters and packed ones.
 
-    Those beside packed weights are frozen and only ever read in the dtype of computation, so they are stored in it.
+    In a model with packed weights, the others are frozen and only read in the dtype of computation, so it is theirs.
     """
     if config.lora.packs:
         return config.fsdp.param_dtype
@@ -168,7 +169,7 @@ class HuggingFaceNames:
         return _SCORE if is_score(name) else None
 
     def from_huggingface(self, name: str) -> MappedTensor | None:
-        """Return our counterpart of Hugging Face's tensor `name`, with or without the prefix; None if there is none."""
+        """Return our counterpart of Hugging Face's tensor `name`, with or without the prefix, or None."""
         for full_name in (name, self._hf.prefix + name):
             for ours, theirs in self._pairs:
                 translated = _translate(full_name, theirs, ours)
@@ -212,16 +213,16 @@ def flops_of(config: RunConfig, model: nn.Module, seq_len: float) -> float:
     total += forward_passes(config) * _flops_if_all_trained(config.recipe, config.model, model, seq_len) / 3
     if (teacher := teacher_config(config)) is not None:
         total += flops_of(teacher, build_network(teacher), seq_len) / 3
-    if replaced_output(model) is not None and config.recipe.flops:  # which counts a projection onto the vocabulary
+    if replaced_output(model) is not None and config.recipe.flops:  # `flops` counts the projection that was replaced
         width = next(p.shape[1] for name, p in model.named_parameters() if is_score(name))
         total -= 6.0 * width * (config.vocab_size or 0)
     return total
 
 
 def forward_passes(config: RunConfig) -> int:
-    """Return the number of forward passes without gradients, of models like the trained one, for each micro-batch.
+    """Return the number of forward passes without gradients per micro-batch, by models like the trained one.
 
-    One of the reference, and for a statistic over the global batch another one of each model.
+    A reference model takes one; a statistic over the global batch takes one more per model.
     """
     reference = "reference" in config.objective.needs
     return reference + (1 + reference) * config.objective.has_statistic

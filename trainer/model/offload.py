@@ -1,15 +1,15 @@
-"""Activation offloading: what the backward pass of a block needs waits in host memory until shortly before it is used.
+"""Activation offloading: keeps the tensors that autograd saves in host memory until the backward pass needs them.
 
-Each block is watched.  When the forward pass of an offloaded block ends, the tensors that autograd saved in it are
-copied to pinned host memory on a stream of their own; when the next block ends, the device's copies are dropped.  In
-the backward pass, a block's tensors are copied back while the block after it runs.  The host never waits: streams wait
-for each other through events.  On a CPU the same code makes plain copies, which saves nothing and tests everything.
+When the forward pass of an offloaded block ends, the tensors that autograd saved in it are copied to pinned host memory
+on a separate stream; when the next block ends, the copies on the device are freed.  In the backward pass, a block's
+tensors are copied back while the block after it runs.  The host never waits: streams wait for each other's events.
+On a CPU the same code makes plain copies, which saves no memory but lets tests run it.
 
-Values are copied bit by bit, so losses do not change.  Parameters, buffers and what the model passes to all its blocks
-(rotary tables, masks) stay on the device: other references keep them there anyway.
+Copies are bit-identical, so losses do not change.  Parameters, buffers and arguments that the model passes to all its
+blocks (rotary tables, masks) stay on the device, because other references keep them there anyway.
 
-Combines with activation checkpointing: `full` leaves a block's input to offload, `selective` and `budget:` the outputs
-of the operators that they save (see `storing_contexts`).  Independent of recipes, meshes and configuration.
+Combines with activation checkpointing: with `full` a block's input is offloaded, with `selective` and `budget:` the
+saved outputs of operators (see `storing_contexts`).  Independent of recipes, meshes and configuration.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 from trainer.model.parameters import storage_id
 
 MIN_BYTES = 4096
-"""Smaller storages stay on the device: a copy costs more than they take."""
+"""Smaller storages stay on the device, because copying them costs more time than their memory is worth."""
 
 
 def offloaded_blocks(num_blocks: int, share: float, with_last: bool = False) -> list[bool]:
     """Return which of `num_blocks` blocks are offloaded for `train.offload_activations=share`.
 
-    They are spread evenly, so that the blocks between two of them hide the copies.  The last block is never offloaded
-    (unless `with_last`), since its backward pass comes right after its forward pass.
+    They are spaced evenly, so that the blocks in between hide the copies.  The last block is never offloaded (unless
+    `with_last`), since its backward pass immediately follows its forward pass.
     """
     chosen = [int((n + 1) * share + 1e-9) > int(n * share + 1e-9) for n in range(num_blocks)]
     return [is_chosen and (with_last or n < num_blocks - 1) for n, is_chosen in enumerate(chosen)]
@@ -48,12 +48,12 @@ class _Storage:
     """One storage that autograd saved in a block, shared by all saved tensors that are views of it."""
 
     on_device: torch.Tensor | None
-    """All of it, (N,), in the dtype of the tensor that was saved first; None while only the host has it."""
+    """The whole storage, (N,), in the dtype of the first tensor saved; None while only the host has a copy."""
     version: int
-    """How often it had been written to in place when it was saved."""
+    """The tensor's version counter (the number of in-place writes) when it was saved."""
     on_host: torch.Tensor | None = None
     num_unread: int = 0
-    """Saved tensors of this storage that the backward pass has not asked for yet."""
+    """Number of saved tensors in this storage that the backward pass has not read yet."""
 
     @property
     def num_bytes(self) -> int:
@@ -64,7 +64,7 @@ class _Storage:
 
 @dataclass(eq=False)
 class _View:
-    """What autograd keeps in place of a saved tensor."""
+    """The object that autograd keeps instead of a saved tensor."""
 
     call: _Call
     storage: _Storage
@@ -74,15 +74,15 @@ class _View:
     offset: int
 
     def tensor(self) -> torch.Tensor:
-        """Return the tensor on the device.  Waits for its copy, on the device's stream."""
+        """Return the tensor on the device.  The device's stream waits for its copy."""
         self.call.wait()
         data = self.storage.on_device
-        if data is None:  # asked for a second time: custom functions may read what they saved more than once
+        if data is None:  # read a second time: custom functions may read their saved tensors more than once
             assert self.storage.on_host is not None
             data = self.storage.on_host.to(self.call.offload.device, copy=True)
         self.storage.num_unread -= 1
         if self.storage.num_unread <= 0:
-            self.storage.on_device = None  # the caller has the last reference, and frees the memory when it is done
+            self.storage.on_device = None  # the caller now holds the last reference
         if data.dtype != self.dtype:
             data = data.view(torch.uint8)
             data = data[: data.numel() // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
@@ -101,12 +101,12 @@ class _Call:
     previous: weakref.ref[_Call] | None = None
     """The call before this one in the forward pass, whose backward pass comes next."""
     event: Any = None
-    """Of the copies that nobody has waited for yet."""
+    """Marks the end of the latest copies, until a stream has waited for it."""
 
     # -- forward -------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _View:
-        """Return what is kept in place of a saved tensor: the tensor itself if it stays on the device."""
+        """Return the object to keep for a saved tensor: a view, or the tensor itself if it stays on the device."""
         storage = tensor.untyped_storage()
         address = storage_id(storage)
         if not self.offload.is_movable(tensor) or storage.nbytes() < MIN_BYTES or address in self.stays:
@@ -150,13 +150,13 @@ class _Call:
     # -- backward ------------------------------------------------------------------------------------------------
 
     def prefetch(self) -> None:
-        """Start copying back to the device, unless that has begun or nothing was copied to the host."""
+        """Start copying back to the device, unless the copy has started or nothing was copied to the host."""
         away = [s for s in self.storages.values() if s.on_device is None and s.num_unread > 0]
         if not away or self.event is not None:
             return
         for storage in away:
             assert storage.on_host is not None
-            # Allocated on the stream that frees it, so that the allocator needs to know nothing of the other stream.
+            # Allocated on the stream that frees it, so that the allocator need not track the other stream.
             storage.on_device = torch.empty_like(storage.on_host, device=self.offload.device)
         with self.offload.copying():
             for storage in away:
@@ -167,7 +167,7 @@ class _Call:
         self.offload.note_fetched(away)
 
     def wait(self) -> None:
-        """Make the device wait for the copy back, which is started if nobody has."""
+        """Start the copy back to the device if necessary, and make the device wait for it."""
         self.prefetch()
         if self.event is not None:
             self.offload.wait_for_fetch(self.event)
@@ -177,14 +177,14 @@ class _Call:
 _DONE = object()
 
 _COMPILED_CALL = "_compiled_call_impl"
-"""Where `Module.compile` puts what a module's call then runs; hooks inside it would be compiled with it."""
+"""Attribute for the compiled call of a module after `Module.compile`; hooks inside it would be compiled too."""
 
 
 class ActivationOffload:
     """The offloading of one model's blocks; `attach` starts it.
 
-    `num_copied` and `num_fetched` count bytes since the start, `host_bytes` those that are on the host now, and
-    `peak_host_bytes` the most there have been.
+    `num_copied` and `num_fetched` count bytes since the start; `host_bytes` is the current number of bytes on the host,
+    and `peak_host_bytes` its maximum.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], share: float, device: torch.device) -> None:
@@ -194,9 +194,9 @@ class ActivationOffload:
         self._is_offloaded = offloaded_blocks(len(blocks), share)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._call: _Call | None = None
-        """The block that is in its forward pass."""
+        """The forward pass in progress, if its block is offloaded."""
         self._copying: _Call | None = None
-        """The last call whose copies to the host may not have finished."""
+        """The last call whose copies to the host may still be running."""
         self._last: weakref.ref[_Call] | None = None
 
     @property
@@ -204,9 +204,9 @@ class ActivationOffload:
         return any(self._is_offloaded)
 
     def attach(self, blocks: Sequence[nn.Module] | None = None) -> None:
-        """Watch the blocks, by default all.
+        """Wrap the forward passes of the blocks, by default of all.
 
-        Call this after checkpointing and compilation: the hooks must be outside both.
+        Call this after checkpointing and compilation, since the wrapper must be outside both.
         """
         watched = {id(block) for block in (self._blocks if blocks is None else blocks)}
         for block, is_offloaded in zip(self._blocks, self._is_offloaded, strict=True):
@@ -224,7 +224,9 @@ class ActivationOffload:
                 return forward(*args, **kwargs)
             call = _Call(self, previous=self._last)
             if is_offloaded:
-                call.stays = self._staying(args[1:], kwargs)
+                # Buffers, and the block's arguments after the first, stay on the device.
+                leaves = [leaf for leaf in tree_leaves((args[1:], kwargs)) if isinstance(leaf, torch.Tensor)]
+                call.stays = {storage_id(t.untyped_storage()) for t in (*leaves, *self._model.buffers())}
                 with self._in_call(call), torch.autograd.graph.saved_tensors_hooks(self._packer(block, call), _unpack):
                     output = forward(*args, **kwargs)
             else:
@@ -235,17 +237,12 @@ class ActivationOffload:
 
         return watched
 
-    def _staying(self, *arguments: Any) -> set[int]:
-        """Return the storages that stay on the device: buffers, and arguments of a block besides the first."""
-        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-        return {storage_id(tensor.untyped_storage()) for tensor in (*tensors, *self._model.buffers())}
-
     def _packer(self, block: nn.Module, call: _Call) -> Callable[[torch.Tensor], Any]:
         knows_parameters = False
 
         def pack(tensor: torch.Tensor) -> Any:
             nonlocal knows_parameters
-            if not knows_parameters:  # not earlier: FSDP gathers them after the call of a compiled block has begun
+            if not knows_parameters:  # not earlier: FSDP gathers them after the call of a compiled block has started
                 call.stays |= {storage_id(parameter.untyped_storage()) for parameter in block.parameters()}
                 knows_parameters = True
             return call.pack(tensor)
@@ -261,7 +258,7 @@ class ActivationOffload:
             self._call = before
 
     def end_forward(self, call: _Call) -> None:
-        """Free what the block before has copied to the host, and start copying what this one has saved."""
+        """Free the previous block's tensors on the device, and start copying this block's tensors to the host."""
         if self._copying is not None:
             self._copying.drop_from_device()
             self._copying = None
@@ -271,7 +268,7 @@ class ActivationOffload:
         self._last = weakref.ref(call)
 
     def prefetch_before(self, block: nn.Module, call: _Call, output: Any) -> None:
-        """When the backward pass of the block begins, start fetching what the one before it needs."""
+        """When the backward pass of the block starts, prefetch the tensors of the block whose backward pass is next."""
         previous = call.previous() if call.previous is not None else None
         if previous is not None and previous.storages:
             for tensor in tree_leaves(output):
@@ -279,14 +276,14 @@ class ActivationOffload:
                     tensor.register_hook(_prefetches(previous))
                     break
 
-    # -- the device ----------------------------------------------------------------------------------------------
+    # -- the device: the planner overrides some of these to record copies ----------------------------------------
 
     def is_movable(self, tensor: torch.Tensor) -> bool:
-        """Return whether a saved tensor may be moved: a plain tensor on the device, not a parameter."""
+        """Return whether a saved tensor may be moved: it must be a plain tensor on the device, not a parameter."""
         return type(tensor) is torch.Tensor and tensor.device.type == self.device.type
 
     def allocate_on_host(self, data: torch.Tensor) -> torch.Tensor:
-        """Return host memory for `data`, pinned if that is on a GPU; torch keeps it for reuse when freed."""
+        """Allocate host memory for `data`, pinned if `data` is on a GPU; torch reuses it when freed."""
         made = torch.empty_like(data, device="cpu", pin_memory=self._stream is not None)
         self.host_bytes += data.nbytes
         self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
@@ -304,7 +301,7 @@ class ActivationOffload:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Run copies on their own stream, after everything that the device has been given so far."""
+        """Run copies in the block on a separate stream, after all work queued on the device so far."""
         if self._stream is None:
             yield
             return
@@ -313,24 +310,24 @@ class ActivationOffload:
             yield
 
     def record(self) -> Any:
-        """Return an event for the copies so far; on a CPU, where they are done, something to hold its place."""
+        """Return an event that marks the end of the copies so far; on a CPU a placeholder, since copies are done."""
         return _DONE if self._stream is None else self._stream.record_event()
 
     def wait_for(self, event: Any) -> None:
-        """Make the device's current stream wait for an event; the host does not."""
+        """Make the device's current stream wait for an event, without blocking the host."""
         if event is not _DONE:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     def wait_for_fetch(self, event: Any) -> None:
-        """Make the device wait for what a block's backward pass has asked for."""
+        """Make the device wait for the copies that a backward pass needs."""
         self.wait_for(event)
 
     # -- with selective checkpointing ----------------------------------------------------------------------------
 
     def storing_contexts(self, policy: Callable[..., CheckpointPolicy]) -> tuple[Any, Any]:
-        """Return the contexts of `torch.utils.checkpoint` that save outputs where `policy` says so, offloaded.
+        """Return contexts for `torch.utils.checkpoint` that save the outputs selected by `policy`, and offload them.
 
-        torch's own selective checkpointing keeps these outputs out of reach of saved-tensor hooks.
+        torch's own selective checkpointing hides these outputs from saved-tensor hooks.
         """
         call = self._call
         found: dict[tuple[Any, int], Any] = {}
@@ -342,7 +339,7 @@ def _unpack(saved: torch.Tensor | _View) -> torch.Tensor:
 
 
 def _prefetches(call: _Call) -> Callable[[torch.Tensor], None]:
-    """Return a hook that prefetches `call`, unless its graph is gone."""
+    """Return a hook that prefetches the tensors of `call`, unless its graph has been freed."""
     reference = weakref.ref(call)
 
     def prefetch(gradient: torch.Tensor) -> None:
@@ -354,7 +351,7 @@ def _prefetches(call: _Call) -> Callable[[torch.Tensor], None]:
 
 
 _IGNORED = {torch.ops.aten.detach.default, torch.ops.prim.device.default}
-"""Operators that autograd and checkpointing call themselves, not always equally often in both passes."""
+"""Operators that autograd and checkpointing call themselves, and not always equally often in both passes."""
 
 
 class _Storing(TorchDispatchMode):

@@ -1,14 +1,14 @@
-"""Frozen weights in 4 or 8 bits: a row of a matrix is packed into bytes, its codes followed by its scales.
+"""Frozen weights in 4 or 8 bits: each row of a matrix is packed into bytes, codes first, then scales.
 
-A row is cut into blocks of 64 weights. Each block has one float32 scale and a code for each weight: 4 bits of NF4 or
-8 bits of float8 (e4m3). Codes and scales of a row are kept together in one uint8 parameter, (out, in) weights as
-(out, bytes). FSDP2 shards such a parameter by rows and gathers it like any other, since it never casts integers. No
-block spans two rows, so that the values do not depend on the mesh.
+A row consists of blocks of 64 weights.  Each block has one float32 scale and a code per weight: 4 bits of NF4 or 8 bits
+of float8 (e4m3).  The codes and scales of all rows form one uint8 parameter: (out, in) weights become (out, bytes).
+FSDP2 shards such a parameter by rows and gathers it like any other, since it never casts integers.  No block spans two
+rows, so the values do not depend on the mesh.
 
 The matrices of stacked experts, (E, out, in), are packed as (E, out, bytes), and multiplied by `trainer.experts`.
 
-A layer is unpacked for each product, in the forward and in the backward pass, and freed after it; autograd saves only
-the bytes.
+A layer's weight is unpacked for each product, in the forward and the backward pass, and freed afterwards; autograd
+saves only the bytes.
 
 Sources: Dettmers et al. 2023, "QLoRA", arXiv:2305.14314 (NF4, without its double quantization, whose mean is taken
 over a whole tensor); Micikevicius et al. 2022, arXiv:2209.05433 (e4m3).
@@ -33,11 +33,11 @@ BLOCK = 64
 """Number of weights that share a scale."""
 
 CODE_BITS = {"nf4": 4, "fp8": 8}
-"""Bits of a code, by the value of `lora.base_dtype`."""
+"""Bits per code, by the value of `lora.base_dtype`."""
 
 _SCALE_BYTES = 4
 _CHUNK = 2**20
-"""Number of weights that are packed or unpacked at a time on a CPU, which limits temporaries to a few megabytes."""
+"""Number of weights to pack or unpack at a time on a CPU, which limits temporaries to a few megabytes."""
 
 _NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -45,12 +45,12 @@ _NF4 = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-"""The values of the 16 codes: quantiles of the normal distribution, as fixed by the authors of QLoRA."""
+"""The values of the 16 codes: quantiles of the normal distribution, as published in QLoRA."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How the rows of a weight are packed.
+    """The format of a packed weight's rows.
 
     dtype: a key of `CODE_BITS`.
     width: number of weights in a row, a multiple of `BLOCK`.
@@ -61,7 +61,7 @@ class Packing:
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of a row's codes, which come first."""
+        """Number of bytes of a row's codes."""
         return self.width * CODE_BITS[self.dtype] // 8
 
     @property
@@ -71,15 +71,15 @@ class Packing:
     def scales(self, packed: torch.Tensor) -> torch.Tensor:
         """Return the scales (..., width / 64) of packed rows (..., bytes), as a view in float32.
 
-        Those of NF4 are the largest magnitude in their block.
+        A scale of NF4 is the largest magnitude in its block.
         """
         return packed[..., self.code_bytes :].view(torch.float32)
 
     @torch.no_grad()
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the rows of `weight` (..., width), of any floating dtype, as (..., bytes), on the same device.
+        """Pack the rows of `weight` (..., width), of any floating dtype, into (..., bytes) on the same device.
 
-        NaN and infinity show in the scale of their block.
+        NaN and infinity become part of the scale of their block.
         """
         rows = weight.reshape(-1, self.width)
         packed = torch.empty(rows.shape[0], self.row_bytes, dtype=torch.uint8, device=weight.device)
@@ -106,14 +106,14 @@ class Packing:
         self.scales(packed).copy_(largest / most)
 
     def unpack(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weights (..., width) of packed rows (..., bytes).
+        """Unpack rows (..., bytes) to weights (..., width).
 
-        A value is that of its code times the scale, in float32, and is then rounded to `dtype`.
+        A weight is the value of its code times the scale, computed in float32 and rounded to `dtype`.
         """
         return unpack_rows(packed, self.dtype, self.width, dtype)
 
     def rounded(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the weights that remain of `weight` (..., width) after packing, in float32."""
+        """Return `weight` (..., width) after packing and unpacking, in float32."""
         return self.unpack(self.pack(weight), torch.float32)
 
 
@@ -127,9 +127,9 @@ def _values(dtype: str, device: torch.device) -> torch.Tensor:
 
 @torch.library.custom_op("meshtrainer::unpack_rows", mutates_args=())
 def unpack_rows(packed: torch.Tensor, packing: str, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weights (..., width) in `dtype` of rows that are packed as `packing`, (..., bytes).
+    """Unpack rows (..., bytes) in the format `packing` to weights (..., width) in `dtype`.
 
-    One kernel on a GPU.  A single operator, so that neither compilation nor activation checkpointing looks inside.
+    One kernel on a GPU.  A custom operator, so that compilation and activation checkpointing treat it as opaque.
     """
     rows = packed.reshape(-1, packed.shape[-1])
     weights = torch.empty(rows.shape[0], width, dtype=dtype, device=packed.device)
@@ -150,7 +150,7 @@ def _(packed: torch.Tensor, packing: str, width: int, dtype: torch.dtype) -> tor
 def _unpack_on_cpu(weights: torch.Tensor, packed: torch.Tensor, packing: Packing) -> None:
     """Unpack rows (R, bytes) into `weights` (R, width)."""
     table = _values(packing.dtype, packed.device)
-    if packing.dtype == "nf4":  # the two values of each byte at once, as one number of 64 bits
+    if packing.dtype == "nf4":  # look up both values of a byte at once, as one 64-bit number
         table = torch.stack([table.repeat_interleave(16), table.repeat(16)], dim=1).view(torch.float64).flatten()
     step = max(1, _CHUNK // packing.width)
     for start in range(0, packed.shape[0], step):
@@ -164,14 +164,14 @@ def _unpack_on_cpu(weights: torch.Tensor, packed: torch.Tensor, packing: Packing
 class PackedLinear(nn.Module):
     """A frozen linear layer with a packed weight: x (..., in) to (..., out).
 
-    `packings` has the form of its packed parameters, by their own names, which is how the rest of the program
-    recognizes them (see `find_packings`).
+    `packings` has the format of each packed parameter, by its name in this module.  Other code recognizes packed
+    parameters by this attribute (see `find_packings`).
     """
 
     def __init__(self, layer: nn.Module, dtype: str) -> None:
-        """`layer` is torch's `Linear`, or the `Conv1D` of transformers, whose weight is (in, out).
+        """Create the packed form of `layer`, torch's `Linear` or the `Conv1D` of transformers with weights (in, out).
 
-        The new weight is on the device of the old one, without values.
+        The new weight is on the same device, and uninitialized.
         """
         super().__init__()
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
@@ -193,7 +193,7 @@ class PackedLinear(nn.Module):
 
 
 class _PackedProduct(torch.autograd.Function):
-    """x (..., in) to (..., out); unpacks the weight in each direction."""
+    """x (..., in) to (..., out); unpacks the weight in the forward and in the backward pass."""
 
     @staticmethod
     def forward(
@@ -238,7 +238,7 @@ def _check_width(weight: torch.Tensor, name: str, dtype: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Which parameters of a model are packed
+# The packed parameters of a model
 
 
 def _packed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Packing]]:
@@ -253,7 +253,7 @@ def find_packings(model: nn.Module) -> dict[str, Packing]:
 
 
 def num_weights(model: nn.Module) -> dict[int, int]:
-    """Return the number of weights in each parameter, by the parameter's id; of packed ones not the bytes."""
+    """Return the number of weights in each parameter, by the parameter's id; for packed ones that is not the bytes."""
     counts = {id(parameter): parameter.numel() for parameter in model.parameters()}
     for _, parameter, packing in _packed_parameters(model):
         counts[id(parameter)] = math.prod((*parameter.shape[:-1], packing.width))

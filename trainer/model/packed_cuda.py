@@ -1,4 +1,4 @@
-"""The kernel that unpacks weights on a GPU, see `trainer.model.packed`.  Imports Triton, so only GPUs import this."""
+"""The GPU kernel that unpacks weights (see `trainer.model.packed`).  Imports Triton, so it is only imported on GPUs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 _TILE = 1024
-"""Number of codes that one program unpacks."""
+"""Number of bytes of codes that one program unpacks."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -22,7 +22,10 @@ def _unpack(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Unpack TILE bytes of one row: bytes (R, row_bytes), the same memory as float32, the value of each code."""
+    """Unpack TILE bytes of one row.
+
+    packed: the bytes (R, row_bytes).  scales: the same memory as float32.  values: the value of each code.
+    """
     PER_BYTE: tl.constexpr = 8 // BITS
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * TILE
@@ -43,7 +46,7 @@ def _unpack(  # type: ignore[no-untyped-def]
 def unpack_into(weights: torch.Tensor, packed: torch.Tensor, values: torch.Tensor, bits: int, block: int) -> None:
     """Unpack rows (R, bytes) into `weights` (R, width) of any floating dtype.
 
-    values: the value of each code, in float32.  bits: of a code.  block: weights that share a scale.
+    values: the value of each code, in float32.  bits: bits per code.  block: number of weights that share a scale.
     """
     (num_rows, width), row_bytes = weights.shape, packed.shape[1]
     grid = (num_rows, triton.cdiv(width * bits // 8, _TILE))

@@ -18,7 +18,7 @@ from trainer.model.placement import Box, Division, cut
 
 
 def is_vector(name: str, parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is a vector, or one for each expert: stacked biases have two dimensions."""
+    """Return whether a parameter is a vector, or a stack of vectors, one per expert (a bias with two dimensions)."""
     return parameter.ndim < 2 or (parameter.ndim == 2 and name.endswith("bias"))
 
 
@@ -41,7 +41,7 @@ def num_writes(tensor: torch.Tensor) -> int:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the number of parameters of the full model; shared ones count once, and packed ones by their weights."""
+    """Return the number of parameters of the full model.  Shared ones count once, packed ones as their weights."""
     return sum(num_weights(model).values())
 
 
@@ -76,7 +76,7 @@ def note_expert_mesh(expert_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
 def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
     """Return the mesh whose ranks hold a parameter, divided or as replicas; None if only this process holds it.
 
-    For experts that ranks share out, it is the mesh of the model's other parameters.
+    For experts divided among ranks (`mesh.expert`), it is the mesh of the model's other parameters.
     """
     if not isinstance(parameter, DTensor):
         return _replicated_on.get(parameter)
@@ -114,18 +114,10 @@ def local_box(tensor: torch.Tensor) -> Box | None:
     return tuple(box)
 
 
-def local_rows(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return the rows of dimension 0 that this rank holds, as (start, stop); None if sharded in any other way."""
-    box = local_box(tensor)
-    if box is None or any(span != (0, size) for span, size in zip(box[1:], tensor.shape[1:], strict=True)):
-        return None
-    return box[0]
-
-
 def division_of(parameter: torch.Tensor) -> Division | None:
-    """Return how a parameter is divided among the ranks of the shard axis; None if in another way than here.
+    """Return the division of a parameter among the ranks of the shard axis; None if `Division` cannot express it.
 
-    A parameter that every rank holds in full is divided into one part.
+    A parameter that every rank holds in full has one part.
     """
     if not isinstance(parameter, DTensor):
         return Division()

@@ -1,6 +1,6 @@
-"""Which dimension of a parameter is divided among the ranks of the shard axis, and what each rank holds of it.
+"""Chooses the dimension along which a parameter is sharded, and computes each rank's part.
 
-Pure arithmetic on shapes, shared by the code that shards a model and by the planner.
+Pure arithmetic on shapes, used both to shard a model and by the planner.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from trainer.config import RunConfig
 Box = tuple[tuple[int, int], ...]
 """A part of a tensor: [start, stop) along each dimension."""
 
-_MOST_PADDING = 1 / 8
-"""Dimension 0 is kept if padding adds no more than this share: other dimensions cost an additional copy."""
+_MAX_PADDING = 1 / 8
+"""Dimension 0 is divided if padding adds at most this share, because other dimensions cost an additional copy."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """How a tensor is divided among `parts` x `expert` ranks of the shard axis.
+    """The division of a tensor among `parts` x `expert` ranks of the shard axis.
 
-    Dimension 0 is divided among the `expert` ranks of an expert group, which are consecutive; then dimension `dim` of
-    each of these pieces is divided among the `parts` groups.
+    Dimension 0 is divided among the `expert` consecutive ranks of an expert group; then dimension `dim` of each piece
+    is divided among the `parts` groups.
     """
 
     dim: int = 0
@@ -31,7 +31,7 @@ class Division:
     expert: int = 1
 
     def box(self, shape: Sequence[int], rank: int) -> Box:
-        """Return what the `rank`-th rank of the shard axis holds.  Dimensions are divided as by `torch.chunk`."""
+        """Return the part of the `rank`-th rank on the shard axis.  Dimensions are divided as by `torch.chunk`."""
         group, own = divmod(rank, self.expert)
         box = [(0, size) for size in shape] or [(0, 1)]
         box[0] = cut(box[0], own, self.expert)
@@ -53,38 +53,38 @@ def cut(span: tuple[int, int], number: int, count: int) -> tuple[int, int]:
     return min(stop, start + number * size), min(stop, start + (number + 1) * size)
 
 
-def choose_dim(shape: Sequence[int], parts: int, num_dims: int, most_padding: float = _MOST_PADDING) -> int:
+def choose_dim(shape: Sequence[int], parts: int, num_dims: int, max_padding: float = _MAX_PADDING) -> int:
     """Return the dimension of a tensor to divide into `parts`: one of the first `num_dims`.
 
-    It is dimension 0, whose shards FSDP pads to equal sizes, unless most of the padding would be waste, as with more
-    parts than rows (`most_padding`: what may be added, as a share); then it is the first later dimension that divides
-    evenly, which FSDP requires.  If there is none, dimension 0 is padded.
+    This is dimension 0, whose shards FSDP pads to equal sizes, if padding adds at most `max_padding` of its size.
+    Otherwise, as with more parts than rows, it is the first later dimension that divides evenly, as FSDP requires.
+    Without such a dimension, dimension 0 is padded.
     """
-    if not shape or shape[0] == 0 or -(-shape[0] // parts) * parts <= (1 + most_padding) * shape[0]:
+    if not shape or shape[0] == 0 or -(-shape[0] // parts) * parts <= (1 + max_padding) * shape[0]:
         return 0
     later = range(1, min(num_dims, len(shape)))
     return next((dim for dim in later if shape[dim] and shape[dim] % parts == 0), 0)
 
 
 def divides_evenly(shape: Sequence[int], shard: int, expert: int, num_dims: int) -> bool:
-    """Return whether the parts of all ranks are equal, as they must be for experts that ranks share out."""
+    """Return whether the parts of all ranks have equal sizes, as expert parallelism requires."""
     division = divide(shape, shard, expert, num_dims)
     return math.prod(shape) == division.gathered_numel(shape) * expert
 
 
 def divide(shape: Sequence[int], shard: int, expert: int, num_dims: int) -> Division:
-    """Return the division of a parameter of `shape` among `shard` ranks, `expert` of which share out its rows."""
+    """Return the division of a parameter of `shape` among `shard` ranks, in expert groups of `expert` ranks."""
     parts = shard // expert
     if expert == 1:
         return Division(choose_dim(shape, parts, num_dims), parts)
-    return Division(choose_dim((shape[0] // expert, *shape[1:]), parts, num_dims, most_padding=0), parts, expert)
+    return Division(choose_dim((shape[0] // expert, *shape[1:]), parts, num_dims, max_padding=0), parts, expert)
 
 
 def num_dims_to_divide(shape: Sequence[int], config: RunConfig, reshard: bool | int) -> int:
-    """Return how many leading dimensions of a parameter may be divided.
+    """Return the number of leading dimensions of a parameter that may be divided.
 
-    FSDP reshards to a number of ranks only along the first one.  The last one stays whole if the optimizer keeps a
-    number for each of its rows or for each block of a row.
+    With an integer `reshard`, FSDP can only divide the first one.  The last one is not divided if the optimizer keeps
+    state per row or per block of a row.
     """
     if not isinstance(reshard, bool):
         return 1

@@ -69,11 +69,11 @@ GREEDY = Sampling(temperature=0.0)
 def gumbel_noise(
     seed: int, indices: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device
 ) -> torch.Tensor:
-    """Return Gumbel noise (B, V) that depends on nothing but the seed, each text's index and the token's position.
+    """Return Gumbel noise (B, V) that depends only on the seed, each text's index and the token's position.
 
-    Whatever else is in the batch, on whatever rank, a text has the same noise.  Every number is a hash of its place: a
-    counter that begins at a hash of seed, index and position, mixed by the finalizer of MurmurHash3 (as in SplitMix,
-    Steele et al. 2014).
+    So a text has the same noise on any rank and in any batch.  Every number is a hash of a counter, which starts at a
+    hash of seed, index and position; the mixing function is the finalizer of MurmurHash3 (as in SplitMix, Steele et
+    al. 2014).
     """
     places = list(zip(indices, positions, strict=True))
     keys = [
@@ -85,7 +85,7 @@ def gumbel_noise(
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         hash_BV.bitwise_xor_((hash_BV >> shift) & (2 ** (32 - shift) - 1)).mul_(_as_int32(factor))  # wraps around
     hash_BV.bitwise_xor_(key_B2[:, 1:])
-    # Between 0 and 1, both excluded.  Small values, which give the largest noise, have their full precision.
+    # Strictly between 0 and 1.  Small values, which give the largest noise, keep full precision.
     uniform_BV = (hash_BV.double() + (2**31 + 0.5)).mul_(2.0**-32).float().clamp_(max=1 - 2.0**-24)
     return uniform_BV.neg_().log1p_().neg_().log_().neg_()
 
@@ -95,7 +95,7 @@ def _as_int32(number: int) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Decoders: how a model is fed
+# Decoders
 
 
 class Decoder(ABC):
@@ -103,7 +103,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def begin(self, prompts: Sequence[Sequence[int]], length: int, max_tokens: int) -> torch.Tensor:
-        """Feed the prompts, none longer than `length`.  max_tokens: of the longest text, with its prompt."""
+        """Feed the prompts, none longer than `length`.  max_tokens: of the longest text, including its prompt."""
 
     @abstractmethod
     def extend(self, tokens: Sequence[int]) -> torch.Tensor:
@@ -222,8 +222,8 @@ def _padded_left(prompts: Sequence[Sequence[int]], length: int) -> tuple[torch.T
 def find_decoder(model: nn.Module, device: torch.device, num_tokens: int, context: int | None = None) -> Decoder:
     """Return the fastest decoder for texts of up to `num_tokens` tokens, prompts included.
 
-    context: the longest text that the model may see at once; by default its maximum length.  Longer texts need a
-    window of this length that moves along.
+    context: the maximum number of tokens in a forward pass; by default the model's maximum length.  For longer texts, a
+    sliding window of this length is used.
     """
     context = context or max_seq_len(model) or max(num_tokens, _DEFAULT_CONTEXT)
     if num_tokens <= context and supports_kv_cache(model):
@@ -236,7 +236,7 @@ def find_decoder(model: nn.Module, device: torch.device, num_tokens: int, contex
 def supports_kv_cache(model: nn.Module) -> bool:
     """Return whether the model accepts a `Cache` as its documents; transformers models have their own caches.
 
-    A compiled model does not: every length would be compiled.
+    A compiled model does not, because it would be compiled again for every length.
     """
     arguments = inspect.signature(model.forward).parameters
     if not {"documents", "borders"} <= arguments.keys() or is_transformers_model(model):
@@ -264,20 +264,20 @@ class Token(NamedTuple):
     """A generated token."""
 
     row: int
-    """Which of the prompts it continues."""
+    """Index of the prompt that it continues."""
     token: int
     """The token, or NO_TOKEN."""
     logprob: float
-    """Its log-probability under the model, whatever the temperature."""
+    """Its log-probability under the model, independent of the temperature."""
 
 
 @dataclass(frozen=True)
 class Generated:
     """The text that continues one prompt.
 
-    tokens: the generated tokens; the last one is the end token if there is one.  logprobs: their log-probabilities
-    under the model, whatever the temperature, top-k and top-p.  finish: why the text ended: an end token, its maximum
-    length, or logits that are not finite, of which nothing was drawn.
+    tokens: the generated tokens, including the end token if there is one. logprobs: their log-probabilities under the
+    model, independent of temperature, top-k and top-p. finish: why the text ended: an end token, its maximum length, or
+    logits that are not finite, from which no token was drawn.
     """
 
     tokens: list[int]
@@ -299,16 +299,17 @@ def generate_batch(
 ) -> list[Generated]:
     """Continue each prompt by up to `max_tokens` tokens, until one of `ends`, and return the texts in order.
 
-    max_tokens: one number, or one for each prompt.  seed, indices: the noise of a sample is a function of the seed, the
-    index of its prompt (by default its place in `prompts`) and the position of the token in the text.  So a text does
-    not depend on the others in the batch, nor on ranks, except through rounding.  context: see `find_decoder`; by
-    default the maximum length of the model.  device: where the model computes; by default where its parameters are.
+    max_tokens: one number, or one for each prompt.  seed, indices: the noise for a token depends only on the seed, the
+    index of its prompt (by default its position in `prompts`) and the token's position in the text.  So, except for
+    rounding, a text does not depend on the other texts in the batch or on the ranks.  context: see `find_decoder`; by
+    default the maximum length of the model.  device: the device that the model computes on; by default that of its
+    parameters.
 
-    The KV cache takes 2 x layers x key and value heads x head size elements for each token of a text.
+    The KV cache takes 2 x layers x key and value heads x head size elements per token of a text.
 
-    The model is in evaluation mode meanwhile.  Collective if a forward pass is: for a sharded model outside `gathered`,
-    and with experts on other ranks.  Each rank may then have its own prompts, or none: every call waits for all ranks,
-    and all of them go on until the last text has ended, with one all-reduce of a flag for each token.
+    Puts the model in evaluation mode during generation.  Collective if a forward pass is: for a sharded model outside
+    `gathered`, and with experts on other ranks.  The ranks may then have different prompts, or none.  All of them run
+    until the last text on any rank has ended, with one all-reduce of a flag per token.
     """
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
     device = device or next(model.parameters()).device
@@ -330,19 +331,19 @@ def generate_batch(
 
 
 def longest_text(prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], in_step: InStep | None = None) -> int:
-    """Return the largest number of tokens that a text can have, with its prompt; on any rank, if they are in step."""
+    """Return the maximum length of a text with its prompt, in tokens; with `in_step`, the maximum over all ranks."""
     longest = max((len(prompt) + limit for prompt, limit in zip(prompts, max_tokens, strict=True)), default=1)
     return longest if in_step is None else in_step.max(longest)
 
 
 class InStep:
-    """Keeps ranks in step that call the same sharded model.  Every method is an all-reduce."""
+    """Lets ranks that call the same sharded model agree on sizes.  Every method is an all-reduce."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def max(self, number: int) -> int:
-        """Return the largest number of all ranks."""
+        """Return the maximum of `number` over all ranks."""
         numbers = torch.tensor(number, device=self._device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
         return int(numbers)
@@ -359,9 +360,9 @@ def generate_tokens(
     ends: Collection[int] = (),
     in_step: InStep | None = None,
 ) -> Iterator[Token]:
-    """Yield the next token of each text in turn, until all have ended.  See `generate_batch`.
+    """Yield one token of each unfinished text, step by step, until all have ended.  See `generate_batch`.
 
-    Texts that have ended are dropped from the batch once they are half of it.
+    Finished texts are dropped from the batch once they are half of it.
     """
     indices = range(len(prompts)) if indices is None else indices
     longest = longest_text(prompts, max_tokens, in_step)

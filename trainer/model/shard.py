@@ -77,7 +77,10 @@ def apply_sharding(
         _cast_at_boundaries(model, units, config)
     else:
         if expert_mesh is not None:
-            _share_out_experts(model, recipe, units, config, mesh, expert_mesh)
+            # Makes the parameters of experts DTensors on the expert axis, which `fully_shard` then shards further.
+            check_experts(model, recipe, units, config, mesh.size(mesh.ndim - 1))
+            share_out([*find_experts(model, recipe).values()], expert_mesh[EXPERT], config.mesh.expert_method)
+            note_expert_mesh(expert_mesh, mesh)
         _shard(model, units, reshard, config, mesh, expert_mesh)
     return units
 
@@ -94,36 +97,21 @@ def is_unsharded(config: RunConfig, num_shards: int) -> bool:
     return num_shards == 1 and is_one_dtype and not fsdp.cpu_offload
 
 
-def _share_out_experts(
-    model: nn.Module,
-    recipe: Recipe,
-    units: Sequence[ShardUnit],
-    config: RunConfig,
-    mesh: DeviceMesh,
-    expert_mesh: DeviceMesh,
-) -> None:
-    """Make the parameters of experts DTensors on the expert axis, which `fully_shard` then shards further."""
-    modules = [*find_experts(model, recipe).values()]
-    check_experts(model, recipe, units, config, mesh.size(mesh.ndim - 1))
-    share_out(modules, expert_mesh[EXPERT], config.mesh.expert_method)
-    note_expert_mesh(expert_mesh, mesh)
-
-
 def check_experts(
     model: nn.Module, recipe: Recipe, units: Sequence[ShardUnit], config: RunConfig, num_shards: int
 ) -> None:
-    """Raise UserError if `mesh.expert` ranks cannot share out the experts of `model`; a no-op for one rank."""
+    """Raise UserError if the experts of `model` cannot be divided among `mesh.expert` ranks; no-op for one rank."""
     size = config.expert
     if size == 1:
         return
     modules = find_experts(model, recipe)
     if not modules:
-        rule = f"ranks cannot share out experts of {type(model).__name__}: it has none, or they are not stacked"
+        rule = f"the experts of {type(model).__name__} cannot be divided: it has none, or they are not stacked"
         raise setting_error("mesh.expert", size, rule, 1)
     inside = {id(child) for module in modules.values() for child in module.modules()}
     for unit in units:
         if any(id(module) in inside for module in unit.modules):
-            rule = f"makes experts a unit of their own ({unit}); with mesh.expert={size} units must contain them"
+            rule = f"makes experts a separate unit ({unit}); with mesh.expert={size} they must be inside a larger unit"
             raise setting_error("fsdp.wrap", config.fsdp.wrap, rule, "block")
     for name, module in modules.items():
         for own, parameter in module.named_parameters():
@@ -138,7 +126,7 @@ def check_experts(
 
 
 def meshes_of_experts(model: nn.Module, recipe: Recipe, expert_mesh: DeviceMesh | None) -> dict[str, DeviceMesh]:
-    """Return the mesh of each parameter that ranks share out, by name; empty without an `expert_mesh`."""
+    """Return the mesh of each parameter of divided experts, by name; empty without an `expert_mesh`."""
     if expert_mesh is None:
         return {}
     modules = find_experts(model, recipe).items()
@@ -162,16 +150,22 @@ def _shard(
     shard = partial(fully_shard, mesh=mesh, offload_policy=offload)
     num_shards = mesh.size(mesh.ndim - 1)
 
-    of_experts = None if expert_mesh is None else _mesh_info_of_experts(expert_mesh)
+    # FSDP's description of the axes on which it shards experts; it requires one object for all parameters.
+    expert_mesh_info: Any = None
+    if expert_mesh is not None and expert_mesh.ndim == 2:
+        expert_mesh_info = fsdp_common.FSDPMeshInfo(expert_mesh[OUTER], shard_mesh_dim=0)
+    elif expert_mesh is not None:
+        replicated = expert_mesh[REPLICATE, OUTER]
+        expert_mesh_info = fsdp_common.HSDPMeshInfo(replicated, shard_mesh_dim=1, replicate_mesh_dim=0)
 
     def placement(after_forward: bool | int, parameter: nn.Parameter) -> Any:
-        is_shared_out = isinstance(parameter, DTensor)
+        is_of_experts = isinstance(parameter, DTensor)
         num_dims = num_dims_to_divide(parameter.shape, config, after_forward)
-        placed = Shard(divide(parameter.shape, num_shards, config.expert if is_shared_out else 1, num_dims).dim)
-        if not is_shared_out:
+        placed = Shard(divide(parameter.shape, num_shards, config.expert if is_of_experts else 1, num_dims).dim)
+        if not is_of_experts:
             return placed
-        assert of_experts is not None
-        return fsdp_common.ShardPlacementResult(placed, of_experts)
+        assert expert_mesh_info is not None
+        return fsdp_common.ShardPlacementResult(placed, expert_mesh_info)
 
     with _shared_reshard_meshes():
         for unit, after_forward in sorted(zip(units, reshard, strict=True), key=lambda pair: -pair[0].depth):
@@ -191,14 +185,6 @@ def _shard(
         )
     _set_prefetch(units, config.fsdp)
     _set_communication(model, units, config.fsdp)
-
-
-def _mesh_info_of_experts(expert_mesh: DeviceMesh) -> Any:
-    """Return FSDP's description of the axes on which it shards experts; it demands one object for all parameters."""
-    if expert_mesh.ndim == 2:
-        return fsdp_common.FSDPMeshInfo(expert_mesh[OUTER], shard_mesh_dim=0)
-    mesh = expert_mesh[REPLICATE, OUTER]
-    return fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
 def _cast_at_boundaries(model: nn.Module, units: Sequence[ShardUnit], config: RunConfig) -> None:

@@ -1,8 +1,8 @@
-"""Maximal update parametrization (muP): initial weights and learning rates that suit a model of any width.
+"""Maximal update parametrization (muP): initial weights and learning rates for models of any width.
 
-`optim.base_model` names the smaller model for which the learning rate and the initial weights were chosen.  Each
-parameter is compared with the same one there.  What has grown decides how its initial values and its rate are scaled,
-so that features at all widths start at the same size and change by as much in a step, and the best rate stays the same.
+`optim.base_model` describes the smaller model for which the learning rate and initial weights were tuned.  The initial
+values and learning rate of each parameter are scaled by how much its dimensions have grown from that model, so that at
+every width features start at the same size and change equally per step, and the same learning rate is best.
 
 Source: Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, table 3, which needs no factors in the forward pass.
 """
@@ -25,7 +25,7 @@ from trainer.model.parameters import is_vector, local, tied_names
 
 @dataclass(frozen=True)
 class Growth:
-    """A parameter's matrix here and in the base model, as (outputs, inputs); a vector has one input."""
+    """The dimensions of a parameter in this model and in the base model; a vector has one input."""
 
     outputs: int
     inputs: int
@@ -41,29 +41,29 @@ class Growth:
         return self.outputs / self.base_outputs
 
     def lr_scale(self, optimizer: str) -> float:
-        """Return the factor of the learning rate for `adamw` or `sgd`.
+        """Return the learning-rate factor for `adamw` or `sgd`.
 
-        A step of AdamW has the same size at any width, and the products of its inputs add up: the rate falls with
-        their number.  A gradient for SGD is itself smaller where there are more outputs.
+        The size of an AdamW step does not depend on the width, and its effect sums over the inputs, so the rate falls
+        with their number.  For SGD, gradients themselves shrink as the number of outputs grows.
         """
         if optimizer == "adamw":
             return 1 / self.of_inputs
         return self.of_outputs / self.of_inputs
 
     def init_scale(self, suits_width: bool) -> float:
-        """Return the factor of the initial values.
+        """Return the factor for the initial values.
 
-        suits_width: the values are drawn with a variance of 1 / inputs already, as those of torch's own layers.
+        suits_width: True if they are drawn with variance 1 / inputs already, as in torch's own layers.
         """
         hidden = 1.0 if suits_width else 1 / math.sqrt(self.of_inputs)
         return hidden if self.of_outputs != 1 else hidden / math.sqrt(self.of_inputs)
 
 
 def find_growth(config: RunConfig, model: nn.Module) -> dict[str, Growth]:
-    """Return how each parameter of `model` has grown since `optim.base_model`, by name; empty if that is not set.
+    """Return the growth of each parameter of `model` from `optim.base_model`, by name; empty if that is not set.
 
-    Raises UserError if the base model has other parameters, or if a trained parameter is both an embedding table and
-    an output projection, which need different factors.
+    Raises UserError if the base model has different parameters, or if a trained parameter is both an embedding table
+    and an output projection, which need different factors.
     """
     if config.optim.base_model is None:
         return {}
@@ -72,22 +72,20 @@ def find_growth(config: RunConfig, model: nn.Module) -> dict[str, Growth]:
     shapes = {name: tuple(parameter.shape) for name, parameter in base.named_parameters()}
     named = dict(model.named_parameters())
     if different := sorted(shapes.keys() ^ named.keys()):
-        rule = f"has other parameters than this model: {different[0]} and {len(different) - 1} more"
+        rule = f"has different parameters than this model: {different[0]} and {len(different) - 1} more"
         raise setting_error("optim.base_model", config.optim.base_model, rule, fix="name only fields that are widths")
     homes = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}
     found = {n: _growth_of(homes[id(p)], tuple(p.shape), shapes[n], is_vector(n, p)) for n, p in named.items()}
     for first, *_ in tied_names(model):
         if named[first].requires_grad and tuple(named[first].shape) != shapes[first]:
-            rule = (
-                f"{first} is an embedding table and an output projection at once, whose initial values and rates differ"
-            )
+            rule = f"{first} is both an embedding table and an output projection, which need different scales"
             fix = "set model.tie_embeddings=false" if hasattr(config.model, "tie_embeddings") else ""
             raise setting_error("optim.base_model", config.optim.base_model, rule, fix=fix)
     return found
 
 
 def _growth_of(module: nn.Module, shape: tuple[int, ...], base: tuple[int, ...], are_vectors: bool) -> Growth:
-    """Compare two shapes: (..., outputs, inputs), or for tables (inputs, outputs) and for vectors (outputs,)."""
+    """Compare two shapes: (..., outputs, inputs) for matrices, (inputs, outputs) for tables, (outputs,) for vectors."""
     if are_vectors:
         return Growth(math.prod(shape[-1:]), 1, math.prod(base[-1:]), 1)
     outputs, inputs = -2, -1
@@ -100,9 +98,9 @@ def _growth_of(module: nn.Module, shape: tuple[int, ...], base: tuple[int, ...],
 
 @torch.no_grad()
 def scale_initial_weights(model: nn.Module, config: RunConfig) -> None:
-    """Scale freshly drawn weights of `model` as muP requires, in place; adapters start as they do at any width.
+    """Scale freshly drawn weights of `model` as muP requires, in place, except for adapters.
 
-    No-op without `optim.base_model`.  Element by element, so that all meshes get the same values.  No collectives.
+    No-op without `optim.base_model`.  Elementwise, so all meshes get the same values.  No collectives.
     """
     growth = find_growth(config, model)
     modules = model.named_modules() if growth else ()

@@ -1,9 +1,8 @@
-"""AdamW: torch's, and one for weights or moments in bfloat16.
+"""AdamW: torch's implementation, and one for weights or moments in bfloat16 or 8 bits.
 
-The second one computes in float32, one parameter (or a piece of one) after another, so that no second copy exists, and
+The latter computes in float32, one parameter (or piece of a parameter) at a time, so that no second copy exists.  It
 rounds the results, stochastically or to nearest.  The random bits depend on the seed, the parameter's name, the step
-and the element's position in the full parameter.  This module does not depend on models or meshes: each shard provides
-its own rows.
+and the element's position in the full parameter.  This module does not depend on models or meshes.
 
 Source: Loshchilov and Hutter 2019, arXiv:1711.05101; for stochastic rounding, see below.
 """
@@ -26,19 +25,19 @@ _MAX_GRAPHS = 64
 _NUM_COLUMNS = 12
 
 _PIECE_ELEMENTS = {"cpu": 2**16, "cuda": 2**30}
-"""Number of elements to update at a time.  Without a compiler their temporaries fit in the cache; with one, the limit
-is that they are counted in 32 bits.
+"""Number of elements to update at a time.  On a CPU, temporaries then fit in the cache; on a GPU, where the update is
+one compiled kernel, the limit is 32-bit indices.
 """
 
 
 CODES = {"exp_avg": MEAN, "exp_avg_sq": SQUARE}
-"""AdamW's moments by torch's names, and their codes where they have one byte."""
+"""AdamW's moments by torch's names, and their codes in 8 bits."""
 SCALE = "_scale"
 """Suffix of the name of a moment's scales."""
 
 
 def _zero_scales(parameter: torch.Tensor, length: int) -> torch.Tensor:
-    """Return zeros for each block of a parameter's rows, sharded like the rows."""
+    """Return a zero scale for each block of a parameter's rows, sharded like the rows."""
     return torch.zeros_like(parameter.detach()[..., : parameter.shape[-1] // length], dtype=torch.float32)
 
 
@@ -70,9 +69,9 @@ def convert_moments(part: torch.optim.Optimizer) -> None:
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """Torch's fused AdamW on the local shards, which is possible since it works element by element.
+    """Torch's fused AdamW on the local shards, which is possible because it is elementwise.
 
-    Given DTensors, torch would determine the sharding of four tensors per parameter in every step.
+    With DTensors, torch would propagate the sharding of four tensors per parameter in every step.
     """
 
     algorithm = "AdamW"
@@ -93,8 +92,8 @@ class RoundingAdamW(torch.optim.Optimizer):
     no host sync.  As with torch's fused optimizers, the step is skipped if the attribute `found_inf`, a scalar tensor,
     is 1, and gradients are divided by the attribute `grad_scale`, also a scalar tensor.
 
-    names: of each parameter, by its id.  seed: for rounding.  stochastic: round stochastically instead of to nearest.
-    Raises UserError for stochastic rounding of a parameter of which this rank does not know its part.
+    names: the name of each parameter, by its id.  seed: for rounding.  stochastic: round stochastically instead of to
+    nearest.  Raises UserError for stochastic rounding if a parameter is sharded in an unknown way.
     """
 
     algorithm = "AdamW"
@@ -138,7 +137,7 @@ class RoundingAdamW(torch.optim.Optimizer):
         step_counts = [state["step"] for state in states]
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         torch._foreach_add_(step_counts, 1)
-        if found_inf is not None:  # as a list: a tensor in place of a number would cause a host sync
+        if found_inf is not None:  # as a list, because a tensor as the scalar argument would cause a host sync
             torch._foreach_sub_(step_counts, [found_inf] * len(step_counts))
         steps = torch.stack(step_counts)
         numbers = _numbers(group, steps, found_inf, grad_scale)
@@ -146,7 +145,7 @@ class RoundingAdamW(torch.optim.Optimizer):
         origins = torch.cat([keys_of(places[:, 0], steps)[:, None], places[:, 1:]], dim=1)
         for p, state, row, origin in zip(parameters, states, numbers.unbind(), origins.unbind(), strict=True):
             if not local(p).numel():
-                continue  # has a state nevertheless, since checkpoints compare the states of ranks
+                continue  # but it has a state, since checkpoints compare the states of ranks
             tensors = [_flat(tensor) for tensor in (p, p.grad, *(state[name] for name in moment_names(state)))]
             _update_by_pieces(tensors, row, origin, self._stochastic)
 
@@ -179,18 +178,18 @@ class RoundingAdamW(torch.optim.Optimizer):
 
 _CONTIGUOUS_WIDTH = 4
 _CONTIGUOUS = (0, 0, 1, 0, 0, 0)
-"""What follows the seed and the first position of a contiguous shard: see `random_bits`."""
+"""Entries after the seed and the first position for a contiguous shard; see `random_bits`."""
 
 
 def _shard_position(parameter: torch.Tensor, name: str, seed: int) -> tuple[int, ...]:
-    """Return the seed of a parameter's bits, and where this shard is in the full tensor; int32, wrapped.
+    """Return the seed of a parameter's bits, and this shard's position in the full tensor; int32, wrapped.
 
-    The second number is the position of its first element.  A shard that is not contiguous consists of runs: there
-    follow two zeros, the length of a run, and the number of elements between two runs.
+    The second number is the position of the shard's first element.  A shard that is not contiguous consists of runs of
+    equal length; then two zeros, the length of a run and the number of elements between two runs follow.
     """
     box, shape = local_box(parameter), parameter.shape
     if box is None:
-        rule = f"{name} is sharded in an unknown way: which of its elements are here decides their random bits"
+        rule = f"{name} is sharded in an unknown way, and random bits depend on the positions of its elements"
         raise setting_error("optim.rounding", "stochastic", rule, "nearest")
     strides = [math.prod(shape[dim + 1 :]) for dim in range(max(1, len(shape)))]
     first = sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
@@ -235,7 +234,7 @@ def _flat(tensor: torch.Tensor | None) -> torch.Tensor:
 
 
 def moment_names(state: Mapping[str, Any]) -> list[str]:
-    """Return the names of the moments in a parameter's state, and of their scales after them if they have any."""
+    """Return the names of the moments in a parameter's state, followed by those of their scales, if any."""
     return [*CODES, *(f"{name}{SCALE}" for name in CODES if f"{name}{SCALE}" in state)]
 
 
@@ -296,7 +295,7 @@ def _update_by_pieces(
 
 
 def _moved(origin: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the origin of the elements from number `start` of a shard on; see `random_bits`."""
+    """Return the origin of a shard's elements from number `start`; see `random_bits`."""
     if len(origin) <= _CONTIGUOUS_WIDTH:
         return torch.stack((origin[0], origin[1] + start))
     return torch.cat((origin[:2], origin[2:3] + start, origin[3:]))
@@ -304,7 +303,7 @@ def _moved(origin: torch.Tensor, start: int) -> torch.Tensor:
 
 @cache
 def _compiled_update() -> Callable[..., None]:
-    """Compile `_update` into one kernel that reads and writes each element once; eagerly it would take about fifty.
+    """Compile `_update` into one kernel that reads and writes each element once, instead of about fifty kernels.
 
     One graph serves shards of all sizes, with one more for each further set of dtypes.  Tensors are flat: with more
     dimensions, each element's position would require 64-bit divisions.

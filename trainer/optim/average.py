@@ -66,9 +66,10 @@ class WeightAverage:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Swap in the average for the weights inside the block, which must not modify them.
+        """Replace the weights by their average inside the block, which must not modify them.
 
-        The weights are copied meanwhile; this needs no extra memory at the peak, since there are no gradients then.
+        The weights are copied to restore them afterwards.  This does not raise peak memory, since there are no
+        gradients at that time.
         """
         if not (self._has_started and self._is_evaluated):
             yield

@@ -1,12 +1,12 @@
-"""Eight-bit optimizer moments: codes of one byte, and a scale for each block of a row.
+"""Eight-bit optimizer moments: one-byte codes, and a scale for each block of a row.
 
 A block is a part of one row of a parameter.  Rows are never divided between ranks, so neither codes nor scales depend
-on the mesh.  Codes are spaced like a power of their number, so that small values next to large ones keep a few percent
-of precision: a step of Adam divides one moment by the root of the other, and their relative errors are what counts.
-Rounding is stochastic, between the two neighbouring codes, and exact on average.
+on the mesh.  The values of codes are a power of their number, so that small values next to large ones keep a precision
+of a few percent: a step of Adam divides one moment by the root of the other, so relative errors matter.  Values are
+rounded stochastically to one of the two neighbouring codes, so that they are exact on average.
 
-Source: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861, whose codes are another
-function of their number and whose blocks ignore rows.
+Source: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861, with a different code
+and with blocks that do not cross rows.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MAX_BLOCK, _MIN_BLOCK = 256, 16
 
 
 def block_length(shape: torch.Size | tuple[int, ...]) -> int | None:
-    """Return the number of elements in a block for a parameter of this shape; None if its moments stay in float32.
+    """Return the number of elements per block for a parameter of this shape; None if its moments stay in float32.
 
-    It is the largest divisor of a row's length up to 256.  Vectors have rows of one element, and rows whose length has
-    no divisor from 16 on would need a scale for every few elements.
+    It is the largest divisor of the row length that is at most 256.  Moments stay in float32 for vectors, and if that
+    divisor is below 16, since the scales would then take too much memory.
     """
     if len(shape) < 2 or not shape[-1]:
         return None
@@ -32,19 +32,19 @@ def block_length(shape: torch.Size | tuple[int, ...]) -> int | None:
 
 @dataclass(frozen=True)
 class Code:
-    """A code of one byte: number q stands for the block's scale times (q / largest) ** power."""
+    """A one-byte code: the value of code q is the block's scale times (q / largest) ** power."""
 
     dtype: torch.dtype
     power: int
     smallest: int
-    """The lowest code of a value other than zero."""
+    """The lowest code of a nonzero value."""
 
     @property
     def largest(self) -> int:
         return torch.iinfo(self.dtype).max
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Return float32 values of shape (blocks, length) for codes of that shape and scales (blocks,)."""
+        """Return float32 values of shape (blocks, length) for codes of the same shape and scales (blocks,)."""
         return self._value(codes.float()) * scales[:, None]
 
     def _value(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,7 @@ class Code:
         share = values.abs() / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
         low = (share ** (1 / self.power) * self.largest).floor().clamp(max=self.largest - 1)
         below, above = self._value(low), self._value(low + 1)
-        # The root is inexact, so the value may lie just outside its two codes; then the nearer one is certain.
+        # The root is inexact, so the value may be slightly outside of its two codes; then the nearer code is taken.
         is_up = (bits & 0xFFFF).float() / 0x10000 < (share - below) / (above - below)
         number = (low + is_up).clamp(min=self.smallest)
         number = torch.where(values == 0, 0, number)
@@ -68,6 +68,6 @@ class Code:
 
 
 MEAN = Code(torch.int8, power=3, smallest=0)
-"""The mean of gradients: signed, of either 127 magnitudes or zero."""
+"""For the mean of gradients: a sign and 127 magnitudes, or zero."""
 SQUARE = Code(torch.uint8, power=4, smallest=1)
-"""The mean of squares.  It is never rounded to zero, by which the step would be divided."""
+"""For the mean of squares.  A nonzero value is never rounded to zero, since the step is divided by it."""

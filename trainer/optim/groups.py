@@ -20,7 +20,7 @@ from torch import nn
 from trainer.config import OptimSection
 from trainer.errors import nearest, setting_error
 from trainer.model.head import is_score
-from trainer.model.parameters import is_vector
+from trainer.model.parameters import is_vector, tied_names
 from trainer.model.widths import Growth
 from trainer.optim.muon import relative_update
 
@@ -46,8 +46,8 @@ class Assignment:
 def assign(model: nn.Module, config: OptimSection, growth: Mapping[str, Growth] | None = None) -> list[Assignment]:
     """Return the assignments of all trainable parameters, in the model's order.
 
-    growth: of parameters since `optim.base_model`, by name (see `find_growth`).  It scales the rate of a parameter, and
-    leaves the share that each step decays, the product of rate and decay, as it is in the base model.
+    growth: the growth of each parameter from `optim.base_model`, by name (see `find_growth`).  It scales the learning
+    rate, and scales the weight decay inversely, so that their product, the relative decay per step, does not change.
 
     Raises UserError for an entry of `optim.groups` that is malformed, matches no parameter, or gives Muon a parameter
     that is not a matrix.
@@ -63,18 +63,18 @@ def assign(model: nn.Module, config: OptimSection, growth: Mapping[str, Growth] 
         if optimizer == "muon" and id(parameter) not in muon:
             optimizer = "adamw"
         found.append(Assignment(name, parameter, optimizer, config.weight_decay if decays else 0.0))
-    found = [_with_muon_rate(each, config) for each in _with_groups(found, config)]
+    found = [_with_muon_rate(each, config) for each in _with_groups(found, model, config)]
     return [_with_growth(each, growth[each.name], config) for each in found] if growth else found
 
 
 def _with_growth(found: Assignment, growth: Growth, config: OptimSection) -> Assignment:
-    """Scale the rate and the decay of a parameter for its width.
+    """Scale the learning rate and weight decay of a parameter for its width.
 
-    That their product stays: Wang and Aitchison 2024, arXiv:2405.13698.
+    Their product does not change (Wang and Aitchison 2024, arXiv:2405.13698).
     """
     if found.optimizer == "muon":
-        base, here = (growth.base_outputs, growth.base_inputs), (growth.outputs, growth.inputs)
-        scale = relative_update(config.muon.scale, *base) / relative_update(config.muon.scale, *here)
+        scale = relative_update(config.muon.scale, growth.base_outputs, growth.base_inputs)
+        scale /= relative_update(config.muon.scale, growth.outputs, growth.inputs)
     else:
         scale = growth.lr_scale(found.optimizer)
     return dataclasses.replace(found, lr_scale=found.lr_scale * scale, weight_decay=found.weight_decay / scale)
@@ -128,14 +128,14 @@ def matrices_for_muon(model: nn.Module) -> set[int]:
 
 
 def _layer_of(name: str) -> int | None:
-    """Return the first number in a parameter's name, that of its layer; None if there is none."""
+    """Return the layer number, the first number in a parameter's name; None for a name without numbers."""
     return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
 def block_rows(model: nn.Module, blocks: Mapping[str, int | Sequence[int]]) -> dict[int, tuple[int, ...]]:
-    """Return the rows of each block of the fused parameters that a recipe declares, by the parameter's id.
+    """Return the number of rows in each block of the recipe's fused parameters, by the parameter's id.
 
-    blocks: patterns of names, and the number of equal blocks or the rows of each.  Raises UserError if they do not fit.
+    blocks: see `Recipe.blocks`.  Raises UserError if the blocks do not add up to a parameter's rows.
     """
     found: dict[int, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters():
@@ -183,8 +183,8 @@ def check_groups(groups: Sequence[Mapping[str, Any]]) -> None:
             raise setting_error(f"{key}.optimizer", group["optimizer"], rule, meant=meant)
 
 
-def _with_groups(found: Iterable[Assignment], config: OptimSection) -> list[Assignment]:
-    """Return the assignments with the changes by `optim.groups`: each field by the last matching entry that sets it."""
+def _with_groups(found: Iterable[Assignment], model: nn.Module, config: OptimSection) -> list[Assignment]:
+    """Apply `optim.groups` to the assignments.  For each field, the last matching entry that sets it takes effect."""
     found = list(found)
     check_groups(config.groups)
     for number, group in enumerate(config.groups):
@@ -194,6 +194,9 @@ def _with_groups(found: Iterable[Assignment], config: OptimSection) -> list[Assi
             names = [each.name for each in found]
             best = nearest(group["match"].strip("*."), [*names, *{re.sub(r"\.\d+\.", ".*.", name) for name in names}])
             rule = "matches no trainable parameter"
+            for first, *others in tied_names(model):
+                if first in names and any(fnmatchcase(other, group["match"]) for other in others):
+                    rule, best = f"{rule}: this weight is tied to {first}", first
             fix = "" if best else f"the names are like {names[0]} and {names[-1]}"
             raise setting_error(f"{key}.match", group["match"], rule, meant=best, fix=fix)
         layers = [layer for i in matched if (layer := _layer_of(found[i].name)) is not None]
@@ -225,13 +228,14 @@ def notes_on(found: Sequence[Assignment]) -> list[str]:
     """Return a line about the parameters that several entries of `optim.groups` match."""
     several = [each.name for each in found if len(each.rules) > 1]
     which = several[0] if len(several) == 1 else f"{len(several)} parameters"
-    return [f"matched by several groups, of which the last one counts: {which}"] if several else []
+    return [f"matched by several groups (the last one takes effect): {which}"] if several else []
 
 
 def describe(parts: Sequence[torch.optim.Optimizer], names: Mapping[int, str]) -> list[str]:
-    """Return a line for each set of parameters with the same settings: optimizer, rate, decay, sizes and names.
+    """Return one line per parameter group: optimizer, weight decay, learning-rate scale, sizes and names.
 
-    Empty if one optimizer treats all of them alike, except for the usual weight decay.  names: by the parameter's id.
+    Empty if a single optimizer applies the same settings to all parameters, except for the usual weight decay.  names:
+    by the parameter's id.
     """
     groups = [(part, group) for part in parts for group in part.param_groups if group["params"]]
     if len(parts) == 1 and not any("lr_scale" in group for _, group in groups):

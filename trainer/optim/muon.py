@@ -1,10 +1,10 @@
-"""Muon and NorMuon on sharded parameters: each matrix is orthogonalized once, by one rank, whatever the mesh.
+"""Muon and NorMuon on sharded parameters: each matrix is orthogonalized once, by one rank, on any mesh.
 
-Muon replaces a matrix's momentum by (nearly) the closest orthogonal matrix, which needs all of its rows, while a rank
-holds some of the rows of every matrix.  So each matrix has one owner among all ranks, replicas included.  A step
-updates the momentum of the local rows, sends them to the owners, orthogonalizes there, and sends the result back to all
-holders of a row.  Each way is one all-to-all per bucket of matrices, and the next bucket's rows are on their way while
-one is computed.  Sums are never split between ranks, so the result does not depend on the mesh.
+Muon replaces a matrix's momentum by (nearly) the closest orthogonal matrix.  This needs the whole matrix, but each rank
+only holds a part of every matrix.  So each matrix has one owner among all ranks, including replicas.  A step updates
+the momentum of the local parts, sends them to the owners, orthogonalizes there, and sends the result back to all ranks
+that hold a part.  Each direction is one all-to-all per bucket of matrices, and one bucket's parts are sent while
+another is computed.  Sums are never split between ranks, so the result does not depend on the mesh.
 
 Sources: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; Li et al. 2025, "NorMuon", arXiv:2510.05491;
 Amsel et al. 2025, "The Polar Express", arXiv:2505.16932; Liu et al. 2025, "Muon is Scalable for LLM Training",
@@ -30,7 +30,7 @@ from trainer.model.parameters import division_of, local, mesh_of
 from trainer.model.placement import Box, Division
 
 JORDAN = ((3.4445, -4.7750, 2.0315),) * 5
-"""The same polynomial five times: singular values end between 0.7 and 1.2."""
+"""The same polynomial five times; maps singular values to between 0.7 and 1.2."""
 POLAR = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -38,7 +38,7 @@ POLAR = (
     (3.3184196573706015, -2.488488024314874, 0.51004894012372),
     (2.300652019954817, -1.6689039845749518, 0.4188073119525673),
 )
-"""Polynomials that are optimal one after the other, for singular values between 1e-3 and 1."""
+"""A sequence of polynomials that is optimal for singular values between 1e-3 and 1."""
 _POLAR_MARGIN = 1.01
 """The polar polynomials expect singular values of at most 1; rounding in bfloat16 may exceed that slightly."""
 COEFFICIENTS = {
@@ -48,7 +48,7 @@ COEFFICIENTS = {
 
 _EPS = 1e-7
 _ROW_BETA, _ROW_EPS = 0.95, 1e-8
-"""NorMuon's decay rate of the rows' mean squares, and what is added to their root."""
+"""NorMuon's decay rate for the rows' mean squares, and the epsilon added to their root."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def orthogonalize(batch: torch.Tensor, coefficients: Sequence[tuple[float, float
     for a, b, c in coefficients:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-        del gram  # before the next one is made
+        del gram  # before the next one is allocated
     return x.mT if is_tall else x
 
 
@@ -91,7 +91,7 @@ def update_scale(scale: str, rows: int, columns: int) -> float:
 
 
 def relative_update(scale: str, rows: int, columns: int) -> float:
-    """Return the size of updates relative to those of the scale `spectral`, for which one rate suits all widths."""
+    """Return the size of updates relative to the scale `spectral`, with which one learning rate suits all widths."""
     return update_scale(scale, rows, columns) / update_scale("spectral", rows, columns)
 
 
@@ -101,7 +101,7 @@ def relative_update(scale: str, rows: int, columns: int) -> float:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Consecutive rows of a parameter that are orthogonalized together: all of them, an expert, or a block."""
+    """Consecutive rows of a parameter that are orthogonalized together: the whole parameter, an expert, or a block."""
 
     parameter: int
     """Index among the optimizer's parameters."""
@@ -162,10 +162,10 @@ def assign_owners(
 ) -> list[int]:
     """Return the owner of each matrix, a rank of a mesh of `replicate` x `shard` ranks, balanced by FLOPs.
 
-    held: the number of elements of a matrix that each replica's rank `s` holds.  A rank that holds an entire matrix
-    owns it if that keeps the balance, since then nothing is sent; this is how experts stay where they are.  The others
-    go, the costliest first, to the rank with the least work.  The result depends only on the arguments, so all ranks
-    get the same one.
+    held: `held(matrix, s)` is the number of elements of a matrix on rank `s` of each replica.  A rank that holds an
+    entire matrix, such as an expert, owns it unless that unbalances the work, since nothing then needs to be sent.  The
+    others are assigned, costliest first, to the rank with the least work.  The result depends only on the arguments, so
+    all ranks compute the same one.
     """
     num_ranks = replicate * shard
     load = [0] * num_ranks
@@ -188,9 +188,9 @@ def assign_owners(
 
 
 def cut_into_buckets(matrices: Sequence[Matrix], capacity: float) -> list[list[int]]:
-    """Return the indices of the matrices in each bucket: of at most `capacity` elements, or of one matrix.
+    """Return the indices of the matrices in each bucket, which has at most `capacity` elements, or one matrix.
 
-    The costliest come first, and those of one shape together, as they are computed as one batch.
+    The costliest matrices come first.  Matrices of the same shape are adjacent, since they are computed as one batch.
     """
     buckets: list[list[int]] = []
     free = 0.0
@@ -204,10 +204,10 @@ def cut_into_buckets(matrices: Sequence[Matrix], capacity: float) -> list[list[i
 
 
 class Ownership:
-    """Which part of its parameters each rank of a mesh holds, and which matrices it owns.  Pure arithmetic.
+    """The part of each parameter that a rank of a mesh holds, and the owner of each matrix.  Pure arithmetic.
 
-    shapes, divisions: of all parameters.  matrices: of all parameters.  bucket_numel: elements that both messages of a
-    bucket bring to a rank, if no single matrix exceeds it.
+    shapes, divisions, matrices: of all parameters.  bucket_numel: maximum number of elements that a rank receives in
+    both messages of a bucket, unless a single matrix exceeds it.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class Ownership:
         return max(0, num_rows) * (right - left)
 
     def piece_of(self, number: int, matrix: Matrix, s: int) -> Piece:
-        """Return what rank `s` of a replica holds of a matrix, whose index in a bucket is `number`."""
+        """Return the piece of a matrix on rank `s` of a replica.  number: the index of the matrix in its bucket."""
         experts, rows, columns = self._boxes[matrix.parameter][s]
         if not experts[0] <= matrix.expert < experts[1]:
             return Piece(number, 0, 0, 0, 0)
@@ -246,13 +246,13 @@ class Ownership:
         return Piece(number, start - matrix.start, max(0, stop - start), columns[0], columns[1] - columns[0])
 
     def local_rows(self, matrix: Matrix, piece: Piece, s: int) -> slice:
-        """Return where a piece is among all rows of its parameter that rank `s` of a replica holds."""
+        """Return the rows of a piece among all rows of its parameter on rank `s` of a replica."""
         experts, rows, _ = self._boxes[matrix.parameter][s]
         start = (matrix.expert - experts[0]) * (rows[1] - rows[0]) + matrix.start + piece.start - rows[0]
         return slice(start, start + piece.rows)
 
     def costs(self, rank: int) -> list[BucketCosts]:
-        """Return what the update of each bucket costs a rank."""
+        """Return the costs of updating each bucket, for one rank."""
         return [self._costs(bucket, rank) for bucket in self.owned]
 
     def _costs(self, bucket: Sequence[tuple[Matrix, int]], rank: int) -> BucketCosts:
@@ -285,7 +285,7 @@ def _as_stack(box: Box) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True)
 class BucketCosts:
-    """What the update of one bucket costs a rank.  Sizes are numbers of elements."""
+    """The costs of updating one bucket, for one rank.  Sizes are numbers of elements."""
 
     sent_to_owners: int
     owned: int
@@ -294,12 +294,12 @@ class BucketCosts:
     held: int
     """Received as a holder."""
     iterating: int
-    """Of the costliest batch of equal matrices that the rank owns, and of one Gram matrix for each of them."""
+    """Size of the largest batch of equally shaped matrices that the rank owns, with one Gram matrix for each."""
     piece: int
-    """Of the largest part of a matrix that the rank holds."""
+    """Size of the largest part of a matrix that the rank holds."""
     num_matrices: int
     num_shapes: int
-    """Of the matrices that the rank owns."""
+    """Number of different shapes among the matrices that the rank owns."""
     flops: int
     """FLOPs of the busiest rank."""
 
@@ -347,7 +347,7 @@ def _shard_axis(parameter: torch.Tensor) -> int | None:
     if not isinstance(parameter, DTensor):
         return None
     axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    if len(axes) > 1:  # experts that ranks share out: on the mesh of the others, their axes are one, the last
+    if len(axes) > 1:  # experts divided among ranks: their two axes are the last axis of the other parameters' mesh
         return parameter.device_mesh.ndim - len(axes)
     return axes[0] if axes else None
 
@@ -369,9 +369,9 @@ def _group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
 
 
 class _Bucket:
-    """Matrices that are exchanged together.  All of its plans follow from the owners, so ranks need not agree on them.
+    """Matrices that are exchanged together.  Each rank derives the layout of all messages from the owners.
 
-    A message is a flat tensor: for each peer in order, for each matrix in order, the rows that go there.
+    A message is a flat tensor with the pieces for each peer in order, and for each peer in the order of the matrices.
     """
 
     def __init__(self, matrices: list[Matrix], owners: list[int], layout: _Layout) -> None:
@@ -389,16 +389,16 @@ class _Bucket:
 
         first = mesh.r * mesh.shard
         self.local = pieces(range(len(matrices)), mesh.s)
-        """The rows that this rank holds, in the order of the matrices."""
+        """The pieces that this rank holds, in the order of the matrices."""
         self.to_owners = [pieces(owned_by(first + s), mesh.s) for s in range(mesh.shard)]
-        """For each rank of this replica, the rows here that it needs as an owner."""
+        """The local pieces that each rank of this replica needs as an owner."""
         self.from_holders = [pieces(self.mine, s) for s in range(mesh.shard)]
         everyone = range(mesh.size)
         self.to_holders = [self.from_holders[rank % mesh.shard] for rank in everyone]
         self.from_owners = [pieces(owned_by(rank), mesh.s) for rank in everyone]
 
     def placed(self, pieces: Sequence[Sequence[Piece]]) -> Iterator[tuple[Piece, slice]]:
-        """Yield the pieces of a message, and where their elements are in it."""
+        """Yield the pieces of a message, and the range of their elements in it."""
         start = 0
         for piece in itertools.chain.from_iterable(pieces):
             stop = start + piece.numel
@@ -406,14 +406,14 @@ class _Bucket:
             start = stop
 
     def mine_by_shape(self) -> dict[tuple[int, int], list[int]]:
-        """Return the matrices that this rank owns by their shape, each of which is computed as one batch."""
+        """Return the matrices that this rank owns by shape; all of one shape are computed as one batch."""
         found: dict[tuple[int, int], list[int]] = defaultdict(list)
         for i in self.mine:
             found[self.matrices[i].rows, self.matrices[i].columns].append(i)
         return found
 
     def sizes(self, pieces: Sequence[Sequence[Piece]]) -> list[int]:
-        """Return the elements of each peer's part of a message."""
+        """Return the number of elements in each peer's part of a message."""
         return [sum(piece.numel for piece in part) for part in pieces]
 
 
@@ -441,7 +441,7 @@ class Muon(torch.optim.Optimizer):
     `found_inf`, a scalar tensor, is 1, and gradients are divided by the attribute `grad_scale`.
 
     blocks: the rows of each block of fused parameters, by the parameter's id.  dtype: of messages and iterations.
-    bucket_bytes: what both messages of a bucket bring to a rank, if no single matrix exceeds it.
+    bucket_bytes: maximum size that a rank receives in both messages of a bucket, unless a single matrix exceeds it.
     Collectives in a step: two all-to-alls per bucket; for NorMuon also an all-reduce of one number per matrix.
     Raises UserError for a parameter that is divided in an unknown way, or for NorMuon along its columns.
     """
@@ -484,7 +484,7 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if found_inf is not None and found_inf.device.type == "cpu":  # where reading it costs nothing
+        if found_inf is not None and found_inf.device.type == "cpu":  # reading it causes no host sync
             if found_inf:
                 return loss
             found_inf = None
@@ -501,15 +501,13 @@ class Muon(torch.optim.Optimizer):
             by_mesh[mesh_of(parameter)].append(parameter)
         key = tuple(map(id, parameters))
         if key not in self._layouts:
-            self._layouts[key] = [
-                _Layout(members, self._matrices_of(members), self._bucket_bytes / self._dtype.itemsize)
-                for members in by_mesh.values()
-            ]
+            layouts = []
+            for members in by_mesh.values():
+                split = [split_into_matrices(n, p.shape, self._blocks.get(id(p), ())) for n, p in enumerate(members)]
+                matrices = list(itertools.chain.from_iterable(split))
+                layouts.append(_Layout(members, matrices, self._bucket_bytes / self._dtype.itemsize))
+            self._layouts[key] = layouts
         return list(zip(self._layouts[key], by_mesh.values(), strict=True))
-
-    def _matrices_of(self, parameters: list[torch.Tensor]) -> list[Matrix]:
-        numbered = enumerate(parameters)
-        return [m for n, p in numbered for m in split_into_matrices(n, p.shape, self._blocks.get(id(p), ()))]
 
 
 class _Step:
@@ -537,15 +535,17 @@ class _Step:
         state: dict[str, torch.Tensor] = self._optimizer.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter.detach())
-        if self._optimizer._normalizes_rows and "row_squares" not in state:
+        if not self._optimizer._normalizes_rows:
+            state.pop("row_squares", None)  # of a checkpoint of NorMuon
+        elif "row_squares" not in state:
             state["row_squares"] = torch.zeros_like(parameter.detach()[..., :1], dtype=torch.float32)
         return state
 
     def run(self) -> None:
         """Update all parameters.
 
-        Three buckets are in flight: one whose rows travel to the owners, one that is computed, and one whose results
-        travel back.  All ranks start the collectives in this order.
+        Three buckets are in flight: one is being sent to the owners, one is being computed, and the results of one are
+        being sent back.  All ranks start the collectives in this order.
         """
         buckets = self._layout.buckets
         gathering: dict[int, _Message] = {}
@@ -560,15 +560,15 @@ class _Step:
 
     def _gather(self, bucket: _Bucket) -> _Message:
         """Update the momentum of the local rows, and send them to their owners in this replica."""
-        sizes = bucket.sizes(bucket.to_owners), bucket.sizes(bucket.from_holders)
-        sent = self._new_message(sizes[0])
+        sent_sizes, received_sizes = bucket.sizes(bucket.to_owners), bucket.sizes(bucket.from_holders)
+        sent = self._new_message(sent_sizes)
         places = {piece.matrix: place for piece, place in bucket.placed(bucket.to_owners)}
         for piece in bucket.local:
             direction = self._direction(bucket.matrices[piece.matrix], piece)
             if piece.matrix in places:
                 sent[places[piece.matrix]].view_as(direction).copy_(direction)
-            del direction  # before the next one is made
-        return _Message(sent, *sizes, self._mesh.shard_group, range(self._mesh.shard))
+            del direction  # before the next one is allocated
+        return _Message(sent, sent_sizes, received_sizes, self._mesh.shard_group, range(self._mesh.shard))
 
     def _direction(self, matrix: Matrix, piece: Piece) -> torch.Tensor:
         """Update the momentum of rows of a matrix and return Nesterov's direction: (rows, columns)."""
@@ -577,7 +577,7 @@ class _Step:
         beta = self._groups[matrix.parameter]["momentum"]
         if self._grad_scale is not None:
             gradient = gradient / self._grad_scale
-        if self._found_inf is not None:  # with the momentum in place of a gradient, the momentum does not change
+        if self._found_inf is not None:  # replacing the gradient by the momentum leaves the momentum unchanged
             gradient = torch.where(self._found_inf > 0, momentum, gradient)
         momentum.lerp_(gradient.to(momentum.dtype), 1 - beta)
         return gradient.to(momentum.dtype).lerp(momentum, beta)
@@ -589,12 +589,12 @@ class _Step:
         return torch.empty(sum(sizes), device=self._mesh.device, dtype=self._optimizer._dtype)
 
     def _scatter(self, bucket: _Bucket, message: _Message) -> _Message:
-        """Orthogonalize the matrices that this rank owns, and send their rows to all that hold them."""
-        sizes = bucket.sizes(bucket.to_holders), bucket.sizes(bucket.from_owners)
-        sent = self._new_message(sizes[0])
+        """Orthogonalize the matrices that this rank owns, and send their pieces to all ranks that hold them."""
+        sent_sizes, received_sizes = bucket.sizes(bucket.to_holders), bucket.sizes(bucket.from_owners)
+        sent = self._new_message(sent_sizes)
         self._orthogonalize(bucket, message.wait(), sent)
-        del message  # and its memory, before that of the next one is needed
-        return _Message(sent, *sizes, self._mesh.group, self._mesh.position)
+        del message  # frees its memory before the next message is allocated
+        return _Message(sent, sent_sizes, received_sizes, self._mesh.group, self._mesh.position)
 
     def _orthogonalize(self, bucket: _Bucket, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Orthogonalize the matrices whose rows are in `received`, shape by shape, into the message `sent`."""
@@ -605,14 +605,14 @@ class _Step:
         for piece, place in bucket.placed(bucket.to_holders):
             places[piece.matrix].append((piece, place))
         for (rows, columns), indices in bucket.mine_by_shape().items():
-            # Not named, so that its memory is free once the iterations have begun.
+            # No variable refers to the batch, so that its memory is freed when the iterations start.
             done = orthogonalize(
                 _assembled([parts.pop(i) for i in indices], rows, columns), self._optimizer._coefficients
             )
             for i, matrix in zip(indices, done.unbind(), strict=True):
                 for piece, place in places[i]:
                     sent[place].view(piece.rows, piece.columns).copy_(piece.of(matrix))
-            del done, matrix  # before the next batch is made
+            del done, matrix  # before the next batch is allocated
 
     def _update_rows(self, bucket: _Bucket, received: torch.Tensor) -> None:
         """Update the local rows of the weights."""
@@ -659,7 +659,7 @@ class _Step:
         inverse = norms.sqrt().clamp(min=_EPS).reciprocal()
         for i, update in divided.items():
             matrix = bucket.matrices[i]
-            # The root is a number, since copying one from the host would make it wait for the device.
+            # The root is a Python number, since copying a tensor from the host would cause a sync.
             update.mul_((math.sqrt(min(matrix.rows, matrix.columns)) * inverse[i]).to(update.device))
         return divided
 
@@ -667,8 +667,8 @@ class _Step:
 class _Message:
     """An all-to-all in flight.
 
-    sent, sizes: elements to and from each peer, in an order of its own; `positions` are the peers' ranks in `group`.
-    Without a group, the sent tensor is the received one.
+    sent_sizes, received_sizes: number of elements for and from each peer, in the caller's order of peers.  positions:
+    the peers' ranks in `group`.  Without a group, the received tensor is the sent one.
     """
 
     def __init__(
@@ -688,10 +688,11 @@ class _Message:
             sent = torch.cat([sent.split(sent_sizes)[i] for i in order])
             self._parts = [order.index(i) for i in range(len(order))]
         self._sizes = [received_sizes[i] for i in order]
-        self._sent = sent  # keeps it alive until it has been sent
+        self._sent = sent  # kept alive until it has been sent
         self._received = sent.new_empty(sum(received_sizes))
-        sizes = self._sizes, [sent_sizes[i] for i in order]
-        self._work = dist.all_to_all_single(self._received, sent, *sizes, group=group, async_op=True)
+        self._work = dist.all_to_all_single(
+            self._received, sent, self._sizes, [sent_sizes[i] for i in order], group=group, async_op=True
+        )
 
     def wait(self) -> torch.Tensor:
         """Return the received elements, in the order of the peers.  On a GPU the host does not wait."""
@@ -706,14 +707,14 @@ class _Message:
 
 
 def _assembled(parts: Sequence[Sequence[torch.Tensor]], rows: int, columns: int) -> torch.Tensor:
-    """Return matrices from their parts, which are all rows of one in order, or all of its columns: (B, R, N)."""
+    """Return matrices (B, R, N) from the parts of each, which divide either its rows or its columns, in order."""
     if all(part.shape[1] == columns for of_one in parts for part in of_one):
         return torch.cat([part for of_one in parts for part in of_one]).view(-1, rows, columns)
     return torch.stack([torch.cat(tuple(of_one), dim=int(of_one[0].shape[0] == rows)) for of_one in parts])
 
 
 def _as_rows(tensor: torch.Tensor | None) -> torch.Tensor:
-    """Return this rank's rows of a parameter, or of a tensor like it: (rows, columns), a view."""
+    """Return a view (rows, columns) of this rank's shard of a parameter, or of a tensor with its shape."""
     assert tensor is not None
     part = local(tensor).detach()
     return part.view(-1, part.shape[-1])

@@ -10,8 +10,8 @@
   memory_gib=X       device memory, if it differs from the data sheet
   ranks_per_node=N   default 8 (cpu: 1)
   network_gbps=X     network bandwidth per rank to other nodes, in Gbit/s (default 400)
-  imbalance=X        rows of the busiest rank relative to the mean, where ranks share out experts (default 1: a router
-                     that is in balance; a learned one is not)
+  imbalance=X        rows of the busiest rank relative to the mean, with expert parallelism (default 1: a
+                     balanced router; a learned one is not balanced)
   generate=NxP+A     each rank also generates N texts at once inside a step, in `trainer.gathered`: prompts of up to P
                      tokens, answers of up to A
   --json             print the plan as JSON
@@ -33,6 +33,7 @@ from pathlib import Path
 
 from trainer.config import (
     RunConfig,
+    advice_on_shards,
     check_config,
     declared_keys,
     find_mesh_shape,
@@ -109,8 +110,9 @@ def _plan(arguments: list[str]) -> int:
     for resolve_method in (resolve_context_method, resolve_expert_method):
         config = resolve_method(config, min(num_ranks, machine.rates.ranks_per_node))
     check_sharding(config, mesh.shard)
-    if advice := mesh.advice(min(num_ranks, machine.rates.ranks_per_node)):
-        print_stderr(f"warning: {advice}")
+    for advice in (mesh.advice(min(num_ranks, machine.rates.ranks_per_node)), advice_on_shards(config, mesh)):
+        if advice:
+            print_stderr(f"warning: {advice}")
     try:
         choice = fastest_choice(config, mesh, machine) if uses_auto(config) else None
     except NothingFits as error:

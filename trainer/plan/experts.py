@@ -1,4 +1,4 @@
-"""Says what experts cost a run: whether sharing them out (`mesh.expert`) would pay, and the price of their balance."""
+"""Estimates whether expert parallelism (`mesh.expert`) would pay off, and what balancing experts costs."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from dataclasses import replace
 from trainer.config import MeshShape, RunConfig, expert_choices
 from trainer.config.experts import resolve_expert_method, with_expert
 from trainer.errors import UserError
-from trainer.model.shard import check_sharding
+from trainer.model.network import build_network
+from trainer.model.shard import check_experts
+from trainer.model.units import find_units
 from trainer.plan.estimates import time_of
 from trainer.plan.plan import Plan, make_plan
 
 _MIN_GAIN = 0.02
-"""A step that is shorter by less than this share is no gain."""
+"""Relative reduction of the step time below which a change is not worth recommending."""
 
 
 def advice_on_experts(plan: Plan) -> Iterator[str]:
     """Yield what `mesh.expert` would change for a model with experts on several ranks, if it is not set.
 
-    FSDP moves the weights of all experts, whatever the number of tokens; an expert axis moves tokens instead.  Between
-    nodes it moves fewer bytes below F E / 4 A tokens per micro-batch (F hidden width of an expert, E experts, A of them
-    per token): two gathers in 2 bytes and a reduction in 4 of the 3 D F E weights of a layer, D its width, against six
-    exchanges of D numbers of 2 bytes for each of a token's A rows, with full recomputation.
+    FSDP moves the weights of all experts, regardless of the number of tokens; an expert axis moves tokens instead.
+    Between nodes it moves fewer bytes below F E / 4 A tokens per micro-batch (F hidden width of an expert, E experts, A
+    of them per token): two gathers in 2 bytes and a reduction in 4 of the 3 D F E weights of a layer, D its width,
+    against six exchanges of D numbers of 2 bytes for each of a token's A rows, with full recomputation.
     """
     config, shard = plan.config, plan.mesh.shard
     if not config.recipe.declares_experts(config.model) or config.expert > 1 or shard == 1:
@@ -36,7 +38,7 @@ def advice_on_experts(plan: Plan) -> Iterator[str]:
             f"experts: mesh.shard={replicated.mesh.shard} mesh.replicate={replicated.mesh.replicate} would take "
             f"{replicated.time.total_s:.3g} s per step instead of {plan.time.total_s:.3g}, and "
             f"{replicated.needed_gib:.4g} GiB instead of {plan.needed_gib:.4g}: there are fewer experts than "
-            f"{shard} ranks, so that FSDP divides other dimensions, and copies weights and gradients once more"
+            f"{shard} ranks, so that FSDP divides other dimensions, and copies weights and gradients one more time"
         )
     num_tokens = int(config.train.micro_batch_size) * config.rows_per_sample * config.data.seq_len // config.context
     break_even = tokens_at_break_even(plan)
@@ -76,23 +78,24 @@ def tokens_at_break_even(plan: Plan) -> float | None:
 
 def possible_choices(config: RunConfig, mesh: MeshShape, ranks_per_node: int) -> list[RunConfig]:
     """Return the choices of `mesh.expert` (`expert_choices`) for which ranks can divide the experts of the model."""
-    found = []
+    model, found = build_network(config), []
+    units = find_units(model, config.recipe, config.fsdp.wrap)
     for choice in expert_choices(config, mesh, ranks_per_node):
         with contextlib.suppress(UserError):
-            check_sharding(choice, mesh.shard)
+            check_experts(model, config.recipe, units, choice, mesh.shard)
             found.append(choice)
     return found
 
 
 def _alternatives(plan: Plan) -> Iterator[Plan]:
-    """Yield the plans with experts shared out within a node, and among 16, 32 or 64 ranks."""
+    """Yield the plans with experts divided within a node, and among 16, 32 or 64 ranks."""
     per_node = plan.machine.rates.ranks_per_node
     automatic = with_expert(plan.config, 1, "auto")
     sizes = {one.expert for one in possible_choices(automatic, plan.mesh, per_node)}
     inside = max((size for size in sizes if 1 < size <= per_node), default=1)
     for size in sorted({inside, *(size for size in sizes if size > per_node)} - {1}):
         config = resolve_expert_method(with_expert(plan.config, size, "auto"), per_node)
-        yield make_plan(config, plan.mesh, plan.machine)
+        yield make_plan(config, plan.mesh, plan.machine, plan.probe.on_other_mesh(config))
 
 
 def _replicated(plan: Plan) -> Plan | None:

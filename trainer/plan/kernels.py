@@ -39,7 +39,7 @@ class Work(NamedTuple):
     element_size: int
     """Bytes per element of the output; the speed of a matrix product depends on it."""
     axis: Literal["context", "expert"] = "context"
-    """Of a collective: which ranks take part."""
+    """For a collective: the group of ranks that it runs in."""
 
     @property
     def operation(self) -> Literal["all_gather", "reduce_scatter", "all_to_all"] | None:
@@ -55,7 +55,7 @@ COLLECTIVES: Mapping[Any, Literal["all_gather", "reduce_scatter", "all_to_all"]]
     torch.ops.meshtrainer.exchange_parts.default: "all_to_all",
     torch.ops.meshtrainer.exchange_rows.default: "all_to_all",
 }
-"""Operators that are collectives among the ranks that hold slices of the same sequences, or share out experts."""
+"""Operators that are collectives among the ranks of a context-parallel or expert-parallel group."""
 
 _GROUPED = {torch.ops.meshtrainer.grouped_mm, torch.ops.meshtrainer.grouped_outer, GROUPED_PRODUCT.overloadpacket}
 

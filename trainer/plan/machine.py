@@ -50,7 +50,7 @@ class Machine:
     is_measured: bool
     source: str
     imbalance: float = 1.0
-    """Rows of the busiest rank relative to the mean, where ranks share out experts: what a learned router does."""
+    """Rows of the busiest rank relative to the mean, with expert parallelism: 1 for a balanced router."""
 
     @property
     def device_type(self) -> str:

@@ -56,6 +56,12 @@ class Probe:
         self._model = build_network(config)
         self._traces: dict[tuple[int, int | str, float], Trace] = {}
 
+    def on_other_mesh(self, config: RunConfig) -> Probe:
+        """Return a probe of the same model, built only once, with another section `mesh` or `train`."""
+        other = copy.copy(self)
+        other.config, other._traces = config, {}
+        return other
+
     @property
     def flops_per_token(self) -> float:
         """Model FLOPs per token for forward and backward, excluding recomputation."""
@@ -109,7 +115,7 @@ class Probe:
             self._imbalance,
         )
         # Attention in the trace spans full rows; that affects its FLOPs, not what its kernels save.
-        return trace.with_attention(self._attended_length / self.config.data.seq_len)
+        return trace.scaled("attention", self._attended_length / self.config.data.seq_len)
 
 
 def _trace(
@@ -182,7 +188,7 @@ def _trace(
         # Nothing is saved for a backward pass, so it never needs more memory than the forward passes after it.
         counting=tuple(replace(e, before=Segment(work=e.before.work)) for e in all_events[num_events:]),
         load_bytes=0 if balance is None else 8 * balance.num_layers * balance.num_experts,
-    ).with_grouped(estimate.filled)
+    ).scaled("grouped", estimate.filled)  # the rows of the buffers of experts that hold tokens
 
 
 def _checkpoint(
@@ -209,9 +215,9 @@ def _checkpoint(
 
 
 class _PlannedOffload(ActivationOffload):
-    """Activation offloading on fake tensors: the code of a run, which marks its copies in a recorder.
+    """Activation offloading on fake tensors: runs the code of training, and marks its copies in a recorder.
 
-    `counts_host`: whether what is on the host takes memory of the device, because the device is a CPU.
+    `counts_host`: whether data on the host takes device memory, because the device is a CPU.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], share: float, counts_host: bool) -> None:

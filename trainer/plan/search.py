@@ -93,36 +93,54 @@ def fastest_choice(config: RunConfig, mesh: MeshShape, machine: Machine) -> Plan
 
     Raises NothingFits if no choice fits; its message lists changes to other settings that would.
     """
+    try:
+        return _with_context(config, mesh, machine, Probe(config, machine.device_type, machine.imbalance))
+    except _DoesNotFit as error:
+        # Only here, since each change that is tried takes a plan, as many as there are choices.
+        raise NothingFits(_nothing_fits(config, error.smallest), error.smallest) from None
+
+
+class _DoesNotFit(Exception):
+    """No combination of some settings fits; `smallest` is the candidate that needs the least memory."""
+
+    def __init__(self, smallest: Plan) -> None:
+        super().__init__()
+        self.smallest = smallest
+
+
+def _with_context(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe) -> PlannedChoice:
     if config.mesh.context != AUTO:
-        return _with_experts(config, mesh, machine)
+        return _with_experts(config, mesh, machine, probe)
     per_node = machine.rates.ranks_per_node
     choices = context_choices(config, mesh, per_node)
     within_node = [candidate for candidate in choices if per_node % candidate.context == 0]
     across_nodes = [candidate for candidate in choices if per_node % candidate.context]
-    return _smallest_of((within_node, across_nodes), mesh, machine)
+    return _smallest_of((within_node, across_nodes), mesh, machine, probe)
 
 
-def _with_experts(config: RunConfig, mesh: MeshShape, machine: Machine) -> PlannedChoice:
+def _with_experts(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe) -> PlannedChoice:
     if config.mesh.expert != AUTO:
-        return _Search(config, mesh, machine).best()
-    return _smallest_of((possible_choices(config, mesh, machine.rates.ranks_per_node),), mesh, machine)
+        return _Search(config, mesh, machine, probe.on_other_mesh(config)).best()
+    return _smallest_of((possible_choices(config, mesh, machine.rates.ranks_per_node),), mesh, machine, probe)
 
 
-def _smallest_of(groups: Iterable[Sequence[RunConfig]], mesh: MeshShape, machine: Machine) -> PlannedChoice:
+def _smallest_of(
+    groups: Iterable[Sequence[RunConfig]], mesh: MeshShape, machine: Machine, probe: Probe
+) -> PlannedChoice:
     """Return the first choice, in the order given, among those within the time tolerance of the fastest.
 
     A group of configurations is tried only if nothing fits in the groups before it.
     """
     fitting: list[PlannedChoice] = []
-    errors: list[NothingFits] = []
+    smallest: list[Plan] = []
     for group in groups:
         for candidate in group if not fitting else []:
             try:
-                fitting.append(_with_experts(candidate, mesh, machine))
-            except NothingFits as error:
-                errors.append(error)
+                fitting.append(_with_experts(candidate, mesh, machine, probe))
+            except _DoesNotFit as error:
+                smallest.append(error.smallest)
     if not fitting:
-        raise min(errors, key=lambda error: error.plan.memory.peak.total)
+        raise _DoesNotFit(min(smallest, key=lambda plan: plan.memory.peak.total))
     fastest_s = min(choice.plan.time.total_s for choice in fitting)
     best = next(choice for choice in fitting if choice.plan.time.total_s <= (1 + _TIME_TOLERANCE) * fastest_s)
     others = sorted((choice.plan for choice in fitting if choice is not best), key=lambda plan: plan.time.total_s)
@@ -132,10 +150,9 @@ def _smallest_of(groups: Iterable[Sequence[RunConfig]], mesh: MeshShape, machine
 class _Search:
     """Search over the `auto` settings of one configuration, with its groups of ranks already fixed."""
 
-    def __init__(self, config: RunConfig, mesh: MeshShape, machine: Machine) -> None:
-        self.config, self.mesh, self.machine = config, mesh, machine
+    def __init__(self, config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe) -> None:
+        self.config, self.mesh, self.machine, self._probe = config, mesh, machine, probe
         self.num_candidates = 0
-        self._probe = Probe(config, machine.device_type, machine.imbalance)
 
     def best(self) -> PlannedChoice:
         fitting: list[Plan] = []
@@ -167,7 +184,7 @@ class _Search:
                     break
         if not fitting:
             assert smallest is not None
-            raise NothingFits(self._nothing_fits(smallest), smallest)
+            raise _DoesNotFit(smallest)
         fitting += self._improved(min(fitting, key=lambda plan: plan.time.total_s))
         fastest_s = min(plan.time.total_s for plan in fitting)
         as_fast = [plan for plan in fitting if plan.time.total_s <= (1 + _TIME_TOLERANCE) * fastest_s]
@@ -207,15 +224,12 @@ class _Search:
         """Yield the plan that leaves as many of the last units unsharded as fit; nothing if not even one fits."""
         num_units = uniform.trace.root
 
-        def with_unsharded(num_last: int) -> Plan:
-            reshard: list[int | str] = [entry] * (num_units - num_last) + ["never"] * num_last
-            return self._plan(uniform.config.train, reshard)
-
         low, high = 0, num_units
         best: Plan | None = None
         while low < high:
             middle = (low + high + 1) // 2
-            plan = with_unsharded(middle)
+            reshard: list[int | str] = [entry] * (num_units - middle) + ["never"] * middle
+            plan = self._plan(uniform.config.train, reshard)
             if plan.fits:
                 low, best = middle, plan
             else:
@@ -251,16 +265,15 @@ class _Search:
         entry = "default" if entries[:1] in ([], ["always"]) else entries[0]
         return self._plan(plan.config.train, entry)
 
-    def _nothing_fits(self, smallest: Plan) -> str:
-        settings = ", ".join(f"{key}=auto" for key, value in chosen_settings(self.config).items() if value == AUTO)
-        lines = [
-            f"{settings}: nothing fits {self.machine.memory_gib:.4g} GiB; the least, {_describe(smallest)}, needs "
-            f"{smallest.needed_gib:.4g} GiB"
-        ]
-        lines += [f"  {line}" for line in remedies(smallest)] or [
-            "  no single change of other settings would be enough"
-        ]
-        return "\n".join(lines)
+
+def _nothing_fits(config: RunConfig, smallest: Plan) -> str:
+    settings = ", ".join(f"{key}=auto" for key, value in chosen_settings(config).items() if value == AUTO)
+    lines = [
+        f"{settings}: nothing fits {smallest.machine.memory_gib:.4g} GiB; the least, {_describe(smallest)}, needs "
+        f"{smallest.needed_gib:.4g} GiB"
+    ]
+    lines += [f"  {line}" for line in remedies(smallest)] or ["  no single change of other settings would be enough"]
+    return "\n".join(lines)
 
 
 def remedies(plan: Plan, limit: int = 2) -> list[str]:

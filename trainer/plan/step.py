@@ -41,8 +41,8 @@ Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 class Teacher:
     """A second, frozen model of another architecture, which only runs forward.
 
-    num_bytes: of its shards on a rank, and of the weight of its output projection, which stays gathered for the loss.
-    flops: of its forward pass over a micro-batch on a rank.
+    num_bytes: bytes of its shards on a rank, and of its output projection, which stays gathered for the loss.
+    flops: FLOPs of its forward pass over a micro-batch on a rank.
     """
 
     num_bytes: int
@@ -76,7 +76,7 @@ class Layout:
     context: int = 1
     """Ranks of the shard axis that hold slices of the same sequences."""
     expert: int = 1
-    """Ranks of the shard axis that share out the experts."""
+    """Ranks of the shard axis among which the experts are divided."""
     reshard_after_backward: bool = True
     """Whether every micro-batch gathers again; the last one of a step always leaves shards."""
     muon: MuonUpdate | None = None
@@ -85,7 +85,7 @@ class Layout:
     """Whether each rank holds the full model as a plain module: nothing is gathered, and replicas average gradients in
     buckets."""
     divisions: Mapping[str, Division] = field(default_factory=dict)
-    """How parameters are divided, by name; those that are not in it, along dimension 0."""
+    """How parameters are divided, by name; all others are divided along dimension 0."""
 
     @property
     def num_ranks(self) -> int:
@@ -130,23 +130,23 @@ class _Sizes:
     """Bytes of a group of parameters on this rank, padded as FSDP pads: dim 0 of each parameter to equal shards."""
 
     stored: tuple[int, ...]
-    """Of each parameter's shard, as it is stored."""
+    """Each parameter's shard, as it is stored."""
     unsharded: tuple[int, ...]
-    """Of each parameter, gathered."""
+    """Each parameter, gathered."""
     cast: tuple[int, ...]
-    """Of each parameter, gathered, if its stored dtype differs from the gathered one; otherwise 0."""
+    """Each parameter, gathered, if its stored dtype differs from the gathered one; otherwise 0."""
     gradients: int
-    """Of the gradients of all trained parameters, unsharded, as autograd creates them."""
+    """The gradients of all trained parameters, unsharded, as autograd creates them."""
     accumulated: tuple[int, ...]
-    """Of each trained parameter's gradient, unsharded, in the dtype of the reduction."""
+    """Each trained parameter's gradient, unsharded, in the dtype of the reduction."""
     reduced: int
-    """Of all gradients, padded, in the dtype of the reduction."""
+    """All gradients, padded, in the dtype of the reduction."""
     final: int
-    """Of the shards of all gradients, as they are stored."""
+    """The shards of all gradients, as they are stored."""
     rearranged: int
-    """Of the gathered parameters that are divided along another dimension than the first: they are copied once more."""
+    """The gathered parameters that are divided along another dimension than the first, which are copied once more."""
     rearranged_gradients: int
-    """Of the gradients of these parameters, as autograd makes them."""
+    """The gradients of these parameters, as autograd creates them."""
     largest_rearranged_gradient: int
 
 
@@ -185,7 +185,7 @@ def _sizes_of(parameters: Sequence[ParameterFacts], layout: Layout, parts: int) 
 class _Group:
     """The state of parameters that are gathered together (torch's FSDPParamGroup).
 
-    These are the parameters of a unit, or, if ranks share out experts, those of its experts or its other ones.
+    These are the parameters of a unit or, with expert parallelism, either its expert parameters or its other ones.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class _Group:
 
 
 def _groups_of(units: Sequence[UnitFacts], layout: Layout) -> list[list[_Group]]:
-    """Return the groups of each unit: one, or two if it has experts that ranks share out, in FSDP's order."""
+    """Return the groups of each unit: one, or two if it has experts that are divided among ranks, in FSDP's order."""
     found: list[list[_Group]] = []
     number = 0
     for unit, facts in enumerate(units):
@@ -397,7 +397,7 @@ class Step:
             self.watcher.free("all-gather buffers", gathered)
 
     def _rearrange(self, kind: Kind, num_bytes: int, buffer: int) -> None:
-        """Copy what is divided along another dimension than the first, between the order of shards and its own."""
+        """Copy what is divided along another dimension than the first, to or from the order of shards."""
         if num_bytes:
             self.watcher.allocate(kind, buffer)
             self.watcher.copy(num_bytes)

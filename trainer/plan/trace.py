@@ -30,9 +30,8 @@ Mark = Literal[
     "prefetch",
     "fetched",
 ]
-"""FSDP's marks; where a block begins and returns; where activations start their way to the host and back, and where
-they are waited for.
-"""
+"""FSDP's marks; where a block begins and returns; where copies of activations to the host and back start, and where the
+backward pass waits for them."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class ParameterFacts:
     muon_blocks: tuple[int, ...] | None = None
     """Rows of each block that Muon orthogonalizes, empty for undivided matrices; None for other optimizers."""
     is_of_experts: bool = False
-    """Whether ranks may share out its rows (`Recipe.experts`)."""
+    """Whether its rows may be divided among ranks (`Recipe.experts`)."""
     packed_weights: int = 0
     """Number of weights in it if its elements are bytes, which are gathered as they are stored; otherwise 0."""
 
@@ -122,7 +121,7 @@ class Event:
     mark: Mark
     unit: int
     num_bytes: int = 0
-    """That `offload` and `prefetch` copy."""
+    """Bytes that `offload` and `prefetch` copy."""
 
 
 @dataclass(frozen=True)
@@ -144,15 +143,8 @@ class Trace:
     def root(self) -> int:
         return len(self.units) - 1
 
-    def with_attention(self, share: float) -> Trace:
-        """Return the trace for rows with document masks, which leave only this share of attention's FLOPs."""
-        return self._scaled("attention", share)
-
-    def with_grouped(self, share: float) -> Trace:
-        """Return the trace for experts whose buffers hold tokens in only this share of their rows."""
-        return self._scaled("grouped", share)
-
-    def _scaled(self, kind: str, share: float) -> Trace:
+    def scaled(self, kind: str, share: float) -> Trace:
+        """Return the trace with the FLOPs of one kind of kernels, such as `attention`, multiplied by `share`."""
         if share == 1.0:
             return self
         scaled = (
@@ -183,7 +175,7 @@ class MemoryMeter(TorchDispatchMode):
         self.is_paused = False
         """Whether operators are ignored: they work on host memory."""
         self._original: dict[int, int] = {}
-        """The storage that an offloaded storage was copied from, by that which it was fetched into."""
+        """For each storage that offloaded contents were fetched into, the storage that they were copied from."""
         self._fuses, self._casts = fuses, Float8Casts(float8, fuses)
         self._known: dict[int, weakref.ref[Any]] = {}
         self._serials: dict[int, int] = {}

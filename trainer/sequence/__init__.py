@@ -1,11 +1,11 @@
 """Operations across tokens: attention, linear attention, convolutions and positions.
 
-A model that uses only these functions to mix tokens or number their positions keeps packed documents separate: `attend`
-lets a token attend only to earlier tokens of its own document, `gated_delta_rule` and `causal_convolution` start anew
-with each document, and `positions` counts from 0 in it.  If no documents are given, each row counts as one.  Such a
-model also supports context parallelism, where each rank holds a slice of every sequence: the model is called with the
-slice, and these functions still operate on the full sequence.  `apply_by_document` keeps the documents of any other
-causal layer apart, but knows no slices.
+A model that uses only these functions to mix tokens or number their positions keeps packed documents separate: with
+`attend`, a token attends only to earlier tokens of its own document; `gated_delta_rule` and `causal_convolution` reset
+their state at each document, and `positions` count from 0.  Without documents, each row is one document.  Such a model
+also supports context parallelism, where each rank holds a slice of every sequence: the model is called with the slice,
+and these functions still operate on the full sequence.  `apply_by_document` separates the documents for any other
+causal layer, but does not support slices.
 
 Shape suffixes: B batch, T time, N query heads, K key and value heads, H head size.
 """
@@ -62,10 +62,10 @@ def attend(
 ) -> torch.Tensor:
     """Return the output of causal attention within each document, of shape (B, N, T, H).
 
-    Query heads may share key and value heads.  Values may be narrower than keys, and so is the output then.  dropout:
-    the fraction of attention weights to drop.  window: how many tokens a token attends to at most, including itself.
-    scale: the factor of the scores; by default 1 / sqrt(H).  sinks_N: for each query head, the score of a key without
-    a value, to which every token attends: attention weights then sum to less than 1 (OpenAI 2025, "gpt-oss-120b &
+    Query heads may share key and value heads.  Values may be narrower than keys; the output has the width of values.
+    dropout: the fraction of attention weights to drop.  window: the maximum number of tokens that a token attends to,
+    including itself.  scale: the factor of the scores; by default 1 / sqrt(H).  sinks_N: for each query head, the score
+    of an additional key without a value, so that attention weights sum to less than 1 (OpenAI 2025, "gpt-oss-120b &
     gpt-oss-20b Model Card", arXiv:2508.10925, section 2.2).
 
     Without documents, attention is plain causal attention.  With them, on a GPU in half precision and without dropout,
@@ -74,10 +74,9 @@ def attend(
     compiled code on a CPU, use a mask.  A window shorter than the sequence is computed block by block, with a mask for
     each block.
 
-    With context parallelism T is the length of a slice.  Collectives among the ranks that split a sequence between
-    them: an all-gather of keys and values, repeated in the backward pass unless activations are kept, and one
-    reduce-scatter in the backward pass.  With `mesh.context_method=heads` instead: two all-to-alls forward and two
-    backward.
+    With context parallelism T is the length of a slice.  Collectives among the ranks that share a sequence: an
+    all-gather of keys and values, repeated in the backward pass unless activations are kept, and one reduce-scatter in
+    the backward pass.  With `mesh.context_method=heads` instead: two all-to-alls forward and two backward.
     """
     options = AttentionOptions(dropout, window, scale, sinks_N)
     if isinstance(documents, Cache):

@@ -73,7 +73,7 @@ def with_current_kernels(function: Callable[..., torch.Tensor]) -> Callable[...,
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What attention is besides causal; see `trainer.sequence.attend`."""
+    """Options of causal attention; see `trainer.sequence.attend`."""
 
     dropout: float = 0.0
     window: int | None = None
@@ -175,16 +175,16 @@ def _kernel_arguments(q_BNQH: torch.Tensor, k_BKTH: torch.Tensor, options: Atten
 
 
 _SINK_WIDTH = 8
-"""Dimensions added to each head for the sink, which needs one: kernels of a GPU need a multiple of 8."""
+"""Dimensions added to each head for the sink.  One is enough, but GPU kernels need a multiple of 8."""
 
 
 def _with_sink_key(
     q_BNQH: torch.Tensor, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor, options: AttentionOptions
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionOptions]:
-    """Return queries, keys and values with one more key, the first, and the options without sinks.
+    """Return queries, keys and values with an additional first key, and the options without sinks.
 
-    Its score is the sink of the query's head, and its value is zero.  So any attention kernel can compute sinks.  In an
-    additional dimension, queries hold the sink, the new key is 1, and all others are 0.
+    The score of this key is the sink of the query's head, and its value is zero, so any attention kernel can compute
+    sinks.  In an additional dimension, queries contain the sink, the new key is 1, and all other keys are 0.
     """
     assert options.sinks is not None
     scale = options.scale or q_BNQH.shape[-1] ** -0.5
@@ -203,21 +203,21 @@ def _attend_in_window(
     documents: Documents | None,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Let each query attend to the last W tokens of its document, including itself.
+    """Return attention of each query to the last W tokens of its document, including itself.
 
-    Blocks of W queries attend to their own block and to the one before it, with a mask: 2 W scores for each query
-    rather than T, in shapes that do not depend on the documents.
+    Each block of W queries attends to its own block and the previous one, with a mask.  This takes 2 W scores per query
+    instead of T, in shapes that do not depend on the documents.
     """
     assert options.window is not None
     (num_rows, _, num_queries, _), num_tokens, window = q_BNQH.shape, k_BKTH.shape[2], options.window
     num_blocks = math.ceil(num_queries / window)
-    # Queries are the last tokens, so the padding comes first; a negative one drops keys that no query sees.
+    # Queries are the last tokens, so padding comes first; negative padding drops keys that no query attends to.
     new_queries, new_keys = num_blocks * window - num_queries, (num_blocks + 1) * window - num_tokens
     q_BNQH = F.pad(q_BNQH, (0, 0, new_queries, 0))
     k_BKTH, v_BKTH = (F.pad(tensor, (0, 0, new_keys, 0)) for tensor in (k_BKTH, v_BKTH))
     numbers_BT = torch.ones((num_rows, num_tokens), dtype=torch.int64, device=q_BNQH.device)
     numbers_BT = F.pad(numbers_BT if documents is None else documents.numbers_BT, (new_keys, 0))
-    # All blocks of all rows, as rows of their own.
+    # All blocks of all rows become separate rows.
     q_RNWH = q_BNQH.unflatten(2, (num_blocks, window)).transpose(1, 2).flatten(0, 1)
     k_RKSH, v_RKSH = (x.unfold(2, 2 * window, window).permute(0, 2, 1, 4, 3).flatten(0, 1) for x in (k_BKTH, v_BKTH))
     numbers_RS = numbers_BT.unfold(1, 2 * window, window).flatten(0, 1)
@@ -230,7 +230,7 @@ def _attend_in_window(
 def _reversed_causal_mask(q_BNQH: torch.Tensor, num_all: int) -> torch.Tensor:
     """Return the mask of the last Q of T tokens, in reverse order: (Q, T), 0 where attention is allowed, else -inf.
 
-    Each row is the previous one shifted by one: a strided view of Q + T numbers, for any length.
+    Each row is the previous one shifted by one, so the mask is a strided view of only Q + T numbers.
     """
     num_new = q_BNQH.shape[2]
     line = q_BNQH.new_zeros(num_new + num_all - 1)
@@ -278,7 +278,7 @@ def _attend_packed(
     else:
         q_BNQH, k_BKTH, v_BKTH, without_sinks = _with_sink_key(q_BNQH, k_BKTH, v_BKTH, options)
         q_MNH, scale = q_BNQH.transpose(1, 2).flatten(0, 1), without_sinks.scale
-        # Each document needs the key: before its first token, which moves all others back.
+        # Insert the sink's key before each document's first token, which shifts all later tokens.
         tokens_M = torch.arange(num_rows * num_tokens, device=q_BNQH.device)
         places_M = tokens_M + torch.searchsorted(borders_k, tokens_M, right=True)
         num_keys = len(tokens_M) + len(borders_k) - 1
@@ -310,7 +310,7 @@ def attend_slices(
     """Return causal attention of a slice's tokens within their sequence, or within their documents: (B, N, t, H)."""
     if q_BNtH.shape[2] != slices.num_tokens:
         raise UserError(
-            f"attention of {q_BNtH.shape[2]} tokens, where a slice of data.seq_len={slices.seq_len} has "
+            f"attention got {q_BNtH.shape[2]} tokens, but a slice of data.seq_len={slices.seq_len} has "
             f"{slices.num_tokens} on each of mesh.context={slices.count} ranks\n"
             "  for a full sequence outside training: with trainer.sequence.full_sequences():"
         )
@@ -347,10 +347,10 @@ def _attend_to_all(
     documents: Documents | None,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Let each piece attend to the preceding part of the sequence."""
+    """Return attention of each piece to the preceding part of the sequence."""
     widths = [k_BKtH.shape[-1], v_BKtH.shape[-1]]
     parts_CBKtX = gather_parts(torch.cat((k_BKtH, v_BKtH), -1), slices.count, slices.group)
-    # The sequence from all slices, keys beside values (B, K, T, X): one copy, also in the backward pass.
+    # Join the slices with keys and values in one tensor (B, K, T, X), so that there is one copy per direction.
     heads_CBKSX, tails_CBKSX = parts_CBKtX.unflatten(-2, (2, -1)).unbind(-3)
     k_BKTH, v_BKTH = torch.cat([*heads_CBKSX.unbind(), *reversed(tails_CBKSX.unbind())], -2).split(widths, -1)
     outputs = []
@@ -373,7 +373,7 @@ def _attend_by_heads(
     documents: Documents | None,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Exchange slices for heads: each rank attends on full sequences with some heads, then sends the results back."""
+    """Exchange slices for heads: each rank computes some heads on full sequences, then sends the results back."""
     num_ranks, num_heads, num_kv_heads = slices.count, q_BNtH.shape[1], k_BKtH.shape[1]
     if num_heads % num_ranks:
         rule = f"needs mesh.context={num_ranks} to divide the number of query heads, {num_heads}"

@@ -1,8 +1,8 @@
-"""The gated delta rule, a linear attention whose state is a matrix, and the short convolutions before it.
+"""The gated delta rule, a linear attention with a matrix as its state, and short causal convolutions.
 
-Documents that share a row are kept apart by masks, so that shapes do not depend on them.  Under context parallelism,
-each rank computes how its pieces of a sequence change the state, which is an affine map: the state that enters a piece
-follows from the maps of all pieces before it, in one all-gather.
+Masks separate the documents in a row, so that shapes do not depend on them.  Under context parallelism, each rank
+computes how its pieces of a sequence change the state.  This change is an affine map, so one all-gather of the maps of
+all pieces gives the initial state of each piece.
 
 Sources: Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks", arXiv:2412.06464; for the products over chunks, Yang
 et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", arXiv:2406.06484.
@@ -23,13 +23,15 @@ from trainer.distributed.exchange import gather_parts
 from trainer.sequence.row_layout import Cache, Documents, current_slices
 
 _CHUNK = 64
-"""Tokens that are computed at once by matrix products; the state is only known between chunks."""
+"""Number of tokens to process at once with matrix products; the state is only computed between chunks."""
 
 
 def causal_convolution(
     x_BTD: torch.Tensor, weight_DW: torch.Tensor, documents: Documents | None = None
 ) -> torch.Tensor:
-    """Return the convolution of each channel with its taps, within documents: (B, T, D).  The last tap is the token's.
+    """Return the causal convolution of each channel with its taps, within documents: (B, T, D).
+
+    The last tap belongs to the current token.
 
     With a `Cache`, tokens follow those of earlier calls.  With context parallelism, T is the length of a slice; one
     all-gather of W - 1 tokens of each piece, and one reduce-scatter in the backward pass.
@@ -55,7 +57,7 @@ def causal_convolution(
 
 
 def _convolve(x_BTD: torch.Tensor, weight_DW: torch.Tensor, positions_BT: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the convolution at all tokens but the first W - 1; of documents, given the positions in them."""
+    """Return the convolution at all tokens except the first W - 1; within documents if `positions_BT` is given."""
     num_taps = weight_DW.shape[1]
     if positions_BT is None:
         out_BDT = F.conv1d(x_BTD.transpose(1, 2), weight_DW.unsqueeze(1), groups=x_BTD.shape[2])
@@ -78,11 +80,11 @@ def gated_delta_rule(
     beta_BTN: torch.Tensor,
     documents: Documents | None = None,
 ) -> torch.Tensor:
-    """Return what queries read from the state, (B, T, N, E), within documents.
+    """Return the output of the gated delta rule within documents, (B, T, N, E).
 
-    The state S (H, E) of a head begins with zeros.  Each token with key k, value v, log decay g and rate b makes it
-    exp(g) S, then replaces the share b of what the key reads: S + b k (v - k S).  Its query then reads q S.  Computed
-    in float32; the result has the dtype of `v_BTNE`.
+    The state S (H, E) of a head starts at zero.  A token with key k, value v, log decay g and rate b first decays it to
+    exp(g) S, then moves the value that k reads towards v: S + b k (v - k S).  The token's output is q S for its query
+    q.  Computed in float32; the result has the dtype of `v_BTNE`.
 
     With a `Cache`, tokens follow those of earlier calls.  With context parallelism, T is the length of a slice; one
     all-gather of H x (H + E) numbers of each head and piece, and one reduce-scatter in the backward pass.
@@ -92,7 +94,7 @@ def gated_delta_rule(
     zeros_BNHE = inputs[2].new_zeros(num_rows, num_heads, key_size, v_BTNE.shape[-1])
     if isinstance(documents, Cache):
         stored, is_padding_BT = documents.recall(), documents.is_padding(beta_BTN)
-        if is_padding_BT is not None:  # at a rate of 0 nothing is written
+        if is_padding_BT is not None:  # with rate 0, padding does not change the state
             inputs[-1] = inputs[-1].masked_fill(is_padding_BT.unsqueeze(-1), 0)
         chunks = _prepare_chunks(*inputs, begins_BT=None)
         out_BTNE, state_BNHE = _read_chunks(chunks, zeros_BNHE if stored is None else stored[0])
@@ -111,20 +113,24 @@ def gated_delta_rule(
 
 
 class _Chunks(NamedTuple):
-    """What the tokens of each chunk do to the state and read from it; the state before a chunk is S."""
+    """The effect of each chunk as a function of the state before it, called S0.
+
+    The values written are `writes` - `seen` @ S0; the outputs are `reads` @ S0 + `attention` @ written, and the state
+    after the chunk is `decay` * S0 + `keys`.T @ written.
+    """
 
     reads: torch.Tensor
-    """Queries that read S, with the decay up to them, (B, N, C, S, H)."""
+    """Queries, decayed from the start of the chunk, (B, N, C, S, H)."""
     seen: torch.Tensor
-    """Keys that read S: what tokens write is `writes` less what these read; (B, N, C, S, H)."""
+    """Keys that read the values to replace from S0, (B, N, C, S, H)."""
     writes: torch.Tensor
-    """(B, N, C, S, E)"""
+    """Values to write if S0 is zero, (B, N, C, S, E)."""
     keys: torch.Tensor
-    """Keys under which it is written, with the decay up to the end of the chunk, (B, N, C, S, H)."""
+    """Keys to write under, decayed to the end of the chunk, (B, N, C, S, H)."""
     attention: torch.Tensor
-    """What queries read of the writes of their own chunk, (B, N, C, S, S)."""
+    """Weights of each query for the values written in its chunk, (B, N, C, S, S)."""
     decay: torch.Tensor
-    """What is left of S at the end of the chunk, (B, N, C)."""
+    """Decay of S0 over the chunk, (B, N, C)."""
 
 
 def _prepare_chunks(
@@ -136,10 +142,10 @@ def _prepare_chunks(
     *,
     begins_BT: torch.Tensor | None,
 ) -> _Chunks:
-    """Compute all that does not depend on the state.  begins_BT: marks the first token of each document."""
+    """Compute everything that does not depend on the state.  begins_BT: True for the first token of each document."""
     num_tokens = q_BTNH.shape[1]
     size = min(_CHUNK, num_tokens)
-    num_missing = -num_tokens % size  # tokens with zeros change nothing
+    num_missing = -num_tokens % size  # padding with zeros does not change the state
 
     def chunk(tensor: torch.Tensor) -> torch.Tensor:
         """Return (B, N, C, S, ...) for (B, T, N, ...)."""
@@ -155,7 +161,7 @@ def _prepare_chunks(
     if begins_BT is not None:
         documents_BCS = F.pad(begins_BT, (0, num_missing)).unflatten(1, (-1, size)).cumsum(-1)[:, None]
         same_document = documents_BCS.unsqueeze(-1) == documents_BCS.unsqueeze(-2)
-        from_start = documents_BCS == 0  # the document that the state before the chunk is of
+        from_start = documents_BCS == 0  # tokens of the document that the previous chunk ended in
     pairs_BNCSS = torch.where(is_before_SS & same_document, sums_BNCSS.exp(), 0)
     since_start_BNCS = torch.where(from_start, decay_BNCS.cumsum(-1).exp(), 0)
     rates_BNCSH = k_BNCSH * beta_BNCS.unsqueeze(-1)
@@ -204,12 +210,12 @@ def _total_map(chunks: _Chunks) -> torch.Tensor:
 
 
 def _entering_states(slices: Slices, maps_PBNHX: torch.Tensor, state_BNHE: torch.Tensor) -> torch.Tensor:
-    """Return the state that enters each of this rank's pieces, piece by piece along dimension 0."""
+    """Return the initial state of each of this rank's pieces, concatenated along dimension 0."""
     key_size, states = state_BNHE.shape[-2], []
     for map_BNHX in maps_PBNHX.unbind():
         states.append(state_BNHE)
         state_BNHE = map_BNHX[..., :key_size] @ state_BNHE + map_BNHX[..., key_size:]
-    # Chosen from a stack, so that all ranks take part in the backward pass of the gather, also with the first piece.
+    # Index into a stack, so that all ranks, even one with the first piece, run the gather's backward collective.
     return torch.stack(states)[_numbers(slices)].flatten(0, 1)
 
 
@@ -234,7 +240,7 @@ def _split_rows(slices: Slices, x_BT: torch.Tensor) -> torch.Tensor:
 
 
 def _gather_pieces(slices: Slices, part_BX: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of each piece, (P, B, ...), in the order of the sequence, from those of this rank's pieces."""
+    """Gather the tensors of all pieces, (P, B, ...), in the order of the sequence; `part_BX` has this rank's pieces."""
     own_PBX = part_BX.unflatten(0, (len(slices.pieces), -1))
     gathered_CPBX = gather_parts(own_PBX, slices.count, slices.group)
     if len(slices.pieces) == 1:

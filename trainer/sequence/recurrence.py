@@ -1,6 +1,6 @@
-"""Layers with a state that passes from token to token, such as convolutions and linear attention, on packed documents.
+"""Applies layers with a state, such as convolutions and linear attention, separately to packed documents.
 
-Shape suffixes: B batch, T time, D width, M tokens of all rows, N documents, L tokens of the longest of them.
+Shape suffixes: B batch, T time, D width, M tokens of all rows, N documents, L tokens of the longest document.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from trainer.sequence.row_layout import Documents
 def apply_by_document(
     layer: Callable[[torch.Tensor], torch.Tensor], x_BTD: torch.Tensor, documents: Documents
 ) -> torch.Tensor:
-    """Return the output of a causal layer that starts anew with each document, (B, T, D).
+    """Return the output of a causal layer whose state is reset at each document, (B, T, D).
 
-    layer: maps (N, L, D) to (N, L, D).  It is called with documents as rows, of which shorter ones are followed by
-    zeros: once for documents of 1 token, of 2 to 3, of 4 to 7 and so on, so that fewer than half of the tokens are
-    padding.  The host needs the documents' lengths: one sync with a GPU for each batch.
+    layer: maps (N, L, D) to (N, L, D).  It is called with one document per row, padded with zeros: once for documents
+    of 1 token, once for 2 to 3 tokens, once for 4 to 7 and so on, so that less than half of the tokens are padding.
+    The host needs the documents' lengths: one host sync per batch on a GPU.
     """
     if len(documents.borders) == x_BTD.shape[0] + 1:  # each row is one document
         return layer(x_BTD)

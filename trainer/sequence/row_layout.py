@@ -1,5 +1,4 @@
-"""The layout of a batch's rows, in the forms that attention needs: slices of sequences under context parallelism, and
-packed documents.
+"""The layout of a batch's rows: slices of sequences under context parallelism, packed documents, and a cache.
 
 Shape suffixes: B batch, T time, Q queries, K key and value heads, H head size.
 """
@@ -19,10 +18,10 @@ from trainer.config import RunConfig, Slices, find_slices
 from trainer.distributed.world import World
 
 # ---------------------------------------------------------------------------------------------------------------
-# Slices of sequences, with which this process calls its models under context parallelism
+# Slices of sequences, which models are called with under context parallelism
 
 _current: Slices | None = None
-"""Not a context variable, since autograd recomputes activations in its own threads."""
+"""A global and not a context variable, since autograd recomputes activations in its own threads."""
 
 
 def current_slices() -> Slices | None:
@@ -31,9 +30,9 @@ def current_slices() -> Slices | None:
 
 
 def slice_sequences(config: RunConfig, world: World) -> None:
-    """Call the models of this process with slices of sequences from now on, if `mesh.context` is above 1.
+    """Set the slices that models are called with from now on, if `mesh.context` is above 1.
 
-    Opens the process group of the ranks that share sequences.  Called by all ranks.
+    Creates the process group of the ranks that share sequences.  Collective.
     """
     global _current
     _current = find_slices(config, world.rank)
@@ -42,7 +41,7 @@ def slice_sequences(config: RunConfig, world: World) -> None:
 
 
 def forget_slices() -> None:
-    """Call the models of this process with full sequences again."""
+    """Undo `slice_sequences`: models are called with full sequences again."""
     global _current
     _current = None
 
@@ -59,7 +58,7 @@ def use_slices(slices: Slices | None) -> Iterator[None]:
 
 
 def full_sequences() -> AbstractContextManager[None]:
-    """Call models with full sequences inside the block, even if training uses slices."""
+    """Treat the inputs of models inside the block as full sequences, even if training uses slices."""
     return use_slices(None)
 
 
@@ -75,7 +74,7 @@ Measured on a CPU: 0.04 ms per document, forward and backward, against 1.5 ms fo
 
 
 class Documents:
-    """The document of each token of a batch, in the forms that attention needs; created once and used by all layers."""
+    """The documents packed into a batch, in the forms that attention needs; created once and used by all layers."""
 
     @classmethod
     def of(cls, documents_BT: torch.Tensor | Cache | None, borders: torch.Tensor | None = None) -> Documents | None:
@@ -96,7 +95,7 @@ class Documents:
         self, documents_BT: torch.Tensor, borders: torch.Tensor | None = None, num_queries: int | None = None
     ) -> None:
         self.num_queries = documents_BT.shape[1] if num_queries is None else num_queries
-        """Number of tokens at the end of each row that are queries; all tokens are keys.  Q below."""
+        """Q, the number of tokens at the end of each row that are queries; all tokens are keys."""
         self.pieces: list[Documents] = []
         """For each piece of a slice, the documents up to its end, with the piece's tokens as queries."""
         begins_BT = _is_first_token(documents_BT)
@@ -111,7 +110,7 @@ class Documents:
     def up_to(self, stop: int, num_queries: int) -> Documents:
         """Return the documents before token `stop` of each row, with the last `num_queries` of these tokens as queries.
 
-        Documents that begin later still have borders, with zero tokens.
+        Documents that start later still have borders, but no tokens.
         """
         num_tokens = self.numbers_BT.shape[1]
         rows, places = self.borders // num_tokens, self.borders % num_tokens
@@ -158,8 +157,8 @@ class Documents:
 
     @cached_property
     def rows(self) -> tuple[list[DocumentRows], torch.Tensor]:
-        """The documents as rows of their own, padded to less than twice their length, and where each token of the batch
-        then is among all their tokens.
+        """The documents as separate rows, padded to less than twice their length, in groups of similar length; and the
+        index (M,) of each token of the batch among the tokens of all groups.
         """
         by_size: dict[int, list[tuple[int, int]]] = {}
         for start, end in itertools.pairwise(self.borders.tolist()):
@@ -176,7 +175,7 @@ class Documents:
 
 
 class DocumentRows:
-    """Where documents of similar length lie in the concatenated rows of a batch: each is to become a row of its own."""
+    """Indices that copy documents of similar length from the concatenated rows of a batch to separate rows (N, L)."""
 
     def __init__(self, spans: list[tuple[int, int]], device: torch.device) -> None:
         """spans: the start and the length of each document."""
@@ -185,31 +184,30 @@ class DocumentRows:
         is_token_NL = offsets_L < lengths_N[:, None]
         places_NL = torch.where(is_token_NL, starts_N[:, None] + offsets_L, 0)
         self.places_NL = places_NL.to(device)
-        """Place of each token of the new rows; 0 for padding, which follows the shorter documents."""
+        """Index of each token of the new rows in the concatenated rows; 0 for padding, which follows the documents."""
         self.is_padding_NL = ~is_token_NL.to(device)
         self.tokens_M = is_token_NL.flatten().nonzero().squeeze(1).to(device)
-        """Indices of the tokens that are no padding in the concatenated new rows."""
+        """Indices of the tokens, without padding, in the concatenated new rows."""
 
 
 class Cache(Documents):
-    """A cache for generation: the keys and values of the texts so far, or the states after them, layer by layer.
+    """A cache for generation: each layer's keys and values of all tokens so far, or its state after them.
 
     Passed to a model instead of a batch's `documents`, it makes the tokens of a call continue those of earlier calls:
     `model(tokens, documents=cache)`, followed by `cache.advance(tokens.shape[1])`.
 
     Texts of different lengths are padded on the left, with any tokens.  Nothing attends to the padding, and positions
-    count from the first token after it.  They stay below `max_tokens`, since a text that has ended is fed more tokens
-    as long as others of its batch go on.
+    count from the first token after it.  They are limited to `max_tokens` - 1, since finished texts are still fed
+    tokens until all texts in the batch have finished.
 
-    A layer's memory is allocated for twice the tokens that it holds, or for as many as it can ever hold if that is
-    less, and doubled when it is full.  New keys and values are written in place: a call copies none of the earlier
-    ones, unless the memory has to grow.
+    A layer's memory is allocated for twice its current number of tokens, but at most for `max_tokens`, and doubled when
+    it is full.  New keys and values are written in place, so earlier ones are copied only when the memory grows.
     """
 
     def __init__(self, padding: Sequence[int] = (), max_tokens: int = 0) -> None:
-        """`padding`: padding tokens of each text.  `max_tokens`: number of tokens of the longest text; 0 if unknown."""
+        """`padding`: number of padding tokens of each text.  `max_tokens`: length of the longest text; 0 if unknown."""
         self.num_tokens = 0
-        """Number of tokens in finished calls, with the padding."""
+        """Number of tokens in finished calls, including padding."""
         self._padding = torch.tensor(padding) if any(padding) else None
         self._max_position = max_tokens - 1 if max_tokens else torch.iinfo(torch.int64).max
         self._max_tokens = max_tokens + max(padding, default=0)
@@ -225,16 +223,16 @@ class Cache(Documents):
         self._masks = {}
 
     def recall(self) -> tuple[torch.Tensor, ...] | None:
-        """Return what the next layer kept in the call before; None in the first call."""
+        """Return the state that the next layer kept in the previous call; None in the first call."""
         return self._layers[self._next] if self._next < len(self._layers) else None
 
     def keep(self, *state: torch.Tensor) -> None:
-        """Store what the next layer needs in the next call; the layer after it is then the next one."""
+        """Store the next layer's state for the next call, and advance to the layer after it."""
         self._layers[self._next : self._next + 1] = [state]
         self._next += 1
 
     def extend(self, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values to the next layer's, and return those of all tokens so far: views."""
+        """Append keys and values to those of the next layer; return views of those of all tokens so far."""
         stop, stored = self.num_tokens + k_BKTH.shape[2], self.recall()
         if stored is None or stop > stored[0].shape[2]:
             memory = (self._allocate(k_BKTH, stop), self._allocate(v_BKTH, stop))
@@ -255,7 +253,7 @@ class Cache(Documents):
         return like_BKTH.new_empty(*like_BKTH.shape[:2], capacity, like_BKTH.shape[3])
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Drop the texts of all other rows.  Copies what the cache holds."""
+        """Drop the texts of all other rows.  Copies the remaining cache."""
         index_R = torch.tensor(rows)
         if self._padding is not None:
             self._padding = self._padding[index_R.to(self._padding.device)]
@@ -264,7 +262,7 @@ class Cache(Documents):
         ]
 
     def positions_of(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Return the positions of a call's tokens: (T,), or (B, T) with padding, whose own positions are 0."""
+        """Return the positions of a call's tokens: (T,), or (B, T) with padding.  Padding has position 0."""
         index_T = torch.arange(self.num_tokens, self.num_tokens + tokens_BT.shape[1], device=tokens_BT.device)
         if self._padding is None:
             return index_T.clamp(max=self._max_position)
@@ -280,8 +278,8 @@ class Cache(Documents):
     def mask_of(self, q_BNTH: torch.Tensor, window: int | None = None) -> torch.Tensor | None:
         """Return the mask of a call's queries, (B, 1, T, S) for S tokens so far; None if no text has padding.
 
-        Layers share it: 0 where a query may attend to a key, one of the last `window`, else -inf.  Padding attends to
-        itself, since a query that attends to nothing has no finite output.
+        It is 0 where a query may attend to a key, within the last `window` ones, and -inf elsewhere; all layers use it.
+        Padding attends to itself, since a query that attends to nothing has no finite output.
         """
         if self._padding is None or window in self._masks:
             return self._masks.get(window)

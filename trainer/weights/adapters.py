@@ -47,16 +47,20 @@ REFERENCE = "reference"
 
 
 class BaseWeights(StatePart):
-    """Identifies the weights under a run's adapters, or of its reference model: part of its state, the same on all
-    ranks.
+    """Identifies weights that a run does not train: those under its adapters, of its reference model or of its teacher.
+
+    Part of the run's state, the same on all ranks.
 
         path: where they were loaded from; empty if they were initialized randomly, in which case checkpoints hold them.
         checksum: of their values (see `combine_checksums`).
         names: the names of these weights in the model's state, which checkpoints leave out.
+        setting: the setting that names them.
     """
 
-    def __init__(self, path: str = "", checksum: str = "", names: Collection[str] = ()) -> None:
-        self.path, self.checksum, self.names = path, checksum, frozenset(names)
+    def __init__(
+        self, path: str = "", checksum: str = "", names: Collection[str] = (), setting: str = "train.init_from"
+    ) -> None:
+        self.path, self.checksum, self.names, self.setting = path, checksum, frozenset(names), setting
 
     def state_dict(self) -> dict[str, Any]:
         return {"path": self.path, "checksum": self.checksum}
@@ -65,14 +69,17 @@ class BaseWeights(StatePart):
         """Do nothing: the weights are read from their path, and `changes_outside` has verified them."""
 
     def changes_outside(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
-        """Return an error line if the stored adapters belong to other base weights; a different path is no error."""
-        return ([] if plain["checksum"] == self.checksum else [wrong_base_message(self.path, self.checksum, plain)]), []
+        """Return an error line if the stored run had other weights; a different path is no error."""
+        if plain["checksum"] == self.checksum:
+            return [], []
+        return [wrong_base_message(self.path, self.checksum, plain, self.setting)], []
 
 
-def wrong_base_message(path: str, checksum: str, expected: Mapping[str, Any]) -> str:
-    """Return the error message for base weights that differ from those that `expected` describes."""
+def wrong_base_message(path: str, checksum: str, expected: Mapping[str, Any], setting: str = "train.init_from") -> str:
+    """Return the error message for weights that differ from those that `expected` describes."""
+    kind = "base model" if setting == "train.init_from" else "model"
     return (
-        f"train.init_from={path or 'null'}: is not the base model that this was trained on; that was "
+        f"{setting}={path or 'null'}: is not the {kind} that this was trained on; that was "
         f"{expected['path'] or 'drawn at random'} (checksum {expected['checksum'] or 'none'}, this has "
         f"{checksum or 'none'})"
     )
@@ -81,7 +88,7 @@ def wrong_base_message(path: str, checksum: str, expected: Mapping[str, Any]) ->
 def checksum_lines(source: WeightSource, names: Iterable[str], rank: int = 0, num_ranks: int = 1) -> dict[str, str]:
     """Return a line for each tensor in this rank's share of `names`: shape, dtype and CRC-32 of the values.
 
-    The share is every `num_ranks`-th tensor in order of decreasing size.  Reads one block after another.
+    The share is every `num_ranks`-th tensor in order of decreasing size.  Reads one block at a time.
     """
     shapes, dtypes = source.shapes, source.dtypes
     largest_first = sorted(names, key=lambda name: (-torch.Size(shapes[name]).numel(), name))
@@ -152,9 +159,9 @@ class MergedSource:
     Each weight is W + (B @ A) * scaling, computed in float32 and returned in the dtype of W.  The full product is
     computed at once, as in other implementations, so that the results are bit-identical; only one layer's product is
     in memory.  `transposed` are the layers whose W has shape (in, out).  `packings` are the weights that were packed
-    in training, by name: their W is what remains of it after packing, and they are returned in `dtype`, if given.  A
-    new head is returned as it was trained.  `experts` are the parameters of experts that have adapters, of which only
-    the requested experts are computed.
+    in training, by name: W is then the unpacked weight, and the result has the dtype `dtype`, if given.  A new head is
+    returned unchanged.  `experts` are the expert parameters that have adapters; only the requested experts are
+    computed.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Adapters of stacked experts in exports: merged into the experts, or in peft's format.
+"""Exports adapters of stacked experts: merged into the experts, or in peft's format.
 
-In peft's format the adapter of a parameter of experts belongs to the module that holds it (`target_parameters`).  Its
-factors are matrices: A is (E x R, in), each expert's rows one after another, but B is (out, R x E), with the experts of
-a rank next to each other.  If several parameters of a module have adapters, each wraps the previous one in a
+In peft's format, the adapter of an expert parameter belongs to the parameter's module (`target_parameters`).  Its
+factors are matrices: A is (E x R, in), with the rows of each expert in sequence, and B is (out, R x E), with the
+experts of each rank in sequence.  If several parameters of a module have adapters, each wraps the previous one in a
 `base_layer`, in the order of the module's parameters.  Source: peft 0.19.1 and later, `ParamWrapper`.
 
 Shape suffixes: E experts, K and N inputs and outputs of a matrix, R rank.
@@ -23,9 +23,9 @@ from trainer.weights.sources import WeightSource
 
 @dataclass(frozen=True)
 class ExpertMatrix:
-    """The outputs of an adapter of experts that belong to one of their parameters.
+    """The part of an expert adapter's outputs that applies to one parameter of the experts.
 
-    adapter: its name, `<experts>.adapters.<matrix>`.  outputs: of its outputs, [start, stop).
+    adapter: the adapter's name, `<experts>.adapters.<matrix>`.  outputs: the range [start, stop) of its outputs.
     is_transposed: whether the parameter is (E, in, out).
     """
 
@@ -43,7 +43,7 @@ class ExpertMatrix:
 
 
 def find_matrices(model: nn.Module, adapters: Collection[str]) -> dict[str, ExpertMatrix]:
-    """Return the parameters of experts to which some of `adapters` belong, by name.  `model` has no adapters."""
+    """Return the expert parameters that `adapters` apply to, by name.  `model` is the model without adapters."""
     found = {}
     for module_name, module in model.named_modules():
         is_transposed = bool(getattr(module, "is_transposed", False))
@@ -59,9 +59,9 @@ def find_matrices(model: nn.Module, adapters: Collection[str]) -> dict[str, Expe
 def peft_prefixes(
     model: nn.Module, adapters: Collection[str], to_huggingface: Callable[[str], str | None]
 ) -> dict[str, str]:
-    """Return those of `adapters` that belong to experts of `model`, with the prefix of their tensors in peft's format.
+    """Return the prefix of the tensors in peft's format for each of `adapters` that belongs to experts of `model`.
 
-    `model` has no adapters.
+    `model` is the model without adapters.
     """
     targets, found = _targets(model, to_huggingface), {}
     for name in (name for name in targets if name in adapters):
@@ -83,7 +83,7 @@ def target_parameters(
 
 
 def _targets(model: nn.Module, to_huggingface: Callable[[str], str | None]) -> dict[str, str]:
-    """Return every adapter that experts of `model` could have, with the name of its parameter in transformers."""
+    """Return all possible adapters of experts in `model`, each with the name of its parameter in transformers."""
     found = {}
     for name, parameter in expert_matrices(model).items():
         module, _, matrix = name.rpartition(".")
@@ -94,7 +94,7 @@ def _targets(model: nn.Module, to_huggingface: Callable[[str], str | None]) -> d
 
 
 class PeftFactors:
-    """A `WeightSource` in which the factors of the experts' adapters are matrices, as in peft's format."""
+    """A `WeightSource` that returns the factors of expert adapters as matrices, as in peft's format."""
 
     def __init__(self, source: WeightSource, experts: Collection[str]) -> None:
         """`experts`: the names of the adapters that belong to experts."""

@@ -1,6 +1,4 @@
-"""Exports a model as a folder that transformers can load: safetensors, config.json, and the files of the original
-model.
-"""
+"""Exports a model as a folder that transformers can load: safetensors, config.json, and the original model's files."""
 
 from __future__ import annotations
 
@@ -278,7 +276,7 @@ def export(
     if the model was trained with a different tokenizer, that one is exported instead, and `end_id` is added to the ids
     that end a text.  `turn_ends`, the ids with which a chat model learned to end its turns, are always added.
 
-    Memory: a few blocks of `weights.BLOCK_BYTES`, whatever the model's size.  One process, no collectives.
+    Memory: a few blocks of `weights.BLOCK_BYTES`, independent of the model's size.  One process, no collectives.
 
     All files are first written under temporary names; the weights, or their index, are renamed last, so that a folder
     left by a crash is not mistaken for a model.
@@ -381,15 +379,16 @@ def _list_tensors(
         tensors.append(ExportedTensor(stored, exported_name, shapes[name], stored_dtype))
     if buffers := buffers_without_name(model, recipe, model_config):
         type_name = find_huggingface(recipe).model_type_of(model_config)
-        raise UserError(f"Hugging Face's {type_name} has no {', '.join(buffers)}: without it the model is another one")
+        raise UserError(f"Hugging Face's {type_name} has no {', '.join(buffers)}, and the model needs it")
     if unnamed:
         raise UserError(f"recipe {recipe.name!r}: hf.names lacks {', '.join(unnamed)}")
     return tensors
 
 
 def buffers_without_name(model: nn.Module, recipe: Recipe, model_config: Any) -> list[str]:
-    """Return the persistent buffers of `model` that its Hugging Face counterpart does not have, such as the biases on
-    the choice of experts in a model type without them.  Empty for recipes without a mapping of names.
+    """Return the persistent buffers of `model` that its Hugging Face counterpart does not have.
+
+    Such as the biases on the choice of experts, for a model type without them.  Empty for recipes without `hf.names`.
     """
     if recipe.hf is None or recipe.hf.stored is not None:
         return []
@@ -482,10 +481,10 @@ def _update_config(original: bytes, recipe: Recipe, model_config: Any, tensors: 
 
 
 def _classifier_config(content: bytes, num_labels: int) -> bytes:
-    """Return the config.json of a model for the classification of sequences, with `num_labels` scores.
+    """Return the config.json of a sequence classifier with `num_labels` scores.
 
-    transformers takes the score at the last token that is not padding.  A padding token that also ends texts is left
-    out, since the score was trained at that token; then only single texts can be scored.
+    transformers uses the score at the last token that is not padding.  If the padding token also ends texts, it is
+    removed from config.json, since the score was trained at that token; then texts cannot be scored in batches.
     """
     entries = json.loads(content)
     kind = re.sub("(ForCausalLM|LMHeadModel)$", "", entries["architectures"][0])
@@ -594,7 +593,7 @@ def _prepare_folder(folder: Path, overwrite: bool, setting: str) -> None:
             if entry.name.endswith(PARTIAL) and _is_export_file(name):
                 entry.unlink()  # left by a killed export
     except OSError as error:
-        raise setting_error(setting, folder, f"cannot be made ({error.strerror})") from error
+        raise setting_error(setting, folder, f"cannot be created ({error.strerror})") from error
     if not any(folder.iterdir()):
         return
     if not any(MARK.items() <= content.items() for content in _marks(folder)):

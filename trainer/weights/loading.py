@@ -75,19 +75,22 @@ def init_weights(model: nn.Module, config: RunConfig, device: torch.device, load
         _fill_base(model, source, f"model.name={config.model.name}")
 
 
-def load_initial_weights(model: nn.Module, origin: Origin, config: RunConfig, channel: Channel) -> str:
+def load_initial_weights(
+    model: nn.Module, origin: Origin, config: RunConfig, channel: Channel, setting: str | None = None
+) -> str:
     """Load the initial weights: from `train.init_from`, else those that the recipe provides, else keep the random ones.
 
     Stores the files that came with the weights in `origin`.  Returns their origin as text for the start block.
+    setting: the setting to name in errors, for a model that the run's own settings do not describe.
 
     Raises UserError, on all ranks alike, if the weights do not fit.  Collective.
     """
-    initial = _open_initial_weights(config, channel)
+    initial = _open_initial_weights(config, channel, setting)
     source, location, path = initial.source, initial.location, initial.path
     is_folder = location is not None and location.kind == "huggingface"
     if channel.is_main and is_folder and not (Path(path) / CONFIG).exists():
         print_stderr(
-            f"warning: train.init_from: {path} has no {CONFIG}: settings without a tensor, such as rope_theta, are "
+            f"warning: {initial.setting}: {path} has no {CONFIG}: settings without a tensor, such as rope_theta, are "
             "taken from model.*"
         )
     if source is not None and not config.lora.rank:  # base weights under adapters are loaded already
@@ -101,20 +104,22 @@ def load_initial_weights(model: nn.Module, origin: Origin, config: RunConfig, ch
     origin.files = channel.broadcast(channel.agreed(lambda: read_files() if channel.is_main else {}))
     store_tokenizer(origin, config, channel)
     if source is None:
-        note = f"; {path} has none that are used" if path else ""
+        note = f"; the weights in {path} are not used" if path else ""
         return f"drawn at random (run.seed={config.run.seed}){note}"
     where = name_of_source(str(Path(path).absolute())) if path and "://" not in path else path or source.description
     remarks = source.remarks if isinstance(source, SafetensorsFolder) else []
     return "; ".join([where, *remarks])
 
 
-def load_base(model: nn.Module, config: RunConfig, channel: Channel) -> BaseWeights:
-    """Load the base weights of a model with adapters, and return their identity.
+def load_base(model: nn.Module, config: RunConfig, channel: Channel, setting: str | None = None) -> BaseWeights:
+    """Load the weights that a run does not train, such as those under adapters, and return their identity.
 
-    Random base weights are not loaded.  Each rank reads its own rows, plus its share of the tensors for the
-    checksum.  Raises UserError, on all ranks alike, if the weights do not fit.  Collective: a few small messages.
+    Random ones are not loaded.  Each rank reads its own rows, plus its share of the tensors for the checksum.
+    setting: see `load_initial_weights`.
+
+    Raises UserError, on all ranks alike, if the weights do not fit.  Collective: a few small messages.
     """
-    initial = _open_initial_weights(config, channel)
+    initial = _open_initial_weights(config, channel, setting)
     source = initial.source
     if source is None:
         if config.lora.packs:
@@ -123,7 +128,7 @@ def load_base(model: nn.Module, config: RunConfig, channel: Channel) -> BaseWeig
     filled = channel.agreed(lambda: _fill_base(model, source, initial.setting))
     share = channel.agreed(lambda: checksum_lines(source, filled.values(), channel.rank, channel.size))
     path = initial.path if "://" in initial.path else name_of_source(str(Path(initial.path).absolute()))
-    return BaseWeights(path, combine_checksums(channel.gather(share)), filled)
+    return BaseWeights(path, combine_checksums(channel.gather(share)), filled, setting or "train.init_from")
 
 
 def _fill_base(model: nn.Module, source: WeightSource, setting: str) -> dict[str, str]:
@@ -150,23 +155,28 @@ class _InitialWeights:
     path: str
 
 
-def _open_initial_weights(config: RunConfig, channel: Channel) -> _InitialWeights:
+def _open_initial_weights(config: RunConfig, channel: Channel, setting: str | None) -> _InitialWeights:
     """Open the initial weights: those of `train.init_from`, else those that the recipe provides.  Collective."""
     init_from = config.train.init_from
     if init_from is None:
         source = channel.agreed(lambda: config.recipe.first_weights(config.model))
-        return _InitialWeights(source, f"model.name={config.model.name}", None, config.model_path or "")
+        return _InitialWeights(source, setting or f"model.name={config.model.name}", None, config.model_path or "")
+    key = setting or "train.init_from"
 
     def find() -> Location:
         found = locate(init_from)
-        is_run = found.kind in ("checkpoint", "run")
-        return Location(str(find_checkpoint(found.path)), "checkpoint") if is_run else found
+        if found.kind not in ("checkpoint", "run"):
+            return found
+        try:
+            return Location(str(find_checkpoint(found.path)), "checkpoint")
+        except UserError as error:
+            raise UserError(f"{key}={error}") from error
 
     # Rank 0 decides: each rank could find a different newest checkpoint of a live run.
     location: Location = channel.broadcast(channel.agreed(lambda: find() if channel.is_main else None))
     allow = config.checkpoint.allow_changes
-    source = channel.agreed(lambda: open_weights(location, config.recipe, config.model, "train.init_from", allow))
-    return _InitialWeights(source, "train.init_from", location, location.path)
+    source = channel.agreed(lambda: open_weights(location, config.recipe, config.model, key, allow))
+    return _InitialWeights(source, key, location, location.path)
 
 
 def store_tokenizer(origin: Origin, config: RunConfig, channel: Channel) -> None:
@@ -285,8 +295,9 @@ def with_merged_adapters(
 ) -> WeightSource:
     """Return the weights of a checkpoint's model with any adapters merged into them.
 
-    A base that was packed in training is what remains of it after packing, in `dtype` or else the dtype in which it is
-    stored.  With `into_original` it is the stored weights, and the model another one than was trained.
+    If the base weights were packed in training, the adapters are merged into the unpacked weights, in `dtype` or else
+    their stored dtype.  With `into_original` they are merged into the stored weights, which gives a different model
+    from the one that was trained.
     """
     if not adapted_layers(stored.shapes):
         return stored

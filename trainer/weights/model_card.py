@@ -1,8 +1,7 @@
-"""The model card of an export: what the run was trained on, with which settings, to which losses, and its base's
-licence.
+"""The model card of an export: the run's data, settings and losses, and the licence of its base model.
 
-Everything in it is read from the run's configuration and metrics.  Local paths are shortened to the last part, since a
-card is public.  Format: https://huggingface.co/docs/hub/model-cards.
+Everything comes from the run's configuration and metrics.  Local paths are shortened to their last part, since a card
+is public.  Format: https://huggingface.co/docs/hub/model-cards.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Any
 from trainer import hub
 from trainer.config import RunConfig
 from trainer.config.schema import name_of_source
+from trainer.files import read_json
 
 CARD = "README.md"
 
@@ -25,17 +25,25 @@ _SETTINGS = (
 )
 
 
-def model_card(config: RunConfig, title: str, step: int, records: Sequence[Mapping[str, Any]], version: str) -> str:
-    """Return the text of README.md for a model that was trained by `config` up to `step`.
+def model_card(
+    config: RunConfig, title: str, step: int, records: Sequence[Mapping[str, Any]], version: str, exported: Path
+) -> str:
+    """Return the text of README.md for a model that was trained with `config` up to `step`.
 
-    records: the run's metrics; may be empty.  version: that of meshtrainer.
+    records: the run's metrics; may be empty.
+    version: the version of meshtrainer.
+    exported: the folder of the export, which tells whether it is an adapter and what it is for.
     """
     base = config.train.init_from or config.model_path
     base_name = None if base is None else _public(name_of_source(base))
     licence = None if base is None else licence_of(base)
-    is_adapter = config.lora.rank > 0
+    adapter, model = _read_object(exported / "adapter_config.json"), _read_object(exported / "config.json")
+    is_adapter = bool(adapter)
+    is_classifier = adapter.get("task_type") == "SEQ_CLS" or any(
+        name.endswith("ForSequenceClassification") for name in model.get("architectures") or []
+    )
     front: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers", "tags": ["meshtrainer"]}
-    front |= {"pipeline_tag": "text-generation"}
+    front |= {"pipeline_tag": "text-classification" if is_classifier else "text-generation"}
     if licence is not None:
         front["license"] = licence
     if base is not None and (name := hub.parse_name(name_of_source(base))) is not None:
@@ -43,22 +51,27 @@ def model_card(config: RunConfig, title: str, step: int, records: Sequence[Mappi
     datasets = [name.repo for path in _paths(config) if (name := hub.parse_name(path)) and name.kind == "dataset"]
     if datasets:
         front["datasets"] = list(dict.fromkeys(datasets))
+    counts = [each["tokens"] for each in records if each.get("kind") == "train" and each.get("step", 0) <= step]
     kind = f"adapters (LoRA, rank {config.lora.rank})" if is_adapter else "model"
     origin = f"fine-tuned from {base_name}" if base_name else "trained from random weights"
     lines = [
         *("---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""),
         *(f"# {title}", "", f"A {config.model.name} {kind}, {origin} with meshtrainer {version}.", ""),
         *("## Data", "", *(f"- {_public(path)}" for path in _paths(config) or [config.data.source]), ""),
-        *("## Training", "", f"{step:,} steps{_tokens(records, step)}.", ""),
+        *("## Training", "", f"{step:,} steps{f' on {counts[-1]:,} tokens' if counts else ''}.", ""),
         *("| setting | value |", "|---|---|"),
         *(f"| `{key}` | {value} |" for key, value in _settings(config)),
         *("", "## Losses", "", *_losses(records, step), ""),
     ]
     if base_name:
-        unknown = "It is not stated there; ask its authors before you use or share this"
+        unknown = "The base model does not state it; ask its authors before you use or share this model"
         what = f"It is {licence}" if licence else unknown
-        lines += ["## Licence", "", f"The licence of {base_name} applies to what is made from it. {what}.", ""]
+        lines += ["## Licence", "", f"The licence of {base_name} applies to models derived from it. {what}.", ""]
     return "\n".join(lines)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    return dict(read_json(path)) if path.is_file() else {}
 
 
 def licence_of(base: str) -> str | None:
@@ -78,7 +91,7 @@ def _paths(config: RunConfig) -> list[str]:
 
 
 def _public(path: str) -> str:
-    """Return a name of the Hub or a URL without its query as it is, and of a local path the last part."""
+    """Return a path without private parts: a URL or Hub name without its query, the last part of a local path."""
     return path.partition("?")[0] if "://" in path else path.rstrip("/").rpartition("/")[2]
 
 
@@ -89,11 +102,6 @@ def _settings(config: RunConfig) -> list[tuple[str, Any]]:
     return [(key, value) for key, value in shown if config.lora.rank or not key.startswith("lora.")]
 
 
-def _tokens(records: Sequence[Mapping[str, Any]], step: int) -> str:
-    counts = [each["tokens"] for each in records if each.get("kind") == "train" and each.get("step", 0) <= step]
-    return f" on {counts[-1]:,} tokens" if counts else ""
-
-
 def _losses(records: Sequence[Mapping[str, Any]], step: int) -> list[str]:
     rows = []
     for kind, name in (("train", "training"), ("eval", "evaluation")):
@@ -101,4 +109,4 @@ def _losses(records: Sequence[Mapping[str, Any]], step: int) -> list[str]:
         found = [each for each in found if isinstance(each.get("loss"), (int, float))]
         ends = found if len(found) < 2 else [found[0], found[-1]]
         rows += [f"| {name} | {each['step']:,} | {each['loss']:.4f} |" for each in ends]
-    return ["| | step | loss |", "|---|---|---|", *rows] if rows else ["The run's metrics were not at hand."]
+    return ["| | step | loss |", "|---|---|---|", *rows] if rows else ["The run's metrics were not available."]

@@ -1,14 +1,14 @@
-"""Reads quantized weights of published models, row by row, as bfloat16.
+"""Dequantizes the weights of published models to bfloat16 while reading, only the requested rows.
 
-Two formats, which config.json names in `quantization_config`:
+Supports two formats, by the entry `quantization_config` of config.json:
 
-- `mxfp4`: the experts of gpt-oss.  `NAME_blocks` (E, N, K / 32, 16) has two numbers of 4 bits in each byte, and
-  `NAME_scales` (E, N, K / 32) the exponent of each 32 numbers, plus 127; together they are `NAME`, (E, K, N).  Format:
-  Open Compute Project 2023, "OCP Microscaling Formats (MX) Specification", version 1.0, sections 5.2 and 5.3.
-- `fp8`: the matrices of DeepSeek-V3.  `NAME` (N, K) has numbers of 8 bits, and `NAME_scale_inv` a factor for each block
-  of `weight_block_size` of them.  Format: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2, and the published code.
+- `mxfp4`: the experts of gpt-oss.  `NAME_blocks` (E, N, K / 32, 16) packs two 4-bit numbers per byte, and `NAME_scales`
+  (E, N, K / 32) is the exponent of each group of 32 numbers, plus 127; the weight is `NAME`, (E, K, N).  Format: Open
+  Compute Project 2023, "OCP Microscaling Formats (MX) Specification", version 1.0, sections 5.2 and 5.3.
+- `fp8`: the matrices of DeepSeek-V3.  `NAME` (N, K) has 8-bit numbers, and `NAME_scale_inv` one factor per block of
+  `weight_block_size`.  Format: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2, and the published code.
 
-Numbers of 4 bits are exact in bfloat16; those of 8 bits are multiplied in fp32 and then rounded.
+4-bit numbers are exact in bfloat16; 8-bit numbers are multiplied in fp32 and then rounded.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ _BLOCKS, _SCALES, _SCALE_INV = "_blocks", "_scales", "_scale_inv"
 _FP8 = "F8_E4M3"
 
 _E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-"""The numbers of 4 bits without their sign, which is the highest bit."""
+"""The 4-bit numbers without the highest bit, which is the sign."""
 
 
 def dequantized(
     readers: Mapping[str, tuple[Path, Any]], quantization: Mapping[str, Any]
 ) -> dict[str, tuple[Path, Any]]:
-    """Replace the tensors of quantized weights by one for each weight, which is dequantized when it is read.
+    """Replace the tensors of each quantized weight by a single reader, which dequantizes the rows that are read.
 
-    readers: for each tensor its file and its slice, as safetensors' `get_slice` returns it.  quantization: the entry
+    readers: the file and the slice (of safetensors' `get_slice`) of each tensor, by name.  quantization: the entry
     `quantization_config` of config.json.
 
-    Raises UserError for another format, and for tensors of a weight that are missing or do not fit each other.
+    Raises UserError for other formats, and if the tensors of a weight are missing or have inconsistent shapes.
     """
     method = quantization.get("quant_method")
     if method not in ("mxfp4", "fp8"):
-        raise UserError(f"quantization_config: quant_method={method}: only mxfp4 and fp8 are read")
+        raise UserError(f"quantization_config: quant_method={method}: only mxfp4 and fp8 are supported")
     found: dict[str, tuple[Path, Any]] = {}
     for name, (file, reader) in readers.items():
         if method == "mxfp4" and name.endswith(_BLOCKS):
             weight = name.removesuffix(_BLOCKS)
-            found[weight] = file, _Mxfp4(reader, _partner(readers, weight + _SCALES, name))
+            found[weight] = file, _Mxfp4(reader, _scales_of(readers, weight + _SCALES, name))
         elif method == "fp8" and reader.get_dtype() == _FP8:
-            scales = _partner(readers, name + _SCALE_INV, name)
+            scales = _scales_of(readers, name + _SCALE_INV, name)
             found[name] = file, _Fp8(reader, scales, _block_of(quantization))
         elif not name.endswith(_SCALES if method == "mxfp4" else _SCALE_INV):
             found[name] = file, reader
@@ -59,9 +59,9 @@ def dequantized(
     return found
 
 
-def _partner(readers: Mapping[str, tuple[Path, Any]], scales: str, name: str) -> Any:
+def _scales_of(readers: Mapping[str, tuple[Path, Any]], scales: str, name: str) -> Any:
     if scales not in readers:
-        raise UserError(f"{name}: has no {scales}, without which it cannot be dequantized; download the folder again")
+        raise UserError(f"{name}: cannot be dequantized, because {scales} is missing; download the folder again")
     return readers[scales][1]
 
 
@@ -84,7 +84,7 @@ class _Mxfp4:
     def mistake(self) -> str:
         blocks, scales = list(self.blocks.get_shape()), list(self.scales.get_shape())
         fits = len(blocks) == 4 and blocks[3] == 16 and blocks[:3] == scales
-        return "" if fits else f"blocks {blocks} and scales {scales} do not fit each other"
+        return "" if fits else f"its blocks {blocks} and scales {scales} have inconsistent shapes"
 
     def get_dtype(self) -> str:
         return "BF16"
@@ -94,19 +94,19 @@ class _Mxfp4:
         return [num_experts, 32 * blocks, rows]
 
     def __getitem__(self, experts: slice) -> torch.Tensor:
-        """Return the matrices of some experts."""
+        """Return the matrices of a range of experts."""
         blocks_ENBX, scales_ENB = self.blocks[experts], self.scales[experts]
         values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.bfloat16)
-        # The lower half of a byte comes first.
-        both = (values[(half).int()] for half in (blocks_ENBX & 15, blocks_ENBX >> 4))
-        numbers_ENBY = torch.stack([*both], -1).flatten(-2)
+        # The number in the lower half of a byte comes first.
+        low_and_high = [values[half.int()] for half in (blocks_ENBX & 15, blocks_ENBX >> 4)]
+        numbers_ENBY = torch.stack(low_and_high, -1).flatten(-2)
         exponents_ENB1 = scales_ENB.int().unsqueeze(-1) - 127
         return torch.ldexp(numbers_ENBY, exponents_ENB1).flatten(-2).mT
 
 
 @dataclass(frozen=True)
 class _Fp8:
-    """A matrix (N, K) from numbers of 8 bits and a factor for each of its blocks."""
+    """A matrix (N, K) of 8-bit numbers with a factor per block."""
 
     numbers: Any
     scales: Any
@@ -117,7 +117,7 @@ class _Fp8:
         expected = [math.ceil(size / block) for size, block in zip(shape, self.block, strict=False)]
         if len(shape) == 2 and scales == expected:
             return ""
-        return f"is {shape} with scales {scales}, where blocks of {list(self.block)} have {expected}"
+        return f"is {shape} with scales {scales}, but blocks of {list(self.block)} need {expected}"
 
     def get_dtype(self) -> str:
         return "BF16"
@@ -127,7 +127,7 @@ class _Fp8:
         return shape
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
-        """Return some rows."""
+        """Return a range of rows."""
         (num_rows, num_columns), (height, width) = self.get_shape(), self.block
         start, stop, _ = rows.indices(num_rows)
         first = start // height

@@ -26,9 +26,10 @@ from trainer.config.pretrained import CONFIG, INDEX, MAX_INDEX_BYTES, WEIGHTS, c
 from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import read_json
 from trainer.model.head import is_score, replaced_output
+from trainer.model.lora import is_base_weight
 from trainer.model.network import HuggingFaceNames, MappedTensor
 from trainer.model.packed import find_packings
-from trainer.model.parameters import local, local_box, tied_names
+from trainer.model.parameters import is_vector, local, local_box, tied_names
 from trainer.recipe import Recipe, StoredTensors
 from trainer.recipe import WeightSource as WeightSource
 from trainer.weights.quantized import dequantized
@@ -46,9 +47,9 @@ def fill(
     `only` is a predicate on our names.  If given, only matching weights are copied, and others may be missing or extra
     in the source.
 
-    The model must be materialized, and may be sharded: each rank reads its own rows, a block at a time, and of a tensor
-    sharded along another dimension all rows, of which it keeps its part.  Persistent buffers missing from the source
-    keep their values.  No collectives; one host sync.
+    The model must be materialized, and may be sharded: each rank reads only its rows, a block at a time, or all rows of
+    a tensor that is sharded along another dimension.  Persistent buffers missing from the source keep their values.  No
+    collectives; one host sync.
 
     Raises UserError on all ranks, before anything is written, if the source does not fit the model (see
     `find_weights`).  Raises UserError on the ranks with NaN or infinity in their rows of a parameter; warns of matrices
@@ -73,7 +74,8 @@ def fill(
         elif weight.ndim == 0:
             local(weight).copy_(source.read(stored))
         else:
-            (first, last), held = box[0], (slice(None), *(slice(*span) for span in box[1:]))
+            first, last = box[0]
+            held = (slice(None), *(slice(start, stop) for start, stop in box[1:]))
             for start, stop in row_blocks(shapes[stored], dtypes[stored], first, last):
                 rows = source.read(stored, start, stop)
                 if packing is not None:
@@ -83,7 +85,7 @@ def fill(
         if isinstance(model_weights[name], nn.Parameter):  # a buffer may well hold -inf, as a causal mask does
             checked = local(weight) if packing is None else torch.cat(scales)
             is_finite[stored] = torch.isfinite(checked).all()
-            if weight.ndim > 1 and checked.numel():
+            if checked.numel() and not is_vector(name, weight) and is_base_weight(name):
                 is_zero[stored] = ~checked.any()
     if is_finite and not torch.stack([*is_finite.values()]).all():
         listed = _listed(name for name, flag in is_finite.items() if not flag)
@@ -157,7 +159,7 @@ def find_weights(
         listed = "\n  ".join(differences)
         raise UserError(
             f"{setting}: the weights in {source.description} do not fit the model:\n  {listed}\n"
-            "  to fix: download or export the folder again if it is incomplete, or set model.* to what it holds"
+            "  to fix: download or export the folder again if it is incomplete, or set model.* to match it"
         )
     return found
 
@@ -277,7 +279,7 @@ class SafetensorsFolder(StoredTensors):
         self.description = str(path)
         self._setting = setting
         self.remarks: list[str] = []
-        """What differs from the files: their format, and parts that the model lacks."""
+        """Differences from the files to report: dequantization, and parts that the model lacks."""
         readers: dict[str, tuple[Path, Any]] = {}
         left_out: Counter[str] = Counter()
         for file, expected in _find_files(path, setting).items():
@@ -345,7 +347,7 @@ class SafetensorsFolder(StoredTensors):
         return _StoredTensor(file, reader, transposed, shape, DTYPES[dtype])
 
     def _dequantized(self, readers: dict[str, tuple[Path, Any]]) -> dict[str, tuple[Path, Any]]:
-        """Return the tensors with quantized ones dequantized, as config.json beside them describes their format."""
+        """Replace quantized tensors by dequantizing readers, if the folder's config.json declares a quantization."""
         path = Path(self.description).expanduser() / CONFIG
         quantization = read_json(path).get("quantization_config") if path.is_file() else None
         if not quantization:
@@ -363,7 +365,7 @@ class SafetensorsFolder(StoredTensors):
         numbered = {int(row): stored for row, stored in rows.items() if row.isdecimal()}
         if absent := sorted({*range(len(rows))} - {*numbered}):
             listed = ", ".join(map(str, absent))
-            raise self._unreadable(first.file, f"of the {len(rows)} parts of {name}, number {listed} is missing")
+            raise self._unreadable(first.file, f"part {listed} of the {len(rows)} parts of {name} is missing")
         for row, stored in numbered.items():
             if (stored.shape, stored.dtype) != (numbered[0].shape, numbered[0].dtype):
                 rule = f"part {row} of {name} is {stored.shape}, {stored.dtype}, and part 0 {numbered[0].shape}, "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import gzip
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,6 +87,9 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".json", ".json.gz", ".csv")
 
 _LINES = (".jsonl", ".jsonl.gz", ".parquet")
 
+_ONE_OBJECT = 'write one JSON object per record, such as {"messages": [...]}'
+"""Advice for files of anything else."""
+
 
 def find_files(key: str, setting: str) -> list[Path]:
     """Return the chat files that a path, folder or glob names, sorted.
@@ -109,7 +113,8 @@ def find_files(key: str, setting: str) -> list[Path]:
     if paths:
         return paths
     if names:
-        raise setting_error(key, setting, f"data.source=chat reads files that end in {', '.join(SUFFIXES)}")
+        rule = f"data.source=chat reads files that end in {', '.join(SUFFIXES)}"
+        raise setting_error(key, setting, rule, fix="convert the records to JSONL")
     neighbors = [name for name in glob.glob(os.path.join(os.path.dirname(pattern), "*")) if name.endswith(SUFFIXES)]
     raise setting_error(
         key, setting, "no such file or folder, and no match for it as a glob", meant=nearest(pattern, neighbors)
@@ -129,7 +134,8 @@ def read_records(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]
         with open_text(path, "rt", encoding="utf-8-sig", newline="\n") as file:
             for number, record in records_in(path.name, file) if not path.name.endswith(_LINES) else ():
                 if not isinstance(record, dict):
-                    raise setting_error(key, path, f"{path.name}:{number}: must be an object, not {json_type(record)}")
+                    rule = f"{path.name}:{number}: must be an object, not {json_type(record)}"
+                    raise setting_error(key, path, rule, fix=_ONE_OBJECT)
                 yield f"{path.name}:{number}", record
             for number, line in enumerate(file if path.name.endswith(_LINES) else (), 1):
                 if not line.strip():
@@ -139,9 +145,10 @@ def read_records(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]
                     record = json.loads(line)
                     line.encode()
                 except (ValueError, RecursionError) as error:
-                    raise setting_error(key, path, f"{location}: is not JSON ({error})") from error
+                    raise setting_error(key, path, f"{location}: is not JSON ({error})", fix=_ONE_OBJECT) from error
                 if not isinstance(record, dict):
-                    raise setting_error(key, path, f"{location}: must be a JSON object, not {json_type(record)}")
+                    rule = f"{location}: must be a JSON object, not {json_type(record)}"
+                    raise setting_error(key, path, rule, fix=_ONE_OBJECT)
                 yield location, record
     except BadRecord as error:
         raise setting_error(key, path, str(error)) from error
@@ -298,21 +305,28 @@ class Format:
                 return _read_preference(values)
 
     def label(self, record: Mapping[str, Any]) -> int:
-        """Return the record's label: a whole number from 0 on, or 1 and 0 for true and false.  Raises BadChat."""
+        """Return the record's label: a whole number from 0 on, or 1 and 0 for true and false.  Raises BadChat.
+
+        CSV has only text, and a column of parquet with missing values only floats.
+        """
         key = self._columns.get("label", "label")
         label = record.get(key)
         if self.name == "preference":
             rule = "is a pair of answers, but train.objective needs one answer with a label"
-            raise BadChat(rule, fix="use an objective for pairs, such as recipe=dpo")
+            raise BadChat(rule, fix="for pairs use recipe=dpo, ipo, simpo, orpo or reward")
         if label is None:
             rule = f"has no key {key!r}; its keys: {', '.join(record) or 'none'}"
             raise BadChat(
                 rule, "data.columns", fix="name the key of the label, for example data.columns={label: class}"
             )
-        if not isinstance(label, int) or not 0 <= label < MAX_LABELS:
-            rule = f"{key} must be true or false, or a whole number from 0 to {MAX_LABELS - 1}, not {json_type(label)}"
-            raise BadChat(rule, fix="number the classes from 0 on")
-        return int(label)
+        try:
+            number = float({"true": 1, "false": 0}.get(label.lower(), label) if isinstance(label, str) else label)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not (number.is_integer() and 0 <= number < MAX_LABELS):
+            rule = f"{key}={label!r:.60}: must be true or false, or a whole number from 0 to {MAX_LABELS - 1}"
+            raise BadChat(rule, fix="number the classes from 0 on; a bad answer is 0 or false, a good one 1 or true")
+        return int(number)
 
 
 MAX_LABELS = 2**15

@@ -221,7 +221,9 @@ class LabelledSource(_Conversations):
 
     def __init__(self, shard: Shard, report: ChatReport, seq_len: int, encoder: Encoder, is_mismatched: bool) -> None:
         super().__init__(shard, report, seq_len, encoder)
-        self.rows_per_sample, self.num_labels = 1 + is_mismatched, report.num_labels
+        labels = [int(label) for label in report.labels]
+        self.rows_per_sample, self.num_labels = 1 + is_mismatched, max(labels, default=-1) + 1
+        self.only_label = labels[0] if len(labels) == 1 else None
         if is_mismatched and len(self):
             self._next_with_another_prompt(0)  # raises an error before training, not in the middle of it
 

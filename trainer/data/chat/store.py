@@ -32,7 +32,7 @@ from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import replacing
 from trainer.stopping import StopRequested, stop_if_asked
 
-_VERSION = 3
+_VERSION = 4
 """Increase when the same files and settings give different tokens, so that older cache entries are not used."""
 
 _ANNOUNCE_BYTES = 1 << 25
@@ -210,8 +210,9 @@ class _ChatReader:
         if documents and not all(document.trained[1:].any() for document in documents):
             self._report.unused.append(location)
             return []
-        if label is None:
+        if label is None or not documents:
             return documents
+        self._report.labels[str(label)] = self._report.labels.get(str(label), 0) + 1
         return [Encoded(np.insert(d.ids, 0, label), np.insert(d.trained, 0, False)) for d in documents]
 
     @property
@@ -220,13 +221,11 @@ class _ChatReader:
         return self._spec.seq_len + (not self._encoder.marks_end)
 
     def _label(self, record: Mapping[str, Any]) -> int | None:
-        """Return the record's label, or None if the objective needs none; counts the labels."""
+        """Return the record's label, or None if the objective needs none."""
         if not self._spec.has_labels:
             return None
         assert self._format is not None
-        label = self._format.label(record)
-        self._report.num_labels = max(self._report.num_labels, label + 1)
-        return label
+        return self._format.label(record)
 
     def _samples(self, record: Mapping[str, Any]) -> Sequence[Sample]:
         if self._format is None:
@@ -287,12 +286,13 @@ def _check(spec: ChatSpec, report: ChatReport, is_empty: bool) -> None:
     """Raise UserError if there are no conversations to train on, or too many of them have no targets."""
     files = ", ".join(map(str, spec.files))
     if not report.chats:
-        raise setting_error(spec.key, files, "it contains no conversations")
+        raise setting_error(spec.key, files, "it contains no conversations", fix="give a file with some")
     if len(report.unused) > _MAX_UNUSED_SHARE * report.chats:
         share = len(report.unused) / report.chats
         rule = f"{share:.1%} of {report.chats} {report.kind} have no targets, more than {_MAX_UNUSED_SHARE:.0%}"
         locations = _list_locations(report.unused)
-        raise setting_error(spec.key, files, f"{rule}: {locations} (data.train_on={spec.train_on})")
+        fix = "remove these records, or choose other targets with data.train_on"
+        raise setting_error(spec.key, files, f"{rule}: {locations} (data.train_on={spec.train_on})", fix=fix)
     if is_empty:
         rule = f"all {report.chats} {report.kind} are longer than a sequence"
         fix = f"{report.suggested_lengths()}, if the model has that many positions; data.too_long=truncate cuts them"
@@ -461,7 +461,7 @@ class ChatReport:
     plain: number of records with plain-text prompts and completions.
     spelling, spelled, token: number of conversations with a special token spelled out in their text, the locations of
         the first few, and one such token.
-    num_labels: the largest label and 1; 0 without labels.
+    labels: number of conversations with each label, without those that were dropped or have no targets.
     content: a digest of all tokens and masks.
     """
 
@@ -481,7 +481,7 @@ class ChatReport:
     spelling: int = 0
     spelled: list[str] = dataclasses.field(default_factory=list)
     token: str = ""
-    num_labels: int = 0
+    labels: dict[str, int] = dataclasses.field(default_factory=dict)
     content: str = ""
 
     @property

@@ -244,7 +244,7 @@ def _try_templates(templates: tuple[tuple[str, str], ...], tokens: tuple[tuple[s
             return TOO_MUCH_MEMORY
         except RecursionError:
             return "is nested too deeply, or calls itself infinitely"
-        except Exception as error:
+        except Exception as error:  # a template can raise any Python exception
             return f"cannot be compiled ({type(error).__name__}: {str(error)[:200]})"
         return ""
 
