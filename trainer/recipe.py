@@ -106,6 +106,9 @@ class HuggingFace:
         also be a function of the model's configuration that returns the mapping.
     stored: `stored(model_config, source) -> WeightSource`, or "package.module:function", if renaming is not enough:
         computes the tensors of Hugging Face's files from those of `source`, which has our names.
+    output: `output(model_config, model) -> name`, finds the module that projects onto the vocabulary, which a new head
+        replaces, if `names` does not map its weight to "lm_head.weight".  Raises UserError if transformers has no
+        classifier for such a model.
     config: `config(model_config) -> dict`, returns the entries of config.json.
     model_fields: `model_fields(config_json) -> dict`, the inverse: returns the fields of our configuration.  Raises
         UserError for a model that the recipe cannot build.
@@ -133,6 +136,7 @@ class HuggingFace:
     dropped: Sequence[str] = ()
     exported: Mapping[str, Any] = field(default_factory=dict)
     stored: Callable[[Any, WeightSource], WeightSource] | str | None = None
+    output: Callable[[Any, nn.Module], str] | None = None
 
     def model_type_of(self, model_config: Any) -> str:
         """Return the Hugging Face model type for this model configuration."""

@@ -37,6 +37,7 @@ HUGGINGFACE = HuggingFace(
     config=lambda config: config.config,
     model_fields=lambda content: {"config": dict(content)},
     stored=f"{_PACKAGE}.weights:as_stored",
+    output=_import_on_call("classifier", "output_projection"),
 )
 
 register(

@@ -71,7 +71,7 @@ def _dispatched(library: Any) -> Any:
 
 def _outputs(experts: Any, x_MD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     inner = _first_matrix(experts)
-    (hidden_MF,) = products(experts, inner, x_MD.to(getattr(experts, inner).dtype), ends_E)
+    (hidden_MF,) = products(experts, inner, x_MD, ends_E)
     if experts.has_bias:
         hidden_MF = hidden_MF + grouped_bias(getattr(experts, f"{inner}_bias"), ends_E, len(x_MD))
     hidden_MF = experts._apply_gate(hidden_MF) if experts.has_gate else experts.act_fn(hidden_MF)

@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from trainer.errors import nearest, setting_error
 from trainer.loss import cross_entropy, linear_cross_entropy
+from trainer.model.head import ScoreHead
 from trainer.model.parameters import num_writes, storage_id
 from trainer.sequence import Documents, apply_by_document
 
@@ -137,6 +138,8 @@ def _with_loss(library: Any) -> Any:
     ) -> Any:
         """Return logits (B, T, V) of `tokens` (B, T), or with `targets` (B, T) their summed loss.
 
+        With a new head (`ScoreHead`), return its scores (B, T, outputs) instead.
+
         documents (B, T), borders: see `trainer.sequence`.  Positions restart at zero in each document, from which the
             library infers that attention must not cross documents.
         positions (B, T): the positions of the tokens; ignored if `documents` is given.
@@ -152,7 +155,7 @@ def _with_loss(library: Any) -> Any:
         if packed is not None and self.has_recurrent_layers:
             inputs["documents"] = packed  # passed on to all layers
         head = self.get_output_embeddings()
-        if targets is not None and isinstance(head, LossHead):
+        if isinstance(head, ScoreHead) or (targets is not None and isinstance(head, LossHead)):
             return head(self.base_model(**inputs).last_hidden_state, targets)
         logits = library.forward(self, **inputs).logits
         return logits if targets is None else cross_entropy(logits, targets)
@@ -322,7 +325,7 @@ def notes(config: HfConfig, model: Any) -> list[str]:
     lines = [f"{architecture(config)} of transformers {transformers.__version__}"]
     if config.fresh:
         lines.append("fresh weights")
-    if not isinstance(model.get_output_embeddings(), LossHead):
+    if not isinstance(model.get_output_embeddings(), (LossHead, ScoreHead)):
         lines.append("loss computed from full logits, because the model modifies its head's output")
     if config.config.get("output_router_logits"):
         lines.append("without the router's auxiliary loss, which depends on how a batch is split")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from trainer.recipes.hf.classifier import output_projection
 from trainer.recipes.hf.config import HfConfig
 from trainer.recipes.hf.model import build
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -34,6 +35,7 @@ from transformers.core_model_loading import (
 )
 
 from trainer.errors import setting_error
+from trainer.model.head import ScoreHead, is_score
 from trainer.recipe import WeightSource
 from trainer.weights.sources import SafetensorsFolder, find_weights
 
@@ -53,6 +55,9 @@ def as_stored(config: HfConfig, source: WeightSource) -> WeightSource:
     """
     with torch.device("meta"):
         model = build(config)
+        if heads := [shape for name, shape in source.shapes.items() if is_score(name)]:
+            num_outputs, width = heads[0]
+            model.set_submodule(output_projection(config, model), ScoreHead(width, num_outputs, torch.float32))
     # Skip the conversions that only older files need, and prefixes that are optional in files.
     table = get_model_conversion_mapping(model, add_legacy=False)
     reversed_table = [entry.reverse_transform() for entry in reversed(table) if not isinstance(entry, PrefixChange)]
@@ -61,7 +66,9 @@ def as_stored(config: HfConfig, source: WeightSource) -> WeightSource:
     converted = _ConvertedSource(model, source, renamings)
     for name, stored in find_weights(model, source, "recipe 'hf'").items():
         renamed, pattern = apply_converters(name, converters)
-        if pattern is None:
+        if is_score(name):
+            converted.rename(stored, "score.weight")
+        elif pattern is None:
             converted.rename(stored, apply_renamings(name, renamings))
         else:
             converted.convert(stored, renamed, pattern, converters)

@@ -482,6 +482,9 @@ PUBLISHED = {
         *("qwen3_8b", "model.dim=5120", "model.num_layers=64", "model.num_heads=64", "model.ffn_dim=25600"),
     ],
     "Llama 3 70B": ["llama3_70b"],
+    "gpt-oss 20B": ["gpt_oss_20b"],
+    "Qwen3 30B-A3B": ["qwen3_30b_a3b"],
+    "gpt-oss 120B": ["gpt_oss_120b", "mesh.expert=1"],
 }
 CARDS = {"rtx4090": "24 GB", "l40s": "48 GB", "h100": "80 GB"}
 

@@ -24,7 +24,8 @@ from trainer import Trainer, load_config, load_weights
 from trainer.data.opening import open_source
 from trainer.errors import UserError
 from trainer.export import command_line as export
-from trainer.model.network import build_network
+from trainer.model.network import replace_head
+from trainer.recipe import find_recipe
 
 ASSISTANT = {"role": "assistant"}
 QUICK = ["data.seq_len=64", "train.epochs=8", "train.global_batch_size=4", "optim.lr=1e-2", "run.threads=1"]
@@ -148,6 +149,13 @@ def test_wrong_records_are_reported(model: Path, tmp_path: Path) -> None:
         [{"prompt": "Hi", "chosen": "Yes", "rejected": "No"}]
     )
     assert "matches none of the formats" in message_of([{"text": "Hi"}], "train.objective=tokens")
-    config = load_config("classify", [f"model.path={model}", "model.name=hf", "data.path=x"])
-    with pytest.raises(UserError, match="a new head replaces the output projection, which recipe 'hf'"):
-        build_network(config)
+
+
+def test_a_recipe_must_name_its_output_projection() -> None:
+    recipe = find_recipe("llama")
+    assert recipe.hf is not None
+    unnamed = replace(recipe, hf=replace(recipe.hf, names={}))
+    with torch.device("meta"):
+        network = recipe.build_model(SOURCE)
+    with pytest.raises(UserError, match="a new head replaces the output projection, which recipe 'llama'"):
+        replace_head(network, unnamed, SOURCE, num_outputs=2)

@@ -622,7 +622,7 @@ class LoraSection:
     base_dtype: Literal["float32", "bfloat16", "nf4", "fp8"] | None = declare(
         None,
         "dtype of the frozen weights; null: bfloat16 if they are stored in it, else train.weights_dtype; nf4 or fp8: "
-        "the linear layers of the blocks in 4.5 or 8.5 bits a weight, and all others in fsdp.param_dtype",
+        "the linear layers and experts of the blocks in 4.5 or 8.5 bits a weight, and all others in fsdp.param_dtype",
         aliases=DTYPES,
     )
 

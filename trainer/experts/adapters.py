@@ -5,6 +5,7 @@ the products of their adapters.  The attribute maps the names of transformers' p
 are stacked by expert: {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}.  If transformers concatenates several of
 them along the outputs, in this order, they share an adapter, as in peft.  Each parameter is (E, out, in), or
 (E, in, out) if the module has `is_transposed`.
+The rows of frozen ones may be packed (`trainer.model.packed`): those that the module's `packings` names.
 
 Shape suffixes: E experts, M token-expert pairs, K and N inputs and outputs of a matrix, R rank of an adapter.
 """
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from trainer.experts.grouped import grouped_mm
+from trainer.experts.grouped import grouped_mm, packed_grouped_mm
 
 ADAPTER = "default"
 """The name of the adapter of a layer.  There is only one here; peft supports several."""
@@ -70,10 +71,9 @@ def products(experts: nn.Module, name: str, x_MK: torch.Tensor, ends_E: torch.Te
     """Multiply rows with each of the matrices that `experts.matrices` lists under `name`; returns a list of (M, N).
 
     Rows are sorted by expert, and those of each expert end before row `ends_E`; see `grouped_mm`.
+    Rows are converted to the dtype of the matrices; packed matrices are unpacked in the dtype of the rows instead.
     """
-    parameters: list[torch.Tensor] = [getattr(experts, own) for own in matrices_of(experts)[name]]
-    is_transposed = getattr(experts, "is_transposed", False)
-    found = [grouped_mm(x_MK, each if is_transposed else each.transpose(1, 2), ends_E) for each in parameters]
+    found = [_product(experts, own, x_MK, ends_E) for own in matrices_of(experts)[name]]
     adapter = adapters_of(experts).get(name)
     if adapter is None or not adapter.is_enabled:
         return found
@@ -83,6 +83,18 @@ def products(experts: nn.Module, name: str, x_MK: torch.Tensor, ends_E: torch.Te
         torch.add(out_MN, part_MN, alpha=adapter.scaling).to(out_MN.dtype)
         for out_MN, part_MN in zip(found, parts, strict=True)
     ]
+
+
+def _product(experts: nn.Module, own: str, x_MK: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    weight: torch.Tensor = getattr(experts, own)
+    is_transposed = bool(getattr(experts, "is_transposed", False))
+    packing = getattr(experts, "packings", {}).get(own)
+    if packing is not None:
+        return packed_grouped_mm(x_MK, weight, ends_E, packing, is_transposed)
+    out_MN: torch.Tensor = grouped_mm(
+        x_MK.to(weight.dtype), weight if is_transposed else weight.transpose(1, 2), ends_E
+    )
+    return out_MN
 
 
 def matrices_of(module: nn.Module) -> Mapping[str, Sequence[str]]:

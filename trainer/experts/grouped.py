@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
+
+if TYPE_CHECKING:
+    from trainer.model.packed import Packing
 
 
 @torch.library.custom_op("meshtrainer::grouped_mm", mutates_args=())
@@ -103,6 +107,68 @@ grouped_mm.register_autograd(_backward, setup_context=_setup_context)
 
 GROUPED = torch.ops.meshtrainer.grouped_mm.default
 """The operator as seen by dispatch modes."""
+
+
+_PIECE = 2**27
+"""Number of weights that are unpacked at a time: a quarter of a GiB in bfloat16."""
+
+
+def packed_grouped_mm(
+    x_MK: torch.Tensor, packed: torch.Tensor, ends_E: torch.Tensor, packing: Packing, is_transposed: bool
+) -> torch.Tensor:
+    """Multiply rows with frozen matrices whose rows are packed, (E, N, bytes); see `grouped_mm`.
+
+    They are unpacked in the dtype of `x_MK`, in the forward and in the backward pass, some rows of all experts at a
+    time; autograd saves only the bytes.  is_transposed: the unpacked matrices are (E, K, N), not (E, N, K).
+    """
+    out_MN: torch.Tensor = _PackedGroupedProduct.apply(x_MK, packed, ends_E, packing, is_transposed)  # type: ignore[no-untyped-call]
+    return out_MN
+
+
+class _PackedGroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_MK: torch.Tensor, packed: torch.Tensor, ends_E: torch.Tensor, packing: Packing, is_transposed: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(packed, ends_E)
+        ctx.packing, ctx.is_transposed = packing, is_transposed
+        multiply = _multiply_by_columns if is_transposed else _multiply_by_rows
+        return multiply(x_MK, packed, ends_E, packing)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad_MN,) = grad_outputs
+        packed, ends_E = ctx.saved_tensors
+        multiply = _multiply_by_rows if ctx.is_transposed else _multiply_by_columns
+        return multiply(grad_MN.contiguous(), packed, ends_E, ctx.packing), None, None, None, None
+
+
+def _multiply_by_rows(x: torch.Tensor, packed: torch.Tensor, ends_E: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """Return x @ W.T for x (M, width) and packed W (E, R, width): (M, R)."""
+    parts = [grouped_mm(x, weight.transpose(1, 2), ends_E) for _, weight in _unpacked(packed, packing, x.dtype)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _multiply_by_columns(x: torch.Tensor, packed: torch.Tensor, ends_E: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """Return x @ W for x (M, R) and packed W (E, R, width): (M, width)."""
+    total: torch.Tensor | None = None
+    for rows, weight in _unpacked(packed, packing, x.dtype):
+        if weight.shape[1] == x.shape[1]:
+            whole: torch.Tensor = grouped_mm(x, weight, ends_E)
+            return whole
+        part = grouped_mm(x[:, rows].contiguous(), weight, ends_E).float()
+        total = part if total is None else total.add_(part)
+    assert total is not None
+    return total.to(x.dtype)
+
+
+def _unpacked(packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Unpack matrices (E, R, bytes) piece by piece: yield some of their rows, and their weights (E, rows, width)."""
+    step = max(8, _PIECE // (packed.shape[0] * packing.width) // 8 * 8)  # the kernel needs multiples of 8
+    for start in range(0, packed.shape[1], step):
+        rows = slice(start, start + step)
+        yield rows, packing.unpack(packed[:, rows], dtype)
 
 
 @register_flop_formula(torch.ops.meshtrainer.grouped_mm)

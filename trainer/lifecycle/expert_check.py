@@ -216,7 +216,9 @@ def _wrong_owners(
         )
         ends_A = torch.arange(1, len(chosen_A) + 1, dtype=torch.int32, device=x_D.device)
         own = {
-            key: _rows_of(parameter, chosen_A.long(), mesh, world.device).to(dtype)
+            key: _rows_of(parameter, chosen_A.long(), mesh, world.device).to(
+                dtype if parameter.is_floating_point() else parameter.dtype  # bytes of packed weights
+            )
             for key, parameter in module.named_parameters()
         }
         with torch.no_grad():

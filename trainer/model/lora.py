@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ from trainer.config import LoraSection
 from trainer.errors import UserError, nearest, setting_error
 from trainer.experts import ADAPTER, ExpertAdapter, ExpertFactor, add_adapter, matrices_of
 from trainer.model.head import is_score
-from trainer.model.packed import PackedLinear, pack_layer
+from trainer.model.packed import PackedLinear, pack_experts, pack_layer
 
 ALL_LINEAR = "all-linear"
 
@@ -171,7 +171,7 @@ def add_adapters(
 
     `blocks` are the model's repeated blocks; `all-linear` means their linear layers, or all of them in a model without
     blocks.  `alias` returns an alternative name of a layer, which targets may use too.  No-op with `lora.rank=0`.
-    If `lora.base_dtype` is packed, so are the weights of these layers, and of the blocks' other linear layers.
+    If `lora.base_dtype` is packed, so are the weights of these layers, and the blocks' other linear layers and experts.
 
     Raises UserError for a target that matches no layer, with the nearest name, for a layer that cannot be packed, and
     for dropout on experts.
@@ -189,10 +189,13 @@ def add_adapters(
             module, _, matrix = name.rpartition(".")
             add_adapter(model.get_submodule(module), matrix, lora.rank, lora.alpha / lora.rank)
     replaced: dict[int, nn.Module] = {}
-    if lora.packs:
-        for name in layers_to_pack(model, blocks, chosen):
-            layer = model.get_submodule(name)
-            replaced[id(layer)] = pack_layer(layer, name, str(lora.base_dtype))
+    for name in weights_to_pack(model, blocks, names) if lora.packs else ():
+        owner_name, _, own = name.rpartition(".")
+        owner = model.get_submodule(owner_name)
+        if matrices_of(owner):
+            pack_experts(owner, own, name, str(lora.base_dtype))
+        else:
+            replaced[id(owner)] = pack_layer(owner, owner_name, str(lora.base_dtype))
     for layer in [model.get_submodule(name) for name in chosen]:
         base_layer = replaced.get(id(layer), layer)
         replaced[id(layer)] = AdaptedLinear(base_layer, lora.rank, lora.alpha / lora.rank, lora.dropout)
@@ -202,14 +205,21 @@ def add_adapters(
                 setattr(parent, name, replaced[id(child)])
 
 
-def layers_to_pack(model: nn.Module, blocks: Sequence[nn.Module], adapted: Iterable[str]) -> set[str]:
-    """Return the names of the layers whose weights a packed `lora.base_dtype` packs.
+def weights_to_pack(model: nn.Module, blocks: Sequence[nn.Module], adapted: Collection[str]) -> list[str]:
+    """Return the names of the weights that a packed `lora.base_dtype` packs.
 
-    These are the linear layers of the blocks, and those that have an adapter.  `model` has no adapters yet.
+    These are the matrices of the blocks, those of linear layers and of stacked experts, and all those that have
+    adapters: `adapted` are the layers as `find_layers` returns them.  `model` has no packed weights yet.
     """
     inside = {id(module) for block in blocks for module in block.modules()}
-    linear = {name for name, module in model.named_modules() if id(module) in inside and _is_plain_linear(module)}
-    return linear | set(adapted)
+    found = []
+    for name, module in model.named_modules():
+        if _is_plain_linear(module) and (id(module) in inside or name in adapted):
+            found.append(f"{name}.weight")
+        for matrix, parameters in matrices_of(module).items():
+            if id(module) in inside or f"{name}.{matrix}" in adapted:
+                found += [f"{name}.{own}" for own in parameters]
+    return found
 
 
 def find_layers(

@@ -60,13 +60,16 @@ def replace_head(
 
     dtype: the dtype of the new weight; None for that of the projection.
     """
-    names = HuggingFaceNames(recipe, model_config) if recipe.hf is not None else None
-    mapped = names.from_huggingface(_OUTPUT) if names else None
-    if mapped is None:
+    hf = recipe.hf
+    mapped = None if hf is None else HuggingFaceNames(recipe, model_config).from_huggingface(_OUTPUT)
+    if mapped is not None:
+        projection = mapped.name.removesuffix(".weight")
+    elif hf is not None and hf.output is not None:
+        projection = hf.output(model_config, model)
+    else:
         rule = f"a new head replaces the output projection, which recipe {recipe.name!r} does not name"
         raise setting_error("model.name", recipe.name, rule, fix=f"map its weight to {_OUTPUT} in Recipe(hf=...)")
-    weight = model.get_parameter(mapped.name)
-    projection = mapped.name.removesuffix(".weight")
+    weight = model.get_parameter(f"{projection}.weight")
     model.set_submodule(projection, ScoreHead(weight.shape[1], num_outputs, dtype or weight.dtype))
 
 
@@ -163,7 +166,7 @@ class HuggingFaceNames:
             translated = _translate(name, ours, theirs)
             if translated is not None:
                 return type(theirs)(translated[0])
-        return None
+        return _SCORE if is_score(name) else None
 
     def from_huggingface(self, name: str) -> MappedTensor | None:
         """Return our counterpart of Hugging Face's tensor `name`, with or without the prefix, or None."""

@@ -5,6 +5,8 @@ of float8 (e4m3).  The codes and scales of all rows form one uint8 parameter: (o
 FSDP2 shards such a parameter by rows and gathers it like any other, since it never casts integers.  No block spans two
 rows, so the values do not depend on the mesh.
 
+The matrices of stacked experts, (E, out, in), are packed as (E, out, bytes), and multiplied by `trainer.experts`.
+
 A layer's weight is unpacked for each product, in the forward and the backward pass, and freed afterwards; autograd
 saves only the bytes.
 
@@ -129,7 +131,7 @@ def unpack_rows(packed: torch.Tensor, packing: str, width: int, dtype: torch.dty
 
     One kernel on a GPU.  A custom operator, so that compilation and activation checkpointing treat it as opaque.
     """
-    rows = packed.view(-1, packed.shape[-1])
+    rows = packed.reshape(-1, packed.shape[-1])
     weights = torch.empty(rows.shape[0], width, dtype=dtype, device=packed.device)
     if packed.is_cuda:
         from trainer.model.packed_cuda import unpack_into  # imports Triton
@@ -211,11 +213,28 @@ class _PackedProduct(torch.autograd.Function):
 
 def pack_layer(layer: nn.Module, name: str, dtype: str) -> PackedLinear:
     """Return the packed form of a linear layer.  Raises UserError if blocks do not divide its rows."""
-    width = int(layer.weight.shape[1])  # type: ignore[union-attr,index]
+    _check_width(layer.get_parameter("weight"), name, dtype)
+    return PackedLinear(layer, dtype)
+
+
+def pack_experts(experts: nn.Module, own: str, name: str, dtype: str) -> None:
+    """Replace a matrix of stacked experts, the parameter `own` of `experts`, by its packed form, without values.
+
+    name: of the parameter in the model.  Raises UserError if blocks do not divide its rows.
+    """
+    weight = experts.get_parameter(own)
+    _check_width(weight, name, dtype)
+    packing = Packing(dtype, weight.shape[-1])
+    packed = torch.empty(*weight.shape[:-1], packing.row_bytes, dtype=torch.uint8, device=weight.device)
+    experts.register_parameter(own, nn.Parameter(packed, requires_grad=False))
+    experts.packings = {**getattr(experts, "packings", {}), own: packing}  # type: ignore[assignment]
+
+
+def _check_width(weight: torch.Tensor, name: str, dtype: str) -> None:
+    width = weight.shape[-1]
     if width % BLOCK:
         rule = f"packs blocks of {BLOCK} weights of a row, which do not divide the {width} of {name}"
         raise setting_error("lora.base_dtype", dtype, rule, "bfloat16")
-    return PackedLinear(layer, dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------

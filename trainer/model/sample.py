@@ -25,7 +25,7 @@ from trainer.sequence import Cache, full_sequences
 NO_TOKEN = -1
 """Generated instead of a token if the logits are not finite: the text ends there, and training continues."""
 
-_PREFILL_TOKENS = 512
+PREFILL_TOKENS = 512
 """Number of prompt tokens to process in one call, over all texts, which bounds the memory for their logits."""
 
 _DEFAULT_CONTEXT = 1024
@@ -124,7 +124,7 @@ class CachedDecoder(Decoder):
         tokens_BT, padding = _padded_left(prompts, length)
         self._cache = Cache(padding, max_tokens)
         logits_BTV = torch.empty(0)
-        for part_BT in tokens_BT.split(max(1, _PREFILL_TOKENS // len(prompts)), 1):
+        for part_BT in tokens_BT.split(max(1, PREFILL_TOKENS // len(prompts)), 1):
             logits_BTV = self._call(part_BT)
         return logits_BTV[:, -1]
 

@@ -12,6 +12,8 @@
   network_gbps=X     network bandwidth per rank to other nodes, in Gbit/s (default 400)
   imbalance=X        rows of the busiest rank relative to the mean, with expert parallelism (default 1: a
                      balanced router; a learned one is not balanced)
+  generate=NxP+A     each rank also generates N texts at once inside a step, in `trainer.gathered`: prompts of up to P
+                     tokens, answers of up to A
   --json             print the plan as JSON
   --picture FILE     draw memory over one step, as .png or .svg
   --calibrate        measure this machine first, and use the result for this device from now on; under torchrun or
@@ -48,6 +50,7 @@ from trainer.errors import EXIT_DOES_NOT_FIT, EXIT_FINISHED, print_stderr, print
 from trainer.model.shard import check_sharding
 from trainer.plan.calibrate import calibrate
 from trainer.plan.experts import advice_on_balance, advice_on_experts
+from trainer.plan.generation import Texts, fewer_texts, with_generation
 from trainer.plan.machine import Machine, find_machine
 from trainer.plan.plan import Plan, make_plan, without_data
 from trainer.plan.search import NothingFits, PlannedChoice, fastest_choice, remedies, uses_auto
@@ -68,6 +71,7 @@ class _Options:
     ranks_per_node: int | None = None
     network_gbps: float = 400.0
     imbalance: float = 1.0
+    texts: Texts | None = None
     as_json: bool = False
     picture: Path | None = None
     calibrates: bool = False
@@ -116,6 +120,8 @@ def _plan(arguments: list[str]) -> int:
         print_stderr(f"error: {error}")
         return EXIT_DOES_NOT_FIT
     plan = choice.plan if choice else make_plan(config, mesh, machine)
+    if options.texts is not None:
+        plan = with_generation(plan, options.texts)
     _show(plan, choice, options)
     if not options.as_json:
         for line in (*advice_on_balance(plan), *(advice_on_experts(plan) if choice is None else ())):
@@ -123,7 +129,8 @@ def _plan(arguments: list[str]) -> int:
     if plan.fits:
         return EXIT_FINISHED
     if not options.as_json:
-        print_stdout("\n".join(remedies(plan) or ["no single change of settings would make it fit"]))
+        found = remedies(plan) if plan.generation is None else fewer_texts(plan, options.texts)
+        print_stdout("\n".join(found or ["no single change of settings would make it fit"]))
     return EXIT_DOES_NOT_FIT
 
 
@@ -167,6 +174,8 @@ def _parse(arguments: list[str]) -> tuple[_Options, list[str]]:
             options.picture = _picture(text if equals else next(remaining, ""))
         elif key in ("recipe", "device"):
             setattr(options, key, text)
+        elif key == "generate":
+            options.texts = Texts.parse(text)
         elif key in numbers:
             setattr(options, "ranks" if key == "nproc" else key, _number(key, text, numbers[key]))
         elif argument.startswith("-"):

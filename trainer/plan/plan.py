@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import get_args
 
 from trainer.checkpoint.interval import Costs, costs_of
 from trainer.config import MeshShape, RunConfig
@@ -19,14 +20,28 @@ from trainer.model.network import build_network, flops_of
 from trainer.model.placement import divide, num_dims_to_divide
 from trainer.model.shard import is_unsharded, resolve_resharding
 from trainer.optim.optimizer import AVERAGE_SIZE
-from trainer.plan.estimates import Collective, Memory, StepTime, collectives_of, memory_of, time_of
+from trainer.plan.estimates import Collective, Memory, Moment, StepTime, at_rest, collectives_of, memory_of, time_of
 from trainer.plan.machine import GIB, Machine
 from trainer.plan.muon import MuonUpdate
 from trainer.plan.probe import Probe
-from trainer.plan.step import Layout, Teacher
+from trainer.plan.step import Kind, Layout, Teacher
 from trainer.plan.trace import Trace
 
 _SIZES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What generating texts inside a step needs beside the state of training, in bytes of one rank.
+
+    texts: a description.  weights: the gathered ones.  cache: of all texts at their full length.  temporaries: the most
+    that a call of the model, or the choice of tokens after it, allocates in addition.
+    """
+
+    texts: str
+    weights: int
+    cache: int
+    temporaries: int
 
 
 @dataclass(frozen=True)
@@ -40,6 +55,8 @@ class Plan:
     layout: Layout
     probe: Probe
     """The probe that made the trace; reused to trace the same model with other settings."""
+    generation: Generation | None = None
+    """Of texts inside a step, which the settings do not show: a program may generate what it trains on."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -47,7 +64,20 @@ class Plan:
 
     @cached_property
     def memory(self) -> Memory:
-        return memory_of(self.trace, self.layout, self.num_micro_batches)
+        """Memory over a step, the generation of texts included."""
+        memory = memory_of(self.trace, self.layout, self.num_micro_batches)
+        moment = self.generation_moment
+        return memory if moment is None or moment.total <= memory.peak.total else replace(memory, peak=moment)
+
+    @cached_property
+    def generation_moment(self) -> Moment | None:
+        """The moment with the most memory while texts are generated, if any are."""
+        found = self.generation
+        if found is None:
+            return None
+        by_kind: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0) | at_rest(self.trace, self.layout)
+        by_kind |= {"unsharded parameters": found.weights, "activations": found.cache, "temporaries": found.temporaries}
+        return Moment(f"generation of {found.texts}", by_kind)
 
     @cached_property
     def collectives(self) -> Counter[Collective]:

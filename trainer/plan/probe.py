@@ -149,7 +149,7 @@ def _trace(
     repetition = Repetition(model, units if shortens else (), checkpointed, offload.nominal)
     with warnings.catch_warnings(), fake_tensors():
         warnings.simplefilter("ignore")  # about hooks on views; warning about those is FSDP's job
-        buffer_bytes = _make_fake(model, compute_dtype, repetition.left_out)
+        buffer_bytes = make_fake(model, compute_dtype, repetition.left_out)
         shape = (micro_batch_size * config.rows_per_sample, config.data.seq_len // config.context)
         batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")}
         meter = MemoryMeter(model, batch.values(), fuses, config.train.float8)
@@ -338,8 +338,11 @@ def _without_unused(units: tuple[UnitFacts, ...], unused: set[str]) -> tuple[Uni
     )
 
 
-def _make_fake(model: nn.Module, compute_dtype: torch.dtype, left_out: set[int]) -> int:
-    """Replace meta tensors with fake ones, parameters in the compute dtype; return the size of the buffers."""
+def make_fake(model: nn.Module, compute_dtype: torch.dtype, left_out: set[int]) -> int:
+    """Replace meta tensors with fake ones, parameters in the compute dtype; return the size of the buffers.
+
+    left_out: the ids of modules whose tensors stay as they are.
+    """
     ties = tied_names(model)
     buffer_bytes = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     for module in model.modules():

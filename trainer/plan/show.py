@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -42,6 +43,10 @@ def print_plan(plan: Plan, choice: PlannedChoice | None = None) -> None:
         print_stdout(f"\n{choice_text(choice)}")
     fits = "fits" if plan.fits else "DOES NOT FIT"
     _print_table(f"{_peak_text(plan)}, {fits}", ("kind", "GiB"), _memory_rows(plan), text_columns=(0,))
+    if (found := plan.generation) is not None:
+        parts = f"{readable_bytes(found.weights)} gathered weights, {readable_bytes(found.cache)} cache"
+        line = f"generation of {found.texts}: {parts}, {readable_bytes(found.temporaries)} temporaries"
+        print_stdout("\n" + textwrap.fill(line, width))
     if plan.collectives:
         heads = ("collective", "axis", "ranks", "count", "size", "s")
         _print_table("communication per rank in one step", heads, _communication_rows(plan), text_columns=(0, 1))
@@ -230,6 +235,7 @@ def to_json(plan: Plan, choice: PlannedChoice | None = None) -> dict[str, Any]:
             "needed_gib": plan.needed_gib,
             "place": plan.memory.peak.place,
             "offloaded_bytes": plan.memory.offloaded,
+            "generation": None if plan.generation is None else asdict(plan.generation),
             "gib": memory_by_kind(plan),
         },
         "communication": communication_rows(plan),

@@ -286,6 +286,7 @@ def export(
     """
     path = Path(folder).expanduser()
     names = HuggingFaceNames(recipe, model_config)
+    heads = [shape for name, shape in source.shapes.items() if is_score(name)]
     stored = recipe.stored_weights(model_config, source)
     if stored is not None:  # already with the exported names and shapes
         source, dtypes = stored, stored.dtypes
@@ -297,7 +298,7 @@ def export(
         tensors = _list_tensors(source, recipe, model_config, names, dtype)
     shards = _split(tensors, max_shard_bytes)
     texts = _text_files(recipe, model_config, tensors, end_id, turn_ends, tokenizer, origin or Origin())
-    if heads := [shape for name, shape in source.shapes.items() if is_score(name)]:
+    if heads:
         texts[CONFIG] = _classifier_config(texts[CONFIG], heads[0][0])
         texts.pop(GENERATION, None)
     if len(shards) > 1:

@@ -30,8 +30,9 @@ from trainer.config.pretrained import (
 from trainer.config.schema import name_of_source
 from trainer.distributed.channel import Channel
 from trainer.errors import UserError, print_stderr
+from trainer.experts import ADAPTERS
 from trainer.model.head import is_score
-from trainer.model.lora import is_base_weight, layers_to_pack, plain_name, transposed_layers
+from trainer.model.lora import is_base_weight, plain_name, transposed_layers, weights_to_pack
 from trainer.model.materialize import materialize
 from trainer.model.network import build_network, replace_head
 from trainer.model.packed import CODE_BITS, Packing
@@ -310,10 +311,10 @@ def with_merged_adapters(
     adapted = adapted_layers(stored.shapes)
     experts = find_matrices(model, adapted)
     if str(base_dtype) in CODE_BITS and not into_original:
-        linear = adapted - {matrix.adapter for matrix in experts.values()}
-        layers = layers_to_pack(model, find_blocks(model, recipe), linear)
-        shapes = {f"{layer}.weight": model.get_parameter(f"{layer}.weight").shape for layer in layers}
-        packings = {name: Packing(str(base_dtype), shape[1]) for name, shape in shapes.items()}
+        of_experts = {matrix.adapter for matrix in experts.values()}
+        layers = {name.replace(f".{ADAPTERS}.", ".") if name in of_experts else name for name in adapted}
+        names = weights_to_pack(model, find_blocks(model, recipe), layers)
+        packings = {name: Packing(str(base_dtype), model.get_parameter(name).shape[-1]) for name in names}
     weights = open_base(stored, recipe, model_config, base)
     return MergedSource(weights, stored, alpha / rank, transposed, packings, dtype, experts)
 

@@ -1,0 +1,50 @@
+"""Which models of transformers have a classifier, as which a model with a new head is exported."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import torch
+import transformers
+from trainer.recipes.hf.config import HfConfig
+from trainer.recipes.hf.model import build, settings_of
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+from trainer.errors import setting_error
+
+
+def output_projection(config: HfConfig, model: Any) -> str:
+    """Return the name of the projection onto the vocabulary, which a new head replaces.
+
+    Raises UserError if the library has no classifier that consists of the rest of the model and such a head.
+    """
+    if problem := _problem(json.dumps(config.config, sort_keys=True)):
+        kind, version = config.config["model_type"], transformers.__version__
+        rule = f"a new head needs a classifier of transformers {version} for model_type={kind}; {problem}"
+        raise setting_error("model.path", config.path, rule)
+    return _name_of_output(model)
+
+
+def _name_of_output(model: Any) -> str:
+    head = model.get_output_embeddings()
+    return next(name for name, module in model.named_modules() if module is head)
+
+
+@functools.lru_cache(maxsize=8)
+def _problem(content: str) -> str:
+    """Return why the library's classifier could not load the weights of an export; empty if it could."""
+    config = HfConfig(config=json.loads(content))
+    if config.config["model_type"] not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+        return "there is none"
+    with torch.device("meta"):
+        ours = build(config)
+        theirs = transformers.AutoModelForSequenceClassification.from_config(settings_of(config), dtype=torch.float32)
+    output = _name_of_output(ours)
+    expected = {name: value.shape[1:] for name, value in ours.state_dict().items()}
+    expected["score.weight"] = expected.pop(f"{output}.weight")
+    expected.pop(f"{output}.bias", None)
+    found = {name: value.shape[1:] for name, value in theirs.state_dict().items()}
+    others = sorted(name for name in {**expected, **found} if expected.get(name) != found.get(name))
+    return f"{type(theirs).__name__} has other weights: {', '.join(others[:5])}" if others else ""

@@ -1,0 +1,78 @@
+"""Models of transformers with a new head: their scores, and their exports, which transformers' classifiers load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
+
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from tests.helpers.hf_models import folder_of
+from tests.weights.test_huggingface import Memory
+from trainer import UserError, load_config
+from trainer.model.network import build_network
+from trainer.weights.exporting import Origin, export, read_model_files
+from trainer.weights.loading import load_unsharded
+from trainer.weights.sources import fill
+
+OWN = ["model.name=hf", "data.path=x.jsonl", "objective.num_labels=3", "train.micro_batch_size=1"]
+
+
+def classifier_of(folder: Path) -> tuple[Any, Any]:
+    """Return the configuration and the model of a folder's weights with a head for three classes."""
+    config = load_config("classify", [f"model.path={folder}", *OWN])
+    model = build_network(config)
+    source = config.recipe.first_weights(config.model)
+    assert source is not None
+    load_unsharded(model, config.recipe, source, torch.device("cpu"))
+    head = next(p for name, p in model.named_parameters() if name.endswith(".score"))
+    head.data.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(0)))
+    fill(model, source)  # which does not need to have the head
+    return config, model
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "gemma2",
+        *(
+            pytest.param(kind, marks=pytest.mark.campaign)
+            for kind in ("llama", "qwen3", "gpt2", "qwen3_moe", "gemma3", "mistral", "phi3", "gpt_oss", "deepseek_v3")
+        ),
+    ],
+)
+def test_scores_are_those_of_the_export(kind: str, tmp_path: Path) -> None:
+    """Also of models whose classifier lacks what follows the projection, such as Gemma's cap on logits."""
+    config, model = classifier_of(folder_of(tmp_path / "base", kind))
+    tokens = torch.arange(2, 26).view(2, 12)
+    with torch.no_grad():
+        ours = model(tokens)
+    assert ours.shape == (2, 12, 3)
+    origin = Origin()
+    origin.files = read_model_files(tmp_path / "base")
+    export(Memory(model.state_dict()), config.recipe, config.model, tmp_path / "out", origin=origin)
+    theirs, report = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    with torch.no_grad():
+        for last in (3, 12):
+            found = torch.cat([theirs.eval()(tokens[row : row + 1, :last]).logits for row in range(2)])
+            torch.testing.assert_close(found, ours[:, last - 1], rtol=1e-5, atol=1e-5 * float(ours.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("granite", "there is none"),
+        ("mamba", "there is none"),
+    ],
+)
+def test_models_without_such_a_classifier_are_refused(kind: str, says: str, tmp_path: Path) -> None:
+    config = load_config("classify", [f"model.path={folder_of(tmp_path / 'base', kind)}", *OWN])
+    with pytest.raises(UserError, match=f"a new head needs a classifier .* for model_type={kind}; {says}"):
+        build_network(config)

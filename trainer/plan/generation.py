@@ -1,0 +1,140 @@
+"""Plans the memory for generating texts inside a training step, as in reinforcement learning.
+
+The state of training stays in memory meanwhile, and beside it the weights, which `trainer.gathered` keeps gathered.  To
+these come the cache of the texts, and what a call of the model and the choice of tokens allocate.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from trainer.config import RunConfig
+from trainer.errors import setting_error
+from trainer.experts import fake_tensors
+from trainer.model.network import build_network
+from trainer.model.sample import PREFILL_TOKENS, supports_kv_cache
+from trainer.plan.kernels import use_gpu_kernels
+from trainer.plan.plan import Generation, Plan
+from trainer.plan.probe import make_fake
+from trainer.plan.step import Layout
+from trainer.plan.trace import MemoryMeter, UnitFacts
+from trainer.sequence import Cache, full_sequences
+
+BYTES_OF_CHOICE = 36
+"""Bytes for each text and entry of the vocabulary while a token is drawn: log-probabilities, and noise in float64."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The texts that a rank generates at once: how many, and the most tokens of a prompt and of an answer."""
+
+    number: int
+    prompt: int
+    answer: int
+
+    @staticmethod
+    def parse(text: str) -> Texts:
+        """Parse "64x256+768".  Raises UserError."""
+        match = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text)
+        if match is None or not all(int(number) for number in match.groups()):
+            rule = "must be the number of texts, x, the most tokens of a prompt, +, those of an answer"
+            raise setting_error("generate", text, rule, example="64x256+768")
+        return Texts(*map(int, match.groups()))
+
+
+def with_generation(plan: Plan, texts: Texts) -> Plan:
+    """Return the plan of a run that also generates texts inside its steps.
+
+    Raises UserError if the model has no cache, or if its code does not run on tensors without values.
+    """
+    config = plan.config
+    try:
+        cache, temporaries = _traced(config, plan.machine.device_type, texts)
+    except Exception as error:  # from the model's own code
+        text = str(error).splitlines()[0] if str(error) else ""
+        rule = f"cannot be planned: generating on meta tensors fails with {type(error).__name__}: {text}"
+        raise setting_error("model.name", config.model.name, rule) from error
+    temporaries += BYTES_OF_CHOICE * texts.number * (config.vocab_size or 0)  # the logits of the call are still there
+    weights = _gathered_bytes(plan.layout, plan.trace.units)
+    description = f"{texts.number} texts of {texts.prompt} + {texts.answer} tokens"
+    return replace(plan, generation=Generation(description, weights, cache, temporaries))
+
+
+def fewer_texts(plan: Plan, texts: Texts | None) -> list[str]:
+    """Return a description of how many texts at once fit, if their generation is why `plan` does not."""
+    budget = plan.machine.budget_bytes
+    while (
+        texts is not None and (found := plan.generation) is not None and (moment := plan.generation_moment) is not None
+    ):
+        if plan.fits:
+            return [f"would fit: generate={texts.number}x{texts.prompt}+{texts.answer}"]
+        of_texts = found.cache + found.temporaries
+        # Not quite proportional to their number, which also decides how prompts are fed.
+        number = min(texts.number - 1, int(texts.number * (budget - moment.total + of_texts) / of_texts))
+        if number < 1 or moment.total < plan.memory.peak.total:
+            return []
+        texts = replace(texts, number=number)
+        plan = with_generation(plan, texts)
+    return []
+
+
+def _gathered_bytes(layout: Layout, units: Sequence[UnitFacts]) -> int:
+    """Return the bytes of the gathered weights, which are there beside the shards."""
+    if layout.is_unsharded:
+        return 0
+    total = 0
+    for parameter in (parameter for unit in units for parameter in unit.parameters):
+        size = parameter.gathered_size(layout.param_size)
+        if layout.division(parameter).parts > 1 or size != parameter.element_size:
+            total += layout.division(parameter).gathered_numel(parameter.shape) * size
+    return total
+
+
+def _traced(config: RunConfig, device_type: str, texts: Texts) -> tuple[int, int]:
+    """Return the bytes of the cache of texts at their full length, and of what a call of the model adds to it.
+
+    The call has the most tokens that a decoder feeds at once, and runs on fake tensors.
+    """
+    model = build_network(config).eval()
+    if device_type == "cuda":
+        use_gpu_kernels(model)
+    length, padding = texts.prompt + texts.answer, [texts.prompt - 1, *[0] * (texts.number - 1)]
+    num_fed, capacity = texts.prompt, length
+    if supports_kv_cache(model):
+        num_fed = min(texts.prompt, max(1, PREFILL_TOKENS // texts.number))
+        capacity = _capacity(texts, num_fed)
+    with fake_tensors(), torch.no_grad(), full_sequences():
+        make_fake(model, getattr(torch, config.fsdp.param_dtype), set())
+        tokens = torch.zeros(texts.number, num_fed, dtype=torch.int64)
+        with MemoryMeter(model, [tokens]) as meter:
+            if supports_kv_cache(model):
+                cache = Cache(padding, capacity - max(padding))
+                cache.advance(length - num_fed)
+                output = model(tokens, documents=cache)
+                share = 1.0
+            else:
+                output = model(input_ids=tokens, use_cache=True)
+                cache, share = output.past_key_values, length / texts.prompt
+            meter.cut()
+            del output
+            if isinstance(cache, Cache):
+                cache.advance(num_fed)  # which drops the masks of the call
+            meter.cut()
+        called, freed = meter.segments()
+        cache_bytes = called.net + freed.net
+        del cache
+    return round(cache_bytes * share), called.peak - cache_bytes
+
+
+def _capacity(texts: Texts, num_fed: int) -> int:
+    """Return for how many tokens of a text a cache has memory in the end, by filling one of a single number."""
+    cache, keys = Cache([texts.prompt - 1], texts.prompt + texts.answer), torch.empty(0)
+    sizes = [num_fed] * (texts.prompt // num_fed) + [texts.prompt % num_fed] * (texts.prompt % num_fed > 0)
+    for size in (*sizes, *[1] * texts.answer):
+        keys, _ = cache.extend(torch.empty(1, 1, size, 1), torch.empty(1, 1, size, 1))
+        cache.advance(size)
+    return keys.untyped_storage().nbytes() // keys.element_size()
