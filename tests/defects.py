@@ -195,6 +195,13 @@ DEFECTS: list[Defect] = [
         "if False:",
     ),
     Defect(
+        "a-cut-off-array-is-taken",
+        "records",
+        "trainer.data.records:_read_json",
+        "if is_at_end and num_open > 0:",
+        "if False:",
+    ),
+    Defect(
         "a-card-with-local-paths",
         "push",
         "_public",
@@ -1315,6 +1322,20 @@ DEFECTS: list[Defect] = [
         "Metrics.progress",
         "self._prometheus.progress(step)",
         "self._prometheus.port",
+    ),
+    Defect(
+        "checkpoints-in-the-container",
+        "submit",
+        "_submit_to_kubernetes",
+        "job = make_job(options, arguments, volume=options.mount)",
+        "job = make_job(options, arguments)",
+    ),
+    Defect(
+        "two-runs-of-a-sweep-in-one-folder",
+        "sweep",
+        "trainer.sweep:names_of",
+        "while name in names:",
+        "while False:",
     ),
     Defect(
         "all-gpus-on-one-rank",
