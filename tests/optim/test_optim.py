@@ -188,7 +188,7 @@ def test_step_scales_gradients(kind: Any) -> None:
 
 
 def test_update_takes_shards_without_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With autograd, the shard of each gradient would be an autograd function's result: a third of a small update."""
+    """With autograd, the shard of each gradient would be an autograd function's result."""
     modes = []
     monkeypatch.setattr(
         "trainer.optim.optimizer.local", lambda tensor: (modes.append(torch.is_grad_enabled()), tensor)[1]
