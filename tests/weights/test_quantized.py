@@ -206,7 +206,7 @@ def test_scales_are_missing(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     del index["weight_map"]["model.layers.0.mlp.experts.down_proj_scales"]
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"down_proj_blocks: cannot be dequantized, because .*down_proj_scales is missing"):
+    with pytest.raises(UserError, match=r"down_proj_blocks: cannot be dequantized, because .*down_proj_scales is"):
         opened(tmp_path)
 
 
