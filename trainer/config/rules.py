@@ -1,4 +1,4 @@
-"""Rules between settings, and between settings and the number of ranks."""
+"""Checks settings against each other, and against the number of ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from trainer.errors import UserError, choice_error, nearest, setting_error
 def check_config(config: RunConfig, world_size: int, local_world_size: int) -> MeshShape:
     """Check all rules, before anything is built, and return the shape of the mesh.
 
-    Raises UserError that names one setting, the rule that it breaks, and how to fix it.
+    Raises a UserError that names one setting, the rule that it breaks, and how to fix it.
     """
     shape = find_mesh_shape(config.mesh, world_size, local_world_size)
     if config.mesh.context == AUTO:  # without a valid choice, check context=1 to report why
@@ -326,7 +326,7 @@ def _check_evaluation(config: RunConfig) -> None:
 
 
 def offloaded_share(setting: float | str) -> float:
-    """Return the share of blocks that `train.offload_activations` offloads: 0.0 for `none` and for an open `auto`."""
+    """Return the share of blocks that `train.offload_activations` offloads; 0 for `none` and an unresolved `auto`."""
     return 0.0 if isinstance(setting, str) else float(setting)
 
 
@@ -480,16 +480,16 @@ _FORMS = "must be a step, tokens:<n>, or a share of the run such as 80%"
 
 @dataclass(frozen=True)
 class Phase:
-    """The weights of the sources from sample `start` on; None: proportional to the sizes of the sources."""
+    """The sampling weights of the sources from sample `start` on; None: proportional to the sizes of the sources."""
 
     start: int
     weights: Mapping[str, float] | None
 
 
 def find_phases(config: RunConfig) -> list[Phase]:
-    """Return the phases of a run with several sources, first to last; the first begins at sample 0.
+    """Return the phases of a run with several sources, in order; the first starts at sample 0.
 
-    Raises UserError that names the phase and the rule that it breaks.  The order of the phases is only checked once
+    Raises a UserError that names the phase and the rule that it breaks.  The order of the phases is only checked once
     `train.epochs` has been resolved to a number of steps.
     """
     path, weights = config.data.path, config.data.weights
@@ -610,7 +610,7 @@ def check_requirements(config: RunConfig, device_type: str) -> None:
 SINKS = "meshtrainer.sinks"
 """Entry-point group in which other distributions list their trackers."""
 _TRACKERS = {"wandb": "Weights & Biases", "tensorboard": "TensorBoard", "trackio": "Trackio", "mlflow": "MLflow"}
-"""The trackers of this package: the library that each needs, and the name of the product."""
+"""The built-in trackers: the library that each needs, and its product name."""
 
 
 def _check_trackers(log: LogSection) -> None:
@@ -665,7 +665,7 @@ def compiles_when_planned(setting: bool | str, device_type: str) -> bool:
 
 
 def _check_compilers(key: str, value: object, device_type: str, alternative: str) -> None:
-    """Raise UserError unless torch.compile has the compilers it needs."""
+    """Raise UserError if a compiler that torch.compile needs is missing."""
     rule, fix = _missing_compiler(device_type)
     if rule:
         raise setting_error(key, value, rule, fix=f"{fix}, or {alternative}")
