@@ -1149,8 +1149,8 @@ DEFECTS: list[Defect] = [
         "room-for-fewer",
         "disk-space",
         "disk_space_warning",
-        "still = (counts.num_at_peak - len(existing)) * num_bytes",
-        "still = (counts.num_at_peak - len(existing) - 1) * num_bytes",
+        "needed_bytes = (counts.num_at_peak - len(existing)) * num_bytes",
+        "needed_bytes = (counts.num_at_peak - len(existing) - 1) * num_bytes",
     ),
     Defect(
         "checkpoint-not-held",
