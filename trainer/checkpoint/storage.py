@@ -262,14 +262,14 @@ class PinnedStorage(LocalStorage):
         super().__init__(path)
         self._descriptors: dict[str, int] = {}
         weakref.finalize(self, _close_all, self._descriptors)
-        _raise_limit_of_open_files(len(names))
+        _raise_file_limit(len(names))
         for name in names:
             try:
                 self._descriptors[name] = os.open(path / name, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
                     raise
-                break  # the limit of open files is reached: the others are opened on demand
+                break  # the limit on open files is reached: the others are opened on demand
 
     @contextlib.contextmanager
     def lasting(self) -> Iterator[str]:
@@ -299,7 +299,7 @@ def _close_all(descriptors: dict[str, int]) -> None:
         os.close(descriptor)
 
 
-def _raise_limit_of_open_files(num_files: int) -> None:
+def _raise_file_limit(num_files: int) -> None:
     """Allow this process to open `num_files` more files, as far as the system permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = num_files + 512

@@ -40,20 +40,20 @@
 
   function ticks(low, high, isLog, count) {
     if (isLog) {
-      const ratio = high / low, found = [];
+      const ratio = high / low, values = [];
       const parts = ratio > 200 ? [1] : ratio > 20 ? [1, 2, 5] : [1, 1.5, 2, 3, 4, 5, 7];
       for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++)
         for (const part of parts) {
           const tick = part * 10 ** power;
-          if (tick >= low && tick <= high) found.push(tick);
+          if (tick >= low && tick <= high) values.push(tick);
         }
-      if (found.length > 1) return found.filter((_, place) => place % Math.ceil(found.length / 8) === 0);
+      if (values.length > 1) return values.filter((_, index) => index % Math.ceil(values.length / 8) === 0);
     }
     const rough = (high - low) / count || 1, power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 2.5, 5, 10].map((part) => part * power).find((part) => part >= rough);
-    const found = [];
-    for (let tick = Math.ceil(low / step) * step; tick <= high + step / 1e6; tick += step) found.push(+tick.toPrecision(10));
-    return found;
+    const values = [];
+    for (let tick = Math.ceil(low / step) * step; tick <= high + step / 1e6; tick += step) values.push(+tick.toPrecision(10));
+    return values;
   }
 
   // Exponential moving average with bias correction; missing values stay missing.
@@ -68,10 +68,10 @@
     });
   }
 
-  // x of a step on the chosen axis, interpolated linearly between known points.
-  function place(run, step) {
+  // x of a step on the chosen axis, interpolated linearly between recorded points.
+  function xOf(run, step) {
     const steps = run.train.step, xs = run.train[chosen.axis] || [];
-    let at = steps.findIndex((known) => known >= step);
+    let at = steps.findIndex((each) => each >= step);
     if (at < 0) at = steps.length - 1;
     if (at <= 0 || steps[at] === step) return xs[at];
     const share = (step - steps[at - 1]) / (steps[at] - steps[at - 1]);
@@ -79,7 +79,7 @@
   }
 
   function linesOf(panel) {
-    const found = [];
+    const lines = [];
     data.runs.forEach((run, number) => {
       if (chosen.hidden.includes(run.name)) return;
       panel.lines.forEach((line) => {
@@ -91,14 +91,14 @@
         const hue = one ? colours[labels.indexOf(line.label) % colours.length] : colours[number % colours.length];
         if (!one && line.column === "data_s") return;
         const label = [one ? "" : run.name, points && line.label !== "evaluation" ? `${line.label}, evaluation` : line.label];
-        found.push({
+        lines.push({
           xs, raw: ys, points, colour: `var(--${hue})`, label: label.filter(Boolean).join(", "),
           ys: points || !panel.is_noisy ? ys : smoothed(ys, chosen.smoothing),
           low: chosen.smoothing ? null : table[line.column + "_low"], high: table[line.column + "_high"],
         });
       });
     });
-    return found;
+    return lines;
   }
 
   function extent(lines, panel) {
@@ -127,15 +127,15 @@
     if (data.runs.length !== 1) return;
     const run = data.runs[0], inside = (x) => isNumber(x) && x >= range.first && x <= range.last;
     for (const [from, to] of run.lost) {
-      const [left, right] = [place(run, from), place(run, to)].map((x) => Math.min(Math.max(x, range.first), range.last));
+      const [left, right] = [xOf(run, from), xOf(run, to)].map((x) => Math.min(Math.max(x, range.first), range.last));
       make("rect", { x: toX(left), y: TOP, width: Math.max(1, toX(right) - toX(left)), height: H - TOP - BOTTOM,
         style: "fill: var(--red); opacity: .13" }, svg);
     }
-    for (const step of run.restarts) if (inside(place(run, step))) {
-      const x = toX(place(run, step));
+    for (const step of run.restarts) if (inside(xOf(run, step))) {
+      const x = toX(xOf(run, step));
       make("path", { d: `M${x} ${TOP}V${H - BOTTOM}`, style: "stroke: var(--muted); stroke-dasharray: 4 3" }, svg);
     }
-    const saved = run.saved.map((step) => place(run, step)).filter(inside);
+    const saved = run.saved.map((step) => xOf(run, step)).filter(inside);
     const d = saved.map((x) => `M${toX(x).toFixed(1)} ${H - BOTTOM - 7}v7`).join("");
     if (d) make("path", { d, style: "stroke: var(--green); stroke-width: 1.5" }, svg);
   }
@@ -188,9 +188,9 @@
     }
     const dash = line.points ? "; stroke-dasharray: 4 3" : "";
     make("path", { d, style: `fill: none; stroke: ${line.colour}; stroke-width: 1.6; stroke-linejoin: round${dash}` }, svg);
-    const known = points.filter(Boolean);
-    if (line.points || known.length < 3)
-      for (const [x, y] of known) make("circle", { cx: x.toFixed(1), cy: y.toFixed(1), r: known.length > 40 ? 1.8 : 3, style: `fill: ${line.colour}` }, svg);
+    const present = points.filter(Boolean);
+    if (line.points || present.length < 3)
+      for (const [x, y] of present) make("circle", { cx: x.toFixed(1), cy: y.toFixed(1), r: present.length > 40 ? 1.8 : 3, style: `fill: ${line.colour}` }, svg);
   }
 
   function legend(lines) {

@@ -128,7 +128,7 @@ def _draw_step_s(axes: Any, runs: Sequence[RecordedRun]) -> None:
         if len(runs) == 1:
             waiting = columns(run.train["step"], run.train["data_s"])
             style = {"color": COLOURS["orange"], "linewidth": 0.8, "zorder": 3}
-            axes.fill_between(waiting.x, 0, waiting.mean, alpha=0.55, label="of it waiting for data", **style)
+            axes.fill_between(waiting.x, 0, waiting.mean, alpha=0.55, label="waiting for data", **style)
     _limit(axes, [run.train["step_s"] for run in runs], _seconds)
     _legend(axes, runs)
 
@@ -174,8 +174,8 @@ def _mark_not_finite(axes: Any, run: RecordedRun, column: str, colour: str) -> N
     not_finite = run.train["step"][~np.isfinite(run.train[column])]
     steps = columns(not_finite, not_finite).x[:NUM_COLUMNS]
     if steps.size:
-        place = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}
-        axes.plot(steps, np.full(steps.size, 0.97), "x", color=colour, markersize=4.5, label="not finite", **place)
+        position = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}
+        axes.plot(steps, np.full(steps.size, 0.97), "x", color=colour, markersize=4.5, label="not finite", **position)
 
 
 def _is_wide(values: Sequence[Column], ratio: float) -> bool:
@@ -215,14 +215,14 @@ def _limit(axes: Any, values: Sequence[Column], form: Callable[[float], str]) ->
 
 
 def _legend(axes: Any, runs: Sequence[RecordedRun]) -> None:
-    """Add a legend next to the title if there are several labels; in gray if colors denote runs."""
+    """Add a legend next to the title if there are several labels; it is gray if colors denote runs."""
     handles, labels = axes.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
     if len(unique) < 2:
         return
-    place = {"loc": "lower right", "bbox_to_anchor": (1.01, 1.015), "borderaxespad": 0.0, "borderpad": 0.2}
+    position = {"loc": "lower right", "bbox_to_anchor": (1.01, 1.015), "borderaxespad": 0.0, "borderpad": 0.2}
     style = {"ncols": 3, "frameon": False, "fontsize": 8.0, "handlelength": 1.4, "columnspacing": 1.2}
-    legend = axes.legend(unique.values(), unique.keys(), labelcolor=COLOURS["muted"], **place, **style)
+    legend = axes.legend(unique.values(), unique.keys(), labelcolor=COLOURS["muted"], **position, **style)
     if len(runs) > 1:
         for handle in legend.legend_handles:
             handle.set_color(COLOURS["muted"])
@@ -236,9 +236,9 @@ def _mark_attempts(axes: Any, run: RecordedRun) -> None:
             axes.axvspan(attempt.resumed_step, last, color=COLOURS["red"], alpha=0.13, linewidth=0, zorder=0)
         axes.axvline(attempt.resumed_step, color=COLOURS["muted"], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
     saved = columns(run.saved, run.saved).x
-    place = {"transform": axes.get_xaxis_transform(), "zorder": 4}
+    position = {"transform": axes.get_xaxis_transform(), "zorder": 4}
     style = {"color": COLOURS["green"], "markersize": 5, "markeredgewidth": 1.1}
-    axes.plot(saved, np.full(saved.size, 0.012), "|", **style, **place)
+    axes.plot(saved, np.full(saved.size, 0.012), "|", **style, **position)
 
 
 def _panel(
@@ -365,5 +365,5 @@ def _draw_parts(figure: Any, run: RecordedRun) -> None:
         axes.set_xlim(0, left)
         counts = f"{run.goodput.restarts} restarts, {run.goodput.lost_steps} lost steps"
         axes.set_title(f"wall time {readable_duration(total)}, {counts}", loc="left", fontweight="bold")
-        place = {"loc": "upper left", "bbox_to_anchor": (-0.005, 0.0)}
-        axes.legend(ncols=4, frameon=False, handlelength=1, columnspacing=2.0, **place)
+        position = {"loc": "upper left", "bbox_to_anchor": (-0.005, 0.0)}
+        axes.legend(ncols=4, frameon=False, handlelength=1, columnspacing=2.0, **position)
