@@ -952,8 +952,8 @@ DEFECTS: list[Defect] = [
         "pruned-one-too-many",
         "pruning",
         "RetentionPolicy.obsolete",
-        "if step < last[-1] and",
-        "if step <= last[-1] and",
+        "if step < newest[-1] and",
+        "if step <= newest[-1] and",
     ),
     Defect(
         "saved-while-it-changes",

@@ -3,7 +3,7 @@
 // The reader's choices (axis, smoothing, runs, scale, open boxes, scroll position) are kept across reloads.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const colours = ["blue", "red", "green", "pink", "orange", "sky", "olive", "black"];
+  const colors = ["blue", "red", "green", "pink", "orange", "sky", "olive", "black"];
   const key = `meshtrainer ${location.pathname}`;
   const chosen = { axis: "step", smoothing: 0, log: null, hidden: [], open: [], live: true, scroll: 0 };
   try { Object.assign(chosen, JSON.parse(sessionStorage.getItem(key) || "{}")); } catch { /* storage is disabled */ }
@@ -88,11 +88,11 @@
         const points = line.of === "evals";
         const labels = [...new Set(panel.lines.map((each) => each.label))];
         const one = data.runs.length === 1;
-        const hue = one ? colours[labels.indexOf(line.label) % colours.length] : colours[number % colours.length];
+        const hue = one ? colors[labels.indexOf(line.label) % colors.length] : colors[number % colors.length];
         if (!one && line.column === "data_s") return;
         const label = [one ? "" : run.name, points && line.label !== "evaluation" ? `${line.label}, evaluation` : line.label];
         lines.push({
-          xs, raw: ys, points, colour: `var(--${hue})`, label: label.filter(Boolean).join(", "),
+          xs, raw: ys, points, color: `var(--${hue})`, label: label.filter(Boolean).join(", "),
           ys: points || !panel.is_noisy ? ys : smoothed(ys, chosen.smoothing),
           low: chosen.smoothing ? null : table[line.column + "_low"], high: table[line.column + "_high"],
         });
@@ -179,7 +179,7 @@
       const at = points.map((point, number) => (point && isNumber(line.low[number]) ? number : -1)).filter((n) => n >= 0);
       const top = at.map((n) => `${points[n][0].toFixed(1)} ${toY(line.high[n]).toFixed(1)}`);
       const under = at.map((n) => `${points[n][0].toFixed(1)} ${toY(line.low[n]).toFixed(1)}`).reverse();
-      if (at.length > 1) make("path", { d: `M${[...top, ...under].join("L")}Z`, style: `fill: ${line.colour}; opacity: .2` }, svg);
+      if (at.length > 1) make("path", { d: `M${[...top, ...under].join("L")}Z`, style: `fill: ${line.color}; opacity: .2` }, svg);
     }
     let d = "", pen = "M";
     for (const point of points) {
@@ -187,18 +187,18 @@
       pen = point ? "L" : "M";
     }
     const dash = line.points ? "; stroke-dasharray: 4 3" : "";
-    make("path", { d, style: `fill: none; stroke: ${line.colour}; stroke-width: 1.6; stroke-linejoin: round${dash}` }, svg);
+    make("path", { d, style: `fill: none; stroke: ${line.color}; stroke-width: 1.6; stroke-linejoin: round${dash}` }, svg);
     const present = points.filter(Boolean);
     if (line.points || present.length < 3)
-      for (const [x, y] of present) make("circle", { cx: x.toFixed(1), cy: y.toFixed(1), r: present.length > 40 ? 1.8 : 3, style: `fill: ${line.colour}` }, svg);
+      for (const [x, y] of present) make("circle", { cx: x.toFixed(1), cy: y.toFixed(1), r: present.length > 40 ? 1.8 : 3, style: `fill: ${line.color}` }, svg);
   }
 
   function legend(lines) {
     if (lines.length < 2 || data.runs.length > 1) return [];
-    const seen = new Map(lines.map((line) => [line.label, line.colour]));
-    return [...seen].map(([label, colour]) => {
+    const seen = new Map(lines.map((line) => [line.label, line.color]));
+    return [...seen].map(([label, color]) => {
       const item = document.createElement("span"), swatch = document.createElement("i");
-      swatch.style.background = colour;
+      swatch.style.background = color;
       item.append(swatch, label);
       return item;
     });
@@ -224,8 +224,8 @@
       const x = line.xs[best];
       if (nearest === null || Math.abs(x - wanted) < Math.abs(nearest - wanted)) nearest = x;
       const y = Math.min(Math.max(chart.toY(line.ys[best]), TOP), H - BOTTOM);
-      make("circle", { cx: chart.toX(x), cy: y, r: 3.5, style: `fill: ${line.colour}; stroke: var(--card)` }, chart.cursor);
-      rows.push([line.colour, line.label, short(line.raw[best]) + (chart.unit ? ` ${chart.unit}` : "")]);
+      make("circle", { cx: chart.toX(x), cy: y, r: 3.5, style: `fill: ${line.color}; stroke: var(--card)` }, chart.cursor);
+      rows.push([line.color, line.label, short(line.raw[best]) + (chart.unit ? ` ${chart.unit}` : "")]);
     }
     if (nearest === null) return;
     const x = chart.toX(nearest);
@@ -233,9 +233,9 @@
     const [name, form] = axes[chosen.axis];
     const title = document.createElement("b");
     title.textContent = chosen.axis === "step" ? `step ${Math.round(nearest).toLocaleString("en")}` : `${form(nearest)} ${chosen.axis === "tokens" ? name : ""}`;
-    tip.replaceChildren(title, ...rows.map(([colour, label, value]) => {
+    tip.replaceChildren(title, ...rows.map(([color, label, value]) => {
       const row = document.createElement("div"), swatch = document.createElement("i"), number = document.createElement("em");
-      swatch.style.background = colour;
+      swatch.style.background = color;
       number.textContent = value;
       row.append(swatch, label, number);
       return row;

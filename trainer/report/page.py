@@ -138,13 +138,13 @@ def _time_bar(run: RecordedRun) -> str:
     if goodput.share is None:
         return ""
     bar, items = [], []
-    for name, (label, colour) in PARTS.items():
+    for name, (label, color) in PARTS.items():
         seconds = getattr(goodput, name)
         share = seconds / goodput.wall_s
         if share >= 0.0005:
-            bar.append(f'<span style="flex: {share:.5f} 1 0; background: var(--{colour})" title="{label}"></span>')
+            bar.append(f'<span style="flex: {share:.5f} 1 0; background: var(--{color})" title="{label}"></span>')
         if seconds > 0:
-            swatch = f'<span class="swatch" style="background: var(--{colour})"></span>'
+            swatch = f'<span class="swatch" style="background: var(--{color})"></span>'
             items.append(f"<li>{swatch}{label} <b>{_percent(share)}</b> {_duration(seconds)}</li>")
     return (
         '<section class="card"><h2>Where the time went</h2>'
@@ -354,9 +354,9 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], num_text: int) -
 
 
 def _run_label(number: int, name: str) -> str:
-    colour, text = SERIES[number % len(SERIES)], escape(name)
+    color, text = SERIES[number % len(SERIES)], escape(name)
     box = f'<input type="checkbox" data-run="{text}" checked>'
-    return f'<label>{box} <span class="swatch" style="background: var(--{colour})"></span>{text}</label>'
+    return f'<label>{box} <span class="swatch" style="background: var(--{color})"></span>{text}</label>'
 
 
 def _summary(run: RecordedRun) -> list[str]:

@@ -11,7 +11,7 @@ from html import escape
 
 import numpy as np
 
-from trainer.report.charts import COLOURS, SERIES, chart_style, short_number
+from trainer.report.charts import COLORS, SERIES, chart_style, short_number
 from trainer.report.page import STYLE
 
 
@@ -75,8 +75,8 @@ def draw_widths(curves: Sequence[WidthCurves], steps: int) -> bytes:
                 row, ("at initialization", f"after {steps} steps"), (curve.before, curve.after), strict=True
             ):
                 for number, (layer, values) in enumerate(sizes.items()):
-                    colour = COLOURS[SERIES[number % len(SERIES)]]
-                    axes.plot(curve.widths, values, "o-", color=colour, markersize=3, linewidth=1.3, label=layer)
+                    color = COLORS[SERIES[number % len(SERIES)]]
+                    axes.plot(curve.widths, values, "o-", color=color, markersize=3, linewidth=1.3, label=layer)
                 axes.set_title(f"{curve.name}, {when}", loc="left", fontweight="bold", pad=7)
                 axes.set_xscale("log")
                 axes.set_yscale("log")
