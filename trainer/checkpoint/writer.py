@@ -278,8 +278,8 @@ class Checkpoints:
 
         All ranks execute the same collectives, even if some of them fail.  `error`: why this rank cannot write.
         """
-        final = checkpoint_name(snapshot.step)
-        folder, failed, num_bytes = self.storage / final, "", 0
+        name = checkpoint_name(snapshot.step)
+        folder, failed, num_bytes = self.storage / name, "", 0
         lost: Literal["", "ranks"] = ""
         try:
             (all_bytes,) = self._channel.sum([self._plans.num_bytes])
@@ -287,7 +287,7 @@ class Checkpoints:
             if self.world.is_main:
                 with self._in_stage(f"making {folder}"):
                     is_good = snapshot.num_skipped == 0 and state.num_skipped == 0
-                    unpublished, failed = self._begin(final, int(all_bytes), may_prune=is_good)
+                    unpublished, failed = self._begin(name, int(all_bytes), may_prune=is_good)
             unpublished, failed = self._channel.broadcast((unpublished, failed))
             if not failed:
                 report = RankReport(error)
@@ -297,7 +297,7 @@ class Checkpoints:
                 reports = self._channel.gather_to_main(report)
                 if self.world.is_main:
                     with self._in_stage(f"publishing {folder}"):
-                        failed, num_bytes = self._finish(unpublished, final, snapshot, reports)
+                        failed, num_bytes = self._finish(unpublished, name, snapshot, reports)
                 failed, num_bytes = self._channel.broadcast((failed, num_bytes))
         except RuntimeError as died:  # torch.distributed: another rank has died or timed out
             failed, num_bytes = f"rank {self.world.rank}: lost the other ranks while saving: {describe(died)}", 0
@@ -308,7 +308,7 @@ class Checkpoints:
         if self.world.is_main and not failed and snapshot.num_skipped == 0 and state.num_skipped == 0:
             with self._in_stage(f"pruning {self.storage}"):
                 warning = self._prune()
-        path = f"{self.storage}/{final}"
+        path = f"{self.storage}/{name}"
         return SaveResult(
             step=snapshot.step,
             path=path,
@@ -320,7 +320,7 @@ class Checkpoints:
             lost=lost,
         )
 
-    def _begin(self, final: str, all_bytes: int, may_prune: bool) -> tuple[str, str]:
+    def _begin(self, name: str, all_bytes: int, may_prune: bool) -> tuple[str, str]:
         """Check the free space and create the folder, on rank 0.  Returns its temporary name, and the error if any.
 
         With `may_prune`, checkpoints that this one makes obsolete are deleted beforehand if the disk is too full.
@@ -329,15 +329,15 @@ class Checkpoints:
             self.wait_for_deleting()
             free = self.storage.free_bytes()
             if free is not None and free < all_bytes * _FREE_MARGIN and may_prune:
-                for name in self.retention.obsolete(before_next=True):
-                    self.storage.delete(self.storage.unpublish(name))
+                for obsolete_name in self.retention.obsolete(before_next=True):
+                    self.storage.delete(self.storage.unpublish(obsolete_name))
                 free = self.storage.free_bytes()
             if free is not None and free < all_bytes * _FREE_MARGIN:
                 problem = (
                     f"{self.storage} has {readable_size(free)} free, the checkpoint needs {readable_size(all_bytes)}"
                 )
                 return "", f"rank 0: {problem}; {DISK_FULL_ADVICE}"
-            return self.storage.begin(final), ""
+            return self.storage.begin(name), ""
         except Exception as error:  # any error: the other ranks wait for the name
             return "", f"rank 0: {describe(error)}"
 
@@ -366,7 +366,7 @@ class Checkpoints:
         return RankReport(files=files, chunks=None if is_known or written is None else written.written_chunks)
 
     def _finish(
-        self, unpublished: str, final: str, snapshot: Snapshot, reports: Sequence[RankReport]
+        self, unpublished: str, name: str, snapshot: Snapshot, reports: Sequence[RankReport]
     ) -> tuple[str, int]:
         """Publish the checkpoint or delete the failed attempt, on rank 0.  Returns the error if any, and all bytes."""
         for rank, report in enumerate(reports):
@@ -377,7 +377,7 @@ class Checkpoints:
         if not failed:
             try:
                 manifest = self._write_common(self.storage / unpublished, snapshot, reports)
-                self.storage.publish(unpublished, final)
+                self.storage.publish(unpublished, name)
             except Exception as error:  # any error: the other ranks wait for the result
                 failed = f"rank 0: {describe(error)}"
             else:

@@ -150,16 +150,18 @@ def full_help(sections: Sequence[str] = (), config: RunConfig | None = None) -> 
     With a configuration, each key also shows its value there, and `model` lists the fields of that model only.  Raises
     UserError for an unknown section.
     """
-    known = [section.name for section in dataclasses.fields(RunConfig)]
+    all_sections = [section.name for section in dataclasses.fields(RunConfig)]
     for name in sections:
-        if name not in known:
+        if name not in all_sections:
             sections_of_key = (key.partition(".")[0] for key in declared_keys() if name in (key, key.partition(".")[2]))
-            suggestion = next(sections_of_key, None) or nearest(name, known)
-            advice = f"did you mean --help {suggestion}?" if suggestion else f"the sections are: {', '.join(known)}"
+            suggestion = next(sections_of_key, None) or nearest(name, all_sections)
+            advice = (
+                f"did you mean --help {suggestion}?" if suggestion else f"the sections are: {', '.join(all_sections)}"
+            )
             raise UserError(f"--help {name}: no such section\n  {advice}")
     parts = [] if sections else [USAGE, recipe_list(), _COMMANDS]
-    known.sort(key=lambda name: _MOST_USED.index(name) if name in _MOST_USED else len(_MOST_USED))
-    for name in sections or known:
+    all_sections.sort(key=lambda name: _MOST_USED.index(name) if name in _MOST_USED else len(_MOST_USED))
+    for name in sections or all_sections:
         if name == "model":
             recipes = all_recipes() if config is None else [config.recipe]
             parts += [
@@ -176,9 +178,9 @@ def full_help(sections: Sequence[str] = (), config: RunConfig | None = None) -> 
     return "\n".join(parts)
 
 
-def _section(title: str, owner: type, known: Mapping[str, dataclasses.Field[Any]], config: RunConfig | None) -> str:
+def _section(title: str, owner: type, declared: Mapping[str, dataclasses.Field[Any]], config: RunConfig | None) -> str:
     section = title.partition(" ")[0]
-    keys = {k: f for k, f in known.items() if k.startswith(f"{section}.")}
+    keys = {k: f for k, f in declared.items() if k.startswith(f"{section}.")}
     docstring = (owner.__doc__ or "").partition("\n")[0]
     lines = [f"{title}: {docstring}"]
     for key, item in keys.items():

@@ -41,7 +41,7 @@ def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
 
 def nothing_to_pack(config: RunConfig) -> UserError:
     """Return the error for a packed `lora.base_dtype` without trained weights: random ones would have to be stored."""
-    rule = "packs trained weights, and this model begins with random ones"
+    rule = "packs trained weights, and this model starts from random ones"
     fix = "set train.init_from or model.path to a folder with weights, or leave out lora.base_dtype"
     return setting_error("lora.base_dtype", config.lora.base_dtype, rule, fix=fix)
 

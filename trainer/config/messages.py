@@ -172,14 +172,14 @@ def _find_meant(key: str, legal: Collection[str]) -> tuple[str | None, str]:
     leaf = leaf.replace("-", "_").lower()
     if section == "trainer" and leaf in _KEY_OF_NAME:
         return _KEY_OF_NAME[leaf], ""
-    leaves = {known.partition(".")[2]: known for known in legal}
+    leaves = {legal_key.partition(".")[2]: legal_key for legal_key in legal}
     joined = f"{section}_{leaf}"
     if joined in _ADVICE_FOR_NAME:
         return None, _ADVICE_FOR_NAME[joined]
     if key_named := leaves.get(joined) or _KEY_OF_NAME.get(joined):
         return key_named, ""
     is_section = _is_section(section, legal)
-    same_name = [known for known in legal if known.partition(".")[2] == leaf]
+    same_name = [legal_key for legal_key in legal if legal_key.partition(".")[2] == leaf]
     is_unambiguous = not is_section or leaf in _UNMISTAKABLE or ("_" in leaf and len(same_name) == 1)
     if same_name and is_unambiguous and (section or leaf not in _KEY_OF_NAME):
         return max(same_name, key=lambda k: difflib.SequenceMatcher(None, section, k.partition(".")[0]).ratio()), ""
@@ -189,8 +189,10 @@ def _find_meant(key: str, legal: Collection[str]) -> tuple[str | None, str]:
         section != "eval" or str(key_named).startswith(_OF_EVAL)
     ):
         return key_named, ""
-    keys_of_section = [known for known in legal if known.partition(".")[0] == section and not same_name]
-    similar = difflib.get_close_matches(leaf, [known.partition(".")[2] for known in keys_of_section], n=1, cutoff=0.75)
+    keys_of_section = [legal_key for legal_key in legal if legal_key.partition(".")[0] == section and not same_name]
+    similar = difflib.get_close_matches(
+        leaf, [legal_key.partition(".")[2] for legal_key in keys_of_section], n=1, cutoff=0.75
+    )
     if similar:
         return f"{section}.{similar[0]}", ""
     similar = [] if is_section else difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.85)
@@ -204,7 +206,7 @@ _OF_EVAL = ("eval.", "data.eval_path", "data.holdout")
 
 
 def _is_section(name: str, legal: Collection[str]) -> bool:
-    return any(known.startswith(f"{name}.") for known in legal)
+    return any(legal_key.startswith(f"{name}.") for legal_key in legal)
 
 
 def unknown_option(option: str, options: Iterable[str], keys: Collection[str] = ()) -> UserError:
@@ -220,7 +222,7 @@ def unknown_option(option: str, options: Iterable[str], keys: Collection[str] = 
         return UserError(f"{option}: no such option\n  to fix: keys are written without dashes, as {name}={value}")
     if key_meant is not None:
         return UserError(f"{option}: no such option\n  did you mean {key_meant}={value}?")
-    similar = difflib.get_close_matches(name, [known.lstrip("-") for known in options], n=1, cutoff=0.7)
+    similar = difflib.get_close_matches(name, [each.lstrip("-") for each in options], n=1, cutoff=0.7)
     advice = f"did you mean --{similar[0]}?" if similar else "to fix: see --help"
     return UserError(f"{option}: no such option\n  {advice}")
 

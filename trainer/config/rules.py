@@ -320,9 +320,9 @@ def _check_evaluation(config: RunConfig) -> None:
             "log.prompts", prompts, "data.source=synthetic generates numbers, not text", fix="leave it out"
         )
     sources = config.data.path if isinstance(config.data.path, dict) else {}
-    known = ["loss", *(f"loss_{name}" for name in sources), *config.objective.better]
-    if config.eval.metric not in known:
-        raise choice_error("eval.metric", config.eval.metric, known)
+    metrics = ["loss", *(f"loss_{name}" for name in sources), *config.objective.better]
+    if config.eval.metric not in metrics:
+        raise choice_error("eval.metric", config.eval.metric, metrics)
 
 
 def offloaded_share(setting: float | str) -> float:
@@ -505,11 +505,11 @@ def find_phases(config: RunConfig) -> list[Phase]:
             raise setting_error(key, stated, "must contain only `from` and `weights`", example=example)
         _check_weights(f"{key}.weights", stated["weights"], names)
         phase = Phase(_first_sample(f"{key}.from", stated["from"], config), stated["weights"])
-        is_late = phase.start > phases[-1].start or not (phase.start or number or weights is not None)
-        if has_num_steps and not is_late:
-            before = phases[-1].start // config.train.global_batch_size + 1
-            rule = f"must begin after the previous phase, which begins with step {before}"
-            raise setting_error(f"{key}.from", stated["from"], rule, before + 1)
+        is_after_previous = phase.start > phases[-1].start or not (phase.start or number or weights is not None)
+        if has_num_steps and not is_after_previous:
+            previous_start = phases[-1].start // config.train.global_batch_size + 1
+            rule = f"must start after the previous phase, which starts at step {previous_start}"
+            raise setting_error(f"{key}.from", stated["from"], rule, previous_start + 1)
         phases = [*phases[: len(phases) if phase.start else 0], phase]
     return phases
 
@@ -615,11 +615,11 @@ _TRACKERS = {"wandb": "Weights & Biases", "tensorboard": "TensorBoard", "trackio
 
 def _check_trackers(log: LogSection) -> None:
     """Raise UserError if there is no such tracker, or its library is not installed."""
-    known = list(dict.fromkeys((*_TRACKERS, *(point.name for point in entry_points(group=SINKS)))))
+    trackers = list(dict.fromkeys((*_TRACKERS, *(point.name for point in entry_points(group=SINKS)))))
     for name in log.trackers:
-        if name not in known:
-            rule = f"no tracker is called {name!r}; there are {', '.join(known)}"
-            best = nearest(name, known)
+        if name not in trackers:
+            rule = f"no tracker is called {name!r}; there are {', '.join(trackers)}"
+            best = nearest(name, trackers)
             raise setting_error("log.trackers", log.trackers, rule, meant=None if best is None else [best])
     for name in log.trackers:
         if name in _TRACKERS and not _is_installed(name):
@@ -675,12 +675,12 @@ def _missing_compiler(device_type: str) -> tuple[str, str]:
     """Return the `rule` and `fix` of the error for a missing compiler; empty strings if none is missing."""
     if device_type == "cuda" and not _is_installed("triton"):
         return "needs Triton, which is included in torch's CUDA builds", "pip install triton"
-    language, variable, known = (
+    language, variable, usual_names = (
         ("C", "CC", ("gcc", "clang"))
         if device_type == "cuda"
         else ("C++", "CXX", ("clang++",) if sys.platform == "darwin" else ("g++",))
     )
-    names = shlex.split(os.environ.get(variable, ""))[:1] or known
+    names = shlex.split(os.environ.get(variable, ""))[:1] or usual_names
     if any(shutil.which(name) for name in names):
         return "", ""
     rule = f"needs a {language} compiler, but {' and '.join(names)} {'are' if len(names) > 1 else 'is'} not on PATH"

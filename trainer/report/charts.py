@@ -124,7 +124,7 @@ def _draw_column(column: str, form: Callable[[float], str] | None, axes: Any, ru
 
 def _draw_step_s(axes: Any, runs: Sequence[RecordedRun]) -> None:
     for run, color in _colored(runs):
-        _draw_line(axes, run.train["step"], run.train["step_s"], color, "whole step")
+        _draw_line(axes, run.train["step"], run.train["step_s"], color, "full step")
         if len(runs) == 1:
             waiting = columns(run.train["step"], run.train["data_s"])
             style = {"color": COLORS["orange"], "linewidth": 0.8, "zorder": 3}

@@ -331,7 +331,7 @@ PANELS = (
     Panel("gradient norm, before clipping", (Line("grad_norm"),)),
     Panel("learning rate", (Line("lr"),), from_zero=True, is_noisy=False),
     Panel("target tokens per second", (Line("tokens_per_s"),), from_zero=True),
-    Panel("seconds per step", (Line("step_s", "whole step"), Line("data_s", "waiting for data")), "s", True),
+    Panel("seconds per step", (Line("step_s", "full step"), Line("data_s", "waiting for data")), "s", True),
     Panel("peak memory per rank", (Line("peak_memory_gib"),), "GiB", True),
 )
 
