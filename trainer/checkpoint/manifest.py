@@ -94,7 +94,7 @@ class RunInfo:
     job: str = ""
     """The launcher's identifier of the job."""
     restarts: int = 0
-    """How often the launcher had restarted the job."""
+    """How many times the launcher had restarted the job."""
 
 
 def checkpoint_name(step: int) -> str:

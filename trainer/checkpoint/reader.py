@@ -564,7 +564,7 @@ def _configured_folder(run: Storage) -> list[Storage]:
 # Weights by name, all or some of their rows, in one process and without a process group
 
 _TRIES = 50
-"""How often to try to open the newest checkpoint of a live run, which may prune it first."""
+"""Maximum number of attempts to open the newest checkpoint of a live run, which may prune it first."""
 _AVERAGE = "ema.weights."
 """Prefix of the keys of averaged weights."""
 

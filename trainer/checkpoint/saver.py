@@ -181,7 +181,7 @@ class Saver:
         return self.schedule.policy.describe()
 
     def loaded(self, state: TrainState, is_own: bool) -> None:
-        """Record that a checkpoint was loaded.  One of this run need not be saved again.  Not collective."""
+        """Record that a checkpoint was loaded.  This run's own need not be saved again.  Not collective."""
         self._saved_mark = self._mark(state) if is_own else None
 
     @property

@@ -582,7 +582,7 @@ class BlockReader:
             read()
 
     def reads(self, buffer: memoryview, start: int) -> Iterator[Callable[[], None]]:
-        """Yield callables that fill `buffer` with the bytes starting at `start`, one per block.  Thread-safe."""
+        """Yield one callable per block, in order; they fill `buffer` from `start` on.  Any thread may call them."""
         number, done = bisect.bisect_right(self._starts, start) - 1, 0
         while done < len(buffer):
             length = self._blocks[number][0]

@@ -153,7 +153,7 @@ class Checkpoints:
         self._staging = Staging(world.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_lower_priority)
         self.is_throttled = False
-        """True during a training step on the CPU, when the background writer should leave it memory bandwidth."""
+        """True during a training step on the CPU, when the background writer leaves memory bandwidth to it."""
         self._overdue_at = 0.0
         self.stage = _WAITING
         """What the save in flight is doing, for messages."""
@@ -176,7 +176,7 @@ class Checkpoints:
         self.retention = RetentionPolicy(storage, self._section, self._metric, self._higher_is_better)
 
     def begin_step(self, step: int) -> None:
-        """Throttle background writing during a step on the CPU, since they compete for memory bandwidth."""
+        """Throttle background writing during a step on the CPU: both compete for memory bandwidth."""
         self.is_throttled = self.world.device.type == "cpu"
 
     def end_step(self, step: int) -> None:

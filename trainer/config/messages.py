@@ -153,7 +153,7 @@ _OTHER_VALUES = {
     "train.activation_checkpoint": {"true": "full", "false": "none"},
     "fsdp.wrap": {"transformer_based_wrap": "block"},
 }
-"""Values that other trainers use for a key, each with ours."""
+"""For each key, the values that other trainers use, mapped to ours."""
 
 
 _STRAIGHT_QUOTES = str.maketrans("", "", "\u201c\u201d\u2018\u2019")

@@ -97,7 +97,7 @@ def free_fields(model: type, allowed: Iterable[str]) -> set[str]:
 def declared_by_folder(folder: str | Path, recipe: Recipe, setting: str) -> DeclaredModel | None:
     """Return the model that a folder declares, as fields of `recipe`; None if it has no config.json.
 
-    Raises a UserError that begins with `setting` if config.json is invalid or describes a model that the recipe cannot
+    Raises a UserError that starts with `setting` if config.json is invalid or describes a model that the recipe cannot
     build, and one that names `model.name` if config.json belongs to another recipe.
     """
     path = Path(str(folder).removeprefix("file://"))
@@ -118,7 +118,7 @@ def declared_by_folder(folder: str | Path, recipe: Recipe, setting: str) -> Decl
 def model_config_of(folder: str | Path, recipes: Sequence[Recipe], setting: str = "path") -> tuple[Recipe, Any]:
     """Return the one of `recipes` that builds the model in `folder`, and the model's configuration.
 
-    Raises a UserError that begins with `setting` if config.json is missing or invalid, or if not exactly one of the
+    Raises a UserError that starts with `setting` if config.json is missing or invalid, or if not exactly one of the
     recipes builds the model.
     """
     path = Path(folder).expanduser()
@@ -166,7 +166,7 @@ def has_config_only(folder: str | Path) -> bool:
 
 
 def check_weights(folder: str | Path, setting: str) -> None:
-    """Raise a UserError that begins with `setting` if no weights can be read from a Hugging Face folder.
+    """Raise a UserError that starts with `setting` if no weights can be read from a Hugging Face folder.
 
     Only reads file names and headers, so it is fast and needs no torch.  Weights that have not been downloaded or
     converted yet count as readable.
@@ -210,7 +210,7 @@ def no_weights(folder: Path) -> str:
 
 
 def check_no_gguf(path: str | Path, setting: str) -> None:
-    """Raise a UserError that begins with `setting` for a folder with several GGUF files but no safetensors.
+    """Raise a UserError that starts with `setting` for a folder with several GGUF files but no safetensors.
 
     A single file is converted before anything else looks at it (see `trainer.gguf_model`).
     """
@@ -240,7 +240,7 @@ _MAX_HEADER_BYTES = 100_000_000
 
 
 def check_headers(folder: str | Path, setting: str) -> None:
-    """Raise a UserError that begins with `setting` for a safetensors file whose header does not match its size.
+    """Raise a UserError that starts with `setting` for a safetensors file whose header does not match its size.
 
     Needs no torch, so an incomplete download is reported within a second.
     """
@@ -278,7 +278,7 @@ def _check_header(path: Path) -> None:
 def find_native(folder: str | Path, setting: str = "path") -> tuple[Recipe, Any] | None:
     """Return the native recipe that builds the model in `folder`, and the model's configuration.
 
-    None if there is no such recipe, or if it does not support an entry of config.json.  Raises a UserError that begins
+    None if there is no such recipe, or if it does not support an entry of config.json.  Raises a UserError that starts
     with `setting` if config.json is missing or invalid.
     """
     content = read_config(Path(folder).expanduser(), setting)
@@ -305,7 +305,7 @@ def any_model_of(folder: str | Path) -> tuple[Recipe, Any]:
 
 
 def _advice_on_missing(folder: Path) -> str:
-    """Return advice on how to give a model folder, if `folder` is not one."""
+    """Return advice for a folder that is not a model folder."""
     if (folder / "adapter_config.json").exists():
         return "it contains an adapter: give the run folder, or the output of trainer.export --merged"
     if folder.exists():
@@ -318,7 +318,7 @@ def _advice_on_missing(folder: Path) -> str:
 def read_config(folder: Path, setting: str) -> dict[str, Any]:
     """Return the contents of the folder's config.json.
 
-    Raises a UserError that begins with `setting` if it does not describe a model, if the model's sizes are implausible,
+    Raises a UserError that starts with `setting` if it does not describe a model, if the model's sizes are implausible,
     or if small files of the folder are links that point outside it.
     """
     if not (folder / CONFIG).is_file():

@@ -834,7 +834,7 @@ def compute_dtype(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def adapter_base_dtype(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Resolve the dtype of the frozen weights under adapters: bfloat16 if they are stored as bfloat16, with no loss."""
+    """Resolve the dtype of the frozen weights under adapters: bfloat16, without loss, if they are stored in it."""
     lora, source = config.lora, config.train.init_from or config.model_path
     if not lora.rank or lora.base_dtype is not None:
         return config

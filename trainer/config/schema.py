@@ -19,7 +19,7 @@ from trainer.renamed import Renamed
 # Limits and values shared by several sections
 
 WEEK_S = 7 * 24 * 3600.0
-"""Upper bound of time limits: timeouts between ranks are 32-bit milliseconds, and up to three limits are added."""
+"""Upper bound of time limits: timeouts between ranks are 32-bit milliseconds, and up to three limits add up."""
 
 MAX_SIZE = 2**31 - 1
 """The largest value of a key that becomes the size of a tensor dimension."""

@@ -60,7 +60,7 @@ class Environment:
     job: str = ""
     """The launcher's id of the job, which restarts do not change; empty if there is none."""
     num_restarts: int = 0
-    """How often the launcher has restarted the job."""
+    """How many times the launcher has restarted the job."""
 
     @property
     def num_nodes(self) -> int:

@@ -159,7 +159,7 @@ def caught_signals() -> list[signal.Signals]:
 
 
 def note_stale_notice(run_dir: Path) -> None:
-    """Record the notice that exists when the command starts, which is for an earlier attempt.  Workers inherit this.
+    """Record the notice that exists when the command starts, which is for an earlier attempt.  Workers inherit it.
 
     In a batch job, a notice for this attempt may arrive before this command starts, so the stale notice is the one
     that `with_stale_notice` recorded.
