@@ -113,7 +113,7 @@ def _is_held_out(name: str) -> bool:
 
 
 def held_out_text(data: DataSection) -> bytes | None:
-    """Return the held-out text, to compare a model with other compressors, or None unless data.source=stdlib."""
+    """Return the held-out text, for comparing a model with other compressors; None unless data.source=stdlib."""
     return b"".join(StdlibCorpus().documents("eval")) if data.source == "stdlib" else None
 
 

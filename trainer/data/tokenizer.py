@@ -40,7 +40,7 @@ _RULES_VERSION = "text is text"
 class Tokenizer(ABC):
     """Converts text to ids below `vocab_size`, and back.
 
-    name: identifies the tokenizer: equal only for tokenizers that give the same ids.  It is stored with the tokens.
+    name: identifies the tokenizer: equal only for tokenizers that give the same ids.  Stored with the tokens.
     end_id: the end-of-document token.
     start_ids, end_ids: all special tokens before and after a document; `encode` does not add them.
     """

@@ -155,7 +155,7 @@ class CacheSettings:
 
     @property
     def cache(self) -> ShardCache:
-        """The cache of this process, since a forked process must not share the locks of its parent."""
+        """This process's own cache: a forked process must not share the locks of its parent."""
         key = self, os.getpid()
         if key not in _CACHES:
             _CACHES[key] = ShardCache(self.folder, self.limit)
