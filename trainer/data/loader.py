@@ -660,7 +660,7 @@ def _group_into_messages(
 ) -> Iterator[list[NDArray[np.int64]]]:
     """Yield the indices of each message.
 
-    The first message has one micro-batch, so that training starts early; each later one is twice as long, up to a limit.
+    The first message has one micro-batch, so that training starts early; each later one is twice as long, to a limit.
     """
     length = 1
     while message := list(islice(indices, length)):
