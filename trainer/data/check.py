@@ -156,10 +156,10 @@ class _Hasher:
         hashes = np.zeros(len(starts), dtype=np.uint64)
         for first in range(0, shard.info.num_tokens, _CHUNK):
             terms = self._terms(shard.read(first, min(_CHUNK, shard.info.num_tokens - first)))
-            begin = int(np.searchsorted(starts, first, side="right")) - 1
-            end = int(np.searchsorted(starts, first + len(terms)))
-            sums = np.add.reduceat(terms, np.maximum(starts[begin:end] - first, 0))
-            hashes[begin:end] += sums * np.uint64(pow(_BASE, first, 2**64))
+            first_document = int(np.searchsorted(starts, first, side="right")) - 1
+            stop_document = int(np.searchsorted(starts, first + len(terms)))
+            sums = np.add.reduceat(terms, np.maximum(starts[first_document:stop_document] - first, 0))
+            hashes[first_document:stop_document] += sums * np.uint64(pow(_BASE, first, 2**64))
         return hashes * _powers_at(_INVERSE, starts)
 
 

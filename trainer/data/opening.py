@@ -392,7 +392,7 @@ def _open_shard_files(paths: Sequence[str], cache_dir: str | None) -> tuple[list
 # -- text, tokenized on first use -------------------------------------------------------------------------------------
 
 _LAYOUT_VERSION = 1
-"""Increase when the same text and settings give different shards, so that older cached shards are not used."""
+"""Increment when the same text and settings give different shards, so that older cached shards are not used."""
 
 
 def _tokenize_text(
@@ -486,8 +486,8 @@ def _needs_tokenizing(setting: str, data: DataSection, key: str) -> bool:
     if is_hub_data(setting):
         from trainer.data.remote.datasets import find_data
 
-        found = find_data(setting, key)
-        inputs, data = found.inputs(key), found.settings(data)
+        hub_data = find_data(setting, key)
+        inputs, data = hub_data.inputs(key), hub_data.settings(data)
     elif find_folder(setting) is None:
         from trainer.data.remote.text import find_text, is_text
 
@@ -523,7 +523,7 @@ def _check_size(
 
 
 def _check_same_tokenizer(shards: Sequence[Shard]) -> None:
-    """Raise ShardError unless all shards were tokenized by the same tokenizer."""
+    """Raise ShardError unless all shards were tokenized with the same tokenizer."""
     for shard in shards:
         if shard.info.kind != shards[0].info.kind:
             raise ShardError(
@@ -534,7 +534,7 @@ def _check_same_tokenizer(shards: Sequence[Shard]) -> None:
 
 
 def _check_disjoint(path: str, eval_path: str, data: DataSection) -> None:
-    """Raise UserError if `data.eval_path` shares files with `data.path`, or was tokenized by a different tokenizer."""
+    """Raise UserError if `data.eval_path` shares files with `data.path`, or was tokenized with another tokenizer."""
     train, held_out = find_shards(path, data, "data.path"), find_shards(eval_path, data, "data.eval_path")
     _check_files_disjoint(path, eval_path, train.files, held_out.files)
     try:
@@ -570,7 +570,7 @@ def _check_sources_disjoint(data: DataSection, paths: Mapping[str, str], held_ou
 
 
 def _files_of(data: DataSection, setting: str, key: str) -> list[str]:
-    """Return the files that a path names, without opening them: chats, text, or shards, listed in a manifest or not.
+    """Return the files that a path names, without opening them: chats, text, or shards (with or without a manifest).
 
     A URL is returned unchanged.  Raises UserError if there are no files.
     """

@@ -248,15 +248,15 @@ def _write(folder: Path, blocks: Iterator[_Block]) -> None:
             end += len(pieces)
             totals = _totals_of(pieces)
             targets, squares = targets + totals.targets, squares + totals.squares
-    facts = {"totals": asdict(PieceTotals(targets, squares)), "pieces": pieces_crc, "ends": ends_crc}
-    (folder / "totals.json").write_text(json.dumps(with_checksum(facts)))
+    metadata = {"totals": asdict(PieceTotals(targets, squares)), "pieces": pieces_crc, "ends": ends_crc}
+    (folder / "totals.json").write_text(json.dumps(with_checksum(metadata)))
 
 
 def _memory_map(folder: Path) -> RowLayout:
     """Return the layout written by `_write`, memory-mapped.  Raises ValueError if it is corrupt."""
-    facts = checked(json.loads((folder / "totals.json").read_bytes()))
-    totals = PieceTotals(**facts["totals"])
-    pieces, ends = (_read_array(folder / name, dtype, facts[name]) for name, dtype in _FILES.items())
+    metadata = checked(json.loads((folder / "totals.json").read_bytes()))
+    totals = PieceTotals(**metadata["totals"])
+    pieces, ends = (_read_array(folder / name, dtype, metadata[name]) for name, dtype in _FILES.items())
     return RowLayout(pieces, ends, totals)
 
 

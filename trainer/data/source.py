@@ -58,7 +58,7 @@ class Source(ABC):
     is_local: whether `batch` only reads local files and never waits for a connection.  If so, the rank may call it
         directly when that is faster than using a thread.
     rows_per_sample: sequences per sample; 2 for preference pairs.
-    num_labels: number of different labels of samples, numbered from 0; 0 if samples have no labels.
+    num_labels: number of distinct labels, which count from 0; 0 if samples have no labels.
     only_label: the label shared by all samples; None if there are several labels or none.
     shards: the token shards that the source reads, if any.
     """
@@ -108,7 +108,7 @@ class Source(ABC):
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Identifies the samples.  It is stored with the data position, so that no run resumes on different data.
+        """Identifies the samples; stored with the data position, so that no run resumes on different data.
 
         By default it contains only the number of samples.  `content` may be any text that changes with the samples.
         """

@@ -100,8 +100,8 @@ class StdlibCorpus:
             return shard
 
         # Everything that the tokens depend on, without reading the files.
-        facts = json.dumps([ShardInfo.format, sys.version, str(self._folder), tokenizer.name, self._files])
-        name = f"stdlib-{hashlib.sha256(facts.encode()).hexdigest()[:16]}-{split}"
+        identity = json.dumps([ShardInfo.format, sys.version, str(self._folder), tokenizer.name, self._files])
+        name = f"stdlib-{hashlib.sha256(identity.encode()).hexdigest()[:16]}-{split}"
         return get_or_build(cache_dir, name, "tokenized text", build, load)
 
     def _find_names(self, split: Split) -> list[str]:

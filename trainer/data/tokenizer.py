@@ -88,7 +88,7 @@ class FileTokenizer(Tokenizer):
     END_OF_DOCUMENT.
 
     bos: whether documents start with the beginning-of-text token; None if the post-processor decides.
-    key: the setting to name in errors.
+    key: the setting to name in error messages.
 
     Raises UserError if the library or the file is missing, the file is not a tokenizer, or there is no end-of-document
     token or no required beginning-of-text token.
@@ -229,7 +229,7 @@ def _configured_id(files: Sequence[tuple[str, str]], path: Path, ids: Mapping[st
     files: _EOS_KEYS or _BOS_KEYS.
     path: the tokenizer file.  The configuration files are ignored unless it is called tokenizer.json.
     ids: the vocabulary.
-    key: the setting to name in errors.
+    key: the setting to name in error messages.
 
     Raises UserError if a file cannot be read, or names a token that is not in the vocabulary.
     """

@@ -5,6 +5,6 @@ template   chat templates, rendered as in transformers
 limits     limits on the CPU time and memory of rendering templates
 masking    conversations -> tokens and loss mask
 store      tokenized conversations, cached on disk
-source     samples: packed conversations, preference pairs or labelled conversations;
+source     samples: packed conversations, preference pairs or labeled conversations;
            conversations for display
 """

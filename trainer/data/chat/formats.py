@@ -99,9 +99,9 @@ def find_files(key: str, setting: str) -> list[Path]:
     if is_hub_data(setting):
         from trainer.data.remote.datasets import find_data
 
-        found = find_data(setting, key)
-        found.fetch()
-        return [Path(path) for path in found.paths() if path.endswith(SUFFIXES)]
+        hub_data = find_data(setting, key)
+        hub_data.fetch()
+        return [Path(path) for path in hub_data.paths() if path.endswith(SUFFIXES)]
     pattern = os.path.expanduser(setting)
     if os.path.isdir(pattern):
         pattern = os.path.join(glob.escape(pattern), "**")
@@ -368,8 +368,8 @@ def _read_sharegpt(values: Mapping[str, Any]) -> Sample:
     if isinstance(turns[0], Mapping) and "from" not in turns[0] and "role" in turns[0]:
         messages = _messages(turns, "conversations")  # ShareGPT's key, but with roles and contents
     else:
-        read = [_from_sharegpt(turn, f"conversations[{number}]") for number, turn in enumerate(turns)]
-        messages = _messages(read, "conversations", "from", "value")
+        converted = [_from_sharegpt(turn, f"conversations[{number}]") for number, turn in enumerate(turns)]
+        messages = _messages(converted, "conversations", "from", "value")
     system = [{"role": "system", "content": _text(values["system"], "system")}] if values["system"] else []
     return Conversation([*system, *messages], _tools(values["tools"]))
 

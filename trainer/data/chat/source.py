@@ -173,7 +173,7 @@ class ChatSource(_Conversations):
         lengths = self._lengths
         one_per_row = np.arange(len(lengths)), np.arange(len(lengths) + 1)
         self._order, self._starts = best_fit(lengths, seq_len) if pack else one_per_row
-        self._pack = pack
+        self._packs = pack
         if pack:
             self.attended = float(lengths @ lengths) / (len(self) * seq_len)
 
@@ -190,7 +190,7 @@ class ChatSource(_Conversations):
             for number in numbers:
                 end = self._write_row(rows, row, end, int(number))
                 documents[row, end:] += 1
-        return {**rows, "documents": documents} if self._pack else rows
+        return {**rows, "documents": documents} if self._packs else rows
 
 
 class PairSource(_Conversations):

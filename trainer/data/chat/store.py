@@ -74,8 +74,8 @@ def get_or_tokenize(spec: ChatSpec, encoder: Encoder, cache_dir: str | None) -> 
     """
     files = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in spec.files]
     settings = dataclasses.asdict(dataclasses.replace(spec, files=(), key=""))
-    facts = json.dumps([_VERSION, files, settings, encoder.identity], sort_keys=True)
-    name = f"chat-{hashlib.sha256(facts.encode()).hexdigest()[:20]}"
+    identity = json.dumps([_VERSION, files, settings, encoder.identity], sort_keys=True)
+    name = f"chat-{hashlib.sha256(identity.encode()).hexdigest()[:20]}"
     num_bytes = sum(size for _, size, _ in files)
     return get_or_build(
         cache_dir, name, "conversations", lambda folder: _tokenize_all(folder, name, spec, encoder), _load, num_bytes
@@ -139,21 +139,21 @@ def _write(
     digest = hashlib.blake2b(digest_size=8)
     # Until a conversation is held out, the one with the lowest hash so far (and its duplicates) is undecided.
     undecided: list[Sequence[Encoded]] = []
-    lowest = 1.0
+    lowest_fraction = 1.0
     for documents in conversations:
-        key = hashlib.blake2b(b"".join(document.ids.tobytes() for document in documents), digest_size=8).digest()
-        digest.update(key + b"".join(document.trained.tobytes() for document in documents))
-        hash_fraction = int.from_bytes(key, "little") / 2**64
+        ids_hash = hashlib.blake2b(b"".join(document.ids.tobytes() for document in documents), digest_size=8).digest()
+        digest.update(ids_hash + b"".join(document.trained.tobytes() for document in documents))
+        hash_fraction = int.from_bytes(ids_hash, "little") / 2**64
         if hash_fraction < holdout:
             held_out.write(documents)
-        elif not holdout or not held_out.is_empty or (undecided and hash_fraction > lowest):
+        elif not holdout or not held_out.is_empty or (undecided and hash_fraction > lowest_fraction):
             train.write(documents)
-        elif undecided and hash_fraction == lowest:
+        elif undecided and hash_fraction == lowest_fraction:
             undecided.append(documents)
         else:
             for record_documents in undecided:
                 train.write(record_documents)
-            undecided, lowest = [documents], hash_fraction
+            undecided, lowest_fraction = [documents], hash_fraction
     remaining_split = train if train.is_empty or not held_out.is_empty else held_out
     for record_documents in undecided:
         remaining_split.write(record_documents)

@@ -143,7 +143,7 @@ class _Builder:
     """
 
     def __init__(self, job: BuildJob, units: Sequence[BuildUnit], folder: BuildFolder, workers: _Workers) -> None:
-        self._job, self._units, self._folder, self._pool = job, units, folder, workers
+        self._job, self._units, self._folder, self._workers = job, units, folder, workers
         self._current_unit_bytes = 0
         self._finished_units: set[int] = set()
 
@@ -153,7 +153,7 @@ class _Builder:
         for waits in (False, True):
             for number in range(len(self._units)):
                 while not (folder.is_done(number) or folder.is_complete):
-                    self._pool.raise_errors()
+                    self._workers.raise_errors()
                     stop_if_asked()
                     if folder.try_lock(number):
                         try:
@@ -380,7 +380,7 @@ class UnitWriter:
         self._train = _Split(job, folder, number, False)
         self._held_out = _Split(job, folder, number, True)
         self._bad = BadDocuments(job.bad, job.keys)
-        self._lowest, self._unchecked = 1.0, 0
+        self._lowest, self._bytes_until_check = 1.0, 0
 
     def write(self) -> Iterator[int]:
         """Write all documents; yield the number of input bytes of each batch.
@@ -447,10 +447,10 @@ class UnitWriter:
 
         Raises IdsDiffer.
         """
-        if self._unchecked <= 0:
+        if self._bytes_until_check <= 0:
             check_sample(self._engine, self._job.reference, texts)
-            self._unchecked = CHECK_INTERVAL_BYTES
-        self._unchecked -= sum(map(len, texts))
+            self._bytes_until_check = CHECK_INTERVAL_BYTES
+        self._bytes_until_check -= sum(map(len, texts))
 
     def _write_long(self, document: LongDocument) -> Iterator[int]:
         try:

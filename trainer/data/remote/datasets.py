@@ -242,5 +242,5 @@ def _patterns(config: Mapping[str, Any]) -> dict[str, list[str]] | None:
 
 def _with_option(setting: str, option: str, value: str) -> str:
     location, _, query = setting.partition("?")
-    kept = [(name, text) for name, text in urllib.parse.parse_qsl(query) if name != option]
-    return f"{location}?{urllib.parse.urlencode([*kept, (option, value)])}"
+    other_options = [(name, text) for name, text in urllib.parse.parse_qsl(query) if name != option]
+    return f"{location}?{urllib.parse.urlencode([*other_options, (option, value)])}"

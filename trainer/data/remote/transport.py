@@ -167,8 +167,8 @@ def _size_and_version(url: str) -> tuple[int, str]:
                 raise ValueError("the server does not report its size")
             return response.length, _version_of(response)
     system, path = open_filesystem(url)
-    facts = system.info(path)
-    return int(facts["size"]), next((str(facts[name]) for name in _VERSION_KEYS if name in facts), "")
+    info = system.info(path)
+    return int(info["size"]), next((str(info[name]) for name in _VERSION_KEYS if name in info), "")
 
 
 def _list_urls(url: str) -> list[str]:
