@@ -3,8 +3,8 @@
 Training counts positions in an endless sequence of samples (see `mixture`).  With a global batch size of G, step u
 (counted from 0) reads positions u * G to (u + 1) * G.  Each data-parallel rank takes a contiguous slice of them and
 splits it into micro-batches.  Resuming therefore needs only one integer, the number of samples consumed by finished
-steps, which is valid on any mesh.  A fingerprint of the data is stored with it, since the same position in
-different data is a different sample.
+steps, which is valid on any mesh.  A fingerprint of the data is stored with it, since the same position in different
+data is a different sample.
 
 Ranks are plain integers in this module, which issues no collectives.
 """

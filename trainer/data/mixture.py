@@ -1,7 +1,7 @@
 """The order in which a run reads samples: of one source, or of a mixture whose weights change by phase.
 
-A position counts the samples of an endless run.  The sample at a position depends only on the position, the number of
-samples and the seed, not on ranks, workers, batch size or state.  Nothing is stored: the order is a closed form of the
+A position is an index into an endless run of samples.  Its sample depends only on the position, the number of samples
+and the seed, not on ranks, workers, batch size or state.  Nothing is stored: the order is a closed form of the
 position, the seed and the phases so far, and later phases never change earlier positions.  The order must never change
 between versions: runs resume from a position, so a different order would silently repeat some samples and skip others.
 

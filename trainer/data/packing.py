@@ -85,7 +85,7 @@ class PackedSource(TokenSource):
 
     The first token of a document is never a target, and its last token has no target.
 
-    packs: whether to put as many documents as fit into each row, instead of one.
+    packs: whether to put as many documents as fit into each row, instead of one each.
     """
 
     def __init__(self, shards: Sequence[Shard], data: DataSection, content: str, packs: bool) -> None:

@@ -44,7 +44,7 @@ def chat_end_ids(tokenizer: str, template: str = "model") -> set[int]:
 def chat_prompt_tokens(text: str, tokenizer: str, key: str, template: str = "model") -> list[int]:
     """Return the tokens of a user message rendered with the chat template, including the generation prompt.
 
-    key: the setting or option to name in errors.
+    key: the setting or option to name in error messages.
     template: the value of `data.chat_template`.
 
     Raises UserError if there is no template.
@@ -56,7 +56,7 @@ class ChatPrompts:
     """Encodes conversations for the assistant to answer, using a chat template and its generation prompt."""
 
     def __init__(self, tokenizer: str, key: str, value: object, template: str = "model") -> None:
-        """`tokenizer`, `template`: as in `data`.  `key`, `value`: the setting or option to name in errors.
+        """`tokenizer`, `template`: as in `data`.  `key`, `value`: the setting or option to name in error messages.
 
         Raises UserError if there is no template.
         """

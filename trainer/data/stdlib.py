@@ -59,7 +59,7 @@ def _walk(folder: str, prefix: str) -> Iterator[SourceFile]:
 
 
 class StdlibCorpus:
-    """The source code of the running Python's standard library; equal for all ranks that run this Python.
+    """The source code of the running Python's standard library; identical on all ranks that run this Python.
 
     Tests and generated files (encoding tables and the texts of `help()`) are excluded.  About one file in twenty is
     held out, chosen by a hash of its name.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
 """Common names of the end-of-document token, tried in this order if no configuration file names the token."""
 
-_BEGIN_OF_DOCUMENT = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")
+_BEGINNING_OF_TEXT = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")
 """Common names of the beginning-of-text token."""
 
 _RULES_VERSION = "text is text"
@@ -122,10 +122,10 @@ class FileTokenizer(Tokenizer):
             if bos_id is None and self.start_ids:
                 bos_id = self.start_ids[0]
             if bos_id is None:
-                bos_id = next((ids[name] for name in _BEGIN_OF_DOCUMENT if name in ids), None)
+                bos_id = next((ids[name] for name in _BEGINNING_OF_TEXT if name in ids), None)
             other_start_ids = tuple(number for number in self.start_ids if number != bos_id)
             if bos and bos_id is None:
-                names = ", ".join(_BEGIN_OF_DOCUMENT)
+                names = ", ".join(_BEGINNING_OF_TEXT)
                 raise missing_bos_error(path, f"tokenizer_config.json does not name one, and it has none of {names}")
             self.start_ids = (bos_id, *other_start_ids) if bos and bos_id is not None else other_start_ids
         self.end_id = self._find_end(Path(path).expanduser(), ids, added_after, key)

@@ -1,4 +1,4 @@
-"""Reads chat files: converts the records of JSONL and parquet files to conversations.
+"""Reads chat files: converts the records of JSONL, parquet, JSON and CSV files to conversations.
 
 The formats are messages, ShareGPT, Alpaca, prompt-completion and preference pairs.  Records are plain JSON.  Errors
 give the path of the invalid value in the record, such as `messages[2].role`.

@@ -1,8 +1,8 @@
 """Loads and renders chat templates, which turn a conversation into the text that a model reads.
 
-A template is a Jinja program published with the model.  It runs in Jinja's sandbox and can access only plain
-JSON.  It has the same environment as in transformers (filters, functions, the `generation` tag, the tokenizer's special
-tokens), so it renders the same text.  `limits.py` limits its CPU time and memory.
+A template is a Jinja program published with the model.  It runs in Jinja's sandbox and can access only plain JSON.  It
+has the same environment as in transformers (filters, functions, the `generation` tag, the tokenizer's special tokens),
+so it renders the same text.  `limits.py` limits its CPU time and memory.
 """
 
 from __future__ import annotations
