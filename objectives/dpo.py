@@ -1,4 +1,4 @@
-"""Direct preference optimisation."""
+"""Direct preference optimization."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def log_rewards(rows: Rows, chosen: torch.Tensor, rejected: torch.Tensor) -> Non
 @register_objective("dpo")
 @dataclass(frozen=True)
 class Dpo(Objective):
-    """Direct preference optimisation: prefer one of two answers, relative to a reference model.
+    """Direct preference optimization: prefer one of two answers, relative to a reference model.
 
     The loss of a pair is -log sigmoid(beta * ((c - c') - (r - r'))), where c and r are the log-probabilities of the
     chosen and the rejected answer, and c' and r' are their log-probabilities under the reference model.

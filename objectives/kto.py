@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation."""
+"""Kahneman-Tversky optimization."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @register_objective("kto")
 @dataclass(frozen=True)
 class Kto(Objective):
-    """Kahneman-Tversky optimisation: learn from single answers labelled good or bad, without pairs.
+    """Kahneman-Tversky optimization: learn from single answers labeled good or bad, without pairs.
 
     The loss of an answer is w * (1 - sigmoid(s * (beta * (g - k)))).  g is its gain in log-probability over the
     reference, s is 1 for a good and -1 for a bad answer, and w is the weight of its label.  k estimates the divergence
@@ -30,8 +30,8 @@ class Kto(Objective):
     better: ClassVar[Mapping[str, Direction]] = {"reward_good": "higher", "reward_bad": "lower", "kl": "lower"}
 
     beta: float = declare(0.1, "strength of the penalty for moving away from the reference model", above=0)
-    good_weight: float = declare(1.0, "weight of the answers labelled good", at_least=0)
-    bad_weight: float = declare(1.0, "weight of the answers labelled bad", at_least=0)
+    good_weight: float = declare(1.0, "weight of the answers labeled good", at_least=0)
+    bad_weight: float = declare(1.0, "weight of the answers labeled bad", at_least=0)
 
     def statistic(self, rows: Rows) -> torch.Tensor:
         """Return the gain of each sample's second row, which is an answer to another prompt."""

@@ -1,4 +1,4 @@
-"""Odds ratio preference optimisation."""
+"""Odds ratio preference optimization."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @register_objective("orpo")
 @dataclass(frozen=True)
 class Orpo(Objective):
-    """Odds ratio preference optimisation: imitate the chosen answer and prefer it, without a reference model.
+    """Odds ratio preference optimization: imitate the chosen answer and prefer it, without a reference model.
 
     The loss of a pair is -c - beta * log sigmoid(log odds(c) - log odds(r)), where c and r are the mean
     log-probabilities of the targets of the chosen and the rejected answer, and log odds(x) = x - log(1 - exp(x)).

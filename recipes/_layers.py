@@ -18,7 +18,7 @@ from trainer.sequence import Documents
 
 
 class Linear(nn.Linear):
-    """A linear map with weights drawn from N(0, std), and an optional bias initialised to zero."""
+    """A linear map with weights drawn from N(0, std), and an optional bias initialized to zero."""
 
     def __init__(self, in_features: int, out_features: int, std: float, bias: bool = False) -> None:
         self.std = std
@@ -41,7 +41,7 @@ class Router(Linear):
 
 
 class Output(Linear):
-    """The projection onto the vocabulary; with targets, returns the summed loss without materialising all logits.
+    """The projection onto the vocabulary; with targets, returns the summed loss without materializing all logits.
 
     The weight is only used in this module's forward, so the module can be a separate FSDP unit.
     """
@@ -65,7 +65,7 @@ class Head(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """An embedding table initialised from N(0, std)."""
+    """An embedding table initialized from N(0, std)."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, std: float) -> None:
         self.std = std

@@ -1,6 +1,6 @@
 """Models in llama.cpp's GGUF format, which are converted once to a Hugging Face folder in the cache.
 
-The weights are dequantised, since quantised weights cannot be trained.  Floating-point tensors keep their dtype; all
+The weights are dequantized, since quantized weights cannot be trained.  Floating-point tensors keep their dtype; all
 others become float32, which represents every GGUF format exactly.  The tokenizer, chat template and sizes in the file
 become `tokenizer.json`, `chat_template.jinja` and `config.json`, so that the rest of the program handles an ordinary
 model folder.  Stored configurations name the .gguf file.
@@ -110,7 +110,7 @@ def _convert(file: Path, folder: Path, shown: str, setting: str, with_weights: b
     if with_weights and not (folder / _WEIGHTS).exists():
         num_bytes = reader.num_bytes
         print_stderr(
-            f"{file}: dequantising {reader.formats} weights to {readable_size(num_bytes)} of "
+            f"{file}: dequantizing {reader.formats} weights to {readable_size(num_bytes)} of "
             f"{' and '.join(reader.dtypes)} in {folder}; this is done only once"
         )
         weights = folder / _WEIGHTS
@@ -354,7 +354,7 @@ class _Gguf:
             values = np.asarray(values, np.float32).reshape(shape)
         part = name.rpartition(".")[0].rpartition(".")[2]
         if self._architecture == "llama" and part in ("q_proj", "k_proj"):
-            # RoPE rotates neighbouring pairs of dimensions in llama.cpp, and pairs half a head apart in transformers.
+            # RoPE rotates neighboring pairs of dimensions in llama.cpp, and pairs half a head apart in transformers.
             heads = int(self._required("attention.head_count"))
             if part == "k_proj":
                 heads = int(self.get("llama.attention.head_count_kv") or heads)

@@ -76,7 +76,7 @@ def command_line(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    """Print conversations with the targets in green, or in angle brackets if the output has no colours."""
+    """Print conversations with the targets in green, or in angle brackets if the output has no colors."""
     from rich.console import Console
     from rich.text import Text
 
@@ -316,7 +316,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("inputs", nargs="+", metavar="FILE", help=f"file, folder, glob or URL: {SUPPORTED_SUFFIXES}")
     parser.add_argument("--out", metavar="DIR/NAME", help="shards are DIR/NAME-00000.bin and so on")
     parser.add_argument("--tokenizer", default="bytes", help="bytes, or the path of a Hugging Face tokenizer.json")
-    parser.add_argument("--show", type=int, metavar="N", help="print N chats instead, with targets in colour")
+    parser.add_argument("--show", type=int, metavar="N", help="print N chats instead, with targets in color")
     for key in _CHAT_KEYS:
         option, meaning = f"--{key.replace('_', '-')}", f"with --show: a value of data.{key} (its default)"
         parser.add_argument(option, type=_value_of_key(key), metavar="HOW", help=meaning)

@@ -149,21 +149,21 @@ class HuggingFace:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model that the trainer can build, shard and initialise.
+    """A model that the trainer can build, shard and initialize.
 
     name: the value of `model.name` that selects this recipe.
     config: dataclass of the model's fields, with defaults; a `vocab_size` field, if any, is checked against the data.
     build: `build(config) -> nn.Module`, or "package.module:function".  It is called on the meta device.  The module
         maps `tokens` (B, T) to logits (B, T, V).  If its `forward` also takes `targets`, it returns the loss summed
-        over the targets, and need not materialise all logits.
+        over the targets, and need not materialize all logits.
     units: the FSDP units in forward order: names such as "layers.*", tuples of names for a unit of several modules, or
         a function of the model that returns these.  All other parameters belong to the root unit.
     trainer: the `Trainer` subclass to use, or "package.module:class"; None for `Trainer` itself.
-    init: `init(module)` or `init(module, name, model)`, initialises the parameters and buffers that a submodule
+    init: `init(module)` or `init(module, name, model)`, initializes the parameters and buffers that a submodule
         directly owns; by default calls its `reset_parameters()`.
     resolve: `resolve(config) -> config`, fills in fields that follow from others, such as the shape of the model in a
         folder.  Called once, when a recipe file and the command line are loaded; config.yaml stores the result.
-    weights: `weights(config) -> WeightSource`, the source of the initial weights, or None to initialise them; or
+    weights: `weights(config) -> WeightSource`, the source of the initial weights, or None to initialize them; or
         "package.module:function".  `train.init_from` takes precedence.  The source must open its files lazily, because
         a resumed run does not need them.
     notes: `notes(config, model)`, returns remarks about the model to print when a run starts; or

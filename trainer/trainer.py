@@ -103,9 +103,9 @@ class Trainer:
         return self.world.mesh_of(self.shape)
 
     def build_model(self, config: RunConfig | None = None) -> torch.nn.Module:
-        """Return the sharded, initialised model of `config` (default: this run's).
+        """Return the sharded, initialized model of `config` (default: this run's).
 
-        The model is built on the meta device, sharded, then initialised: a rank holds at most its shards and one full
+        The model is built on the meta device, sharded, then initialized: a rank holds at most its shards and one full
         module.  Call it again for a second model, such as a teacher.  Collective.
         """
         config = config or self.config

@@ -1,6 +1,6 @@
 """A transformers model that also accepts `tokens` and `targets`, and returns the summed loss.
 
-The module also provides its FSDP units, the initialisation of weights, FLOPs, and notes for the start block.
+The module also provides its FSDP units, the initialization of weights, FLOPs, and notes for the start block.
 
 Modules, parameters and their names are those of transformers ("the library").  Called the library's way, without
 `tokens`, the model returns the library's output, and `generate` works as usual.
@@ -115,7 +115,7 @@ def _first_line(error: Exception) -> str:
 
 
 class LossHead(nn.Linear):
-    """The projection onto the vocabulary; with targets, returns the summed loss without materialising all logits."""
+    """The projection onto the vocabulary; with targets, returns the summed loss without materializing all logits."""
 
     def forward(self, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor | None = None) -> torch.Tensor:
         if targets_BT is None:
@@ -282,11 +282,11 @@ def units(model: Any) -> list[nn.Module | tuple[nn.Module, nn.Module]]:
 
 
 def init(module: nn.Module, name: str, model: Any) -> None:
-    """Initialise the parameters that `module` directly owns, as transformers does, and leave all others unchanged.
+    """Initialize the parameters that `module` directly owns, as transformers does, and leave all others unchanged.
 
-    The library initialises a module after its children, and redraws some of their weights: GPT-2's projections back
+    The library initializes a module after its children, and redraws some of their weights: GPT-2's projections back
     into the residual stream, for example.  `_init_weights` is therefore also called for each ancestor of `module`, from
-    the inside out.  A module that is neither the library's nor torch's, such as an adapter, is initialised by its own
+    the inside out.  A module that is neither the library's nor torch's, such as an adapter, is initialized by its own
     `reset_parameters`.
     """
     kinds = [kind for kind in type(module).__mro__ if kind is not nn.Module]
@@ -296,7 +296,7 @@ def init(module: nn.Module, name: str, model: Any) -> None:
     own = {id(parameter) for parameter in module.parameters(recurse=False)}
     for parameter in model.parameters():
         if id(parameter) not in own:
-            parameter._is_hf_initialized = True  # the library's own flag: do not initialise this parameter
+            parameter._is_hf_initialized = True  # the library's own flag: do not initialize this parameter
     parts = name.split(".") if name else []
     path = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
     with initialization.guard_torch_init_functions():

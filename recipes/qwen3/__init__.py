@@ -1,4 +1,4 @@
-"""Qwen3: pre-norm transformer with RoPE, grouped-query attention with normalised queries and keys, and SwiGLU.
+"""Qwen3: pre-norm transformer with RoPE, grouped-query attention with normalized queries and keys, and SwiGLU.
 
 Source: Yang et al. 2025, "Qwen3 Technical Report", arXiv:2505.09388; the published configurations.
 """

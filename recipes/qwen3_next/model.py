@@ -38,7 +38,7 @@ class ZeroCenteredNorm(nn.Module):
 
 
 class GatedAttention(nn.Module):
-    """Causal grouped-query attention with normalised queries and keys, RoPE on part of each head, and gated outputs."""
+    """Causal grouped-query attention with normalized queries and keys, RoPE on part of each head, and gated outputs."""
 
     def __init__(self, config: Qwen3NextConfig) -> None:
         super().__init__()
