@@ -21,7 +21,7 @@ REWARDS: Mapping[str, Direction] = {
 
 
 def log_rewards(rows: Rows, chosen: torch.Tensor, rejected: torch.Tensor) -> None:
-    """Log the rewards of pairs, (S,) each, their difference, and how often the chosen answer has the higher reward."""
+    """Log the rewards of pairs, (S,) each, their difference, and how often the chosen answer has the higher one."""
     chosen, rejected = chosen.detach(), rejected.detach()
     rows.log("accuracy", (chosen > rejected).float())
     rows.log("margin", chosen - rejected)
@@ -40,7 +40,7 @@ class Dpo(Objective):
     Source: Rafailov et al. 2023, "Direct Preference Optimization", arXiv:2305.18290.
     """
 
-    rows, needs, better = 2, ("reference",), REWARDS
+    rows_per_sample, needs, better = 2, ("reference",), REWARDS
 
     beta: float = declare(
         0.1, "strength of the penalty for moving away from the reference model; scales the log-probabilities", above=0

@@ -25,7 +25,7 @@ class Ipo(Objective):
     Source: Azar et al. 2023, arXiv:2310.12036, equation 17; its authors average over the targets of each answer.
     """
 
-    rows, needs, better = 2, ("reference",), REWARDS
+    rows_per_sample, needs, better = 2, ("reference",), REWARDS
 
     beta: float = declare(0.1, "the target of the margin is 1 / (2 * beta)", above=0)
 

@@ -25,7 +25,7 @@ class Orpo(Objective):
     Source: Hong et al. 2024, arXiv:2403.07691, equations 6 and 7.
     """
 
-    rows, better = 2, REWARDS
+    rows_per_sample, better = 2, REWARDS
 
     beta: float = declare(0.1, "weight of the preference term, relative to imitation of the chosen answer", at_least=0)
 

@@ -25,7 +25,7 @@ class Simpo(Objective):
     Source: Meng et al. 2024, arXiv:2405.14734, equation 6.
     """
 
-    rows, better = 2, REWARDS
+    rows_per_sample, better = 2, REWARDS
 
     beta: float = declare(2.0, "scale of the log-probabilities per target", above=0)
     gamma: float = declare(1.0, "target margin between chosen and rejected answer, after scaling by beta", at_least=0)

@@ -2,8 +2,8 @@
 
 The module also provides its FSDP units, the initialization of weights, FLOPs, and notes for the start block.
 
-Modules, parameters and their names are those of transformers ("the library").  Called the library's way, without
-`tokens`, the model returns the library's output, and `generate` works as usual.
+Modules, parameters and their names are those of transformers ("the library").  Without `tokens`, the
+model behaves like the library's: it returns the library's output, and `generate` works as usual.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trainer.model.parameters import num_writes, storage_id
 from trainer.sequence import Documents, apply_by_document
 
 _ATTENTION = {"flex": "flex_attention"}
-"""Our names of attention kernels where they differ from the library's."""
+"""Our names of attention kernels that differ from the library's."""
 
 
 def build(config: HfConfig) -> transformers.PreTrainedModel:
@@ -165,9 +165,9 @@ def _with_loss(library: Any) -> Any:
     theirs = [*inspect.signature(library.forward).parameters.values()][1:]
     named = [p.replace(kind=p.KEYWORD_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in theirs]
     forward.__signature__ = inspect.Signature([*own, *named])  # type: ignore[attr-defined]
-    made = type(library.__name__, (library,), {"forward": forward, "__module__": library.__module__})
-    made.__qualname__, made.__doc__ = library.__qualname__, library.__doc__
-    return made
+    subclass = type(library.__name__, (library,), {"forward": forward, "__module__": library.__module__})
+    subclass.__qualname__, subclass.__doc__ = library.__qualname__, library.__doc__
+    return subclass
 
 
 def _is_recurrent(module: nn.Module) -> bool:
@@ -195,18 +195,18 @@ def _by_document(library: Any) -> Any:
         finally:
             self.training = is_training
 
-    made = type(library.__name__, (library,), {"forward": forward, "__module__": library.__module__})
-    made.__qualname__, made.__doc__ = library.__qualname__, library.__doc__
-    return made
+    subclass = type(library.__name__, (library,), {"forward": forward, "__module__": library.__module__})
+    subclass.__qualname__, subclass.__doc__ = library.__qualname__, library.__doc__
+    return subclass
 
 
 @torch.no_grad()
 def _head_computes_logits(model: Any) -> bool:
     """Return whether the logits are exactly the head's output for the last hidden state of the base model.
 
-    If so, `linear_cross_entropy` of hidden state and head weight is the loss.  The check runs the library's forward
-    pass on the meta device with the base model replaced by a stub: if the library scales, caps, slices or modifies the
-    hidden state or the logits, the tensors before and after are not the same.
+    If so, the loss is `linear_cross_entropy` of the hidden state and the head's weight.  The check runs the library's
+    forward pass on the meta device with the base model replaced by a stub: if the library scales, caps, slices or
+    modifies the hidden state or the logits, the tensors before and after are not the same.
     """
     head, base = model.get_output_embeddings(), model.base_model
     if type(head) is not nn.Linear or head.bias is not None or base is model:
@@ -220,7 +220,9 @@ def _head_computes_logits(model: Any) -> bool:
         return _Outputs(last_hidden_state=hidden)
 
     def watch(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        head_calls.append((output, _place(output), _place(inputs[0])))  # a reference, so that the storage is not reused
+        head_calls.append(
+            (output, _identity(output), _identity(inputs[0]))
+        )  # keeps `output` alive, so that its storage is not reused
 
     tokens, hook = torch.zeros(1, 2, dtype=torch.int64, device="meta"), head.register_forward_hook(watch)
     base.forward = stub_forward
@@ -234,7 +236,7 @@ def _head_computes_logits(model: Any) -> bool:
     other_arguments = [
         name for name, value in base_arguments.items() if name not in ("input_ids", "use_cache") and value
     ]
-    return len(head_calls) == 1 and not other_arguments and head_calls[0][1:] == (_place(logits), _place(hidden))
+    return len(head_calls) == 1 and not other_arguments and head_calls[0][1:] == (_identity(logits), _identity(hidden))
 
 
 class _Outputs:
@@ -250,8 +252,8 @@ class _Outputs:
         return None
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a value that is equal for two views of the same elements, and that changes after an in-place write."""
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return a value that is equal for two views of the same elements, and changes with every in-place write."""
     storage = storage_id(tensor.untyped_storage())
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), num_writes(tensor)
 
@@ -267,11 +269,11 @@ def units(model: Any) -> list[nn.Module | tuple[nn.Module, nn.Module]]:
     `nn.ModuleList`.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    kinds, inside = set(model._no_split_modules or ()), ""
+    kinds, block_prefix = set(model._no_split_modules or ()), ""
     blocks: list[nn.Module] = []
     for name, module in model.named_modules():  # the outermost ones, in the order of the model
-        if type(module).__name__.removeprefix("FSDP") in kinds and not (inside and name.startswith(inside)):
-            inside = f"{name}."
+        if type(module).__name__.removeprefix("FSDP") in kinds and not (block_prefix and name.startswith(block_prefix)):
+            block_prefix = f"{name}."
             blocks.append(module)
     if not blocks:
         lists = [[*module] for module in model.modules() if isinstance(module, nn.ModuleList)]
@@ -333,9 +335,9 @@ def notes(config: HfConfig, model: Any) -> list[str]:
 
 
 def flops(config: HfConfig, seq_len: int) -> float:
-    """Return model FLOPs per token of forward and backward: 6 per matrix weight, plus causal attention.
+    """Return model FLOPs per token for forward and backward: 6 per matrix weight, plus causal attention.
 
-    Of a mixture of experts, only the experts that process the token count.
+    In a mixture of experts, only the experts that process the token count.
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
     matrices, widths = _work(json.dumps(config.config, sort_keys=True))

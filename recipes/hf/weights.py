@@ -1,9 +1,9 @@
 """Converts between transformers' checkpoint files and its models, tensor by tensor, in both directions.
 
-Files of a mixture of experts have a matrix for each expert and projection, while the model has one tensor for all of
-them; other files use older names.  transformers' conversion table lists the renamings and conversions that a
-model needs.  transformers applies the table to complete models; this module applies it to one tensor, or to the rows
-of a tensor that a rank needs.
+The files of a mixture of experts have one matrix per expert and projection, while the model stacks those of all
+experts; other files use older names.  transformers' conversion table lists the renamings and conversions that a model
+needs.  transformers applies it to complete models; this module applies it to one tensor, or to the rows of a tensor
+that a rank needs.
 Source: transformers, core_model_loading.py and conversion_mapping.py.
 """
 
@@ -40,7 +40,7 @@ from trainer.recipe import WeightSource
 from trainer.weights.sources import SafetensorsFolder, find_weights
 
 _LEFT_OUT = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""Buffers in old files that models now compute themselves; the library ignores them for every model."""
+"""Buffers in old files, which models now compute themselves; the library ignores them for every model."""
 
 
 def first_weights(config: HfConfig) -> WeightSource | None:
@@ -139,7 +139,7 @@ class _ConvertedSource:
     """A `WeightSource` whose tensors are those of another source, renamed or converted."""
 
     def __init__(self, model: Any, source: WeightSource, renamings: Sequence[WeightRenaming] = ()) -> None:
-        """`renamings` are applied to the names of the conversions' results."""
+        """renamings: applied to the names of the converted tensors."""
         self.description = source.description
         self._model, self._source, self._renamings = model, source, renamings
         self._shapes, self._dtypes = source.shapes, source.dtypes

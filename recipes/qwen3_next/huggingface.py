@@ -90,7 +90,7 @@ def config(config: Qwen3NextConfig) -> dict[str, Any]:
 def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `Qwen3NextConfig` for the contents of config.json.
 
-    Raises UserError for layers without experts, and for an order of layers that is not every n-th.
+    Raises UserError for layers without experts, and unless every n-th layer, and no other, has softmax attention.
     """
     fields = {field: content.get(entry, default) for field, (entry, default) in FIELDS.items()}
     if content.get("mlp_only_layers"):
@@ -101,10 +101,10 @@ def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError("layer_types: in this recipe every n-th layer is full_attention, the others linear_attention")
     rope = content.get("rope_parameters") or {}
     share = rope.get(_SHARE, content.get(_SHARE, 0.25))
-    whole = {**content, _SHARE: None, "rope_parameters": {key: rope[key] for key in rope if key != _SHARE}}
+    rope_content = {**content, _SHARE: None, "rope_parameters": {key: rope[key] for key in rope if key != _SHARE}}
     fields |= {"attention_every": every, "rotary_dim": int(fields["head_dim"] * share)}
     fields["balance"] = content.get("router_aux_loss_coef", BALANCE) if content.get("output_router_logits") else 0.0
-    return fields | {"rope_theta": rope_of(whole, ("default",))["rope_theta"]}
+    return fields | {"rope_theta": rope_of(rope_content, ("default",))["rope_theta"]}
 
 
 HUGGINGFACE = HuggingFace(

@@ -1,4 +1,4 @@
-"""Write a project of your own: a model, its recipe, a test, and a batch file for Slurm.
+"""Create a project of your own: a model, its recipe, a test, and a batch file for Slurm.
 
 meshtrainer init mine            writes the folder mine/
 cd mine && meshtrainer run recipe=mine.yaml
@@ -17,13 +17,13 @@ from trainer.files import writing_to
 from trainer.recipe import all_recipes
 
 _NAME = "my_model"
-"""The name in the template's files and in their names."""
+"""The template's name for the model, in its files and in their names."""
 
 
 def write_project(name: str, parent: Path) -> Path:
-    """Write a project into the new folder `parent/name`, and return the folder.
+    """Create a project in the new folder `parent/name`, and return the folder.
 
-    Raises UserError if the name cannot be that of a module, or if the folder exists and is not empty.
+    Raises UserError if the name is not usable as a module name, or if the folder exists and is not empty.
     """
     module = name.replace("-", "_")
     if not module.isidentifier() or keyword.iskeyword(module):
