@@ -102,7 +102,7 @@ def main(trainer: type[Trainer], argv: Sequence[str] | None = None) -> int:
     """Run the command line of `trainer.run` with your own Trainer class: `sys.exit(trainer.main(MyTrainer))`.
 
     Recipes, `key=value`, `nproc=N`, `--help`, all other options, messages and exit codes work as in `trainer.run`, also
-    under torchrun and srun.  argv: the arguments; by default those of the script.  Returns the exit code.
+    under torchrun and srun.  argv: the arguments (default: those of the script).  Returns the exit code.
     """
     return int(importlib.import_module("trainer.run").main(argv, trainer))
 
