@@ -375,7 +375,7 @@ class _Gguf:
             )
             raise self._error(rule, "give the Hugging Face folder of this model")
         tokens = [str(token) for token in self._token_list("tokens")]
-        types = [int(each) for each in self._token_list("token_type")] or [_NORMAL] * len(tokens)
+        types = [int(kind) for kind in self._token_list("token_type")] or [_NORMAL] * len(tokens)
         content = {
             "version": "1.0",
             "truncation": None,
@@ -383,10 +383,10 @@ class _Gguf:
             "added_tokens": [
                 {
                     **{"id": number, "content": tokens[number], "single_word": False, "lstrip": False},
-                    **{"rstrip": False, "normalized": False, "special": each != _USER_DEFINED},
+                    **{"rstrip": False, "normalized": False, "special": kind != _USER_DEFINED},
                 }
-                for number, each in enumerate(types)
-                if each in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+                for number, kind in enumerate(types)
+                if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
             ],
             **(self._sentencepiece(tokens, types) if model == "llama" else self._byte_level(tokens, split)),
         }

@@ -235,7 +235,7 @@ class Repository:
 
     def missing(self, files: Iterable[HubFile]) -> list[HubFile]:
         """Return the files that are not in the cache."""
-        return [each for each in files if not (self.folder / each.path).exists()]
+        return [file for file in files if not (self.folder / file.path).exists()]
 
     def fetch(self, files: Iterable[HubFile]) -> None:
         """Download the files that are missing.  One process per machine downloads while the others wait.
@@ -259,15 +259,15 @@ class Repository:
 
     def _fetch(self, library: Any, missing: Sequence[HubFile]) -> None:
         num_cached = sum(_size(self._partial(file)) for file in missing)
-        total = sum(each.size for each in missing)
+        total = sum(file.size for file in missing)
         free = shutil.disk_usage(_repository_folder(self.name)).free
         if total - num_cached > free:
             rule = f"needs {readable_size(total - num_cached)} in {cache_folder()}, {readable_size(free)} are free"
             fix = "free some space there, or set HF_HOME to a folder on another disk"
             raise setting_error(self._setting, self.name.shown, rule, fix=fix)
-        files = missing[0].path if len(missing) == 1 else f"{len(missing)} files"
+        description = missing[0].path if len(missing) == 1 else f"{len(missing)} files"
         print_stderr(
-            f"fetching {self.name}: {files}, {_size_text(total)}"
+            f"fetching {self.name}: {description}, {_size_text(total)}"
             f"{f' ({_size_text(num_cached)} are already in the cache)' if num_cached else ''}, into {self.folder}"
         )
         progress = _Progress(str(self.name), total, num_cached)
@@ -279,18 +279,18 @@ class Repository:
             finally:
                 threads.shutdown(wait=False, cancel_futures=True)
 
-    def _partial(self, each: HubFile) -> Path:
-        return _repository_folder(self.name) / "blobs" / f"{each.checksum}.part"
+    def _partial(self, hub_file: HubFile) -> Path:
+        return _repository_folder(self.name) / "blobs" / f"{hub_file.checksum}.part"
 
-    def _fetch_file(self, library: Any, each: HubFile, progress: _Progress) -> None:
+    def _fetch_file(self, library: Any, hub_file: HubFile, progress: _Progress) -> None:
         """Download one file, resuming a partial download, verify it, and link it into the snapshot."""
-        partial = self._partial(each)
+        partial = self._partial(hub_file)
         blob = partial.with_suffix("")
         tries_left, size = _TRIES - 1, _size(partial)
         while not blob.exists():  # another commit may have the same content
             stop_if_asked()
             try:
-                self._receive(library, each, partial, progress)
+                self._receive(library, hub_file, partial, progress)
                 os.replace(partial, blob)
             except UserError:
                 raise
@@ -300,20 +300,24 @@ class Repository:
                 if not tries_left or not is_temporary(error):
                     raise as_user_error(error, self.name, self._setting) from error
                 tries_left, size = (_TRIES - 1 if _size(partial) > size else tries_left - 1), _size(partial)
-                print_stderr(f"{self.name.shown}: {each.path}: {_reason(error)}; trying again")
+                print_stderr(f"{self.name.shown}: {hub_file.path}: {_reason(error)}; trying again")
                 _sleep(2.0 ** (_TRIES - 2 - tries_left))
-        _link(blob, self.folder / each.path)
+        _link(blob, self.folder / hub_file.path)
 
-    def _receive(self, library: Any, each: HubFile, partial: Path, progress: _Progress) -> None:
+    def _receive(self, library: Any, hub_file: HubFile, partial: Path, progress: _Progress) -> None:
         """Download the rest of a partial file.  Raises OSError if the result is incomplete or has a wrong checksum."""
         url = library.hf_hub_url(
-            self.name.repo, each.path, repo_type=self.name.kind, revision=self.name.revision, endpoint=endpoint(library)
+            self.name.repo,
+            hub_file.path,
+            repo_type=self.name.kind,
+            revision=self.name.revision,
+            endpoint=endpoint(library),
         )
         with open(partial, "ab") as file:
             start = file.tell()
-            if start > each.size:
+            if start > hub_file.size:
                 file.truncate(start := 0)
-            if start < each.size:
+            if start < hub_file.size:
                 headers = {**library.utils.build_hf_headers(), "Accept-Encoding": "identity"}
                 headers |= {"Range": f"bytes={start}-"} if start else {}
                 session, timeout = library.utils.get_session(), library.constants.HF_HUB_DOWNLOAD_TIMEOUT
@@ -328,11 +332,11 @@ class Repository:
             file.flush()
             os.fsync(file.fileno())
         size = _size(partial)
-        if size < each.size:
-            raise OSError(f"the connection was lost after {size:,} of {each.size:,} bytes")
-        if _content_checksum(partial, each) != each.checksum:
+        if size < hub_file.size:
+            raise OSError(f"the connection was lost after {size:,} of {hub_file.size:,} bytes")
+        if _content_checksum(partial, hub_file) != hub_file.checksum:
             partial.unlink()
-            raise OSError(f"{each.path} was corrupted during the download")
+            raise OSError(f"{hub_file.path} was corrupted during the download")
 
 
 def open_repository(name: HubName, setting: str, pins: Mapping[tuple[str, str], str] | None = None) -> Repository:
@@ -364,7 +368,7 @@ def open_repository(name: HubName, setting: str, pins: Mapping[tuple[str, str], 
         return _remember(name, commit, cached, setting)
     with contextlib.suppress(OSError):  # the cache may be complete and read-only
         _metadata_folder(name).mkdir(parents=True, exist_ok=True)
-        rows = [[each.path, each.size, each.checksum] for each in files]
+        rows = [[file.path, file.size, file.checksum] for file in files]
         write_atomically(_list_path(name, commit), json.dumps(rows))
         if not name.is_pinned:
             reference = _repository_folder(name) / "refs" / default_revision(name)
@@ -392,13 +396,13 @@ def _query_server(library: Any, name: HubName, commit: str | None) -> tuple[str,
                 raise
             _sleep(1.0)
     files = []
-    for each in info.siblings or []:
-        checksum = each.lfs.sha256 if each.lfs is not None else each.blob_id
-        size = each.lfs.size if each.lfs is not None else each.size
-        if Path(each.rfilename).is_absolute() or ".." in Path(each.rfilename).parts or not checksum:
+    for sibling in info.siblings or []:
+        checksum = sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id
+        size = sibling.lfs.size if sibling.lfs is not None else sibling.size
+        if Path(sibling.rfilename).is_absolute() or ".." in Path(sibling.rfilename).parts or not checksum:
             continue
-        files.append(HubFile(each.rfilename, int(size or 0), str(checksum)))
-    return str(info.sha), sorted(files, key=lambda each: each.path)
+        files.append(HubFile(sibling.rfilename, int(size or 0), str(checksum)))
+    return str(info.sha), sorted(files, key=lambda file: file.path)
 
 
 def _metadata_folder(name: HubName) -> Path:
@@ -431,8 +435,10 @@ def _commit_in_cache(name: HubName) -> str | None:
     return None
 
 
-def _content_checksum(path: Path, each: HubFile) -> str:
-    algorithm = hashlib.sha256() if len(each.checksum) == 64 else hashlib.sha1(f"blob {path.stat().st_size}\0".encode())
+def _content_checksum(path: Path, hub_file: HubFile) -> str:
+    algorithm = (
+        hashlib.sha256() if len(hub_file.checksum) == 64 else hashlib.sha1(f"blob {path.stat().st_size}\0".encode())
+    )
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
             stop_if_asked()
@@ -490,24 +496,24 @@ def fetch_model(name: HubName, setting: str, pins: Mapping[tuple[str, str], str]
     repository = open_repository(name, setting, pins)
     files = repository.files
     if name.path:
-        chosen = [each for each in files if each.path == name.path]
+        chosen = [file for file in files if file.path == name.path]
         if not chosen:
-            ggufs = [each.path for each in files if each.path.lower().endswith(".gguf")]
+            ggufs = [file.path for file in files if file.path.lower().endswith(".gguf")]
             rule = f"{repository.name.repo} has no file {name.path}"
             raise setting_error(setting, name.shown, rule, fix=f"name one of {', '.join(ggufs)}" if ggufs else "")
         repository.fetch(chosen)
         return repository.folder / name.path
     weights = _weights_among(files)
     if not weights:
-        ggufs = [each.path for each in files if each.path.lower().endswith(".gguf")]
-        pickles = [each.path for each in files if "/" not in each.path and each.path.endswith(_PICKLES)]
+        ggufs = [file.path for file in files if file.path.lower().endswith(".gguf")]
+        pickles = [file.path for file in files if "/" not in file.path and file.path.endswith(_PICKLES)]
         if ggufs:
             rule = "has only GGUF weights"
             raise setting_error(setting, name.shown, rule, example=f"{name.repo}/{ggufs[0]}")
         if pickles:
             rule = f"has no safetensors, only {', '.join(pickles[:3])}: pickle files are not read, as they can run code"
             raise setting_error(setting, name.shown, rule, fix="name a revision or a copy that has safetensors")
-    small = [each for each in files if any(_matches(each.path, pattern) for pattern in _SMALL_FILES)]
+    small = [file for file in files if any(_matches(file.path, pattern) for pattern in _SMALL_FILES)]
     repository.fetch(small)
     if with_weights:
         repository.fetch(weights)
@@ -521,14 +527,14 @@ def lacks_weights(folder: Path) -> bool:
     if name is None or name.path:
         return False
     weights = _weights_among(_read_list(name, str(name.revision)) or [])
-    return any(not (folder / each.path).exists() for each in weights)
+    return any(not (folder / file.path).exists() for file in weights)
 
 
 def _weights_among(files: Sequence[HubFile]) -> list[HubFile]:
     """Return the safetensors files of a model, without duplicates in other layouts."""
-    found = [each for each in files if each.path.endswith(".safetensors") and "/" not in each.path]
-    usual = [each for each in found if each.path.startswith("model")]
-    return usual or [each for each in found if not each.path.startswith("adapter")] or found
+    at_root = [file for file in files if file.path.endswith(".safetensors") and "/" not in file.path]
+    usual = [file for file in at_root if file.path.startswith("model")]
+    return usual or [file for file in at_root if not file.path.startswith("adapter")] or at_root
 
 
 def _matches(path: str, pattern: str) -> bool:
@@ -555,8 +561,8 @@ def upload(folder: Path, more: Mapping[str, bytes], repo: str, setting: str, is_
         api.create_repo(repo, private=is_private or None, exist_ok=True, repo_type="model")
         files: dict[str, Path | bytes] = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*"))}
         added = [
-            library.CommitOperationAdd(path_in_repo=each, path_or_fileobj=content)
-            for each, content in {**files, **more}.items()
+            library.CommitOperationAdd(path_in_repo=path, path_or_fileobj=content)
+            for path, content in {**files, **more}.items()
             if isinstance(content, bytes) or content.is_file()
         ]
         commit = api.create_commit(repo, added, commit_message="Export of meshtrainer", repo_type="model")

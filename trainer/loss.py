@@ -29,7 +29,7 @@ IGNORE = -100
 """The value of targets to ignore (PyTorch's default `ignore_index`)."""
 
 _CHUNK_BYTES = 64 * 2**20
-"""Bytes of fp32 logits per chunk: enough for a CPU's matrix products to run at full speed, and little next to a model."""
+"""Bytes of fp32 logits per chunk: enough for a CPU's matrix products to run at full speed, little next to a model."""
 
 _GPU_CHUNK_ROWS = 2048
 """Minimum number of rows in a chunk on a GPU.
