@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.stopping import exit_on_signals
 
-if sys.argv[:1] == ["-m"] and (_found := re.search(r"\0-m\0trainer\.(\w+)", "\0".join(sys.orig_argv))):
+if sys.argv[:1] == ["-m"] and (_command := re.search(r"\0-m\0trainer\.(\w+)", "\0".join(sys.orig_argv))):
     # `python -m trainer.run`: handle signals right away, before the slow imports.
-    exit_on_signals(_found[1])
+    exit_on_signals(_command[1])
 
 from trainer.distributed.environment import without_garbage_collection
 

@@ -144,7 +144,7 @@ class TensorChange:
 
 
 def compare_tensors(a: StoredWeights, b: StoredWeights) -> Iterator[TensorChange]:
-    """Yield every tensor that is not bit-identical in both checkpoints.  Reads one block of rows at a time."""
+    """Yield each tensor that differs, or that only one checkpoint has.  Reads one block of rows at a time."""
     for key in [*a.layout, *(key for key in b.layout if key not in a.layout)]:
         before, after = a.layout.get(key), b.layout.get(key)
         if before is None or after is None or (before.shape, before.dtype) != (after.shape, after.dtype):
@@ -257,7 +257,7 @@ def _show_diff(storage: Storage, names: Sequence[str], as_json: bool, all_parts:
 
 
 def _change_lines(changes: Sequence[TensorChange]) -> Iterator[str]:
-    """Yield the lines of a table of changed tensors.  Values are never truncated, even on a narrow terminal."""
+    """Yield a table of changed tensors, line by line.  Values are never truncated, even on a narrow terminal."""
     rows = []
     for change in changes:
         numbers = (change.norm_before, change.norm_after, change.relative)

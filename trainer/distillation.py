@@ -94,7 +94,7 @@ class DistillationTrainer(Trainer):
 
 @torch.no_grad()
 def outputs_of(model: nn.Module, batch: Batch) -> Outputs:
-    """Return the hidden states and the weight from which a model computes its logits of a batch.
+    """Return the hidden states and the weight from which a model computes the logits of a batch.
 
     Collectives: those of a forward pass.
     """
@@ -130,7 +130,7 @@ class Outputs:
 
 @dataclass(frozen=True)
 class TopLogProbs:
-    """The most likely next tokens of a teacher and their log-probabilities, (N, k) each.
+    """A teacher's most likely next tokens and their log-probabilities, (N, k) each.
 
     Student and teacher are compared on k + 1 outcomes: each of these tokens, and any other token.  The divergence is
     then a lower bound of the full one, and exact for k = V.
@@ -182,16 +182,16 @@ class _Comparison(torch.autograd.Function):
         for start in range(0, len(targets_N), chunk_rows):
             stop = min(start + chunk_rows, len(targets_N))
             targets_n = targets_N[start:stop]
-            counts_n = targets_n != IGNORE
+            mask_n = targets_n != IGNORE
             logits_nV = student.logits(start, stop).requires_grad_(gradients.is_needed)
             with torch.set_grad_enabled(gradients.is_needed):
                 logps_nV = logits_nV.log_softmax(1)
                 divergences_n = objective.divergence(*teacher.compared(logps_nV, start, stop))
-                target_logps_n = logps_nV.gather(1, targets_n.where(counts_n, 0).unsqueeze(1)).squeeze(1)
+                target_logps_n = logps_nV.gather(1, targets_n.where(mask_n, 0).unsqueeze(1)).squeeze(1)
                 losses_n = (1 - objective.hard) * divergences_n - objective.hard * target_logps_n
-                chunk_loss = losses_n.where(counts_n, 0.0).sum()
+                chunk_loss = losses_n.where(mask_n, 0.0).sum()
             loss += chunk_loss.detach()
-            divergence += divergences_n.detach().where(counts_n, 0.0).sum()
+            divergence += divergences_n.detach().where(mask_n, 0.0).sum()
             if gradients.is_needed:
                 (grad_nV,) = torch.autograd.grad(chunk_loss, logits_nV)
                 grad_nV = grad_nV.to(hidden_ND.dtype)
@@ -215,7 +215,7 @@ class _Comparison(torch.autograd.Function):
 
 @torch.no_grad()
 def write_top_logps(config: RunConfig, folder: Path, num_top: int) -> int:
-    """Write the most likely next tokens of a run's teacher for every token of its data; return the number of samples.
+    """Write the teacher's most likely next tokens at each position of a run's data; return the number of samples.
 
     Uses one process.  Raises UserError if the configuration names no teacher model, or if the data is endless.
     """

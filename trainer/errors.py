@@ -208,7 +208,7 @@ def _raise_on_signals() -> Iterator[None]:
 def nearest(value: object, legal: Iterable[object], cutoff: float = 0.6) -> object | None:
     """Return the legal value whose spelling is closest to `value`, or None if none is close.
 
-    cutoff: minimum similarity, as in difflib.  Raise it for values that are short or have the same ending.
+    cutoff: minimum similarity, as in difflib.  Raise it for short values, or values with the same ending.
     """
     by_text = {str(candidate): candidate for candidate in legal}
     matches = difflib.get_close_matches(str(value), by_text, n=1, cutoff=cutoff)

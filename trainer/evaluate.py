@@ -418,7 +418,7 @@ def _split_path(argv: Sequence[str]) -> tuple[str, list[str]]:
     if len(paths) != 1:
         problem = f"{len(paths)} are named: {' '.join(paths)}" if paths else "none is named"
         example = "python -m trainer.evaluate runs/llama_small"
-        raise UserError(f"one run, checkpoint or Hugging Face folder is evaluated; {problem}\n  for example: {example}")
+        raise UserError(f"give one run, checkpoint or Hugging Face folder; {problem}\n  for example: {example}")
     return paths[0], [word for word in rest if word not in paths]
 
 

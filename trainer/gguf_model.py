@@ -499,7 +499,7 @@ def _bpe(tokens: Sequence[str], merges: Sequence[Sequence[str]], **settings: Any
 
 
 def _merges_by_score(tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
-    """Return the merges that are equivalent to SentencePiece's scores, in order of the merged tokens' scores.
+    """Return merges equivalent to SentencePiece's scores, ordered by the merged tokens' scores.
 
     Every way to split a token into two tokens is a merge.  Text never becomes a control token or a byte token.
     """

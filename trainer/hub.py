@@ -238,7 +238,7 @@ class Repository:
         return [file for file in files if not (self.folder / file.path).exists()]
 
     def fetch(self, files: Iterable[HubFile]) -> None:
-        """Download the files that are missing.  One process per machine downloads while the others wait.
+        """Download the missing files.  One process per machine downloads while the others wait.
 
         Raises UserError if the server denies access or cannot be reached, or if the disk lacks space.
         """
@@ -503,7 +503,7 @@ def fetch_model(name: HubName, setting: str, pins: Mapping[tuple[str, str], str]
             raise setting_error(setting, name.shown, rule, fix=f"name one of {', '.join(ggufs)}" if ggufs else "")
         repository.fetch(chosen)
         return repository.folder / name.path
-    weights = _weights_among(files)
+    weights = _weight_files(files)
     if not weights:
         ggufs = [file.path for file in files if file.path.lower().endswith(".gguf")]
         pickles = [file.path for file in files if "/" not in file.path and file.path.endswith(_PICKLES)]
@@ -526,11 +526,11 @@ def lacks_weights(folder: Path) -> bool:
     name = parse_name(text) if text else None
     if name is None or name.path:
         return False
-    weights = _weights_among(_read_list(name, str(name.revision)) or [])
+    weights = _weight_files(_read_list(name, str(name.revision)) or [])
     return any(not (folder / file.path).exists() for file in weights)
 
 
-def _weights_among(files: Sequence[HubFile]) -> list[HubFile]:
+def _weight_files(files: Sequence[HubFile]) -> list[HubFile]:
     """Return the safetensors files of a model, without duplicates in other layouts."""
     at_root = [file for file in files if file.path.endswith(".safetensors") and "/" not in file.path]
     usual = [file for file in at_root if file.path.startswith("model")]

@@ -39,20 +39,20 @@ element and row: at 800 TFLOP/s and 4 TB/s the former takes as long as 330 rows 
 """
 
 
-_plans_for_a_gpu = ContextVar("plans_for_a_gpu", default=False)
+_uses_gpu_chunks = ContextVar("uses_gpu_chunks", default=False)
 
 
 @contextmanager
 def use_gpu_chunks() -> Iterator[None]:
     """Use the chunks and kernels of a GPU on any device, for plans on fake tensors."""
-    token = _plans_for_a_gpu.set(True)
+    token = _uses_gpu_chunks.set(True)
     try:
         yield
     finally:
-        _plans_for_a_gpu.reset(token)
+        _uses_gpu_chunks.reset(token)
 
 
-_recorded_losses: ContextVar[list[torch.Tensor] | None] = ContextVar("rows", default=None)
+_recorded_losses: ContextVar[list[torch.Tensor] | None] = ContextVar("recorded_losses", default=None)
 
 
 @contextmanager
@@ -174,7 +174,7 @@ def linear_cross_entropy(
     hidden_ND, targets_N = hidden.flatten(0, -2), targets.flatten()
     row_bytes = 4 * weight.shape[0]
     if chunk_bytes is None:
-        on_a_gpu = weight.device.type == "cuda" or _plans_for_a_gpu.get()
+        on_a_gpu = weight.device.type == "cuda" or _uses_gpu_chunks.get()
         chunk_bytes = max(_CHUNK_BYTES, _GPU_CHUNK_ROWS * row_bytes if on_a_gpu else 0)
     num_chunks = max(1, math.ceil(hidden_ND.shape[0] / max(1, chunk_bytes // row_bytes)))
     arguments = (hidden_ND, weight, targets_N, num_chunks)
@@ -197,14 +197,14 @@ class _Chunk:
     """The log-probabilities and losses of a chunk of rows; the gradient of the logits overwrites them in place."""
 
     def __init__(self, hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> None:
-        self._counts_n1 = (targets_n != IGNORE).unsqueeze(1)
-        self._index_n1 = targets_n.unsqueeze(1).where(self._counts_n1, 0)
+        self._mask_n1 = (targets_n != IGNORE).unsqueeze(1)
+        self._index_n1 = targets_n.unsqueeze(1).where(self._mask_n1, 0)
         # From here on every pass over (n, V) matters: they dominate the memory traffic of the loss.
         self._log_probs_nV = torch.log_softmax(hidden_nD @ weight_VD.T, 1, dtype=torch.float32)
 
     def losses(self) -> torch.Tensor:
         """Return the loss of each row, (n,); zero for ignored targets."""
-        return -self._log_probs_nV.gather(1, self._index_n1).where(self._counts_n1, 0.0).squeeze(1)
+        return -self._log_probs_nV.gather(1, self._index_n1).where(self._mask_n1, 0.0).squeeze(1)
 
     def take_gradient(self, scale_n1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return d loss / d logits = (softmax - one-hot) x `scale_n1`; zero for ignored targets.
@@ -215,7 +215,7 @@ class _Chunk:
         del self._log_probs_nV
         probs_nV.scatter_add_(1, self._index_n1, probs_nV.new_full(self._index_n1.shape, -1.0))
         grad_nV = probs_nV if dtype == probs_nV.dtype else torch.empty_like(probs_nV, dtype=dtype)
-        return torch.mul(probs_nV, scale_n1.where(self._counts_n1, 0.0), out=grad_nV)
+        return torch.mul(probs_nV, scale_n1.where(self._mask_n1, 0.0), out=grad_nV)
 
 
 class _FusedChunk:
@@ -257,10 +257,10 @@ class _PlannedChunk(_FusedChunk):
 
 def _losses(logits_nV: torch.Tensor, targets_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss and the log-sum-exp of each row, (n,) in fp32."""
-    values_nV, counts_n = logits_nV.float(), targets_n != IGNORE
+    values_nV, mask_n = logits_nV.float(), targets_n != IGNORE
     logsumexp_n = values_nV.logsumexp(1)
-    picked_n = values_nV.gather(1, targets_n.where(counts_n, 0).unsqueeze(1)).squeeze(1)
-    return (logsumexp_n - picked_n).where(counts_n, 0.0), logsumexp_n
+    picked_n = values_nV.gather(1, targets_n.where(mask_n, 0).unsqueeze(1)).squeeze(1)
+    return (logsumexp_n - picked_n).where(mask_n, 0.0), logsumexp_n
 
 
 def _write_gradient(
@@ -283,7 +283,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _chunk(hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> _Chunk | _FusedChunk:
     """Return a chunk for the weight's device: compiled on a GPU if a compiler is installed, otherwise plain."""
     kind: type[_Chunk | _FusedChunk] = _Chunk
-    if _plans_for_a_gpu.get():
+    if _uses_gpu_chunks.get():
         kind = _PlannedChunk
     elif weight_VD.device.type == "cuda" and can_compile("cuda"):
         kind = _FusedChunk

@@ -66,7 +66,7 @@ class Objective:
     needs: the fields of `Rows` to compute, apart from `logps` and `lengths`.
     outputs: number of outputs of a new head that replaces the output projection; 0 keeps the projection.  May be a
         property.
-    num_classes: number of different labels, which are 0 to this minus 1; 0: any number, or `outputs` if that is set.
+    num_classes: number of different labels, numbered from 0; 0: any number, or `outputs` if that is set.
     better: whether higher or lower values are better, for each logged field; `eval.metric` may name any of them.
     context: whether the loss is a sum over tokens, so that ranks may hold slices of sequences (`mesh.context`).
     trainer: the Trainer class that computes the `Rows`, as "package.module:class".

@@ -152,9 +152,9 @@ def prepare(
 def _build(
     job: BuildJob, stem: Path, out: str, overwrite: bool, procs: int, fetch: Callable[[], None]
 ) -> ShardManifest:
-    """Build and publish the shards of a job, with paths that start with `stem`, and return their manifest."""
+    """Build and publish a job's shards, whose paths start with `stem`, and return their manifest."""
     work_folder = _work_folder(job, stem)
-    is_resumed = is_in_progress(work_folder)  # checked first, because another process may publish meanwhile
+    is_resumed = is_in_progress(work_folder)  # checked first, because another process may publish in between
     existing = find_published(stem)
     if existing and not overwrite and not is_resumed:
         rule = f"{existing[0]} already exists; choose another name, or add --overwrite"
@@ -170,7 +170,7 @@ def _build(
         if is_disk_full(error):
             raise
         is_missing = isinstance(error, (FileNotFoundError, FileExistsError, ShardError))
-        if not (is_missing and was_published(work_folder, stem)):  # another process has published the shards meanwhile
+        if not (is_missing and was_published(work_folder, stem)):  # another process has published the shards
             raise setting_error("--out", out, f"cannot be written ({getattr(error, 'strerror', error)})") from error
     return read_published(stem)
 

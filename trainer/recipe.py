@@ -79,7 +79,7 @@ class StoredTensors:
 
 
 class Transposed(str):
-    """Hugging Face name of a matrix that is stored as (in, out) there, as in GPT-2, and as (out, in) here.
+    """Hugging Face name of a matrix that is (in, out) there, as in GPT-2, and (out, in) here.
 
     Also used for a stack of such matrices, one per expert.
     """

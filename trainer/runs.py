@@ -66,10 +66,10 @@ class RunSummary:
 
 def find_runs(folder: Path) -> list[Path]:
     """Return the run folders below a folder, or the folder itself if it is one, most recently active first."""
-    return sorted(_walk(folder, _MAX_DEPTH), key=_last_active, reverse=True)
+    return sorted(_find_run_folders(folder, _MAX_DEPTH), key=_last_active, reverse=True)
 
 
-def _walk(folder: Path, depth: int) -> Iterator[Path]:
+def _find_run_folders(folder: Path, depth: int) -> Iterator[Path]:
     if any((folder / name).is_file() for name in _RECORDS):
         yield folder
     elif depth:
@@ -77,7 +77,7 @@ def _walk(folder: Path, depth: int) -> Iterator[Path]:
             subfolders = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
         for name in subfolders:
             if not name.startswith("."):
-                yield from _walk(folder / name, depth - 1)
+                yield from _find_run_folders(folder / name, depth - 1)
 
 
 def _last_active(folder: Path) -> float:

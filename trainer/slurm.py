@@ -153,7 +153,7 @@ class Job:
         return ""
 
     def _is_idle(self) -> bool:
-        """Return, and record, if each of the last MAX_IDLE attempts of this job made fewer than MIN_STEPS steps."""
+        """Return, and record, whether the job's last MAX_IDLE attempts made fewer than MIN_STEPS steps each."""
         status = read_status(self.run_dir)
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         idle = count_idle(lines, self.job_id, int(status.get("step") or 0), self.min_steps)

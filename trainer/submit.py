@@ -103,7 +103,7 @@ def send_to_slurm(text: str) -> int:
 
 @dataclass(frozen=True)
 class Pod:
-    """The container image and volume of a job on Kubernetes."""
+    """The container image and the volume of a Kubernetes job."""
 
     image: str
     claim: str
@@ -335,7 +335,7 @@ def _send(command: Sequence[str], text: str, program: str, fix: str) -> int:
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = CommandParser(prog="python -m trainer.submit", description=__doc__)
-    parser.add_argument("where", choices=list(_SENDERS), help="slurm, k8s, or this machine")
+    parser.add_argument("where", choices=list(_SUBMITTERS), help="slurm, k8s, or this machine")
     add_size_options(parser)
     parser.add_argument("--image", help="on Kubernetes: the container image")
     parser.add_argument("--claim", default="training-data", help="on Kubernetes: the volume claim with data and runs")
@@ -350,7 +350,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 def _submit(options: argparse.Namespace, words: Sequence[str]) -> int:
     add_working_folder_to_path()
     arguments = parse(words)
-    return _SENDERS[options.where](options, arguments)
+    return _SUBMITTERS[options.where](options, arguments)
 
 
 def _submit_to_slurm(options: argparse.Namespace, arguments: Arguments) -> int:
@@ -381,7 +381,7 @@ def _submit_to_kubernetes(options: argparse.Namespace, arguments: Arguments) -> 
     return _send(["kubectl", "apply", "-f", "-"], text, "kubectl", "install kubectl, or use --dry-run")
 
 
-def _run_here(options: argparse.Namespace, arguments: Arguments) -> int:
+def _run_locally(options: argparse.Namespace, arguments: Arguments) -> int:
     """Replace this process with the run, so that signals reach it and its exit code is returned."""
     require_at_least(1, ranks=options.ranks)
     require_at_least(0, gpus=options.gpus)
@@ -407,10 +407,10 @@ def _num_gpus_here() -> int:
     return len(listed.stdout.splitlines()) if listed.returncode == 0 else 0
 
 
-_SENDERS: Mapping[str, Callable[[argparse.Namespace, Arguments], int]] = {
+_SUBMITTERS: Mapping[str, Callable[[argparse.Namespace, Arguments], int]] = {
     "slurm": _submit_to_slurm,
     "k8s": _submit_to_kubernetes,
-    "local": _run_here,
+    "local": _run_locally,
 }
 
 

@@ -96,7 +96,7 @@ def _is_locked(path: Path) -> bool:
 
 @dataclass
 class Sweep:
-    """The runs of a sweep, in their order of execution."""
+    """The runs of a sweep, in execution order."""
 
     folder: Path
     recipe: str
@@ -337,7 +337,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     return run_command(lambda: _sweep(options, [*options.arguments, *further]))
 
 
-def _refuse_another(sweep: Sweep) -> None:
+def _check_same_sweep(sweep: Sweep) -> None:
     """Raise UserError if the folder belongs to a different sweep, so that their runs do not mix."""
     path = sweep.folder / SWEEP
     if sweep.folder.exists() and not sweep.folder.is_dir():
@@ -360,7 +360,7 @@ def _sweep(options: argparse.Namespace, words: Sequence[str]) -> int:
     arguments = parse(words)
     require_at_least(1, parallel=options.parallel)
     sweep = make_sweep(arguments, Path(options.dir))
-    _refuse_another(sweep)
+    _check_same_sweep(sweep)
     for trial in sweep.trials:  # check all runs before the first one starts
         config = load_config(sweep.recipe, sweep.overrides(trial), arguments.allow_import)
         if not options.slurm:  # a job's number of ranks is checked by `make_job`

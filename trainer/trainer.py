@@ -48,7 +48,7 @@ class Trainer:
 
         Trainer(load_config("llama_small", ["train.steps=100"])).fit()
 
-    Every rank constructs a Trainer with the same configuration.  `fit` runs the whole training; `steps` is a generator
+    Every rank constructs a Trainer with the same configuration.  `fit` runs the entire training; `steps` is a generator
     that yields one record per step, for your own training loop.
 
     Raises UserError on all ranks if the configuration is invalid for this number of ranks.

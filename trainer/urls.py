@@ -56,7 +56,7 @@ def parent(url: str) -> str:
 
 
 def with_suffix(url: str, old: str, new: str) -> str:
-    """Replace the suffix `old` of a URL's path by `new`, keeping the query."""
+    """Replace the suffix `old` of a URL's path with `new`, keeping the query."""
     location, query = split_query(url)
     return f"{location.removesuffix(old)}{new}{query}"
 

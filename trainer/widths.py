@@ -93,7 +93,7 @@ def _check(options: argparse.Namespace) -> int:
         print_stdout(line)
     print_stdout(str(page))
     layer = max(curves[0].layers, key=curves[0].exponent)
-    if not curves[0].exponent(layer) <= MAX_EXPONENT:  # also if it is not a number
+    if not curves[0].exponent(layer) <= MAX_EXPONENT:  # also true for NaN
         grown = f"width^{curves[0].exponent(layer):+.2f}"
         print_stderr(
             f"the activations of {layer} grow as {grown} with optim.base_model: its learning rate will not transfer"

@@ -20,7 +20,7 @@ def output_projection(config: HfConfig, model: Any) -> str:
 
     Raises UserError if the library has no classifier that consists of the rest of the model and such a head.
     """
-    if problem := _problem(json.dumps(config.config, sort_keys=True)):
+    if problem := _export_problem(json.dumps(config.config, sort_keys=True)):
         kind, version = config.config["model_type"], transformers.__version__
         rule = f"a new head needs a classifier of transformers {version} for model_type={kind}; {problem}"
         raise setting_error("model.path", config.path, rule)
@@ -33,7 +33,7 @@ def _name_of_output(model: Any) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _problem(content: str) -> str:
+def _export_problem(content: str) -> str:
     """Return why the library's classifier could not load an exported model's weights; empty if it could."""
     config = HfConfig(config=json.loads(content))
     if config.config["model_type"] not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:

@@ -340,13 +340,13 @@ def flops(config: HfConfig, seq_len: int) -> float:
     In a mixture of experts, only the experts that process the token count.
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
-    matrices, widths = _work(json.dumps(config.config, sort_keys=True))
+    matrices, widths = _flop_terms(json.dumps(config.config, sort_keys=True))
     scores = sum(2 * width * mean_keys(seq_len, window) for width, window in widths)
     return 6.0 * (matrices + scores)
 
 
 @functools.lru_cache(maxsize=8)
-def _work(content: str) -> tuple[float, list[tuple[int, int | None]]]:
+def _flop_terms(content: str) -> tuple[float, list[tuple[int, int | None]]]:
     """Return the number of matrix weights used per token, and the width and window of each attention layer."""
     config = HfConfig(config=json.loads(content))
     with torch.device("meta"):

@@ -39,7 +39,7 @@ from trainer.model.head import ScoreHead, is_score
 from trainer.recipe import WeightSource
 from trainer.weights.sources import SafetensorsFolder, find_weights
 
-_LEFT_OUT = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+_IGNORED_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers in old files, which models now compute themselves; the library ignores them for every model."""
 
 
@@ -106,7 +106,7 @@ class TransformersFolder:
         converters = [entry for entry in table if isinstance(entry, WeightConverter)]
         files = SafetensorsFolder(Path(self.description), setting="model.path")
         converted = _ConvertedSource(model, files)
-        ignored = re.compile("|".join([*_LEFT_OUT, *(model._keys_to_ignore_on_load_unexpected or ())]))
+        ignored = re.compile("|".join([*_IGNORED_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ())]))
         for name in sorted(files.shapes, key=dot_natural_key):
             model_name, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, names)
             if model_name not in names and name in names:
@@ -145,7 +145,7 @@ class _ConvertedSource:
         self._shapes, self._dtypes = source.shapes, source.dtypes
         self._renamed: dict[str, str] = {}
         self._conversions: dict[str, _Conversion] = {}
-        self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
+        self._last_result: tuple[str, dict[str, torch.Tensor]] = ("", {})
 
     def rename(self, name: str, new_name: str) -> None:
         """Provide the source's tensor `name` under the name `new_name`."""
@@ -202,10 +202,10 @@ class _ConvertedSource:
                 {pattern: names[start:stop] for pattern, names in conversion.inputs.items()},
             )
             return self._run(rows_only, self._source.read)[name]
-        if self._last[0] != conversion.target:
-            self._last = ("", {})
-            self._last = conversion.target, self._run(conversion, self._source.read)
-        tensor = self._last[1][name]
+        if self._last_result[0] != conversion.target:
+            self._last_result = ("", {})
+            self._last_result = conversion.target, self._run(conversion, self._source.read)
+        tensor = self._last_result[1][name]
         return tensor[start:stop] if tensor.ndim else tensor
 
     def _run(self, conversion: _Conversion, read: Any) -> dict[str, torch.Tensor]:
