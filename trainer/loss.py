@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from trainer.config import RunConfig
 
 IGNORE = -100
-"""The value of targets to ignore (PyTorch's default `ignore_index`)."""
+"""Target value to ignore (PyTorch's default `ignore_index`)."""
 
 _CHUNK_BYTES = 64 * 2**20
 """Bytes of fp32 logits per chunk: enough for a CPU's matrix products to run at full speed, little next to a model."""

@@ -98,7 +98,7 @@ class HuggingFace:
     """The mapping between a recipe's model and its Hugging Face counterpart.
 
     model_type, architecture: of the Hugging Face model, for example "llama" and "LlamaForCausalLM".  A recipe
-        for models of several types has functions of the model's configuration here.
+        that covers several model types gives functions of the model's configuration.
     names: maps our name of each parameter (and persistent buffer) to the Hugging Face name: {"layers.*.wq.weight":
         "model.layers.*.self_attn.q_proj.weight"}, where `*` matches the same part on both sides.  Wrap the name of a
         matrix that is stored transposed in `Transposed`.  If separate tensors, such as experts, are the rows of one

@@ -187,9 +187,9 @@ class Trainer:
         self.accounts.log(name, value, over)
 
     def train_step(self, micro_batches: Sequence[Batch]) -> Update:
-        """Do one optimizer step.  The loss is summed over the global batch and divided by its `count`, on any mesh.
+        """Do one optimizer step.  On any mesh, the loss is the sum over the global batch divided by the sum of `count`.
 
-        By default this is the mean over targets; most objectives count samples instead.
+        By default, that is the mean over targets; most objectives count samples instead.
 
         Collectives: one small CPU all-reduce; FSDP's all-gathers and one gradient reduction (with one shard, only the
         reduction); a scalar all-reduce of the loss, and with several shards one of the norm; those of the optimizer
@@ -266,7 +266,7 @@ class Trainer:
                 yield record
 
     def on_step(self, record: Record) -> None:
-        """Do something after each step of `fit`; by default nothing."""
+        """A hook that `fit` calls after each step; does nothing by default."""
 
     def evaluate(self) -> Record | None:
         """Return and log the mean loss over the held-out targets; None if there is no held-out data.
@@ -293,7 +293,7 @@ class Trainer:
     def _run_evaluation(self) -> None:
         """Evaluate, generate sample texts, and save a checkpoint if this evaluation is among the best.
 
-        If `evaluate` returns None (no held-out data, or a stop request), does only that.  Collective.
+        Does nothing more if `evaluate` returns None: no held-out data, or a stop request.  Collective.
         """
         with self.watchdog.during("evaluate"):
             record = self.evaluate()
