@@ -112,8 +112,8 @@ def open_generator(
     """Return the model at `path`: a checkpoint, a run's folder (its newest), or a Hugging Face folder.
 
     A folder without a matching recipe is loaded with transformers.  Files stored in a checkpoint are extracted to a
-    temporary folder, which is removed when `stack` closes.  Raises UserError
-    if the model cannot be read.
+    temporary folder, which is removed when `stack` closes.  Raises UserError if the model cannot be
+    read.
 
     ema: whether to use the averaged weights of a run with `train.ema`.
     """

@@ -258,19 +258,19 @@ class Repository:
             raise setting_error(self._setting, self.name.shown, rule, fix=fix) from error
 
     def _fetch(self, library: Any, missing: Sequence[HubFile]) -> None:
-        num_cached = sum(_size(self._partial(file)) for file in missing)
+        cached_bytes = sum(_size(self._partial(file)) for file in missing)
         total = sum(file.size for file in missing)
         free = shutil.disk_usage(_repository_folder(self.name)).free
-        if total - num_cached > free:
-            rule = f"needs {readable_size(total - num_cached)} in {cache_folder()}, {readable_size(free)} are free"
+        if total - cached_bytes > free:
+            rule = f"needs {readable_size(total - cached_bytes)} in {cache_folder()}, {readable_size(free)} are free"
             fix = "free some space there, or set HF_HOME to a folder on another disk"
             raise setting_error(self._setting, self.name.shown, rule, fix=fix)
         description = missing[0].path if len(missing) == 1 else f"{len(missing)} files"
         print_stderr(
             f"fetching {self.name}: {description}, {_size_text(total)}"
-            f"{f' ({_size_text(num_cached)} are already in the cache)' if num_cached else ''}, into {self.folder}"
+            f"{f' ({_size_text(cached_bytes)} are already in the cache)' if cached_bytes else ''}, into {self.folder}"
         )
-        progress = _Progress(str(self.name), total, num_cached)
+        progress = _Progress(str(self.name), total, cached_bytes)
         with ThreadPoolExecutor(_NUM_CONNECTIONS) as threads:
             futures = [threads.submit(self._fetch_file, library, file, progress) for file in missing]
             try:
@@ -460,8 +460,8 @@ def _link(blob: Path, path: Path) -> None:
 class _Progress:
     """Prints the progress of a download at regular intervals."""
 
-    def __init__(self, name: str, total: int, num_cached: int) -> None:
-        self._name, self._total, self._num_cached = name, total, num_cached
+    def __init__(self, name: str, total: int, cached_bytes: int) -> None:
+        self._name, self._total, self._cached_bytes = name, total, cached_bytes
         self._start_time = self._last_message_time = time.monotonic()
         self._num_received = 0
 
@@ -471,7 +471,7 @@ class _Progress:
         now = time.monotonic()
         if now - self._last_message_time > _PROGRESS_S:
             self._last_message_time = now
-            stored, speed = self._num_cached + self._num_received, self._num_received / (now - self._start_time) / 1e6
+            stored, speed = self._cached_bytes + self._num_received, self._num_received / (now - self._start_time) / 1e6
             print_stderr(f"{self._name}: {_size_text(stored)} of {_size_text(self._total)}, {speed:,.1f} MB/s")
 
 

@@ -236,8 +236,8 @@ class _FusedChunk:
 def _aligned_logits(hidden_nD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
     """Return `hidden @ weight.T` with rows aligned to 128 bytes for any vocabulary size.
 
-    GPU kernels load 16 bytes per instruction if rows are aligned.  With GPT-2's vocabulary of 50,257, the
-    logits' rows would not be, which also slows down the two matrix products with their gradient.
+    GPU kernels load 16 bytes per instruction if rows are aligned.  With GPT-2's vocabulary of 50,257, the logits' rows
+    would not be, which also slows down the two matrix products with their gradient.
     """
     size, aligned = weight_VD.shape[0], 128 // hidden_nD.element_size()
     padded_nW = hidden_nD.new_empty(hidden_nD.shape[0], math.ceil(size / aligned) * aligned)

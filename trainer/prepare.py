@@ -2,8 +2,8 @@
 
 Reads text and source code (one document per file), .jsonl (one per line), parquet and Arrow (one per row), compressed
 or not, local or at a URL.  Memory use is constant.  The shards appear under their names only once all are complete.  If
-the command is killed, running it again resumes the work.  Several processes may share it.  Training reads
-the shards with `data.source=tokens`; `trainer.data.shards` describes their format.  Imports no torch.
+the command is killed, running it again resumes the work.  Several processes may share it.  Training reads the shards
+with `data.source=tokens`; `trainer.data.shards` describes their format.  Imports no torch.
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ def prepare(
 ) -> str:
     """Write token shards and return a report that ends with the settings to train on them.
 
-    Takes the arguments of the command line.  Documents are held out by a hash of their text, so a document's split
-    does not depend on the others, and equal documents are in the same split.  If it raises UserError, it has not
-    written or replaced any file.
+    Takes the arguments of the command line.  Documents are held out by a hash of their text, so a document's split does not
+    depend on the others, and equal documents are in the same split.  If it raises UserError, it has not written or
+    replaced any file.
     """
     if procs < 0:
         raise setting_error("--procs", procs, "must be at least 1, or 0 to use all cores", 0)
