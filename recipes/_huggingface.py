@@ -61,6 +61,6 @@ def yarn_entries(config: Any, entries: Mapping[str, tuple[str, Any]]) -> dict[st
 def check_quantization(content: Mapping[str, Any], method: str) -> None:
     """Raise UserError if the weights are quantized in a format other than `method`."""
     quantization = content.get("quantization_config") or {}
-    found = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-    if quantization and found != method:
-        raise UserError(f"quantization_config: quant_method={found}: this recipe supports only {method}")
+    stored = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    if quantization and stored != method:
+        raise UserError(f"quantization_config: quant_method={stored}: this recipe supports only {method}")

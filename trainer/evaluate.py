@@ -412,14 +412,14 @@ def _pop_option(argv: Sequence[str], name: str) -> tuple[str | None, list[str]]:
 
 def _split_path(argv: Sequence[str]) -> tuple[str, list[str]]:
     """Return the path (the only argument that is neither an option nor a setting), and the other arguments."""
-    rest = [word for word in argv if word != "--json"]
-    settings = [word for word in rest if "=" in word and "/" not in word.partition("=")[0]]
-    paths = [word for word in rest if not word.startswith("-") and word not in settings]
+    words = [word for word in argv if word != "--json"]
+    settings = [word for word in words if "=" in word and "/" not in word.partition("=")[0]]
+    paths = [word for word in words if not word.startswith("-") and word not in settings]
     if len(paths) != 1:
         problem = f"{len(paths)} are named: {' '.join(paths)}" if paths else "none is named"
         example = "python -m trainer.evaluate runs/llama_small"
         raise UserError(f"give one run, checkpoint or Hugging Face folder; {problem}\n  for example: {example}")
-    return paths[0], [word for word in rest if word not in paths]
+    return paths[0], [word for word in words if word not in paths]
 
 
 def command_line() -> NoReturn:

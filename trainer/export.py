@@ -147,7 +147,7 @@ def _reads_bytes(config: RunConfig) -> bool:
         return False
     path = config.data.path
     paths = [*path.values()] if isinstance(path, Mapping) else [path]
-    kinds = [kind_of(str(each)) for each in paths if each]
+    kinds = [kind_of(str(item)) for item in paths if item]
     is_text = any(kind is not None and kind[0] != "tokens" for kind in kinds)
     return config.data.source != "tokens" or is_text or allows_other_tokenizer(config)
 

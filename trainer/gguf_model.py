@@ -44,8 +44,8 @@ def _find_file(path: Path) -> Path | None:
         return path
     if not path.is_dir() or any(path.glob("*.safetensors*")):
         return None
-    found = [file for file in path.iterdir() if file.suffix.lower() == _SUFFIX]
-    return found[0] if len(found) == 1 else None
+    files = [file for file in path.iterdir() if file.suffix.lower() == _SUFFIX]
+    return files[0] if len(files) == 1 else None
 
 
 def original_file(path: str) -> str | None:
@@ -316,12 +316,12 @@ class _Gguf:
         for tensor in self._tensors.values():
             if tensor.name == _ROPE_FACTORS:
                 continue
-            theirs = self._huggingface_name(tensor.name)
+            new_name = self._huggingface_name(tensor.name)
             stop = end + int(tensor.n_elements) * _width(tensor)
             shape = [int(size) for size in reversed(tensor.shape.tolist())]
             kind = {2: tensor.tensor_type.name, 4: "F32"}[_width(tensor)]
-            header[theirs] = {"dtype": kind, "shape": shape, "data_offsets": [end, stop]}
-            named[theirs], end = tensor, stop
+            header[new_name] = {"dtype": kind, "shape": shape, "data_offsets": [end, stop]}
+            named[new_name], end = tensor, stop
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         out.write(struct.pack("<Q", len(text)) + text)

@@ -130,8 +130,8 @@ def prepare(
 ) -> str:
     """Write token shards and return a report that ends with the settings to train on them.
 
-    Takes the arguments of the command line.  Documents are held out by a hash of their text, so a document's split does not
-    depend on the others, and equal documents are in the same split.  If it raises UserError, it has not written or
+    Takes the arguments of the command line.  Documents are held out by a hash of their text, so a document's split does
+    not depend on the others, and equal documents are in the same split.  If it raises UserError, it has not written or
     replaced any file.
     """
     if procs < 0:

@@ -154,7 +154,7 @@ class GatedDelta(nn.Module):
 
 
 def _normalized(x: torch.Tensor) -> torch.Tensor:
-    """Return vectors scaled to length 1, or to less if they are tiny."""
+    """Return the vectors scaled to length 1, or less if they are tiny."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 

@@ -30,8 +30,10 @@ def write_project(name: str, parent: Path) -> Path:
         raise UserError(
             f"NAME={name}: must be usable as a Python module: letters, digits and _\n  for example: my_model"
         )
-    taken = {recipe.name for recipe in all_recipes()} | set(sys.stdlib_module_names) | {"trainer", "torch", "recipes"}
-    if module in taken:
+    reserved = (
+        {recipe.name for recipe in all_recipes()} | set(sys.stdlib_module_names) | {"trainer", "torch", "recipes"}
+    )
+    if module in reserved:
         raise UserError(f"NAME={name}: is the name of another module or model\n  for example: my_{module}")
     folder = parent / name
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
