@@ -470,8 +470,8 @@ DEFECTS: list[Defect] = [
         "answers-known-by-the-name-of-their-model",
         "generate-file",
         "AnswerFile.begin",
-        'earlier.get("weights") != made_by["weights"]',
-        'earlier.get("model") != model',
+        'recorded.get("weights") != provenance["weights"]',
+        'recorded.get("model") != model',
     ),
     Defect(
         "gathered-for-each-token",
