@@ -1,4 +1,4 @@
-"""A classifier of texts."""
+"""Text classification."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 @register_objective("classify")
 @dataclass(frozen=True)
 class Classify(Objective):
-    """A classifier of texts, trained on labels.
+    """A text classifier, trained on labels.
 
-    The loss of a text is the cross-entropy of its scores, which are the outputs of a new head at the last token.
+    The loss of a text is the cross-entropy of its scores: the outputs of a new head at the last token.
     """
 
     needs = ("scores", "labels")

@@ -20,8 +20,8 @@ class Distill(TokenObjective):
     """Distillation: imitate a teacher's probabilities of each next token.
 
     The loss of a token is hard * (-log p) + (1 - hard) * D, where p is the probability of the target and D the
-    generalized Jensen-Shannon divergence of student S and teacher T: with M = (1 - beta) * S + beta * T it is
-    beta * KL(T, M) + (1 - beta) * KL(S, M); for beta=0 KL(T, S), the usual one, and for beta=1 KL(S, T).
+    generalized Jensen-Shannon divergence of student S and teacher T: with M = (1 - beta) * S + beta * T, it is
+    beta * KL(T, M) + (1 - beta) * KL(S, M).  With beta=0 it is KL(T, S), the usual choice; with beta=1 it is KL(S, T).
 
     Sources: Hinton et al. 2015, arXiv:1503.02531; Agarwal et al. 2023, arXiv:2306.13649, equation 1.
     """

@@ -1,4 +1,4 @@
-"""Direct preference optimisation."""
+"""Direct preference optimization."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REWARDS: Mapping[str, Direction] = {
 
 
 def log_rewards(rows: Rows, chosen: torch.Tensor, rejected: torch.Tensor) -> None:
-    """Log the rewards of pairs, (S,) each, their difference, and how often the chosen answer has the higher reward."""
+    """Log the rewards of pairs, (S,) each, their difference, and how often the chosen answer has the higher one."""
     chosen, rejected = chosen.detach(), rejected.detach()
     rows.log("accuracy", (chosen > rejected).float())
     rows.log("margin", chosen - rejected)
@@ -32,7 +32,7 @@ def log_rewards(rows: Rows, chosen: torch.Tensor, rejected: torch.Tensor) -> Non
 @register_objective("dpo")
 @dataclass(frozen=True)
 class Dpo(Objective):
-    """Direct preference optimisation: prefer one of two answers, relative to a reference model.
+    """Direct preference optimization: prefer one of two answers, relative to a reference model.
 
     The loss of a pair is -log sigmoid(beta * ((c - c') - (r - r'))), where c and r are the log-probabilities of the
     chosen and the rejected answer, and c' and r' are their log-probabilities under the reference model.
@@ -40,7 +40,7 @@ class Dpo(Objective):
     Source: Rafailov et al. 2023, "Direct Preference Optimization", arXiv:2305.18290.
     """
 
-    rows, needs, better = 2, ("reference",), REWARDS
+    rows_per_sample, needs, better = 2, ("reference",), REWARDS
 
     beta: float = declare(
         0.1, "strength of the penalty for moving away from the reference model; scales the log-probabilities", above=0

@@ -1,4 +1,4 @@
-"""Identity preference optimisation."""
+"""Identity preference optimization."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @register_objective("ipo")
 @dataclass(frozen=True)
 class Ipo(Objective):
-    """Identity preference optimisation: like DPO, but with a target value for the margin instead of unlimited growth.
+    """Identity preference optimization: like DPO, but with a target value for the margin instead of unlimited growth.
 
     The loss of a pair is (m - 1 / (2 * beta))^2.  The margin m is the difference between the gains of the chosen and
     the rejected answer, where a gain is the log-probability per target relative to the reference.
@@ -25,7 +25,7 @@ class Ipo(Objective):
     Source: Azar et al. 2023, arXiv:2310.12036, equation 17; its authors average over the targets of each answer.
     """
 
-    rows, needs, better = 2, ("reference",), REWARDS
+    rows_per_sample, needs, better = 2, ("reference",), REWARDS
 
     beta: float = declare(0.1, "the target of the margin is 1 / (2 * beta)", above=0)
 

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation."""
+"""Kahneman-Tversky optimization."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
 @register_objective("kto")
 @dataclass(frozen=True)
 class Kto(Objective):
-    """Kahneman-Tversky optimisation: learn from single answers labelled good or bad, without pairs.
+    """Kahneman-Tversky optimization: learn from single answers labeled good or bad, without pairs.
 
     The loss of an answer is w * (1 - sigmoid(s * (beta * (g - k)))).  g is its gain in log-probability over the
     reference, s is 1 for a good and -1 for a bad answer, and w is the weight of its label.  k estimates the divergence
-    of the model from the reference: the mean gain of answers to other prompts over the global batch, at least 0.  No
-    gradient flows through k.
+    of the model from the reference: the mean gain, over the global batch, of mismatched answers (answers to other
+    prompts), clamped at zero.  No gradient flows through k.
 
     Source: Ethayarajh et al. 2024, arXiv:2402.01306, equation 7.
     """
 
-    rows, needs, num_kinds = 2, ("reference", "labels"), 2
+    rows_per_sample, needs, num_classes = 2, ("reference", "labels"), 2
     better: ClassVar[Mapping[str, Direction]] = {"reward_good": "higher", "reward_bad": "lower", "kl": "lower"}
 
     beta: float = declare(0.1, "strength of the penalty for moving away from the reference model", above=0)
-    good_weight: float = declare(1.0, "weight of the answers labelled good", at_least=0)
-    bad_weight: float = declare(1.0, "weight of the answers labelled bad", at_least=0)
+    good_weight: float = declare(1.0, "weight of the answers labeled good", at_least=0)
+    bad_weight: float = declare(1.0, "weight of the answers labeled bad", at_least=0)
 
     def statistic(self, rows: Rows) -> torch.Tensor:
-        """Return the gain of each sample's second row, which is an answer to another prompt."""
+        """Return the gain of the second row of each sample, which is an answer to another prompt."""
         return pairs(rows.logps - rows.reference)[1]
 
     def __call__(self, rows: Rows) -> torch.Tensor:
-        gain, kl, good = pairs(rows.logps - rows.reference)[0], rows.known.clamp(min=0), rows.labels > 0
+        gain, kl, good = pairs(rows.logps - rows.reference)[0], rows.mean_statistic.clamp(min=0), rows.labels > 0
         rows.log("reward_good", self.beta * gain.detach(), over=good)
         rows.log("reward_bad", self.beta * gain.detach(), over=~good)
         rows.log("kl", kl.expand_as(gain))

@@ -1,4 +1,4 @@
-"""Odds ratio preference optimisation."""
+"""Odds ratio preference optimization."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @register_objective("orpo")
 @dataclass(frozen=True)
 class Orpo(Objective):
-    """Odds ratio preference optimisation: imitate the chosen answer and prefer it, without a reference model.
+    """Odds ratio preference optimization: imitate the chosen answer and prefer it, without a reference model.
 
     The loss of a pair is -c - beta * log sigmoid(log odds(c) - log odds(r)), where c and r are the mean
     log-probabilities of the targets of the chosen and the rejected answer, and log odds(x) = x - log(1 - exp(x)).
@@ -25,7 +25,7 @@ class Orpo(Objective):
     Source: Hong et al. 2024, arXiv:2403.07691, equations 6 and 7.
     """
 
-    rows, better = 2, REWARDS
+    rows_per_sample, better = 2, REWARDS
 
     beta: float = declare(0.1, "weight of the preference term, relative to imitation of the chosen answer", at_least=0)
 

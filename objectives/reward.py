@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 class Reward(Objective):
     """A reward model: score answers so that the chosen one of a pair scores higher than the rejected one.
 
-    The loss of a pair is -log sigmoid(c - r) + centering * (c + r)^2, where c and r are the scores (Bradley-Terry): the
-    output of a new head at the last token of each answer.
+    The loss of a pair is -log sigmoid(c - r) + centering * (c + r)^2, where c and r are the scores (Bradley-Terry):
+    outputs of a new head at the last token of each answer.
 
     Sources: Ouyang et al. 2022, arXiv:2203.02155, equation 1; for the second term Eisenstein et al. 2023,
     arXiv:2312.09244, section 3.1.
     """
 
-    rows, needs, outputs, better = 2, ("scores",), 1, REWARDS
+    rows_per_sample, needs, outputs, better = 2, ("scores",), 1, REWARDS
 
     centering: float = declare(0.0, "weight of the term that keeps scores around zero, for example 0.01", at_least=0)
 

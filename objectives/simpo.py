@@ -1,4 +1,4 @@
-"""Simple preference optimisation."""
+"""Simple preference optimization."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @register_objective("simpo")
 @dataclass(frozen=True)
 class Simpo(Objective):
-    """Simple preference optimisation: prefer one answer by its log-probability per target, without a reference model.
+    """Simple preference optimization: prefer one answer by its log-probability per target, without a reference model.
 
     The loss of a pair is -log sigmoid(beta * (c - r) - gamma), where c and r are the mean log-probabilities of the
     targets of the chosen and the rejected answer.
@@ -25,7 +25,7 @@ class Simpo(Objective):
     Source: Meng et al. 2024, arXiv:2405.14734, equation 6.
     """
 
-    rows, better = 2, REWARDS
+    rows_per_sample, better = 2, REWARDS
 
     beta: float = declare(2.0, "scale of the log-probabilities per target", above=0)
     gamma: float = declare(1.0, "target margin between chosen and rejected answer, after scaling by beta", at_least=0)

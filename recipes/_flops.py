@@ -1,4 +1,4 @@
-"""Helper for the FLOPs of recipes with sliding-window attention."""
+"""FLOPs of sliding-window attention."""
 
 from __future__ import annotations
 

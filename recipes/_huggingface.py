@@ -11,8 +11,8 @@ from trainer.errors import UserError
 def rope_of(content: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
     """Return the entries of the rotary embedding, including `rope_type` and `rope_theta`.
 
-    If old and new spellings disagree, the result is what transformers would use.  Raises UserError for a type that is
-    not in `kinds`, for rotary embeddings that differ between layers or rotate only part of each head.
+    If old and new spellings disagree, the result is what transformers would use.  Raises UserError for a type not
+    in `kinds`, and for rotary embeddings that differ between layers or rotate only part of each head.
     """
     key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
     rope = content.get(key) or {}
@@ -29,9 +29,9 @@ def rope_of(content: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
 
 
 def yarn_fields(rope: Mapping[str, Any], entries: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
-    """Return the fields of our configuration for the entries of a rotary embedding (`rope_of`), with or without YaRN.
+    """Return our configuration fields for the entries of a rotary embedding (`rope_of`), with or without YaRN.
 
-    entries: for each field, its name in the entries, and its default.  Raises UserError for an attention factor other
+    entries: each field's name in config.json, and its default.  Raises UserError for an attention factor other
     than YaRN's default.
     """
     fields = {"rope_theta": rope["rope_theta"]}
@@ -39,15 +39,15 @@ def yarn_fields(rope: Mapping[str, Any], entries: Mapping[str, tuple[str, Any]])
         return fields | {"rope_factor": 1.0}
     if rope.get("attention_factor") is not None:
         raise UserError(f"attention_factor={rope['attention_factor']}: this recipe supports only YaRN's default")
-    found = {field: rope.get(entry) for field, (entry, _) in entries.items()}
-    return fields | {field: entries[field][1] if value is None else value for field, value in found.items()}
+    given = {field: rope.get(entry) for field, (entry, _) in entries.items()}
+    return fields | {field: entries[field][1] if value is None else value for field, value in given.items()}
 
 
 def yarn_entries(config: Any, entries: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
     """Return the entries of config.json for the rotary embedding of `config`; the inverse of `yarn_fields`.
 
-    transformers 5 reads `rope_parameters`, 4 reads `rope_theta` and `rope_scaling`; each accepts or ignores the entries
-    of the other.
+    transformers 5 reads `rope_parameters`, 4 reads `rope_theta` and `rope_scaling`; each accepts or ignores the
+    other's entries.
     """
     scaling = {"rope_type": "yarn"} | {entry: getattr(config, field) for field, (entry, _) in entries.items()}
     is_scaled = config.rope_factor != 1.0
@@ -61,6 +61,6 @@ def yarn_entries(config: Any, entries: Mapping[str, tuple[str, Any]]) -> dict[st
 def check_quantization(content: Mapping[str, Any], method: str) -> None:
     """Raise UserError if the weights are quantized in a format other than `method`."""
     quantization = content.get("quantization_config") or {}
-    found = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-    if quantization and found != method:
-        raise UserError(f"quantization_config: quant_method={found}: this recipe supports only {method}")
+    stored = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    if quantization and stored != method:
+        raise UserError(f"quantization_config: quant_method={stored}: this recipe supports only {method}")

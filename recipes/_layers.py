@@ -1,5 +1,5 @@
-"""Layers shared by the recipes: torch layers with a chosen standard deviation of the initial weights, RoPE, and the
-stack of blocks of a mixture-of-experts model."""
+"""Layers shared by the recipes: torch layers whose initial weights have a given standard deviation, RoPE, and the
+block stack of mixture-of-experts models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.sequence import Documents
 
 
 class Linear(nn.Linear):
-    """A linear map with weights drawn from N(0, std), and an optional bias initialised to zero."""
+    """A linear map with weights drawn from N(0, std), and an optional bias initialized to zero."""
 
     def __init__(self, in_features: int, out_features: int, std: float, bias: bool = False) -> None:
         self.std = std
@@ -31,7 +31,7 @@ class Linear(nn.Linear):
 
 
 class Router(Linear):
-    """The scores of experts for each token, computed in fp32: a rounded score may choose another expert."""
+    """The experts' scores for each token, computed in fp32 because rounding may change the choice of experts."""
 
     takes_adapter = False
 
@@ -41,7 +41,7 @@ class Router(Linear):
 
 
 class Output(Linear):
-    """The projection onto the vocabulary; with targets, returns the summed loss without materialising all logits.
+    """The projection onto the vocabulary; with targets, returns the summed loss without materializing all logits.
 
     The weight is only used in this module's forward, so the module can be a separate FSDP unit.
     """
@@ -65,7 +65,7 @@ class Head(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """An embedding table initialised from N(0, std)."""
+    """An embedding table initialized from N(0, std)."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, std: float) -> None:
         self.std = std
@@ -106,7 +106,7 @@ class Rope(nn.Module):
         self.inv_freq.copy_(self.frequencies())
 
     def frequencies(self) -> torch.Tensor:
-        """Return the rotation angle per position of each pair, (H/2,)."""
+        """Return each pair's rotation angle per position, (H/2,)."""
         size = self.inv_freq.numel()
         exponents = torch.arange(size, dtype=torch.float32, device=self.inv_freq.device) / size
         return self.theta**-exponents
@@ -124,7 +124,7 @@ class YarnRope(Rope):
     Pairs with more than `beta_fast` rotations are unchanged; those in between are interpolated.  Cosines and sines are
     multiplied by `magnitude`.  Source: Peng et al. 2023, "YaRN", arXiv:2309.00071, section 3.
 
-    truncate: whether the first and last interpolated pair are rounded to whole numbers.
+    truncate: whether to round the indices of the first and the last interpolated pair to whole numbers.
     """
 
     def __init__(
@@ -168,18 +168,18 @@ def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
-def rotate(x_BNTH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, are_neighbours: bool = False) -> torch.Tensor:
+def rotate(x_BNTH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, are_adjacent: bool = False) -> torch.Tensor:
     """Rotate each pair of dimensions by its angle, in fp32; the result has the dtype of `x_BNTH`.
 
-    With `are_neighbours` the pairs of `x_BNTH` are adjacent, otherwise half a head apart.  In the result they are
+    With `are_adjacent` the pairs of `x_BNTH` are adjacent, otherwise half a head apart.  In the result they are
     always half a head apart.
 
     Works on (B, T, N, H), the memory order of the split heads, so that kernels access contiguous rows.
     """
     x_BTNH = x_BNTH.transpose(1, 2).float()
-    first, second = (x_BTNH[..., ::2], x_BTNH[..., 1::2]) if are_neighbours else x_BTNH.chunk(2, dim=-1)
-    turned_BTNH = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned_BTNH.to(x_BNTH.dtype).transpose(1, 2)
+    first, second = (x_BTNH[..., ::2], x_BTNH[..., 1::2]) if are_adjacent else x_BTNH.chunk(2, dim=-1)
+    rotated_BTNH = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated_BTNH.to(x_BNTH.dtype).transpose(1, 2)
 
 
 def split_heads(x_BTD: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -193,17 +193,17 @@ def merge_heads(x_BNTH: torch.Tensor) -> torch.Tensor:
 
 
 class MoeDecoder(nn.Module):
-    """The part that mixture-of-experts models have in common: embedding, the loop over blocks, head and router losses.
+    """What all mixture-of-experts models share: the embedding, the loop over blocks, the head and the router losses.
 
     Maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the summed loss.  In training, the loss
     includes those of the routers (`trainer.experts.Balance`).  `documents` (B, T) prevents attention across documents
     in a row; `positions` and `borders` follow from it.
 
-    config: a `BalanceConfig` with the sizes that the layers below name.
+    config: a `BalanceConfig` with the sizes that `__init__` uses.
     blocks: called with the hidden state (B, T, D), positions and documents; return the new hidden state.  In training,
         also called with `counts_BT`, True for each token with a target: a block with experts then returns the hidden
         state and the `Load` of its experts.
-    num_dense_layers: how many blocks have no experts.
+    num_dense_layers: number of blocks without experts.
     """
 
     def __init__(self, config: Any, blocks: Iterable[nn.Module], norm: nn.Module, num_dense_layers: int = 0) -> None:

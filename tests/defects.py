@@ -1007,7 +1007,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "statistic-of-a-rank",
         "objectives",
-        "ObjectiveTrainer._mean_statistic",
+        "ObjectiveTrainer._compute_mean_statistic",
         "total, count = self.world.sum_on_device(sums)",
         "total, count = sums",
     ),

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.stopping import exit_on_signals
 
-if sys.argv[:1] == ["-m"] and (_found := re.search(r"\0-m\0trainer\.(\w+)", "\0".join(sys.orig_argv))):
+if sys.argv[:1] == ["-m"] and (_command := re.search(r"\0-m\0trainer\.(\w+)", "\0".join(sys.orig_argv))):
     # `python -m trainer.run`: handle signals right away, before the slow imports.
-    exit_on_signals(_found[1])
+    exit_on_signals(_command[1])
 
 from trainer.distributed.environment import without_garbage_collection
 
@@ -102,7 +102,7 @@ def main(trainer: type[Trainer], argv: Sequence[str] | None = None) -> int:
     """Run the command line of `trainer.run` with your own Trainer class: `sys.exit(trainer.main(MyTrainer))`.
 
     Recipes, `key=value`, `nproc=N`, `--help`, all other options, messages and exit codes work as in `trainer.run`, also
-    under torchrun and srun.  argv: the arguments; by default those of the script.  Returns the exit code.
+    under torchrun and srun.  argv: the arguments (default: those of the script).  Returns the exit code.
     """
     return int(importlib.import_module("trainer.run").main(argv, trainer))
 

@@ -46,10 +46,10 @@ from trainer.errors import (
 from trainer.tables import table_lines, terminal_width
 
 _MAX_LISTINGS = 10
-"""How often to list a folder again while a run is saving to it."""
+"""Maximum number of times to list a folder while a run is saving to it."""
 
 _BLOCK_BYTES = 64 << 20
-"""Number of bytes of a tensor in memory while two checkpoints are compared."""
+"""How many bytes of a tensor to hold in memory at a time when comparing two checkpoints."""
 
 
 @dataclass
@@ -66,11 +66,11 @@ class CheckpointEntry:
     """`whole` (manifest and sizes match), `verified` (checksums match too), `damaged` or `quarantined`."""
     damage: tuple[str, ...] = ()
     num_skipped: int = 0
-    """Number of consecutive steps skipped up to this one.  If above 0, runs do not resume from it automatically."""
+    """Number of consecutive skipped steps up to this one.  If above 0, runs do not resume from it automatically."""
     notes: tuple[str, ...] = ()
     """Remarks to print below the list."""
     evaluation: Mapping[str, float] = field(default_factory=dict)
-    """Losses of the evaluation at this step."""
+    """Losses from the evaluation at this step."""
     is_best: bool = False
     """True if RUN/best refers to it."""
 
@@ -84,20 +84,22 @@ _SAVED_WHILE_SKIPPING = (
 def list_checkpoints(storage: Storage, verify: bool = False) -> list[CheckpointEntry]:
     """Return every checkpoint in a folder, oldest first, then the quarantined ones.
 
-    A run may save and prune checkpoints meanwhile.  Pruned ones are omitted, not reported as damaged.
+    A run may be saving and pruning checkpoints at the same time.  Pruned ones are omitted, not reported as damaged.
     """
-    found: dict[int, CheckpointEntry] = {}
+    entry_by_step: dict[int, CheckpointEntry] = {}
     for _ in range(_MAX_LISTINGS):
         steps = list_steps(storage)
-        new_steps = [step for step in steps if step not in found]
-        found |= {step: _entry(storage, checkpoint_name(step), verify) for step in new_steps}
-        if not new_steps or not found:
+        new_steps = [step for step in steps if step not in entry_by_step]
+        entry_by_step |= {step: _entry(storage, checkpoint_name(step), verify) for step in new_steps}
+        if not new_steps or not entry_by_step:
             break
     quarantined = [CheckpointEntry(name, state="quarantined") for name in storage.quarantined_names()]
     remaining = [
-        step for step in sorted(found) if not found[step].damage or storage.is_published(checkpoint_name(step))
+        step
+        for step in sorted(entry_by_step)
+        if not entry_by_step[step].damage or storage.is_published(checkpoint_name(step))
     ]
-    entries, best = [found[step] for step in remaining], best_step(storage)
+    entries, best = [entry_by_step[step] for step in remaining], best_step(storage)
     for entry in entries:
         entry.is_best = entry.step is not None and entry.step == best
     return [*entries, *quarantined]
@@ -138,11 +140,11 @@ class TensorChange:
     norm_before: float | None = None
     norm_after: float | None = None
     relative: float | None = None
-    """Norm of the difference, divided by the norm before."""
+    """Norm of the difference relative to the norm before."""
 
 
 def compare_tensors(a: StoredWeights, b: StoredWeights) -> Iterator[TensorChange]:
-    """Yield every tensor that is not bit-identical in both checkpoints.  Reads one block of rows at a time."""
+    """Yield each tensor that differs, or that only one checkpoint has.  Reads one block of rows at a time."""
     for key in [*a.layout, *(key for key in b.layout if key not in a.layout)]:
         before, after = a.layout.get(key), b.layout.get(key)
         if before is None or after is None or (before.shape, before.dtype) != (after.shape, after.dtype):
@@ -165,9 +167,9 @@ def _row_blocks(stored: StoredTensor) -> Iterator[tuple[int, int | None]]:
     if not stored.shape or not stored.num_bytes:
         yield 0, None
         return
-    rows = max(1, _BLOCK_BYTES * stored.shape[0] // stored.num_bytes)
-    for start in range(0, stored.shape[0], rows):
-        yield start, min(start + rows, stored.shape[0])
+    rows_per_block = max(1, _BLOCK_BYTES * stored.shape[0] // stored.num_bytes)
+    for start in range(0, stored.shape[0], rows_per_block):
+        yield start, min(start + rows_per_block, stored.shape[0])
 
 
 def _shape_of(stored: StoredTensor | None) -> str:
@@ -255,7 +257,7 @@ def _show_diff(storage: Storage, names: Sequence[str], as_json: bool, all_parts:
 
 
 def _change_lines(changes: Sequence[TensorChange]) -> Iterator[str]:
-    """Yield the lines of a table of changed tensors.  Values are never truncated, even on a narrow terminal."""
+    """Yield a table of changed tensors, line by line.  Values are never truncated, even on a narrow terminal."""
     rows = []
     for change in changes:
         numbers = (change.norm_before, change.norm_after, change.relative)

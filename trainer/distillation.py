@@ -1,4 +1,4 @@
-"""Distillation from a sharded teacher: the Trainer of objectives that compare probabilities with a teacher's.
+"""Distillation from a sharded teacher: the Trainer for objectives that compare probabilities with a teacher's.
 
 Shape suffixes: n tokens of a chunk, N tokens of a micro-batch, D model width, V vocabulary.
 """
@@ -36,7 +36,7 @@ _CHUNK_BYTES = 16 * 2**20
 class DistillationTrainer(Trainer):
     """Trains a model to imitate a teacher: a second model, frozen and sharded like the first.
 
-    The logits of both are computed in chunks, and never held in full.
+    The logits of both are computed in chunks, and never materialized in full.
     """
 
     takes_objectives = True
@@ -45,15 +45,17 @@ class DistillationTrainer(Trainer):
         self.teacher: nn.Module | None = None
         super().__init__(config)
         if self.teacher is not None:
-            found = teacher_config(self.config)
-            assert found is not None
+            config_of_teacher = teacher_config(self.config)
+            assert config_of_teacher is not None
             with self.world.closing_on_user_error():
-                self.state.add(TEACHER, load_base(self.teacher, found, self.world, KEY))
+                self.state.add(TEACHER, load_base(self.teacher, config_of_teacher, self.world, KEY))
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:
         """Return the sharded model; for the run's own model, build the teacher first."""
-        if config is None and (found := self.world.agreed(lambda: teacher_config(self.config))) is not None:
-            self.teacher = super().build_model(found).requires_grad_(False).eval()
+        if config is None:
+            config_of_teacher = self.world.agreed(lambda: teacher_config(self.config))
+            if config_of_teacher is not None:
+                self.teacher = super().build_model(config_of_teacher).requires_grad_(False).eval()
         return super().build_model(config)
 
     def build_loader(self) -> Iterable[Batch]:
@@ -92,26 +94,26 @@ class DistillationTrainer(Trainer):
 
 @torch.no_grad()
 def outputs_of(model: nn.Module, batch: Batch) -> Outputs:
-    """Return the hidden states and weight that a model's logits of a batch are computed from.
+    """Return the hidden states and the weight from which a model computes the logits of a batch.
 
     Collectives: those of a forward pass.
     """
-    found: list[Outputs] = []
+    captured: list[Outputs] = []
 
     def capture(hidden: torch.Tensor, weight: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
         # Copy the weight: `reshard` below frees a gathered one.
-        found.append(Outputs(hidden.flatten(0, -2), None if weight is None else weight.clone()))
+        captured.append(Outputs(hidden.flatten(0, -2), None if weight is None else weight.clone()))
         return hidden.new_zeros(())
 
     with replace_loss(capture):
         find_loss(model)(batch)
     reshard(model)
-    return found[0]
+    return captured[0]
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Hidden states (N, D) and the weight (V, D) that give the logits; without a weight, the logits (N, V)."""
+    """Hidden states (N, D) and the weight (V, D) that produce the logits; without a weight, the logits (N, V)."""
 
     hidden: torch.Tensor
     weight: torch.Tensor | None
@@ -128,7 +130,7 @@ class Outputs:
 
 @dataclass(frozen=True)
 class TopLogProbs:
-    """The most likely next tokens of a teacher and their log-probabilities, (N, k) each.
+    """A teacher's most likely next tokens and their log-probabilities, (N, k) each.
 
     Student and teacher are compared on k + 1 outcomes: each of these tokens, and any other token.  The divergence is
     then a lower bound of the full one, and exact for k = V.
@@ -138,7 +140,7 @@ class TopLogProbs:
     logps: torch.Tensor
 
     def compared(self, student_nV: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the log-probabilities of both at rows [start, stop), (n, k + 1) each; see `Outputs.compared`."""
+        """Return both log-probabilities at rows [start, stop), (n, k + 1) each; see `Outputs.compared`."""
         student_nk = student_nV.gather(1, self.ids[start:stop])
         return _with_rest(student_nk), _with_rest(self.logps[start:stop])
 
@@ -150,10 +152,10 @@ def _with_rest(logps_nk: torch.Tensor) -> torch.Tensor:
 
 
 _MIN_REST = 1e-7
-"""Minimum probability of all other tokens together: 1 minus the rest has no more precision in float32."""
+"""Minimum total probability of all other tokens: 1 minus the rest is no more precise than this in float32."""
 
 
-def _rows_of_a_chunk(vocab_size: int) -> int:
+def _rows_per_chunk(vocab_size: int) -> int:
     return max(1, _CHUNK_BYTES // (4 * vocab_size))
 
 
@@ -175,21 +177,21 @@ class _Comparison(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         student, needed = Outputs(hidden_ND, weight_VD), ctx.needs_input_grad
         gradients = Gradients(hidden_ND, needs_gradients and needed[0], needs_gradients and needed[1])
-        rows = _rows_of_a_chunk(hidden_ND.shape[1] if weight_VD is None else weight_VD.shape[0])
+        chunk_rows = _rows_per_chunk(hidden_ND.shape[1] if weight_VD is None else weight_VD.shape[0])
         loss, divergence = (hidden_ND.new_zeros((), dtype=torch.float32) for _ in range(2))
-        for start in range(0, len(targets_N), rows):
-            stop = min(start + rows, len(targets_N))
+        for start in range(0, len(targets_N), chunk_rows):
+            stop = min(start + chunk_rows, len(targets_N))
             targets_n = targets_N[start:stop]
-            counts_n = targets_n != IGNORE
+            mask_n = targets_n != IGNORE
             logits_nV = student.logits(start, stop).requires_grad_(gradients.is_needed)
             with torch.set_grad_enabled(gradients.is_needed):
                 logps_nV = logits_nV.log_softmax(1)
                 divergences_n = objective.divergence(*teacher.compared(logps_nV, start, stop))
-                target_logps_n = logps_nV.gather(1, targets_n.where(counts_n, 0).unsqueeze(1)).squeeze(1)
+                target_logps_n = logps_nV.gather(1, targets_n.where(mask_n, 0).unsqueeze(1)).squeeze(1)
                 losses_n = (1 - objective.hard) * divergences_n - objective.hard * target_logps_n
-                chunk_loss = losses_n.where(counts_n, 0.0).sum()
+                chunk_loss = losses_n.where(mask_n, 0.0).sum()
             loss += chunk_loss.detach()
-            divergence += divergences_n.detach().where(counts_n, 0.0).sum()
+            divergence += divergences_n.detach().where(mask_n, 0.0).sum()
             if gradients.is_needed:
                 (grad_nV,) = torch.autograd.grad(chunk_loss, logits_nV)
                 grad_nV = grad_nV.to(hidden_ND.dtype)
@@ -213,21 +215,21 @@ class _Comparison(torch.autograd.Function):
 
 @torch.no_grad()
 def write_top_logps(config: RunConfig, folder: Path, num_top: int) -> int:
-    """Write the most likely next tokens of a run's teacher for every token of its data; return the number of samples.
+    """Write the teacher's most likely next tokens at each position of a run's data; return the number of samples.
 
-    One process.  Raises UserError if the configuration names no teacher model, or the data have no end.
+    Uses one process.  Raises UserError if the configuration names no teacher model, or if the data is endless.
     """
-    found = teacher_config(config)
-    if found is None:
+    config_of_teacher = teacher_config(config)
+    if config_of_teacher is None:
         raise setting_error("train.objective", config.train.objective, "has no teacher model", fix="use recipe=distill")
     if config.data.source == "synthetic":
         rule = "has no end, and the files must hold every sample"
         raise setting_error("data.source", config.data.source, rule, fix="use your own data")
-    vocab_size = found.vocab_size
+    vocab_size = config_of_teacher.vocab_size
     assert vocab_size is not None
     if num_top > vocab_size:
         raise setting_error("--top", num_top, "is more tokens than the vocabulary has", vocab_size)
-    trainer = Trainer(found)
+    trainer = Trainer(config_of_teacher)
     try:
         with trainer.lifecycle.without_writing():
             load_initial_weights(trainer.model, trainer.origin, trainer.config, trainer.world, KEY)
@@ -236,13 +238,13 @@ def write_top_logps(config: RunConfig, folder: Path, num_top: int) -> int:
             create_files(folder, len(source), source.seq_len, num_top)
             ids, logps = (np.load(folder / f"{name}.npy", mmap_mode="r+") for name in ("ids", "logps"))
             batches = EvalLoader(source, global_batch_size=batch_size, micro_batch_size=batch_size)
-            rows, num_tokens, first = _rows_of_a_chunk(vocab_size), batch_size * source.seq_len, 0
+            chunk_rows, num_tokens, first = _rows_per_chunk(vocab_size), batch_size * source.seq_len, 0
             trainer.model.eval()
             for batch in prefetch_to_device(batches, trainer.world.device):
                 outputs = outputs_of(trainer.model, batch)
                 chunks = [
-                    outputs.logits(start, min(start + rows, num_tokens)).log_softmax(1).topk(num_top)
-                    for start in range(0, num_tokens, rows)
+                    outputs.logits(start, min(start + chunk_rows, num_tokens)).log_softmax(1).topk(num_top)
+                    for start in range(0, num_tokens, chunk_rows)
                 ]
                 top_logps, top_ids = (torch.cat(parts).cpu().numpy() for parts in zip(*chunks, strict=True))
                 shape, last = (batch_size, source.seq_len, num_top), min(first + batch_size, len(source))

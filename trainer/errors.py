@@ -1,4 +1,4 @@
-"""Errors, their messages and exit codes, and the redaction of all text that is printed or stored.
+"""Errors, their messages and exit codes, and the redaction of all printed or stored text.
 
 Every other module may import this one.  Text for a terminal, a log or a shared file passes through `printable`, which
 removes credentials and terminal control sequences.  A message names the setting and its value, the rule that it breaks,
@@ -40,7 +40,7 @@ EXIT_STOPPED = 75
 
 
 EXIT_INTERRUPTED = 130
-"""The exit code of a command that was ended by Ctrl-C, as shells report it."""
+"""Exit code of a command interrupted by Ctrl-C, following the shells' convention."""
 
 
 class UserError(Exception):
@@ -60,7 +60,7 @@ _MAX_SHOWN_CHARS = 500
 
 
 def print_stderr(text: str) -> None:
-    """Print to stderr, without credentials and terminal control sequences.
+    """Print to stderr, without credentials or terminal control sequences.
 
     Ignores write errors: the caller must continue even if its parent process has died and stderr is closed.
     """
@@ -140,14 +140,14 @@ def run_command(work: Callable[[], int]) -> int:
 
 
 TORCH_SAVE_ERRORS = ("failed writing file", "unexpected pos")
-"""Texts of the errors that torch.save raises if it cannot write, whatever the cause."""
+"""Fragments of the error messages that torch.save raises when it cannot write, whatever the cause."""
 
 
 def is_disk_full(error: BaseException, path: Path | None = None, num_bytes: int = 0) -> bool:
     """Return whether an error means that a disk or quota is full, even if a library has wrapped the error.
 
-    torch.save does not state the cause of a failed write.  In that case the free space at `path` decides, where
-    `num_bytes` were to be written.
+    torch.save does not say why a write failed.  For its errors, the free space at `path` decides: whether `num_bytes`
+    would fit.
     """
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -164,7 +164,7 @@ _MIN_FREE_BYTES = 1 << 20
 
 
 def signal_exit_code(name: str) -> int:
-    """Return the exit code of a command that was ended by a signal, as shells report it: 143 for SIGTERM."""
+    """Return the exit code of a command ended by a signal, following the shells' convention: 143 for SIGTERM."""
     return 128 + signal.Signals[name]
 
 
@@ -208,13 +208,13 @@ def _raise_on_signals() -> Iterator[None]:
 def nearest(value: object, legal: Iterable[object], cutoff: float = 0.6) -> object | None:
     """Return the legal value whose spelling is closest to `value`, or None if none is close.
 
-    cutoff: minimum similarity, as in difflib.  Raise it for values that are short or have the same ending.
+    cutoff: minimum similarity, as in difflib.  Raise it for short values, or values with the same ending.
     """
     by_text = {str(candidate): candidate for candidate in legal}
     matches = difflib.get_close_matches(str(value), by_text, n=1, cutoff=cutoff)
     if not matches:
         text = str(value).lower()
-        matches = [known for known in by_text if text and (known.lower().startswith(text) or text in known.lower())]
+        matches = [name for name in by_text if text and (name.lower().startswith(text) or text in name.lower())]
     return by_text[matches[0]] if matches else None
 
 
@@ -231,7 +231,7 @@ def setting_error(
     """Return the error for one setting.
 
     rule: completes the sentence "KEY=VALUE: ...", for example "must be at least 1".
-    legal: the nearest legal value, for values that have an order.
+    legal: the nearest legal value, for ordered values.
     meant: the legal value that was probably meant, because its spelling or its name in other tools is similar.
     example: a value of the correct form.
     fix: what to do, in words.
@@ -295,13 +295,13 @@ MASK = "***"
 
 
 def printable(text: str) -> str:
-    """Return the text without control sequences and secrets, safe for a terminal or a log."""
+    """Return the text without control sequences or secrets, safe for a terminal or a log."""
     return redact(_CONTROL.sub("", _SURROGATES.sub("\ufffd", _SEQUENCE.sub("", text))))
 
 
 _STRING = r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x80-\x9f\n]*(?:\x07|\x1b\\|\x9c)"
 _SEQUENCE = re.compile(rf"{_STRING}|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b(?:[!-/][0-~]|[0-OQ-WYZ\\`-~])")
-"""Control sequences of ECMA-48, 7-bit and 8-bit (C1): those with a text (such as a title), CSI, and short ones."""
+"""Control sequences of ECMA-48, 7-bit and 8-bit (C1): those that carry text (such as a title), CSI, and short ones."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """All other control characters except newlines and tabs; some move the cursor."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
@@ -319,7 +319,7 @@ _MIN_SECRET_CHARS = 6
 
 
 def redact(text: str) -> str:
-    """Return a text with every secret in it masked, for printing or storing.
+    """Return the text with every secret in it masked, for printing or storing.
 
     Also masks known secrets (see `remember_secrets`), which a library may quote anywhere.
     """
@@ -348,7 +348,7 @@ def remember_secrets(tree: Any) -> None:
 
 
 def redact_everything() -> None:
-    """Redact what this process prints by other means: uncaught exceptions, warnings and log records.
+    """Redact everything else that this process prints: uncaught exceptions, warnings and log records.
 
     Also registers the secrets in environment variables, such as WANDB_API_KEY or the password of a proxy.
     """
@@ -404,7 +404,7 @@ def masked(tree: Any) -> Any:
         return type(tree)(masked(item) for item in tree)
     if not isinstance(tree, str):
         return tree
-    # A value that is a URL extends to its end, whatever characters the password contains.
+    # If the value is a URL, it extends to the end of the value, whatever characters the password contains.
     return _ENTIRE_URL.sub(lambda match: _mask_url(match[0], []), mask_credentials(tree))
 
 
@@ -421,7 +421,7 @@ def is_masked_query(part: str) -> bool:
 def masked_command(command: str) -> str:
     """Return a shell command if it is safe to store, or `***` if it may contain a secret.
 
-    A secret can be anywhere in a command, so all of it is masked, or nothing.  A command is safe if it contains
+    A secret can be anywhere in a command, so either all of it is masked or none.  A command is safe if it contains
     no credentials, no URL with a path (the path of a webhook is its secret), and no long random word.
     """
     words = re.split(r"[\s'\"=:/,;|&<>()]+", command)

@@ -74,7 +74,7 @@ _EVALUATION_OVERRIDES = {
 
 
 _DISPLAYED_PATH = "--shown-as"
-"""Internal option for spawned ranks: the path of the weights to print, since they read them at a pinned path."""
+"""Internal option for spawned ranks: the weights' path to display, since the ranks read them from a pinned path."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,10 @@ class Subject:
 def find_subject(
     path: str, overrides: Sequence[str], allow_import: Collection[str] = (), stack: ExitStack | None = None
 ) -> Subject:
-    """Return the model at `path`: that of a run (its newest checkpoint), a checkpoint, or a Hugging Face folder.
+    """Return the model at `path`: a run (its newest checkpoint), a checkpoint, or a Hugging Face folder.
 
-    With `stack`, the checkpoint stays readable until the stack closes, even if its run prunes it meanwhile.  A Hugging
-    Face folder is evaluated with the default settings and the overrides, and needs no training data.
+    With `stack`, the checkpoint stays readable until the stack closes, even if its run prunes it.  A Hugging Face
+    folder is evaluated with the default settings and the overrides, and needs no training data.
 
     Raises UserError for invalid input, and TrainingFailed for a corrupt checkpoint.
     """
@@ -145,8 +145,8 @@ def find_subject(
 def _first_weights(source: StoredWeights, path: str) -> str:
     """Return the value of `train.init_from` for evaluating the checkpoint at `path`.
 
-    If the checkpoint refers to weights outside itself, below its adapters or of its reference model, return their path,
-    or null if they come with the model or are random.  Otherwise return `path`.
+    If the checkpoint refers to weights stored elsewhere (the base of its adapters, or its reference model), return
+    their path, or null if they come with the model or are random.  Otherwise return `path`.
     """
     from trainer.weights.adapters import BASE, REFERENCE
 
@@ -157,7 +157,7 @@ def _first_weights(source: StoredWeights, path: str) -> str:
 
 
 def for_evaluation(trainer_class: type[Trainer]) -> type[Trainer]:
-    """Return a subclass of `trainer_class` without training data or optimizer state, which counts evaluated targets."""
+    """Return a subclass of `trainer_class` that counts targets, and has no training data or optimizer state."""
     import torch
 
     from trainer.loss import count_targets
@@ -271,7 +271,7 @@ def _number(value: float | None) -> str:
 def as_json(subject: Subject, record: Record, stats: EvaluationStats) -> str:
     """Return the evaluation as one JSON object.
 
-    Holds the fields of the run's `eval` lines, the path of the weights, the sequence length and the number of tokens.
+    It has the fields of the run's `eval` lines, the path of the weights, the sequence length and the number of tokens.
     """
     metrics: dict[str, Any] = {key: value for key, value in record.items() if key != "kind"}
     sizes = {"seq_len": stats.seq_len, "tokens": stats.tokens}
@@ -411,15 +411,15 @@ def _pop_option(argv: Sequence[str], name: str) -> tuple[str | None, list[str]]:
 
 
 def _split_path(argv: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the path, which is the only argument that is no option or setting, and the other arguments."""
-    rest = [word for word in argv if word != "--json"]
-    settings = [word for word in rest if "=" in word and "/" not in word.partition("=")[0]]
-    paths = [word for word in rest if not word.startswith("-") and word not in settings]
+    """Return the path (the only argument that is neither an option nor a setting), and the other arguments."""
+    words = [word for word in argv if word != "--json"]
+    settings = [word for word in words if "=" in word and "/" not in word.partition("=")[0]]
+    paths = [word for word in words if not word.startswith("-") and word not in settings]
     if len(paths) != 1:
         problem = f"{len(paths)} are named: {' '.join(paths)}" if paths else "none is named"
         example = "python -m trainer.evaluate runs/llama_small"
-        raise UserError(f"one run, checkpoint or Hugging Face folder is evaluated; {problem}\n  for example: {example}")
-    return paths[0], [word for word in rest if word not in paths]
+        raise UserError(f"give one run, checkpoint or Hugging Face folder; {problem}\n  for example: {example}")
+    return paths[0], [word for word in words if word not in paths]
 
 
 def command_line() -> NoReturn:

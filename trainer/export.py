@@ -68,11 +68,12 @@ def export_checkpoint(
     format, unless `merges` is True.
 
     dtype: None for the stored dtype.
-    allow_import: modules that the checkpoint may import by naming them (see `load_weights`).
-    merges: merge the adapters into the model.  If its base weights were packed (lora.base_dtype), True merges into the
-        unpacked values, with which the adapters were trained, and "original" into the weights before packing.
+    allow_import: modules that may be imported if the checkpoint names them (see `load_weights`).
+    merges: whether to merge the adapters into the model.  If its base weights were packed (lora.base_dtype), True
+        merges into the unpacked values, with which the adapters were trained, and "original" into the weights before
+        packing.
     base: the new path of the base weights, if they have moved.
-    ema: export the averaged weights of a run with `train.ema`.
+    ema: whether to export the averaged weights of a run with `train.ema`.
 
     Raises UserError for invalid arguments, and TrainingFailed if the checkpoint is corrupt.
     """
@@ -145,8 +146,8 @@ def _reads_bytes(config: RunConfig) -> bool:
     if config.data.tokenizer != "bytes" or config.data.source == "synthetic":
         return False
     path = config.data.path
-    places = [*path.values()] if isinstance(path, Mapping) else [path]
-    kinds = [kind_of(str(place)) for place in places if place]
+    paths = [*path.values()] if isinstance(path, Mapping) else [path]
+    kinds = [kind_of(str(item)) for item in paths if item]
     is_text = any(kind is not None and kind[0] != "tokens" for kind in kinds)
     return config.data.source != "tokens" or is_text or allows_other_tokenizer(config)
 
@@ -240,8 +241,8 @@ def card_of(checkpoint: str | os.PathLike[str], title: str, exported: Path, allo
     """Return the model card (the text of README.md) for a run or checkpoint that was exported to a folder."""
     stored = open_checkpoint(checkpoint)
     config = config_from_yaml(stored.config_yaml, allow_import=allow_import)
-    places = (Path(checkpoint) / METRICS, config.run_dir / METRICS)  # the former if the run's folder was moved
-    metrics = next((place for place in places if place.is_file()), None)
+    candidates = (Path(checkpoint) / METRICS, config.run_dir / METRICS)  # the former if the run's folder was moved
+    metrics = next((file for file in candidates if file.is_file()), None)
     records = [] if metrics is None else list(read_kinds(metrics, "train", "eval"))
     return model_card(config, title, stored.manifest.step, records, __version__, exported)
 

@@ -1,4 +1,4 @@
-"""Crash-safe files: a reader finds either the old or the new content, never parts of it."""
+"""Crash-safe files: a reader sees either the old or the new content, never a part of it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def find_folder(path: str | os.PathLike[str]) -> Path | None:
 
 
 MAX_JSON_BYTES = 16 << 20
-"""Size limit of JSON files that come with a model, except for the tokenizer.  Real ones have a few megabytes."""
+"""Size limit of JSON files that come with a model, except for the tokenizer.  Real ones are a few megabytes."""
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
@@ -76,7 +76,7 @@ def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def link_outside(folder: Path, name: str) -> Path | None:
-    """Return the real path of a file in a folder if a link leads out of the folder; otherwise None.
+    """Return the real path of a file in a folder if a symlink leads outside the folder; otherwise None.
 
     In a Hugging Face cache (models--*/snapshots/*/file -> ../../blobs/*), links into the model's blobs are allowed.
     """
@@ -133,7 +133,7 @@ def writing_to(setting: str, path: Path, num_bytes: int = 0) -> Iterator[None]:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free space on the disk of `path`, which need not exist."""
+    """Return the free space on the disk that holds `path`, which need not exist."""
     return shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists())).free
 
 

@@ -67,7 +67,7 @@ _MAX_PROMPT_CHARS = 60
 """Longest prompt, in characters, that error messages show in full."""
 
 _NUM_CONTEXT_TOKENS = 8
-"""Number of preceding tokens to decode along with new ones: they determine, for example, if a space comes first."""
+"""Number of preceding tokens to decode along with new ones, which determine, for example, whether a space is needed."""
 
 _BATCH = 8
 """Default number of prompts to continue at once."""
@@ -81,7 +81,7 @@ class TextGenerator:
     template: a value of `data.chat_template`: `model` or a file.
     settings: the entries of generation_config.json, and `eos_token_id` of config.json.
     bos: the run's `data.bos`.
-    turn_ends: tokens with which the model was trained to end its turns in chats.
+    turn_ends: tokens with which the model was trained to end its chat turns.
     """
 
     model: nn.Module
@@ -112,8 +112,10 @@ def open_generator(
     """Return the model at `path`: a checkpoint, a run's folder (its newest), or a Hugging Face folder.
 
     A folder without a matching recipe is loaded with transformers.  Files stored in a checkpoint are extracted to a
-    temporary folder, which is removed when `stack` closes.  ema: use the averaged weights of a run with `train.ema`.
-    Raises UserError if the model cannot be read.
+    temporary folder, which is removed when `stack` closes.  Raises UserError if the model cannot be
+    read.
+
+    ema: whether to use the averaged weights of a run with `train.ema`.
     """
     check_no_gguf(path, "path")
     location = locate(fetched(path))
@@ -201,8 +203,8 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="file for the answers to --prompts (default: stdout); if it has some already, only the others are added; "
-        "answers of another model or of other settings are rejected",
+        help="file for the answers to --prompts (default: stdout); keeps the answers in it and adds the missing ones; "
+        "answers by another model or with other settings are rejected",
     )
     parser.add_argument("--greedy", action="store_true", help="always take the most likely token")
     parser.add_argument(
@@ -293,17 +295,17 @@ def _answer_file(
     if out is not None:
         settings = {**dataclasses.asdict(sampling), "seed": seed, "max_tokens": options.max_tokens}
         out.begin(options.path, {"weights": _checksum_of_model(model), **settings, "end_ids": sorted(end_ids)})
-    num_done = num_before = 0 if out is None else out.num_done
+    num_done = num_done_before = 0 if out is None else out.num_done
     max_len, batch_size = max_seq_len(model) or sys.maxsize, options.batch or _BATCH
     num_tokens, start_time = 0, time.monotonic()
 
     def progress() -> str:
         seconds = time.monotonic() - start_time
         line = f"{num_done} of {len(records)} prompts, {num_tokens / seconds:.1f} tokens/s"
-        if num_done == num_before:
+        if num_done == num_done_before:
             return line
-        left_s = int((len(records) - num_done) * seconds / (num_done - num_before))
-        return f"{line}, {left_s // 3600}:{left_s // 60 % 60:02d}:{left_s % 60:02d} left"
+        remaining_s = int((len(records) - num_done) * seconds / (num_done - num_done_before))
+        return f"{line}, {remaining_s // 3600}:{remaining_s // 60 % 60:02d}:{remaining_s % 60:02d} left"
 
     with ProgressLine(progress):
         for start in range(num_done, len(records), batch_size):
@@ -333,23 +335,23 @@ def _answer_file(
 
 
 def _checksum_of_model(model: nn.Module) -> str:
-    """Return a checksum of the first values of each tensor, in which models differ, and so do the steps of a run."""
+    """Return a checksum of the first values of each tensor, which differ between models and between steps of a run."""
     crc = 0
     for name, tensor in model.state_dict().items():
-        values = tensor.detach().reshape(-1)[:_NUM_COMPARED].cpu()
+        values = tensor.detach().reshape(-1)[:_NUM_CHECKED].cpu()
         crc = crc32(f"{name} {list(tensor.shape)} {tensor.dtype}".encode(), crc)
         crc = crc32(values.view(torch.uint8).numpy().data, crc)
     return f"{crc:08x}"
 
 
-_NUM_COMPARED = 2**12
-"""Number of values of each tensor that are compared."""
+_NUM_CHECKED = 2**12
+"""Number of values of each tensor in this checksum."""
 
 
 def _read_prompts(
     options: argparse.Namespace, text_generator: TextGenerator, tokenizer: Tokenizer
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """Return the records in the file `--prompts`, and their tokens.  Raises UserError if a record cannot be used."""
+    """Return the records in the file `--prompts`, and their tokens.  Raises UserError for an unusable record."""
     path = Path(options.prompts).expanduser()
     records, prompts = list[dict[str, Any]](), list[list[int]]()
     chats: ChatPrompts | None = None

@@ -1,6 +1,6 @@
 """Models in llama.cpp's GGUF format, which are converted once to a Hugging Face folder in the cache.
 
-The weights are dequantised, since quantised weights cannot be trained.  Floating-point tensors keep their dtype; all
+The weights are dequantized, since quantized weights cannot be trained.  Floating-point tensors keep their dtype; all
 others become float32, which represents every GGUF format exactly.  The tokenizer, chat template and sizes in the file
 become `tokenizer.json`, `chat_template.jinja` and `config.json`, so that the rest of the program handles an ordinary
 model folder.  Stored configurations name the .gguf file.
@@ -44,14 +44,14 @@ def _find_file(path: Path) -> Path | None:
         return path
     if not path.is_dir() or any(path.glob("*.safetensors*")):
         return None
-    found = [file for file in path.iterdir() if file.suffix.lower() == _SUFFIX]
-    return found[0] if len(found) == 1 else None
+    files = [file for file in path.iterdir() if file.suffix.lower() == _SUFFIX]
+    return files[0] if len(files) == 1 else None
 
 
 def original_file(path: str) -> str | None:
-    """Return the .gguf file that a folder in the cache, or a file in such a folder, was converted from; else None."""
-    place = Path(path)
-    folder = place.parent if place.suffix else place
+    """Return the .gguf file from which a cached folder, or a file in it, was converted; None for any other path."""
+    location = Path(path)
+    folder = location.parent if location.suffix else location
     if not folder.name.startswith("gguf-"):
         return None
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
@@ -60,7 +60,7 @@ def original_file(path: str) -> str | None:
 
 
 def lacks_weights(folder: Path) -> bool:
-    """Return whether a folder was converted from a .gguf file, but without the weights."""
+    """Return whether a folder was converted from a .gguf file without its weights."""
     return original_file(str(folder)) is not None and not (folder / _WEIGHTS).exists()
 
 
@@ -70,7 +70,7 @@ def converted(path: str | os.PathLike[str], setting: str, with_weights: bool = T
     Uses the existing folder if it was converted before.  Processes that convert the same file wait for the first one.
     For `data.tokenizer`, returns the folder's tokenizer.json.
 
-    with_weights: whether to convert the weights too; without them the folder is small.
+    with_weights: whether to convert the weights too; without them, the folder is small.
 
     Raises UserError, naming `setting`, if the file is damaged, if its model or tokenizer is not supported, if the
     library is missing, or if there is not enough space.
@@ -110,7 +110,7 @@ def _convert(file: Path, folder: Path, shown: str, setting: str, with_weights: b
     if with_weights and not (folder / _WEIGHTS).exists():
         num_bytes = reader.num_bytes
         print_stderr(
-            f"{file}: dequantising {reader.formats} weights to {readable_size(num_bytes)} of "
+            f"{file}: dequantizing {reader.formats} weights to {readable_size(num_bytes)} of "
             f"{' and '.join(reader.dtypes)} in {folder}; this is done only once"
         )
         weights = folder / _WEIGHTS
@@ -170,7 +170,7 @@ _METASPACE = "▁"
 """The character that SentencePiece uses for a space."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-"""Types of tokens; others are 5 (unused) and 6 (a byte)."""
+"""Token types; the others are 5 (unused) and 6 (a byte)."""
 
 _SPECIAL_TOKENS = {
     "bos_token_id": "bos_token",
@@ -199,8 +199,8 @@ class _Gguf:
             raise self._error(f"is not a complete GGUF file ({str(error).partition(chr(10))[0]})", fix) from error
         self._architecture = str(self.get("general.architecture"))
         if self._architecture not in _ARCHITECTURES:
-            known = ", ".join(_ARCHITECTURES)
-            rule = f"has the architecture {self._architecture!r}; supported are {known}"
+            supported = ", ".join(_ARCHITECTURES)
+            rule = f"has the architecture {self._architecture!r}; supported are {supported}"
             raise self._error(rule, "give the Hugging Face folder of this model")
         if int(self.get("split.count") or 1) > 1:
             rule = f"is one of {self.get('split.count')} parts"
@@ -282,8 +282,8 @@ class _Gguf:
 
     def generation_config(self) -> dict[str, Any]:
         """Return generation_config.json."""
-        found = {name: self.get(f"tokenizer.ggml.{name}") for name in ("bos_token_id", "eos_token_id")}
-        return {name: int(token) for name, token in found.items() if token is not None}
+        tokens = {name: self.get(f"tokenizer.ggml.{name}") for name in ("bos_token_id", "eos_token_id")}
+        return {name: int(token) for name, token in tokens.items() if token is not None}
 
     # -- the weights
 
@@ -316,12 +316,12 @@ class _Gguf:
         for tensor in self._tensors.values():
             if tensor.name == _ROPE_FACTORS:
                 continue
-            theirs = self._huggingface_name(tensor.name)
+            new_name = self._huggingface_name(tensor.name)
             stop = end + int(tensor.n_elements) * _width(tensor)
             shape = [int(size) for size in reversed(tensor.shape.tolist())]
             kind = {2: tensor.tensor_type.name, 4: "F32"}[_width(tensor)]
-            header[theirs] = {"dtype": kind, "shape": shape, "data_offsets": [end, stop]}
-            named[theirs], end = tensor, stop
+            header[new_name] = {"dtype": kind, "shape": shape, "data_offsets": [end, stop]}
+            named[new_name], end = tensor, stop
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         out.write(struct.pack("<Q", len(text)) + text)
@@ -354,7 +354,7 @@ class _Gguf:
             values = np.asarray(values, np.float32).reshape(shape)
         part = name.rpartition(".")[0].rpartition(".")[2]
         if self._architecture == "llama" and part in ("q_proj", "k_proj"):
-            # RoPE rotates neighbouring pairs of dimensions in llama.cpp, and pairs half a head apart in transformers.
+            # RoPE rotates neighboring pairs of dimensions in llama.cpp, and pairs half a head apart in transformers.
             heads = int(self._required("attention.head_count"))
             if part == "k_proj":
                 heads = int(self.get("llama.attention.head_count_kv") or heads)
@@ -375,7 +375,7 @@ class _Gguf:
             )
             raise self._error(rule, "give the Hugging Face folder of this model")
         tokens = [str(token) for token in self._token_list("tokens")]
-        types = [int(each) for each in self._token_list("token_type")] or [_NORMAL] * len(tokens)
+        types = [int(kind) for kind in self._token_list("token_type")] or [_NORMAL] * len(tokens)
         content = {
             "version": "1.0",
             "truncation": None,
@@ -383,15 +383,15 @@ class _Gguf:
             "added_tokens": [
                 {
                     **{"id": number, "content": tokens[number], "single_word": False, "lstrip": False},
-                    **{"rstrip": False, "normalized": False, "special": each != _USER_DEFINED},
+                    **{"rstrip": False, "normalized": False, "special": kind != _USER_DEFINED},
                 }
-                for number, each in enumerate(types)
-                if each in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+                for number, kind in enumerate(types)
+                if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
             ],
             **(self._sentencepiece(tokens, types) if model == "llama" else self._byte_level(tokens, split)),
         }
-        begins = model == "llama" or split in _LLAMA3_SPLITS
-        if (around := self._special_tokens_around_a_text(tokens, begins)) is not None:
+        has_bos = model == "llama" or split in _LLAMA3_SPLITS
+        if (around := self._special_tokens_around_a_text(tokens, has_bos)) is not None:
             content["post_processor"] = around
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         for theirs, ours in _SPECIAL_TOKENS.items():
@@ -460,13 +460,13 @@ class _Gguf:
             "model": _bpe(tokens, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True),
         }
 
-    def _special_tokens_around_a_text(self, tokens: Sequence[str], begins: bool) -> dict[str, Any] | None:
+    def _special_tokens_around_a_text(self, tokens: Sequence[str], has_bos: bool) -> dict[str, Any] | None:
         """Return the post-processor that adds special tokens around a text, or None if it adds none.
 
-        begins: whether to add the beginning-of-text token if the file does not specify it.
+        has_bos: whether to add the beginning-of-text token if the file does not specify this.
         """
-        stated = self.get("tokenizer.ggml.add_bos_token")
-        first = self._special_token("bos_token_id", tokens) if (begins if stated is None else stated) else None
+        specified = self.get("tokenizer.ggml.add_bos_token")
+        first = self._special_token("bos_token_id", tokens) if (has_bos if specified is None else specified) else None
         last = self._special_token("eos_token_id", tokens) if self.get("tokenizer.ggml.add_eos_token") else None
         if first is None and last is None:
             return None
@@ -499,9 +499,9 @@ def _bpe(tokens: Sequence[str], merges: Sequence[Sequence[str]], **settings: Any
 
 
 def _merges_by_score(tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
-    """Return the merges that are equivalent to SentencePiece's scores, in order of the merged tokens' scores.
+    """Return merges equivalent to SentencePiece's scores, ordered by the merged tokens' scores.
 
-    Each way to split a token into two tokens is a merge.  Text never becomes a control token or a byte token.
+    Every way to split a token into two tokens is a merge.  Text never becomes a control token or a byte token.
     """
     ids = {token: number for number, token in enumerate(tokens) if types[number] in (_NORMAL, _USER_DEFINED)}
     merges = [
@@ -510,7 +510,7 @@ def _merges_by_score(tokens: Sequence[str], scores: Sequence[float], types: Sequ
         for at in range(1, len(token))
         if (left := token[:at]) in ids and (right := token[at:]) in ids
     ]
-    # Among pairs for the same token, the one with the longest left part is first, as in transformers' converter.
+    # Among pairs for the same token, the one with the longest left part comes first, as in transformers' converter.
     merges.sort(key=lambda merge: (-scores[merge[2]], -len(merge[0]), -len(merge[1]), merge[2]))
     return [(left, right) for left, right, _ in merges]
 

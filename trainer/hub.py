@@ -51,7 +51,7 @@ _TRIES = 5
 _NUM_CONNECTIONS = 4
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 _PROGRESS_S = 10.0
-"""Seconds between two progress messages of a download."""
+"""Seconds between progress messages of a download."""
 
 Kind = Literal["model", "dataset"]
 
@@ -95,31 +95,31 @@ class HubName:
 def parse_name(text: str) -> HubName | None:
     """Parse a setting as the name of a Hub repository; return None if it is not one.
 
-    `hf://org/name` and `hf://datasets/org/name` always are, with `@REVISION`, `/PATH` and `?OPTIONS` as needed.
-    `org/name`, also with a revision or the path of a .gguf file, is one unless that local path or the folder `org`
-    exists, since it is then probably a local path.
+    `hf://org/name` and `hf://datasets/org/name`, optionally with `@REVISION`, `/PATH` and `?OPTIONS`, always are.
+    `org/name`, optionally with a revision or the path of a .gguf file, is one unless that path or the folder `org`
+    exists on this machine: it is then probably a local path.
     """
     if text.startswith(SCHEME):
         rest = text.removeprefix(SCHEME)
         kind: Kind = "dataset" if rest.startswith("datasets/") else "model"
-        found = _NAME.fullmatch(rest.removeprefix("datasets/").removeprefix("models/"))
+        match = _NAME.fullmatch(rest.removeprefix("datasets/").removeprefix("models/"))
     else:
-        kind, found = "model", _NAME.fullmatch(text)
-        if found is None or found["options"] or (found["path"] and not found["path"].lower().endswith(".gguf")):
+        kind, match = "model", _NAME.fullmatch(text)
+        if match is None or match["options"] or (match["path"] and not match["path"].lower().endswith(".gguf")):
             return None
-        folder = found["repo"].partition("/")[0]
+        folder = match["repo"].partition("/")[0]
         if os.path.lexists(text) or os.path.isdir(folder) or text.endswith((".pt", ".pth", ".safetensors", ".json")):
             return None
-        if found["path"] is None and text.lower().endswith(".gguf"):
+        if match["path"] is None and text.lower().endswith(".gguf"):
             return None
-    if found is None:
+    if match is None:
         return None
-    revision = urllib.parse.unquote(found["revision"]) if found["revision"] else None
-    return HubName(kind, found["repo"], revision, (found["path"] or "").strip("/"), found["options"] or "", text)
+    revision = urllib.parse.unquote(match["revision"]) if match["revision"] else None
+    return HubName(kind, match["repo"], revision, (match["path"] or "").strip("/"), match["options"] or "", text)
 
 
 def hub_repo(text: str) -> str:
-    """Return `org/name`, as other libraries accept it, for a pinned model name; return other texts unchanged."""
+    """Return `org/name`, which other libraries accept, for a pinned model name; return any other text unchanged."""
     name = parse_name(text) if text.startswith(SCHEME) else None
     return text if name is None or name.path else name.repo
 
@@ -186,24 +186,24 @@ def pins_for_children() -> str:
 
 def pins_in(tree: Any) -> dict[tuple[str, str], str]:
     """Return the commits of the pinned names in a stored configuration, by kind and repository."""
-    found: dict[tuple[str, str], str] = {}
+    pins: dict[tuple[str, str], str] = {}
     if isinstance(tree, Mapping):
         for value in tree.values():
-            found |= pins_in(value)
+            pins |= pins_in(value)
     elif isinstance(tree, str) and tree.startswith(SCHEME):
         name = parse_name(tree)
         if name is not None and name.is_pinned:
-            found[name.kind, name.repo] = str(name.revision)
-    return found
+            pins[name.kind, name.repo] = str(name.revision)
+    return pins
 
 
 def pinned_by_parent(name: HubName) -> str | None:
     """Return the commit that the parent process has resolved a name to, or None."""
     try:
-        found = json.loads(os.environ.get(PINS, "{}")).get(_key(name))
+        commit = json.loads(os.environ.get(PINS, "{}")).get(_key(name))
     except (ValueError, AttributeError):
         return None
-    return found if isinstance(found, str) else None
+    return commit if isinstance(commit, str) else None
 
 
 def _key(name: HubName) -> str:
@@ -235,91 +235,95 @@ class Repository:
 
     def missing(self, files: Iterable[HubFile]) -> list[HubFile]:
         """Return the files that are not in the cache."""
-        return [each for each in files if not (self.folder / each.path).exists()]
+        return [file for file in files if not (self.folder / file.path).exists()]
 
     def fetch(self, files: Iterable[HubFile]) -> None:
-        """Download the files that are missing.  One process per machine downloads while the others wait.
+        """Download the missing files.  One process per machine downloads while the others wait.
 
-        Raises UserError if the server denies access or cannot be reached, or if the disk is too small.
+        Raises UserError if the server denies access or cannot be reached, or if the disk lacks space.
         """
         files = list(files)
         if not self.missing(files):
             return
         library = import_library(self._setting, self.name)
-        place = _repository_folder(self.name)
+        folder = _repository_folder(self.name)
         try:
-            (place / "blobs").mkdir(parents=True, exist_ok=True)
+            (folder / "blobs").mkdir(parents=True, exist_ok=True)
             with locked(_metadata_folder(self.name) / "lock", is_required=True):
                 if missing := self.missing(files):
                     self._fetch(library, missing)
         except OSError as error:
-            rule = f"cannot be stored in {place} ({error.strerror or error})"
+            rule = f"cannot be stored in {folder} ({error.strerror or error})"
             fix = "set HF_HOME to a folder that is writable, on a disk with enough space"
             raise setting_error(self._setting, self.name.shown, rule, fix=fix) from error
 
     def _fetch(self, library: Any, missing: Sequence[HubFile]) -> None:
-        there = sum(_size(self._partial(each)) for each in missing)
-        total = sum(each.size for each in missing)
+        cached_bytes = sum(_size(self._partial(file)) for file in missing)
+        total = sum(file.size for file in missing)
         free = shutil.disk_usage(_repository_folder(self.name)).free
-        if total - there > free:
-            rule = f"needs {readable_size(total - there)} in {cache_folder()}, {readable_size(free)} are free"
+        if total - cached_bytes > free:
+            rule = f"needs {readable_size(total - cached_bytes)} in {cache_folder()}, {readable_size(free)} are free"
             fix = "free some space there, or set HF_HOME to a folder on another disk"
             raise setting_error(self._setting, self.name.shown, rule, fix=fix)
-        what = missing[0].path if len(missing) == 1 else f"{len(missing)} files"
+        description = missing[0].path if len(missing) == 1 else f"{len(missing)} files"
         print_stderr(
-            f"fetching {self.name}: {what}, {_size_text(total)}"
-            f"{f' ({_size_text(there)} are already in the cache)' if there else ''}, into {self.folder}"
+            f"fetching {self.name}: {description}, {_size_text(total)}"
+            f"{f' ({_size_text(cached_bytes)} are already in the cache)' if cached_bytes else ''}, into {self.folder}"
         )
-        progress = _Progress(str(self.name), total, there)
+        progress = _Progress(str(self.name), total, cached_bytes)
         with ThreadPoolExecutor(_NUM_CONNECTIONS) as threads:
-            waiting = [threads.submit(self._fetch_file, library, each, progress) for each in missing]
+            futures = [threads.submit(self._fetch_file, library, file, progress) for file in missing]
             try:
-                for each in waiting:
-                    each.result()
+                for future in futures:
+                    future.result()
             finally:
                 threads.shutdown(wait=False, cancel_futures=True)
 
-    def _partial(self, each: HubFile) -> Path:
-        return _repository_folder(self.name) / "blobs" / f"{each.checksum}.part"
+    def _partial(self, hub_file: HubFile) -> Path:
+        return _repository_folder(self.name) / "blobs" / f"{hub_file.checksum}.part"
 
-    def _fetch_file(self, library: Any, each: HubFile, progress: _Progress) -> None:
+    def _fetch_file(self, library: Any, hub_file: HubFile, progress: _Progress) -> None:
         """Download one file, resuming a partial download, verify it, and link it into the snapshot."""
-        partial = self._partial(each)
+        partial = self._partial(hub_file)
         blob = partial.with_suffix("")
-        left, size = _TRIES - 1, _size(partial)
+        tries_left, size = _TRIES - 1, _size(partial)
         while not blob.exists():  # another commit may have the same content
             stop_if_asked()
             try:
-                self._receive(library, each, partial, progress)
+                self._receive(library, hub_file, partial, progress)
                 os.replace(partial, blob)
             except UserError:
                 raise
             except Exception as error:  # the type depends on the version of the library and of its HTTP library
                 if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
                     raise
-                if not left or not is_temporary(error):
+                if not tries_left or not is_temporary(error):
                     raise as_user_error(error, self.name, self._setting) from error
-                left, size = (_TRIES - 1 if _size(partial) > size else left - 1), _size(partial)
-                print_stderr(f"{self.name.shown}: {each.path}: {_reason(error)}; trying again")
-                _sleep(2.0 ** (_TRIES - 2 - left))
-        _link(blob, self.folder / each.path)
+                tries_left, size = (_TRIES - 1 if _size(partial) > size else tries_left - 1), _size(partial)
+                print_stderr(f"{self.name.shown}: {hub_file.path}: {_reason(error)}; trying again")
+                _sleep(2.0 ** (_TRIES - 2 - tries_left))
+        _link(blob, self.folder / hub_file.path)
 
-    def _receive(self, library: Any, each: HubFile, partial: Path, progress: _Progress) -> None:
+    def _receive(self, library: Any, hub_file: HubFile, partial: Path, progress: _Progress) -> None:
         """Download the rest of a partial file.  Raises OSError if the result is incomplete or has a wrong checksum."""
         url = library.hf_hub_url(
-            self.name.repo, each.path, repo_type=self.name.kind, revision=self.name.revision, endpoint=endpoint(library)
+            self.name.repo,
+            hub_file.path,
+            repo_type=self.name.kind,
+            revision=self.name.revision,
+            endpoint=endpoint(library),
         )
         with open(partial, "ab") as file:
             start = file.tell()
-            if start > each.size:
+            if start > hub_file.size:
                 file.truncate(start := 0)
-            if start < each.size:
+            if start < hub_file.size:
                 headers = {**library.utils.build_hf_headers(), "Accept-Encoding": "identity"}
                 headers |= {"Range": f"bytes={start}-"} if start else {}
                 session, timeout = library.utils.get_session(), library.constants.HF_HUB_DOWNLOAD_TIMEOUT
                 with session.stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True) as answer:
                     library.utils.hf_raise_for_status(answer)
-                    if start and answer.status_code != 206:  # the server sends the whole file
+                    if start and answer.status_code != 206:  # the server sends the complete file
                         file.truncate(0)
                     for block in answer.iter_bytes():  # written as it arrives, so that a retry can resume
                         stop_if_asked()
@@ -328,11 +332,11 @@ class Repository:
             file.flush()
             os.fsync(file.fileno())
         size = _size(partial)
-        if size < each.size:
-            raise OSError(f"the connection was lost after {size:,} of {each.size:,} bytes")
-        if _content_checksum(partial, each) != each.checksum:
+        if size < hub_file.size:
+            raise OSError(f"the connection was lost after {size:,} of {hub_file.size:,} bytes")
+        if _content_checksum(partial, hub_file) != hub_file.checksum:
             partial.unlink()
-            raise OSError(f"{each.path} was corrupted during the download")
+            raise OSError(f"{hub_file.path} was corrupted during the download")
 
 
 def open_repository(name: HubName, setting: str, pins: Mapping[tuple[str, str], str] | None = None) -> Repository:
@@ -356,15 +360,15 @@ def open_repository(name: HubName, setting: str, pins: Mapping[tuple[str, str], 
     except Exception as error:
         is_down = is_temporary(error) or isinstance(error, library.errors.OfflineModeIsEnabled)
         commit = commit or _commit_in_cache(name)
-        found = _read_list(name, commit) or _list_cached(name, commit) if is_down and commit else None
-        if found is None or commit is None:
+        cached = _read_list(name, commit) or _list_cached(name, commit) if is_down and commit else None
+        if cached is None or commit is None:
             raise as_user_error(error, name, setting) from error
         if not _is_offline(library):
             print_stderr(f"{name}: {_reason(error)}; using commit {commit[:12]} from the cache")
-        return _remember(name, commit, found, setting)
+        return _remember(name, commit, cached, setting)
     with contextlib.suppress(OSError):  # the cache may be complete and read-only
         _metadata_folder(name).mkdir(parents=True, exist_ok=True)
-        rows = [[each.path, each.size, each.checksum] for each in files]
+        rows = [[file.path, file.size, file.checksum] for file in files]
         write_atomically(_list_path(name, commit), json.dumps(rows))
         if not name.is_pinned:
             reference = _repository_folder(name) / "refs" / default_revision(name)
@@ -381,24 +385,24 @@ def _remember(name: HubName, commit: str, files: Sequence[HubFile], setting: str
 def _query_server(library: Any, name: HubName, commit: str | None) -> tuple[str, list[HubFile]]:
     """Return the commit of a name and its files, from the server.  Raises the library's errors."""
     api = library.HfApi(endpoint=endpoint(library))
-    for left in range(2, -1, -1):
+    for tries_left in range(2, -1, -1):
         try:
-            found = api.repo_info(
+            info = api.repo_info(
                 name.repo, revision=commit or name.revision, repo_type=name.kind, files_metadata=True, timeout=10
             )
             break
         except Exception as error:
-            if not left or not is_temporary(error) or (commit or _commit_in_cache(name)) is not None:
+            if not tries_left or not is_temporary(error) or (commit or _commit_in_cache(name)) is not None:
                 raise
             _sleep(1.0)
     files = []
-    for each in found.siblings or []:
-        checksum = each.lfs.sha256 if each.lfs is not None else each.blob_id
-        size = each.lfs.size if each.lfs is not None else each.size
-        if Path(each.rfilename).is_absolute() or ".." in Path(each.rfilename).parts or not checksum:
+    for sibling in info.siblings or []:
+        checksum = sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id
+        size = sibling.lfs.size if sibling.lfs is not None else sibling.size
+        if Path(sibling.rfilename).is_absolute() or ".." in Path(sibling.rfilename).parts or not checksum:
             continue
-        files.append(HubFile(each.rfilename, int(size or 0), str(checksum)))
-    return str(found.sha), sorted(files, key=lambda each: each.path)
+        files.append(HubFile(sibling.rfilename, int(size or 0), str(checksum)))
+    return str(info.sha), sorted(files, key=lambda file: file.path)
 
 
 def _metadata_folder(name: HubName) -> Path:
@@ -418,21 +422,23 @@ def _read_list(name: HubName, commit: str) -> list[HubFile] | None:
 
 
 def _list_cached(name: HubName, commit: str) -> list[HubFile] | None:
-    """Return the files of a commit that another program has stored in the cache, or None without any."""
+    """Return the files of a commit that another program has stored in the cache, or None if there are none."""
     folder = _snapshot(name, commit)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return [HubFile(str(path.relative_to(folder)), path.stat().st_size, "") for path in files] or None
 
 
 def _commit_in_cache(name: HubName) -> str | None:
-    """Return the commit that the cache has for a branch or tag, or None."""
+    """Return the cached commit of a branch or tag, or None."""
     with contextlib.suppress(OSError):
         return (_repository_folder(name) / "refs" / default_revision(name)).read_text().strip()
     return None
 
 
-def _content_checksum(path: Path, each: HubFile) -> str:
-    algorithm = hashlib.sha256() if len(each.checksum) == 64 else hashlib.sha1(f"blob {path.stat().st_size}\0".encode())
+def _content_checksum(path: Path, hub_file: HubFile) -> str:
+    algorithm = (
+        hashlib.sha256() if len(hub_file.checksum) == 64 else hashlib.sha1(f"blob {path.stat().st_size}\0".encode())
+    )
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
             stop_if_asked()
@@ -454,8 +460,8 @@ def _link(blob: Path, path: Path) -> None:
 class _Progress:
     """Prints the progress of a download at regular intervals."""
 
-    def __init__(self, what: str, total: int, there: int) -> None:
-        self._what, self._total, self._there = what, total, there
+    def __init__(self, name: str, total: int, cached_bytes: int) -> None:
+        self._name, self._total, self._cached_bytes = name, total, cached_bytes
         self._start_time = self._last_message_time = time.monotonic()
         self._num_received = 0
 
@@ -465,8 +471,8 @@ class _Progress:
         now = time.monotonic()
         if now - self._last_message_time > _PROGRESS_S:
             self._last_message_time = now
-            stored, speed = self._there + self._num_received, self._num_received / (now - self._start_time) / 1e6
-            print_stderr(f"{self._what}: {_size_text(stored)} of {_size_text(self._total)}, {speed:,.1f} MB/s")
+            stored, speed = self._cached_bytes + self._num_received, self._num_received / (now - self._start_time) / 1e6
+            print_stderr(f"{self._name}: {_size_text(stored)} of {_size_text(self._total)}, {speed:,.1f} MB/s")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -490,24 +496,24 @@ def fetch_model(name: HubName, setting: str, pins: Mapping[tuple[str, str], str]
     repository = open_repository(name, setting, pins)
     files = repository.files
     if name.path:
-        chosen = [each for each in files if each.path == name.path]
+        chosen = [file for file in files if file.path == name.path]
         if not chosen:
-            there = [each.path for each in files if each.path.lower().endswith(".gguf")]
+            ggufs = [file.path for file in files if file.path.lower().endswith(".gguf")]
             rule = f"{repository.name.repo} has no file {name.path}"
-            raise setting_error(setting, name.shown, rule, fix=f"name one of {', '.join(there)}" if there else "")
+            raise setting_error(setting, name.shown, rule, fix=f"name one of {', '.join(ggufs)}" if ggufs else "")
         repository.fetch(chosen)
         return repository.folder / name.path
-    weights = _weights_among(files)
+    weights = _weight_files(files)
     if not weights:
-        ggufs = [each.path for each in files if each.path.lower().endswith(".gguf")]
-        pickles = [each.path for each in files if "/" not in each.path and each.path.endswith(_PICKLES)]
+        ggufs = [file.path for file in files if file.path.lower().endswith(".gguf")]
+        pickles = [file.path for file in files if "/" not in file.path and file.path.endswith(_PICKLES)]
         if ggufs:
             rule = "has only GGUF weights"
             raise setting_error(setting, name.shown, rule, example=f"{name.repo}/{ggufs[0]}")
         if pickles:
             rule = f"has no safetensors, only {', '.join(pickles[:3])}: pickle files are not read, as they can run code"
             raise setting_error(setting, name.shown, rule, fix="name a revision or a copy that has safetensors")
-    small = [each for each in files if any(_matches(each.path, pattern) for pattern in _SMALL_FILES)]
+    small = [file for file in files if any(_matches(file.path, pattern) for pattern in _SMALL_FILES)]
     repository.fetch(small)
     if with_weights:
         repository.fetch(weights)
@@ -520,15 +526,15 @@ def lacks_weights(folder: Path) -> bool:
     name = parse_name(text) if text else None
     if name is None or name.path:
         return False
-    weights = _weights_among(_read_list(name, str(name.revision)) or [])
-    return any(not (folder / each.path).exists() for each in weights)
+    weights = _weight_files(_read_list(name, str(name.revision)) or [])
+    return any(not (folder / file.path).exists() for file in weights)
 
 
-def _weights_among(files: Sequence[HubFile]) -> list[HubFile]:
+def _weight_files(files: Sequence[HubFile]) -> list[HubFile]:
     """Return the safetensors files of a model, without duplicates in other layouts."""
-    found = [each for each in files if each.path.endswith(".safetensors") and "/" not in each.path]
-    usual = [each for each in found if each.path.startswith("model")]
-    return usual or [each for each in found if not each.path.startswith("adapter")] or found
+    at_root = [file for file in files if file.path.endswith(".safetensors") and "/" not in file.path]
+    usual = [file for file in at_root if file.path.startswith("model")]
+    return usual or [file for file in at_root if not file.path.startswith("adapter")] or at_root
 
 
 def _matches(path: str, pattern: str) -> bool:
@@ -555,16 +561,16 @@ def upload(folder: Path, more: Mapping[str, bytes], repo: str, setting: str, is_
         api.create_repo(repo, private=is_private or None, exist_ok=True, repo_type="model")
         files: dict[str, Path | bytes] = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*"))}
         added = [
-            library.CommitOperationAdd(path_in_repo=each, path_or_fileobj=content)
-            for each, content in {**files, **more}.items()
+            library.CommitOperationAdd(path_in_repo=path, path_or_fileobj=content)
+            for path, content in {**files, **more}.items()
             if isinstance(content, bytes) or content.is_file()
         ]
-        found = api.create_commit(repo, added, commit_message="Export of meshtrainer", repo_type="model")
+        commit = api.create_commit(repo, added, commit_message="Export of meshtrainer", repo_type="model")
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             raise
         raise as_user_error(error, name, setting, writes=True) from error
-    return str(found.commit_url)
+    return str(commit.commit_url)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -589,8 +595,8 @@ def endpoint(library: Any) -> str:
 
 
 def _is_offline(library: Any) -> bool:
-    stated = os.environ.get("HF_HUB_OFFLINE")
-    return bool(library.constants.HF_HUB_OFFLINE) if stated is None else stated.upper() in _TRUE
+    value = os.environ.get("HF_HUB_OFFLINE")
+    return bool(library.constants.HF_HUB_OFFLINE) if value is None else value.upper() in _TRUE
 
 
 def as_user_error(error: Exception, name: HubName, setting: str, writes: bool = False) -> UserError:
@@ -654,10 +660,10 @@ def _reason(error: Exception) -> str:
 
 
 def _sleep(seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while (left := until - time.monotonic()) > 0:
+    deadline = time.monotonic() + seconds
+    while (remaining := deadline - time.monotonic()) > 0:
         stop_if_asked()
-        time.sleep(min(left, 0.2))
+        time.sleep(min(remaining, 0.2))
 
 
 def _size(path: Path) -> int:

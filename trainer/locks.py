@@ -13,7 +13,7 @@ from pathlib import Path
 from trainer.stopping import stop_if_asked
 
 _MIN_RETRY_S, _MAX_RETRY_S = 0.001, 0.05
-"""First and longest pause between attempts to get a lock, in seconds; the pause doubles each time."""
+"""First and longest pause between attempts to acquire a lock, in seconds; each pause is twice the previous one."""
 
 
 class FileLock:
@@ -40,7 +40,7 @@ def locked(path: Path, *, is_shared: bool = False, is_required: bool = False) ->
 
     The kernel releases the lock if this process dies.  On a file system without locks, raises OSError with advice if
     `is_required`; otherwise runs the block without waiting, so the block must tolerate several processes at once.
-    Raises StopRequested if this process is asked to stop while it waits.
+    Raises StopRequested if this process is asked to stop while waiting.
     """
     while True:
         descriptor, is_locked = open_lock(path), True
@@ -77,7 +77,7 @@ def remove_unlocked(path: Path) -> bool:
     try:
         is_abandoned = FileLock(descriptor, True).make_exclusive() and is_same_file(descriptor, path)
         if is_abandoned:
-            path.unlink(missing_ok=True)  # still holding the lock, so no other process can lock it in between
+            path.unlink(missing_ok=True)  # while holding the lock, so that no other process can lock it in between
         return is_abandoned
     finally:
         os.close(descriptor)

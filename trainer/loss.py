@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from trainer.config import RunConfig
 
 IGNORE = -100
-"""A target to ignore (PyTorch's default `ignore_index`)."""
+"""Target value to ignore (PyTorch's default `ignore_index`)."""
 
 _CHUNK_BYTES = 64 * 2**20
-"""Bytes of fp32 logits per chunk: large enough for full speed of a CPU's matrix product, and small next to a model."""
+"""Bytes of fp32 logits per chunk: enough for a CPU's matrix products to run at full speed, little next to a model."""
 
 _GPU_CHUNK_ROWS = 2048
 """Minimum number of rows in a chunk on a GPU.
@@ -39,25 +39,25 @@ element and row: at 800 TFLOP/s and 4 TB/s the former takes as long as 330 rows 
 """
 
 
-_plans_for_a_gpu = ContextVar("plans_for_a_gpu", default=False)
+_uses_gpu_chunks = ContextVar("uses_gpu_chunks", default=False)
 
 
 @contextmanager
 def use_gpu_chunks() -> Iterator[None]:
     """Use the chunks and kernels of a GPU on any device, for plans on fake tensors."""
-    token = _plans_for_a_gpu.set(True)
+    token = _uses_gpu_chunks.set(True)
     try:
         yield
     finally:
-        _plans_for_a_gpu.reset(token)
+        _uses_gpu_chunks.reset(token)
 
 
-_recorded_losses: ContextVar[list[torch.Tensor] | None] = ContextVar("rows", default=None)
+_recorded_losses: ContextVar[list[torch.Tensor] | None] = ContextVar("recorded_losses", default=None)
 
 
 @contextmanager
 def row_losses() -> Iterator[list[torch.Tensor]]:
-    """Collect, from each cross-entropy inside the block, the loss sums of its sequences: float64, (B,)."""
+    """Collect the loss sums of the sequences, (B,) in float64, from each cross-entropy inside the block."""
     recorded: list[torch.Tensor] = []
     token = _recorded_losses.set(recorded)
     try:
@@ -71,7 +71,7 @@ _sums_by_row = ContextVar("sums_by_row", default=False)
 
 @contextmanager
 def by_row() -> Iterator[None]:
-    """Make the losses of models inside the block one sum per sequence, (B,), instead of a single sum.
+    """Make models inside the block return one loss sum per sequence, (B,), instead of a single sum.
 
     The sums are in fp64, because callers subtract them, and small differences must be accurate.  Works for models that
     compute their loss with the functions in this module.
@@ -107,7 +107,7 @@ def replace_loss(function: Replacement) -> Iterator[None]:
 def scores_at_targets(hidden: torch.Tensor, weight: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
     """Return the outputs at each row's last target, (B, V) in fp64; a `Replacement`.
 
-    For a head that scores texts, whose target is the position to score.  In a row without targets it is the first.
+    For a head that scores texts: the target marks the position to score.  Without targets, it is the first position.
     """
     positions_T = torch.arange(1, targets.shape[1] + 1, device=targets.device)
     last_B = ((targets != IGNORE) * positions_T).argmax(1)
@@ -116,7 +116,7 @@ def scores_at_targets(hidden: torch.Tensor, weight: torch.Tensor | None, targets
 
 
 def losses_of_tokens(hidden: torch.Tensor, weight: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
-    """Return the loss of each target, (B, T) in fp32, and 0 for those to ignore; a `Replacement`."""
+    """Return the loss of each target, (B, T) in fp32, with 0 for ignored ones; a `Replacement`."""
     if weight is not None:
         return linear_cross_entropy(hidden, weight, targets, reduction="token")
     losses_N = F.cross_entropy(hidden.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE, reduction="none")
@@ -165,8 +165,8 @@ def linear_cross_entropy(
 
     With `reduction="sum"` the result is a scalar.  Gradients are computed in the forward pass, while a chunk's logits
     exist, so that nothing is computed twice, as in Liger Kernel (arXiv:2410.10989).  With `"row"` the result is one sum
-    per sequence, (B,) for targets (B, T), and with `"token"` one loss per target, 0 for those to ignore; the backward
-    pass recomputes the logits, since each sequence or token may have its own incoming gradient.  The default is "sum";
+    per sequence, (B,) for targets (B, T), and with `"token"` one loss per target, 0 for ignored ones; the backward pass
+    recomputes the logits, since each sequence or token may have its own incoming gradient.  The default is "sum";
     inside `by_row` it is "row", summed in fp64.
     """
     if reduction is None and (replacement := _replacement.get()) is not None:
@@ -174,7 +174,7 @@ def linear_cross_entropy(
     hidden_ND, targets_N = hidden.flatten(0, -2), targets.flatten()
     row_bytes = 4 * weight.shape[0]
     if chunk_bytes is None:
-        on_a_gpu = weight.device.type == "cuda" or _plans_for_a_gpu.get()
+        on_a_gpu = weight.device.type == "cuda" or _uses_gpu_chunks.get()
         chunk_bytes = max(_CHUNK_BYTES, _GPU_CHUNK_ROWS * row_bytes if on_a_gpu else 0)
     num_chunks = max(1, math.ceil(hidden_ND.shape[0] / max(1, chunk_bytes // row_bytes)))
     arguments = (hidden_ND, weight, targets_N, num_chunks)
@@ -194,17 +194,17 @@ def linear_cross_entropy(
 
 
 class _Chunk:
-    """The log-probabilities and losses of some rows of logits, which become the gradient of the logits in place."""
+    """The log-probabilities and losses of a chunk of rows; the gradient of the logits overwrites them in place."""
 
     def __init__(self, hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> None:
-        self._counts_n1 = (targets_n != IGNORE).unsqueeze(1)
-        self._index_n1 = targets_n.unsqueeze(1).where(self._counts_n1, 0)
+        self._mask_n1 = (targets_n != IGNORE).unsqueeze(1)
+        self._index_n1 = targets_n.unsqueeze(1).where(self._mask_n1, 0)
         # From here on every pass over (n, V) matters: they dominate the memory traffic of the loss.
         self._log_probs_nV = torch.log_softmax(hidden_nD @ weight_VD.T, 1, dtype=torch.float32)
 
     def losses(self) -> torch.Tensor:
         """Return the loss of each row, (n,); zero for ignored targets."""
-        return -self._log_probs_nV.gather(1, self._index_n1).where(self._counts_n1, 0.0).squeeze(1)
+        return -self._log_probs_nV.gather(1, self._index_n1).where(self._mask_n1, 0.0).squeeze(1)
 
     def take_gradient(self, scale_n1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return d loss / d logits = (softmax - one-hot) x `scale_n1`; zero for ignored targets.
@@ -215,11 +215,11 @@ class _Chunk:
         del self._log_probs_nV
         probs_nV.scatter_add_(1, self._index_n1, probs_nV.new_full(self._index_n1.shape, -1.0))
         grad_nV = probs_nV if dtype == probs_nV.dtype else torch.empty_like(probs_nV, dtype=dtype)
-        return torch.mul(probs_nV, scale_n1.where(self._counts_n1, 0.0), out=grad_nV)
+        return torch.mul(probs_nV, scale_n1.where(self._mask_n1, 0.0), out=grad_nV)
 
 
 class _FusedChunk:
-    """Does the same in compiled kernels that each pass over the logits once, in their own dtype."""
+    """Does the same with compiled kernels, each of which passes over the logits once, in their own dtype."""
 
     def __init__(self, hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> None:
         self._logits_nV, self._targets_n = _aligned_logits(hidden_nD, weight_VD), targets_n
@@ -234,10 +234,10 @@ class _FusedChunk:
 
 
 def _aligned_logits(hidden_nD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-    """Return `hidden @ weight.T` with rows aligned to 128 bytes for any size of vocabulary.
+    """Return `hidden @ weight.T` with rows aligned to 128 bytes for any vocabulary size.
 
-    GPU kernels load 16 bytes per instruction if rows are aligned.  With GPT-2's vocabulary of 50,257 the rows of the
-    logits would not be, which slows down the two products with their gradient as well.
+    GPU kernels load 16 bytes per instruction if rows are aligned.  With GPT-2's vocabulary of 50,257, the logits' rows
+    would not be, which also slows down the two matrix products with their gradient.
     """
     size, aligned = weight_VD.shape[0], 128 // hidden_nD.element_size()
     padded_nW = hidden_nD.new_empty(hidden_nD.shape[0], math.ceil(size / aligned) * aligned)
@@ -257,10 +257,10 @@ class _PlannedChunk(_FusedChunk):
 
 def _losses(logits_nV: torch.Tensor, targets_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss and the log-sum-exp of each row, (n,) in fp32."""
-    values_nV, counts_n = logits_nV.float(), targets_n != IGNORE
+    values_nV, mask_n = logits_nV.float(), targets_n != IGNORE
     logsumexp_n = values_nV.logsumexp(1)
-    picked_n = values_nV.gather(1, targets_n.where(counts_n, 0).unsqueeze(1)).squeeze(1)
-    return (logsumexp_n - picked_n).where(counts_n, 0.0), logsumexp_n
+    picked_n = values_nV.gather(1, targets_n.where(mask_n, 0).unsqueeze(1)).squeeze(1)
+    return (logsumexp_n - picked_n).where(mask_n, 0.0), logsumexp_n
 
 
 def _write_gradient(
@@ -281,9 +281,9 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _chunk(hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> _Chunk | _FusedChunk:
-    """Return a chunk for the weight's device: compiled on a GPU with a compiler, else plain."""
+    """Return a chunk for the weight's device: compiled on a GPU if a compiler is installed, otherwise plain."""
     kind: type[_Chunk | _FusedChunk] = _Chunk
-    if _plans_for_a_gpu.get():
+    if _uses_gpu_chunks.get():
         kind = _PlannedChunk
     elif weight_VD.device.type == "cuda" and can_compile("cuda"):
         kind = _FusedChunk
@@ -300,7 +300,7 @@ class Gradients:
         self._needs_weight = needs_weight
 
     def add(self, grad_nV: torch.Tensor, hidden_nD: torch.Tensor, weight_VD: torch.Tensor, start: int) -> None:
-        """Add the contribution of a chunk that begins at row `start`."""
+        """Add the contribution of a chunk that starts at row `start`."""
         if self.hidden_ND is not None:
             self.hidden_ND[start : start + len(hidden_nD)] = grad_nV @ weight_VD
         if self._needs_weight:
@@ -382,7 +382,7 @@ class _LinearCrossEntropyPerToken(torch.autograd.Function):
 def find_loss(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
     """Return the function that maps a batch to the model's summed loss.
 
-    Calls the model with `tokens`, and with every other entry of the batch that its `forward` names.  A model that takes
+    Calls the model with `tokens`, and with the other entries of the batch that its `forward` names.  A model that takes
     `targets` returns its summed loss; the logits of other models are passed to `cross_entropy`.
     """
     argument_names = set(inspect.signature(model.forward).parameters)

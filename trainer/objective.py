@@ -1,4 +1,4 @@
-"""Training objectives: their base class, and the registry of their names.
+"""The base class of training objectives, and their registry.
 
 An objective is plain data that does not depend on the mesh, a rank or the size of a micro-batch: a frozen dataclass,
 whose fields are the keys of the section `objective`.  The Trainer class named by `Objective.trainer` computes its
@@ -35,15 +35,16 @@ def log_nothing(name: str, values: torch.Tensor, over: torch.Tensor | None = Non
 
 @dataclass(frozen=True)
 class Rows:
-    """The inputs of an objective: a micro-batch of S samples with `Objective.rows` sequences each, R in total.
+    """The inputs of an objective: a micro-batch of S samples with `Objective.rows_per_sample` sequences each, R in
+    total.
 
     logps: log-probability of each sequence's targets, (R,), in float64.
-    lengths: number of targets of each sequence, (R,), at least 1.
+    lengths: number of targets in each sequence, (R,), at least 1.
     reference: like `logps`, from the reference model; only if `needs` has "reference".
     labels: label of each sample, (S,), int64; only if `needs` has "labels".
     scores: output of the head for each sequence, (R, outputs), in float64; only if `needs` has "scores", and then
         `logps` is empty.
-    known: mean of `Objective.statistic` over the samples of the global batch.
+    mean_statistic: mean of `Objective.statistic` over the samples of the global batch.
     log: `log(name, values, over)` adds a field to the metrics: the mean of `values` (S,) over all samples, or over
         those selected by the mask `over` (S,).
     """
@@ -53,7 +54,7 @@ class Rows:
     reference: Any = None
     labels: Any = None
     scores: Any = None
-    known: Any = None
+    mean_statistic: Any = None
     log: Callable[..., None] = log_nothing
 
 
@@ -61,20 +62,20 @@ class Rows:
 class Objective:
     """Base class of objectives: a frozen dataclass, whose fields are its settings (`objective.NAME`).
 
-    rows: sequences per sample.  With two, rows 2i and 2i + 1 are the two sequences of sample i.
+    rows_per_sample: sequences per sample.  With two, rows 2i and 2i + 1 are the two sequences of sample i.
     needs: the fields of `Rows` to compute, apart from `logps` and `lengths`.
     outputs: number of outputs of a new head that replaces the output projection; 0 keeps the projection.  May be a
         property.
-    num_kinds: number of different labels, which start at 0; 0: any number, or `outputs` if that is set.
+    num_classes: number of different labels, numbered from 0; 0: any number, or `outputs` if that is set.
     better: whether higher or lower values are better, for each logged field; `eval.metric` may name any of them.
     context: whether the loss is a sum over tokens, so that ranks may hold slices of sequences (`mesh.context`).
     trainer: the Trainer class that computes the `Rows`, as "package.module:class".
     """
 
-    rows: ClassVar[int] = 1
+    rows_per_sample: ClassVar[int] = 1
     needs: ClassVar[tuple[Need, ...]] = ()
     outputs: ClassVar[int] = 0
-    num_kinds: ClassVar[int] = 0
+    num_classes: ClassVar[int] = 0
     better: ClassVar[Mapping[str, Direction]] = {}
     context: ClassVar[bool] = False
     trainer: ClassVar[str | None] = "trainer.objective_trainer:ObjectiveTrainer"
@@ -84,7 +85,7 @@ class Objective:
         raise NotImplementedError
 
     def statistic(self, rows: Rows) -> torch.Tensor:
-        """Return a value for each sample, (S,).  Its mean over the global batch is passed to the loss as `rows.known`.
+        """Return a value for each sample, (S,).  The loss gets its mean over the global batch as `rows.mean_statistic`.
 
         Overriding this costs one more forward pass, without gradients.
         """
@@ -119,7 +120,7 @@ class TokenObjective(Objective):
 
 
 def pairs(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split a value per row (2 S,) into the values of the first and second row of each pair, (S,) each."""
+    """Split one value per row, (2 S,), into those of the first and the second row of each pair, (S,) each."""
     return values[0::2], values[1::2]
 
 
@@ -156,7 +157,7 @@ class Tokens(Objective):
 
 
 def all_objectives() -> dict[str, type[Objective]]:
-    """Return all objectives by name: built-in, from installed distributions, and any others registered."""
+    """Return all objectives by name: built-in ones, those of installed distributions, and any others registered."""
     package = importlib.import_module("trainer.objectives")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"trainer.objectives.{module.name}")
@@ -173,11 +174,11 @@ def find_objective(name: str, allowed_modules: Collection[str] | None = None) ->
     if ":" in name:
         if allowed_modules is not None:
             check_import("train.objective", name, allowed_modules)
-        found = resolve(name, "train.objective")
-        if not (isinstance(found, type) and issubclass(found, Objective)):
+        objective = resolve(name, "train.objective")
+        if not (isinstance(objective, type) and issubclass(objective, Objective)):
             rule = "must be a subclass of trainer.Objective"
             raise setting_error("train.objective", name, rule, fix="see docs/objectives.md for an example")
-        return found
+        return objective
     if name not in _registry:
         all_objectives()
     if name not in _registry:

@@ -1,6 +1,6 @@
-"""The Trainer of objectives over whole sequences: computes an objective's inputs, and sums the losses it returns.
+"""The Trainer for objectives over complete sequences: computes an objective's inputs, and sums the losses it returns.
 
-The objective itself only sees a micro-batch (`trainer.objective.Rows`): no mesh, no scaling, no collectives.
+The objective itself sees only a micro-batch (`trainer.objective.Rows`): no mesh, no scaling, no collectives.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ObjectiveTrainer(Trainer):
 
     def __init__(self, config: RunConfig) -> None:
         self.reference: nn.Module | None = None
-        self._known: torch.Tensor | None = None
+        self._mean_statistic: torch.Tensor | None = None
         super().__init__(config)
         if self.reference is not None:
             with self.world.closing_on_user_error():
@@ -54,7 +54,7 @@ class ObjectiveTrainer(Trainer):
         return model
 
     def count(self, batch: Batch) -> float:
-        """Return the number of samples, without padding (samples that have no targets)."""
+        """Return the number of samples, not counting padding (samples without targets)."""
         return int(self._sample_mask(batch).sum())
 
     def loss(self, batch: Batch) -> torch.Tensor:
@@ -63,9 +63,9 @@ class ObjectiveTrainer(Trainer):
         Collectives: with a reference, those of its forward pass; then those of the model's.
         """
         objective, mask_S = self.config.objective, self._sample_mask(batch)
-        if objective.has_statistic and self._known is None:  # the first batch of an evaluation
+        if objective.has_statistic and self._mean_statistic is None:  # the first batch of an evaluation
             assert self.eval_loader is not None
-            self._known = self._mean_statistic(self.eval_loader)
+            self._mean_statistic = self._compute_mean_statistic(self.eval_loader)
         num_samples = mask_S.sum()
 
         def log(name: str, values_S: torch.Tensor, over: torch.Tensor | None = None) -> None:
@@ -81,25 +81,25 @@ class ObjectiveTrainer(Trainer):
         Collectives, if the objective has a statistic: one more forward pass per micro-batch, and a small all-reduce.
         """
         if self.config.objective.has_statistic:
-            self._known = self._mean_statistic(micro_batches)
+            self._mean_statistic = self._compute_mean_statistic(micro_batches)
         try:
             with super().global_sums(micro_batches):
                 yield
         finally:
-            self._known = None
+            self._mean_statistic = None
 
     def evaluate(self) -> Record | None:
         """Return and log the mean loss over the held-out samples; see `Trainer.evaluate`.
 
-        The objective's statistic is a mean over all held-out samples, which takes a second pass over them.
+        The mean of the objective's statistic is over all held-out samples, which takes another pass over them.
         """
         try:
             return super().evaluate()
         finally:
-            self._known = None
+            self._mean_statistic = None
 
     @torch.no_grad()
-    def _mean_statistic(self, batches: Iterable[Batch]) -> torch.Tensor:
+    def _compute_mean_statistic(self, batches: Iterable[Batch]) -> torch.Tensor:
         sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         for batch in prefetch_to_device(batches, self.world.device):
             mask_S = self._sample_mask(batch)
@@ -117,7 +117,7 @@ class ObjectiveTrainer(Trainer):
             reference=self._reference_logps(batch) if "reference" in needs else None,
             labels=batch["labels"] if "labels" in needs else None,
             scores=self._scores(batch) if "scores" in needs else None,
-            known=self._known,
+            mean_statistic=self._mean_statistic,
             log=log,
         )
 
@@ -154,9 +154,9 @@ class ObjectiveTrainer(Trainer):
             raise setting_error("train.objective", objective, rule, fix=fix)
 
     def _sample_mask(self, batch: Batch) -> torch.Tensor:
-        """Return a mask of the samples that have targets: (S,)."""
+        """Return a mask of the samples with targets: (S,)."""
         mask_R = (batch["targets"] != IGNORE).any(dim=1)
-        return mask_R[:: self.config.objective.rows]
+        return mask_R[:: self.config.objective.rows_per_sample]
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 Reads text and source code (one document per file), .jsonl (one per line), parquet and Arrow (one per row), compressed
 or not, local or at a URL.  Memory use is constant.  The shards appear under their names only once all are complete.  If
-the command is killed, running it again continues the work, and several processes may share the work.  Training reads
-the shards with `data.source=tokens`; `trainer.data.shards` describes their format.  Imports no torch.
+the command is killed, running it again resumes the work.  Several processes may share it.  Training reads the shards
+with `data.source=tokens`; `trainer.data.shards` describes their format.  Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads for matrix products, which spin
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # otherwise numpy starts threads for matrix products, which spin
 
 from trainer.data.ingest.build import (
     BuildJob,
@@ -59,7 +59,7 @@ from trainer.errors import (
 from trainer.files import writing_to
 
 _CHAT_KEYS = ("format", "chat_template", "train_on")
-"""Keys of the `data` section that are options of this command."""
+"""Keys of the `data` section that this command has as options."""
 
 _SETTING_NAMES = SettingNames("INPUT", "--text-key", "--bad", "--holdout", "--tokenizer", "--out", "--bos")
 
@@ -76,7 +76,7 @@ def command_line(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    """Print conversations with the targets in green, or in angle brackets if the output has no colours."""
+    """Print conversations with the targets in green, or in angle brackets if the output has no colors."""
     from rich.console import Console
     from rich.text import Text
 
@@ -130,9 +130,9 @@ def prepare(
 ) -> str:
     """Write token shards and return a report that ends with the settings to train on them.
 
-    Takes the arguments of the command line.  Documents are held out by a hash of their text, so the split of a document
-    does not depend on the others, and equal documents are in the same split.  If UserError is raised, this call has
-    written or replaced no files.
+    Takes the arguments of the command line.  Documents are held out by a hash of their text, so a document's split does
+    not depend on the others, and equal documents are in the same split.  If it raises UserError, it has not written or
+    replaced any file.
     """
     if procs < 0:
         raise setting_error("--procs", procs, "must be at least 1, or 0 to use all cores", 0)
@@ -152,9 +152,9 @@ def prepare(
 def _build(
     job: BuildJob, stem: Path, out: str, overwrite: bool, procs: int, fetch: Callable[[], None]
 ) -> ShardManifest:
-    """Build and publish the shards of a job, with paths that start with `stem`, and return their manifest."""
+    """Build and publish a job's shards, whose paths start with `stem`, and return their manifest."""
     work_folder = _work_folder(job, stem)
-    is_resumed = is_in_progress(work_folder)  # checked first, because another process may publish meanwhile
+    is_resumed = is_in_progress(work_folder)  # checked first, because another process may publish in between
     existing = find_published(stem)
     if existing and not overwrite and not is_resumed:
         rule = f"{existing[0]} already exists; choose another name, or add --overwrite"
@@ -170,7 +170,7 @@ def _build(
         if is_disk_full(error):
             raise
         is_missing = isinstance(error, (FileNotFoundError, FileExistsError, ShardError))
-        if not (is_missing and was_published(work_folder, stem)):  # another process has published the shards meanwhile
+        if not (is_missing and was_published(work_folder, stem)):  # another process has published the shards
             raise setting_error("--out", out, f"cannot be written ({getattr(error, 'strerror', error)})") from error
     return read_published(stem)
 
@@ -196,7 +196,7 @@ def _make_job(
 
 
 def _min_bytes(job: BuildJob, stem: Path) -> int:
-    """Return the minimum size of the shards in bytes: twice that of plain text; 0 if it cannot be estimated."""
+    """Return the minimum size of the shards in bytes: twice that of the plain text; 0 if it cannot be estimated."""
     is_plain = all(file.kind == "text" and not file.compression for file in job.inputs)
     if job.tokenizer.name != "bytes" or not is_plain or is_in_progress(_work_folder(job, stem)):
         return 0
@@ -220,7 +220,7 @@ def _check_splits(manifest: ShardManifest, holdout: float, work_folder: Path) ->
 
 
 def _digest(job: BuildJob) -> str:
-    """Return a digest of everything the shards depend on.  The same command finds its unfinished work by it."""
+    """Return a digest of everything the shards depend on, by which the same command finds its unfinished work."""
     files = [(os.path.realpath(file.path), file.size, file.mtime_ns) for file in job.inputs]
     content = repr([job.tokenizer.name, job.text_key, job.holdout, job.shard_tokens, files])
     return hashlib.sha256(content.encode()).hexdigest()[:12]
@@ -234,7 +234,7 @@ class _Split:
     rows: list[tuple[str, int, int, int]]
 
     def counts(self) -> tuple[int, int, int]:
-        """Return the numbers of tokens, documents, and bytes of text."""
+        """Return the numbers of tokens, documents and bytes of text."""
         return sum(row[1] for row in self.rows), sum(row[2] for row in self.rows), sum(row[3] for row in self.rows)
 
     @property
@@ -256,7 +256,7 @@ def _round_up(share: float) -> float:
 
 @contextmanager
 def _creating_folder(stem: Path, out: str) -> Iterator[None]:
-    """Create the folder of the shards; if the block raises, remove it again unless files are in it."""
+    """Create the shards' folder; if the block raises, remove it again if it is empty."""
     missing = [folder for folder in stem.parents if not folder.exists()]
     try:
         try:
@@ -316,7 +316,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("inputs", nargs="+", metavar="FILE", help=f"file, folder, glob or URL: {SUPPORTED_SUFFIXES}")
     parser.add_argument("--out", metavar="DIR/NAME", help="shards are DIR/NAME-00000.bin and so on")
     parser.add_argument("--tokenizer", default="bytes", help="bytes, or the path of a Hugging Face tokenizer.json")
-    parser.add_argument("--show", type=int, metavar="N", help="print N chats instead, with targets in colour")
+    parser.add_argument("--show", type=int, metavar="N", help="print N chats instead, with targets in color")
     for key in _CHAT_KEYS:
         option, meaning = f"--{key.replace('_', '-')}", f"with --show: a value of data.{key} (its default)"
         parser.add_argument(option, type=_value_of_key(key), metavar="HOW", help=meaning)

@@ -1,4 +1,4 @@
-"""Recipes, which describe models to the trainer, and their registry.
+"""Recipes, which describe models to the trainer, and the registry of recipes.
 
 A recipe is plain data that does not depend on the mesh or the rank.  Importing a recipe does not import torch: the
 recipe names the module with the network, which is imported when the model is built.
@@ -79,16 +79,16 @@ class StoredTensors:
 
 
 class Transposed(str):
-    """Hugging Face name of a matrix that is stored as (in, out) there, as in GPT-2, and as (out, in) here.
+    """Hugging Face name of a matrix that is (in, out) there, as in GPT-2, and (out, in) here.
 
-    Also for a stack of such matrices, one per expert.
+    Also used for a stack of such matrices, one per expert.
     """
 
     __slots__ = ()
 
 
 class Stacked(str):
-    """Hugging Face name of separate tensors that are the rows of one tensor here; the last `*` is the row."""
+    """Hugging Face name of separate tensors that are the rows of a single tensor here; the last `*` is the row."""
 
     __slots__ = ()
 
@@ -97,8 +97,8 @@ class Stacked(str):
 class HuggingFace:
     """The mapping between a recipe's model and its Hugging Face counterpart.
 
-    model_type, architecture: those of the Hugging Face model, for example "llama" and "LlamaForCausalLM".  A recipe
-        that builds models of several types gives functions of the model's configuration.
+    model_type, architecture: of the Hugging Face model, for example "llama" and "LlamaForCausalLM".  A recipe
+        that covers several model types gives functions of the model's configuration.
     names: maps our name of each parameter (and persistent buffer) to the Hugging Face name: {"layers.*.wq.weight":
         "model.layers.*.self_attn.q_proj.weight"}, where `*` matches the same part on both sides.  Wrap the name of a
         matrix that is stored transposed in `Transposed`.  If separate tensors, such as experts, are the rows of one
@@ -116,9 +116,9 @@ class HuggingFace:
         They are written on export, and a folder with another value is refused.
     prefix: a prefix that only some files add to Hugging Face names, for example "transformer.".
     ignored: Hugging Face names of tensors that old files contain and the model does not need, such as causal masks.
-    left_out: `left_out(model_config) -> dict`, the parts of published models that this one lacks: maps the beginning of
+    left_out: `left_out(model_config) -> dict`, the parts of published models that this one lacks: maps the prefix of
         their tensors' names to what the start block calls them, {"model.layers.61.": "multi-token prediction"}.
-    dropped: entries of config.json that no recipe reads unless it is listed here, and that exports lack:
+    dropped: entries of config.json that a recipe must list here to accept them, and that exports lack:
         "quantization_config", whose weights are then dequantized as `trainer.weights.quantized` describes, and
         "auto_map", the name of code that is not run because the recipe replaces it.
     exported: entries of config.json that replace those of the original folder on export.
@@ -149,21 +149,21 @@ class HuggingFace:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model that the trainer can build, shard and initialise.
+    """A model that the trainer can build, shard and initialize.
 
     name: the value of `model.name` that selects this recipe.
     config: dataclass of the model's fields, with defaults; a `vocab_size` field, if any, is checked against the data.
     build: `build(config) -> nn.Module`, or "package.module:function".  It is called on the meta device.  The module
         maps `tokens` (B, T) to logits (B, T, V).  If its `forward` also takes `targets`, it returns the loss summed
-        over the targets, and need not materialise all logits.
+        over the targets, and need not materialize all logits.
     units: the FSDP units in forward order: names such as "layers.*", tuples of names for a unit of several modules, or
         a function of the model that returns these.  All other parameters belong to the root unit.
     trainer: the `Trainer` subclass to use, or "package.module:class"; None for `Trainer` itself.
-    init: `init(module)` or `init(module, name, model)`, initialises the parameters and buffers that a submodule
+    init: `init(module)` or `init(module, name, model)`, initializes the parameters and buffers that a submodule
         directly owns; by default calls its `reset_parameters()`.
     resolve: `resolve(config) -> config`, fills in fields that follow from others, such as the shape of the model in a
         folder.  Called once, when a recipe file and the command line are loaded; config.yaml stores the result.
-    weights: `weights(config) -> WeightSource`, the source of the initial weights, or None to initialise them; or
+    weights: `weights(config) -> WeightSource`, the source of the initial weights, or None to initialize them; or
         "package.module:function".  `train.init_from` takes precedence.  The source must open its files lazily, because
         a resumed run does not need them.
     notes: `notes(config, model)`, returns remarks about the model to print when a run starts; or
@@ -175,7 +175,7 @@ class Recipe:
     hf: the mapping to Hugging Face; needed to export to and import from that format.
     context: declares that only functions of `trainer.sequence` other than `apply_by_document` mix or count tokens, so
         ranks may hold slices of sequences (`mesh.context`).
-    experts: the modules of experts, a name such as "layers.*.moe.experts".  It declares that their parameters are all
+    experts: the name of the expert modules, such as "layers.*.moe.experts".  It declares that their parameters are all
         stacked by expert along dimension 0, and that they are only called through `trainer.experts.mix`, so the experts
         may be divided among ranks (`mesh.expert`).  If only some of the recipe's models have experts, this is a
         function of the model that returns their names, and `num_experts` is None in the configurations of the others.
@@ -205,7 +205,7 @@ class Recipe:
         object.__setattr__(self, "config", _with_name(self.config, self.name))
 
     def declares_experts(self, config: Any) -> bool:
-        """Return whether the experts of the network that `config` describes may be divided among ranks."""
+        """Return whether the experts of the network described by `config` may be divided among ranks."""
         return self.experts is not None and getattr(config, "num_experts", 1) is not None
 
     def build_model(self, config: Any) -> nn.Module:
@@ -357,7 +357,7 @@ def find_recipe(name: str, allowed_modules: Collection[str] | None = None) -> Re
         return _find_in_module(name, module_name, registered)
     if name not in _registry:
         load_recipes()
-    for module in allowed_modules or () if name not in _registry else ():  # which may register it
+    for module in allowed_modules or () if name not in _registry else ():  # one of them may register it
         _import_module(module, "--allow-import", module)
     if name not in _registry:
         if name.endswith(".py"):
@@ -432,7 +432,7 @@ def load_recipes() -> None:
 
 
 def resolve(path: str, setting: str) -> Any:
-    """Return the object at "package.module:name".  Raises UserError that mentions `setting`."""
+    """Return the object at "package.module:name".  Raises UserError, naming `setting`."""
     module_name, colon, attribute = path.partition(":")
     if not (module_name and colon and attribute):
         raise setting_error(setting, path, "must have the form package.module:name")
@@ -445,7 +445,7 @@ def resolve(path: str, setting: str) -> Any:
 
 
 def add_working_folder_to_path() -> None:
-    """Make modules in the working folder importable, as `python -m` does, but console scripts do not."""
+    """Make modules in the working folder importable, as `python -m` does, unlike console scripts."""
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Renamed:
-    """The old name of an attribute or method of a class.  Using it gives a DeprecationWarning.
+    """The old name of an attribute or method of a class.  Using it emits a DeprecationWarning.
 
     class Loader:
         of = Renamed("from_config")

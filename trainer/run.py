@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 _REPORT_S = 2.0
-"""How long ranks other than rank 0 wait before they exit on a user error, so that rank 0 can report it first."""
+"""How long the other ranks wait before exiting on a user error, so that rank 0 can report it first."""
 
 
 def main(argv: Sequence[str] | None = None, trainer: type[Trainer] | None = None) -> int:
@@ -140,7 +140,7 @@ def unusable_path_error(error: OSError, argv: Sequence[str]) -> UserError:
 
 
 def _load(arguments: Arguments, env: Environment) -> RunConfig | None:
-    """Return the configuration to train, or None if the command only prints something, as `--help` does."""
+    """Return the configuration to train, or None if the command only prints something, like `--help`."""
     recipe, overrides = arguments.recipe, arguments.overrides
     if arguments.has_option("--version"):
         print_stdout(f"meshtrainer {__version__}")
@@ -167,7 +167,7 @@ def _load(arguments: Arguments, env: Environment) -> RunConfig | None:
         print_stdout(text, end="")
         return None
     config = run_passes("start", config, resolution)
-    if env.launcher != "nproc":  # with nproc, the parent process has done this
+    if env.launcher != "nproc":  # with nproc, the parent process has already done this
         stop_request.note_stale_notice(config.run_dir)
         for note in resolution.notes if env.rank == 0 else ():
             print_stderr(note)
@@ -185,7 +185,7 @@ def _command(arguments: Arguments, trainer: type[Trainer] | None) -> list[str]:
 
 
 def should_spawn(nproc: int | None, env: Environment) -> bool:
-    """Return whether this process must start the ranks.  Raises UserError if a launcher has started another number."""
+    """Return whether this process must start the ranks.  Raises UserError if a launcher started a different number."""
     if nproc is not None and env.is_distributed and nproc != env.world_size:
         rule = f"{env.launcher} has already started {env.world_size} processes; leave it out, or give that number"
         raise setting_error("nproc", nproc, rule, env.world_size)
@@ -249,7 +249,7 @@ def _check_to_print(config: RunConfig, nproc: int | None, env: Environment) -> N
 
 
 def report(error: UserError | TrainingFailed, env: Environment, exit_code: int = EXIT_USER_ERROR) -> int:
-    """Print an error that all ranks have, once, on rank 0.  Returns the exit code.
+    """Print an error that occurs on all ranks, once, on rank 0.  Returns the exit code.
 
     The other ranks wait for rank 0: a launcher kills all ranks as soon as one exits.
     """
@@ -314,8 +314,8 @@ def run_trainer(config: RunConfig, custom_class: type[Trainer] | None, action: C
     except KeyboardInterrupt:  # Ctrl-C before the signal handlers are installed
         return report(TrainingFailed("interrupted"), find_environment(), EXIT_INTERRUPTED)
     except BaseException as error:
-        if (behind := stop_request.causing_stop_request(error)) is not None:
-            return report_stop(behind, find_environment())
+        if (stop := stop_request.causing_stop_request(error)) is not None:
+            return report_stop(stop, find_environment())
         first_failure = trainer.world.first_failure if trainer is not None else None
         if is_out_of_memory(error):
             if text := _out_of_memory(error, config, is_built=trainer is not None):
@@ -326,7 +326,7 @@ def run_trainer(config: RunConfig, custom_class: type[Trainer] | None, action: C
 
 
 def _dry_run(config: RunConfig, trainer: Trainer) -> int:
-    """Start up without training, and print the plan.  config: that of the actual run, with its folders."""
+    """Start up without training, and print the plan.  config: the actual run's, with its folders."""
     from trainer.checkpoint.storage import open_storage
     from trainer.plan.show import print_plan
 

@@ -36,7 +36,7 @@ from trainer.metrics.record import read_records
 from trainer.tables import table_lines
 
 _TAIL_BYTES = 1 << 16
-"""Number of bytes to read from the end of a metrics file for the latest records."""
+"""Number of bytes to read from the end of a metrics file to find the latest records."""
 _MAX_DEPTH = 4
 """Number of folder levels to search for runs."""
 _RECORDS = ("metrics.jsonl", "status.json")
@@ -61,31 +61,31 @@ class RunSummary:
     next: str
     """Advice: the next command, or the file to read."""
     active: float
-    """Time when its files last changed, in seconds since the epoch."""
+    """Time at which its files last changed, in seconds since the epoch."""
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Return the run folders below a folder, or the folder itself if it is one.  The most recently active is first."""
-    return sorted(_walk(folder, _MAX_DEPTH), key=_active, reverse=True)
+    """Return the run folders below a folder, or the folder itself if it is one, most recently active first."""
+    return sorted(_find_run_folders(folder, _MAX_DEPTH), key=_last_active, reverse=True)
 
 
-def _walk(folder: Path, depth: int) -> Iterator[Path]:
+def _find_run_folders(folder: Path, depth: int) -> Iterator[Path]:
     if any((folder / name).is_file() for name in _RECORDS):
         yield folder
     elif depth:
         with os.scandir(folder) as entries:
-            inside = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
-        for name in inside:
+            subfolders = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+        for name in subfolders:
             if not name.startswith("."):
-                yield from _walk(folder / name, depth - 1)
+                yield from _find_run_folders(folder / name, depth - 1)
 
 
-def _active(folder: Path) -> float:
+def _last_active(folder: Path) -> float:
     return max((path.stat().st_mtime for name in _RECORDS if (path := folder / name).exists()), default=0.0)
 
 
 def summarize(folder: Path) -> RunSummary:
-    """Read a run's folder.  Files may be incomplete: the run may still write them, or may have been killed."""
+    """Read a run's folder.  Files may be incomplete: the run may still be writing them, or may have been killed."""
     status, latest = read_status(folder), _latest_records(folder / "metrics.jsonl")
     state = str(status.get("state") or "unknown")
     if state == "running" and not is_owned(folder):
@@ -106,12 +106,12 @@ def summarize(folder: Path) -> RunSummary:
         goodput=_goodput(folder / "metrics.jsonl", latest, state),
         reason=reason,
         next=_next_step(folder, state, latest.get("start", {}).get("world_size") or 1, num_nodes),
-        active=_active(folder),
+        active=_last_active(folder),
     )
 
 
 def _latest_records(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the last record of each kind.  Reads only the end of the file, if that contains all kinds."""
+    """Return the last record of each kind.  Reads only the end of the file if it contains all kinds."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -119,19 +119,19 @@ def _latest_records(path: Path) -> dict[str, dict[str, Any]]:
             lines = file.read().split(b"\n")
     except OSError:
         return {}
-    found: dict[str, dict[str, Any]] = {}
+    latest: dict[str, dict[str, Any]] = {}
     for line in reversed(lines):
         try:
             record = json.loads(line)
         except ValueError:
             continue
         if isinstance(record, dict):
-            found.setdefault(str(record.get("kind")), record)
-    if size > _TAIL_BYTES and not {"train", "eval", "start"} <= found.keys():
+            latest.setdefault(str(record.get("kind")), record)
+    if size > _TAIL_BYTES and not {"train", "eval", "start"} <= latest.keys():
         for _, record in read_records(path):
             if record.get("kind") in ("train", "eval", "start"):
-                found[str(record["kind"])] = record
-    return found
+                latest[str(record["kind"])] = record
+    return latest
 
 
 def _goodput(path: Path, latest: Mapping[str, Mapping[str, Any]], state: str) -> float | None:
@@ -163,8 +163,8 @@ def _next_step(folder: Path, state: str, world_size: int, num_nodes: int) -> str
     if num_nodes > 1:
         return "submit the same job again: it continues from its last checkpoint"
     ranks = f" nproc={world_size}" if world_size > 1 else ""
-    again = f"python -m trainer.run recipe={where}{ranks}"
-    return again if state != "failed" else f"see {where}/console.log, then: {again}"
+    command = f"python -m trainer.run recipe={where}{ranks}"
+    return command if state != "failed" else f"see {where}/console.log, then: {command}"
 
 
 def _finite(*values: Any) -> float | None:
@@ -177,7 +177,7 @@ def _is_number(value: Any) -> bool:
 
 def table_of(runs: Sequence[RunSummary], folder: Path) -> list[str]:
     """Return the lines of the table of runs."""
-    heads = ["run", "state", "step", "loss", "held-out", "goodput"]
+    headers = ["run", "state", "step", "loss", "held-out", "goodput"]
     rows = [
         [
             os.path.relpath(run.folder, folder) if Path(run.folder) != folder else run.name,
@@ -189,7 +189,7 @@ def table_of(runs: Sequence[RunSummary], folder: Path) -> list[str]:
         ]
         for run in runs
     ]
-    return table_lines(heads, rows, text_columns=(0, 1))
+    return table_lines(headers, rows, text_columns=(0, 1))
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
@@ -197,8 +197,8 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(prog="python -m trainer.runs", description=__doc__)
     parser.add_argument("folder", nargs="?", default="runs", help="where to look for runs (default: runs)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    chosen = parser.parse_args(argv)
-    return run_command(lambda: _show(Path(chosen.folder), chosen.json))
+    options = parser.parse_args(argv)
+    return run_command(lambda: _show(Path(options.folder), options.json))
 
 
 def _show(folder: Path, as_json: bool) -> int:

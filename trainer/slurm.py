@@ -44,19 +44,19 @@ from trainer.errors import (
 from trainer.lifecycle.folder import read_status
 
 STEP_NAME = "ranks"
-"""Name of the Slurm step that runs the ranks, by which it is found: it may not be the job's first step."""
+"""Name of the Slurm step that runs the ranks, to find it by: it may not be the job's first step."""
 
 
 @dataclass
 class Signals:
-    """The signals that this job has received: USR1 (notice of the time limit) and TERM (cancellation)."""
+    """The signals received by this job: USR1 (notice of the time limit) and TERM (cancellation)."""
 
     stop_requested: bool = False
     is_cancelled: bool = False
-    """True if a user has cancelled the job or Slurm is requeuing it; then it must not be requeued here."""
+    """True if a user has cancelled the job or Slurm is requeuing it, so that it must not be requeued here."""
 
     def install(self) -> None:
-        """Handle both signals from now on, and those that arrived while the batch file had them blocked."""
+        """Handle both signals from now on, including those that arrived while the batch file blocked them."""
         signal.signal(signal.SIGUSR1, self._handle)
         signal.signal(signal.SIGTERM, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1, signal.SIGTERM])
@@ -132,7 +132,7 @@ class Job:
             now = time.monotonic()
             if self.signals.stop_requested:
                 # With cgroup tracking, no signal reaches ranks started by torchrun, but a file does.
-                with suppress(OSError):  # such as a full disk: the next second tries again
+                with suppress(OSError):  # such as a full disk; tried again a second later
                     (self.run_dir / NOTICE).touch()
             if cancel_at == float("inf") and self._reported_state() in ("finished", "stopped", "failed"):
                 cancel_at = now + self.leave_s
@@ -153,7 +153,7 @@ class Job:
         return ""
 
     def _is_idle(self) -> bool:
-        """Return, and record, if each of the last MAX_IDLE attempts of this job made fewer than MIN_STEPS steps."""
+        """Return, and record, whether the job's last MAX_IDLE attempts made fewer than MIN_STEPS steps each."""
         status = read_status(self.run_dir)
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         idle = count_idle(lines, self.job_id, int(status.get("step") or 0), self.min_steps)
@@ -198,13 +198,13 @@ def srun_command(options: argparse.Namespace, job: Job, env: Mapping[str, str]) 
     if options.torchrun:
         # Without --max-restarts: torchrun would also restart a run that has stopped on request.
         env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # seconds for the ranks' last save; by default 30
-        number = int(env["SLURM_JOB_ID"])
-        port = 20000 + (number * 7 + job.restart) % 10000  # the same on all nodes, different for each attempt
+        job_number = int(env["SLURM_JOB_ID"])
+        port = 20000 + (job_number * 7 + job.restart) % 10000  # the same on all nodes, different for each attempt
         return [
             *(*srun, "--ntasks-per-node=1", options.python, "-m", "torch.distributed.run"),
             f"--nnodes={env.get('SLURM_JOB_NUM_NODES', '1')}",
             f"--nproc-per-node={options.nproc or env.get('NPROC') or env.get('SLURM_GPUS_ON_NODE') or 2}",
-            *(f"--rdzv-id={number}.{job.restart}", "--rdzv-backend=c10d"),
+            *(f"--rdzv-id={job_number}.{job.restart}", "--rdzv-backend=c10d"),
             f"--rdzv-endpoint={first_address(env['SLURM_JOB_NODELIST'])}:{port}",
             "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
             *job.train_command,
@@ -273,7 +273,7 @@ def command_line(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--python", default=sys.executable, help="the Python of the ranks (default: this one)")
     parser.add_argument("--srun", action="append", default=[], metavar="OPTION", help="one more option of srun")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="recipe=NAME and overrides, as of trainer.run"
+        "overrides", nargs="*", metavar="key=value", help="recipe=NAME and overrides, as for trainer.run"
     )
     options = parser.parse_intermixed_args(arguments)
 

@@ -1,14 +1,13 @@
 """Prompt stops: a process with nothing to save ends within seconds of a signal, whatever it is doing.
 
-Runs use this until their first training step, and all other commands from beginning to end.  A signal takes effect in
-three stages:
+Runs use this until their first training step, all other commands throughout.  A signal takes effect in three stages:
 
 1. Immediately, the handler records it.  Long loops call `stop_if_asked`, which raises StopRequested at a safe point.
 2. After RAISE_S, StopRequested is raised in the main thread, even if it is waiting, reading, or in a library.
 3. After END_S, the process exits, after deleting partially written files.  The main thread must be in a long call that
    runs no Python code, such as a tokenizer on a huge text, a compiler, or a collective.
 
-Imports neither torch nor other modules of this package, so that signals are caught before the slow imports begin.
+Imports neither torch nor other modules of this package, so that signals are caught before the slow imports start.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ RAISE_S, END_S = 1.5, 3.0
 """Seconds from the signal to the second and to the third stage."""
 
 _RERAISE_S = 0.05
-"""Seconds until a request is raised again that a destructor or a callback has swallowed."""
+"""Seconds until a request that a destructor or a callback has swallowed is raised again."""
 
 _HOOK_TIMEOUT_S = 1.0
 """Time limit of `before_exit` in seconds, because it may hang on a disk."""
@@ -36,7 +35,7 @@ _HOOK_TIMEOUT_S = 1.0
 def exit_on_signals(command: str) -> None:
     """Let signals end this process immediately while it imports modules and has nothing to clean up.
 
-    command: the name of the command, such as `run` or `export`, which installs its own handlers when it begins.
+    command: the name of the command, such as `run` or `export`, which installs its own handlers when it starts.
     """
     _command[:] = [command]
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
@@ -56,9 +55,9 @@ def exit_immediately(number: int, frame: object) -> NoReturn:
 
 
 class StopRequested(BaseException):
-    """Raised if a signal has asked this process to stop.  It is no Exception, so that no code retries or swallows it.
+    """Raised if a signal has asked this process to stop.  Not an Exception, so that no code retries or swallows it.
 
-    note: what the next start can use, for the message; may be empty.
+    note: what the next start can reuse, for the message; may be empty.
     """
 
     def __init__(self, name: str, note: str = "") -> None:
@@ -100,7 +99,7 @@ class PromptStop:
     def __init__(self, numbers: Iterable[signal.Signals], exit_code: Callable[[str], int]) -> None:
         self._numbers, self._exit_code = frozenset(numbers), exit_code
         self.name = ""
-        """Name of the signal received, such as SIGTERM; empty if none was."""
+        """Name of the received signal, such as SIGTERM; empty if there was none."""
         self.before_exit: Callable[[], None] | None = None
         """Called in the third stage, in a separate thread."""
         self.raises_immediately = False
@@ -143,7 +142,7 @@ class PromptStop:
         os.close(self._write_fd)
 
     def on_signal(self, name: str) -> bool:
-        """Record a signal, from its handler.  Returns True if the second stage sent it, so that it is not a new one."""
+        """Record a signal; called by its handler.  Returns True if the second stage sent it, so that it is not new."""
         if self.raises_immediately and not self._is_cancelled.is_set():
             self.name = self.name or name
             raise StopRequested(self.name)
@@ -174,9 +173,9 @@ class PromptStop:
                 signal.pthread_kill(self._main_thread, number)  # also interrupts system calls
 
     def _on_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """Raise a request again that was raised in a destructor or in the callback of a weak reference.
+        """Raise a request again if a destructor or the callback of a weak reference has raised it.
 
-        Exceptions cannot leave those: the interpreter would print a traceback and continue.
+        Exceptions do not propagate out of those: the interpreter would print a traceback and continue.
         """
         if not self.name or not isinstance(unraisable.exc_value, (StopRequested, KeyboardInterrupt)):
             self._previous_hook(unraisable)
@@ -249,12 +248,12 @@ def interruptible() -> Iterator[None]:
 
 
 def prompt_stop_signal() -> str:
-    """Return the name of the signal that arrived while there is nothing to save; empty if none did."""
+    """Return the name of the signal that has arrived while there is nothing to save yet; empty if none has."""
     return next((prompt.name for prompt in _active), "")
 
 
 def stop_message(name: str, note: str = "") -> str:
-    """Return the message of a process that a signal has stopped."""
+    """Return the message that a process prints when a signal stops it."""
     return f"stopped ({name})" + (f"; {note}" if note else "")
 
 

@@ -71,7 +71,7 @@ def batch_file(job: ClusterJob, array: str = "", setup: Sequence[str] = (), furt
     """Return the batch file of a job.
 
     array: the task numbers and limit of a job array, such as `0-5%2`.  setup: lines of bash before the command.
-    further: additional arguments in bash syntax.
+    further: more arguments, in bash syntax.
     """
     name = re.sub(r"[^\w.+-]+", "-", job.name)
     size = f"--nodes={job.num_nodes} --ntasks-per-node={job.ranks_per_node}"
@@ -103,7 +103,7 @@ def send_to_slurm(text: str) -> int:
 
 @dataclass(frozen=True)
 class Pod:
-    """The container image and volume of a job on Kubernetes."""
+    """The container image and the volume of a Kubernetes job."""
 
     image: str
     claim: str
@@ -175,7 +175,7 @@ def job_set(job: ClusterJob, pod: Pod) -> dict[str, Any]:
 def find_num_nodes(config: RunConfig, ranks_per_node: int, device: str) -> int:
     """Return the number of nodes for a run: from its mesh if the sizes are fixed, else the fewest on which it fits.
 
-    Raises UserError if the mesh does not fill whole nodes, or if the run fits on no number of nodes.
+    Raises UserError if the mesh does not fill its nodes, or if the run does not fit on any number of nodes.
     """
     replicate, shard = config.mesh.replicate, config.mesh.shard
     if shard == "node":
@@ -273,10 +273,10 @@ def make_job(options: argparse.Namespace, arguments: Arguments, volume: str | No
     num_nodes = options.nodes or find_num_nodes(config, ranks, "cpu" if is_cpu else options.device)
     check_config(config, num_nodes * ranks, ranks)
     folder = config.run.dir if volume is None else _folder_on_volume(config.run.dir, volume)
-    others = [item for item in arguments.overrides if not item.startswith("run.dir=")]
+    other_overrides = [item for item in arguments.overrides if not item.startswith("run.dir=")]
     return ClusterJob(
         name=config.run.name,
-        arguments=[f"recipe={arguments.recipe}", f"run.dir={folder}", *others],
+        arguments=[f"recipe={arguments.recipe}", f"run.dir={folder}", *other_overrides],
         num_nodes=num_nodes,
         gpus=gpus,
         ranks_per_node=ranks,
@@ -287,15 +287,15 @@ def make_job(options: argparse.Namespace, arguments: Arguments, volume: str | No
     )
 
 
-def require_at_least(least: int, **options: int | None) -> None:
-    """Raise UserError if one of the given options is less than `least`."""
+def require_at_least(minimum: int, **options: int | None) -> None:
+    """Raise UserError if one of the given options is less than `minimum`."""
     for name, value in options.items():
-        if value is not None and value < least:
-            raise setting_error(f"--{name}", value, f"must be at least {least}", least)
+        if value is not None and value < minimum:
+            raise setting_error(f"--{name}", value, f"must be at least {minimum}", minimum)
 
 
 def _folder_on_volume(folder: str, volume: str) -> str:
-    """Return the run folder inside the volume, since other files of a container are lost when it ends.
+    """Return the run folder inside the volume, since a container's other files are lost when it ends.
 
     Raises UserError for a path outside the volume.
     """
@@ -308,10 +308,10 @@ def _folder_on_volume(folder: str, volume: str) -> str:
 
 def _seconds(time: str) -> int:
     """Convert HH:MM:SS to seconds.  Raises UserError."""
-    found = re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", time)
-    if found is None:
+    match = re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", time)
+    if match is None:
         raise setting_error("--time", time, "must have the form HH:MM:SS", example="24:00:00")
-    hours, minutes, seconds = map(int, found.groups())
+    hours, minutes, seconds = map(int, match.groups())
     total = 3600 * hours + 60 * minutes + seconds
     if total < 60:
         raise setting_error("--time", time, "must be at least a minute", "00:01:00")
@@ -325,23 +325,23 @@ def _dns_label(name: str) -> str:
 
 def _send(command: Sequence[str], text: str, program: str, fix: str) -> int:
     try:
-        done = subprocess.run(command, input=text, text=True, stdout=subprocess.PIPE)
+        finished = subprocess.run(command, input=text, text=True, stdout=subprocess.PIPE)
     except FileNotFoundError as error:
         raise UserError(f"{program}: this machine does not have the command\n  to fix: {fix}") from error
-    print_stdout(done.stdout.rstrip())
-    return EXIT_FINISHED if done.returncode == 0 else EXIT_FAILED
+    print_stdout(finished.stdout.rstrip())
+    return EXIT_FINISHED if finished.returncode == 0 else EXIT_FAILED
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = CommandParser(prog="python -m trainer.submit", description=__doc__)
-    parser.add_argument("where", choices=list(_SENDERS), help="slurm, k8s, or this machine")
+    parser.add_argument("where", choices=list(_SUBMITTERS), help="slurm, k8s, or this machine")
     add_size_options(parser)
     parser.add_argument("--image", help="on Kubernetes: the container image")
     parser.add_argument("--claim", default="training-data", help="on Kubernetes: the volume claim with data and runs")
     parser.add_argument("--mount", default="/data", help="on Kubernetes: its mount path (default: /data)")
     parser.add_argument(
-        "arguments", nargs="*", metavar="key=value", help="recipe=NAME and overrides, as of trainer.run"
+        "arguments", nargs="*", metavar="key=value", help="recipe=NAME and overrides, as for trainer.run"
     )
     options, further = parser.parse_known_intermixed_args(argv)
     return run_command(lambda: _submit(options, [*options.arguments, *further]))
@@ -350,7 +350,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 def _submit(options: argparse.Namespace, words: Sequence[str]) -> int:
     add_working_folder_to_path()
     arguments = parse(words)
-    return _SENDERS[options.where](options, arguments)
+    return _SUBMITTERS[options.where](options, arguments)
 
 
 def _submit_to_slurm(options: argparse.Namespace, arguments: Arguments) -> int:
@@ -381,7 +381,7 @@ def _submit_to_kubernetes(options: argparse.Namespace, arguments: Arguments) -> 
     return _send(["kubectl", "apply", "-f", "-"], text, "kubectl", "install kubectl, or use --dry-run")
 
 
-def _run_here(options: argparse.Namespace, arguments: Arguments) -> int:
+def _run_locally(options: argparse.Namespace, arguments: Arguments) -> int:
     """Replace this process with the run, so that signals reach it and its exit code is returned."""
     require_at_least(1, ranks=options.ranks)
     require_at_least(0, gpus=options.gpus)
@@ -407,10 +407,10 @@ def _num_gpus_here() -> int:
     return len(listed.stdout.splitlines()) if listed.returncode == 0 else 0
 
 
-_SENDERS: Mapping[str, Callable[[argparse.Namespace, Arguments], int]] = {
+_SUBMITTERS: Mapping[str, Callable[[argparse.Namespace, Arguments], int]] = {
     "slurm": _submit_to_slurm,
     "k8s": _submit_to_kubernetes,
-    "local": _run_here,
+    "local": _run_locally,
 }
 
 

@@ -71,13 +71,13 @@ class Trial:
 
     @property
     def output(self) -> Path:
-        """The file with the run's output.  The run's processes hold a lock on it, by which a restarted sweep can see
-        that they are still alive."""
+        """The file with the run's output.  The run's processes hold a lock on it, so that a restarted sweep can see
+        whether they are still alive."""
         return self.folder / "output.log"
 
     @property
     def is_active(self) -> bool:
-        """True while it trains, whether this process started it or an earlier attempt of the sweep did."""
+        """True while it is training, whether this process or an earlier attempt of the sweep started it."""
         if self.process is not None and self.process.poll() is None:
             return True
         return self.process is None and _is_locked(self.output)
@@ -96,7 +96,7 @@ def _is_locked(path: Path) -> bool:
 
 @dataclass
 class Sweep:
-    """The runs of a sweep, in their order of execution."""
+    """The runs of a sweep, in execution order."""
 
     folder: Path
     recipe: str
@@ -108,7 +108,7 @@ class Sweep:
         return [*self.fixed, *trial.setting, f"run.name={trial.folder.name}", f"run.dir={trial.folder}"]
 
     def write(self) -> None:
-        """Store the sweep's description, by which a different sweep in the same folder is detected."""
+        """Store the sweep's description, so that a different sweep in the same folder is detected."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / SWEEP, json.dumps(self.described(), indent=1) + "\n")
 
@@ -140,7 +140,7 @@ def make_sweep(arguments: Arguments, folder: Path) -> Sweep:
     ]
     if len(settings) > _MAX_RUNS:
         raise setting_error("sweep", len(settings), f"must be at most {_MAX_RUNS} runs", _MAX_RUNS)
-    trials = [Trial(folder / name, one) for name, one in zip(names_of(settings), settings, strict=True)]
+    trials = [Trial(folder / name, setting) for name, setting in zip(names_of(settings), settings, strict=True)]
     return Sweep(folder, arguments.recipe, fixed, trials)
 
 
@@ -199,22 +199,22 @@ class Supervisor:
 
     def run(self) -> int:
         """Train every run that has not finished; return the exit code of the sweep."""
-        waiting = [trial for trial in self._sweep.trials if trial.state != "finished"]
-        leave_signals_to_handlers()  # the runs take their time to save
-        before = {
+        pending = [trial for trial in self._sweep.trials if trial.state != "finished"]
+        leave_signals_to_handlers()  # the runs need time to save
+        previous_handlers = {
             number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         }
         try:
             active: list[Trial] = []
-            while active or (waiting and not self._is_stopping):
+            while active or (pending and not self._is_stopping):
                 for trial in [trial for trial in active if not trial.is_active]:
                     active.remove(trial)
-                    self._note_end(trial, waiting)
-                while waiting and len(active) < self._parallel and not self._is_stopping:
-                    active.append(self._start(waiting.pop(0)))
+                    self._note_end(trial, pending)
+                while pending and len(active) < self._parallel and not self._is_stopping:
+                    active.append(self._start(pending.pop(0)))
                 time.sleep(_POLL_S)
         finally:
-            for number, handler in before.items():
+            for number, handler in previous_handlers.items():
                 signal.signal(number, handler)
         if self._num_failed:
             return EXIT_FAILED
@@ -237,12 +237,12 @@ class Supervisor:
         print_stdout(f"{trial.folder.name}: started")
         return trial
 
-    def _note_end(self, trial: Trial, waiting: list[Trial]) -> None:
+    def _note_end(self, trial: Trial, pending: list[Trial]) -> None:
         """Record how a run ended.  Queue it again if an earlier sweep process started it and it is unfinished."""
         state = trial.state
         if trial.process is None:
             if state != "finished":
-                waiting.insert(0, trial)
+                pending.insert(0, trial)
                 return
         elif trial.process.returncode == EXIT_STOPPED:
             state = "stopped"
@@ -286,15 +286,15 @@ def array_file(sweep: Sweep, job: ClusterJob, parallel: int | None) -> str:
 
 
 def find_best(runs: Sequence[RunSummary]) -> RunSummary | None:
-    """Return the finished run with the lowest loss: in evaluation if all have evaluated, else in training."""
-    done = [run for run in runs if run.state == "finished" and score_of(run) is not None]
-    if any(run.eval_loss is None for run in done):
-        return min(done, key=lambda run: run.loss if run.loss is not None else float("inf"), default=None)
-    return min(done, key=lambda run: run.eval_loss or 0.0, default=None)
+    """Return the finished run with the lowest loss: the evaluation loss if all have one, else the training loss."""
+    finished = [run for run in runs if run.state == "finished" and score_of(run) is not None]
+    if any(run.eval_loss is None for run in finished):
+        return min(finished, key=lambda run: run.loss if run.loss is not None else float("inf"), default=None)
+    return min(finished, key=lambda run: run.eval_loss or 0.0, default=None)
 
 
 def score_of(run: RunSummary) -> float | None:
-    """Return the loss to compare a run by, or None if it has none yet."""
+    """Return the loss by which to compare a run, or None if it has none yet."""
     return run.eval_loss if run.eval_loss is not None else run.loss
 
 
@@ -312,11 +312,11 @@ def show_outcome(sweep: Sweep) -> bool:
     print_stdout("\n".join(["", *table_of(ordered, sweep.folder)]))
     page = sweep.folder / REPORT
     command = [sys.executable, "-m", "trainer.report", *(run.folder for run in runs), "--out", str(page)]
-    made = subprocess.run(command, capture_output=True, text=True)
-    if made.returncode == 0:
+    finished = subprocess.run(command, capture_output=True, text=True)
+    if finished.returncode == 0:
         print_stdout(f"\nreport: {page}")
     else:
-        print_stderr(f"warning: no report could be written: {made.stderr.strip()}")
+        print_stderr(f"warning: no report could be written: {finished.stderr.strip()}")
     if best is not None:
         print_stdout(f"best: {Path(best.folder).name}, loss {score_of(best):.4f}: {best.folder}")
     return True
@@ -337,7 +337,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     return run_command(lambda: _sweep(options, [*options.arguments, *further]))
 
 
-def _refuse_another(sweep: Sweep) -> None:
+def _check_same_sweep(sweep: Sweep) -> None:
     """Raise UserError if the folder belongs to a different sweep, so that their runs do not mix."""
     path = sweep.folder / SWEEP
     if sweep.folder.exists() and not sweep.folder.is_dir():
@@ -360,7 +360,7 @@ def _sweep(options: argparse.Namespace, words: Sequence[str]) -> int:
     arguments = parse(words)
     require_at_least(1, parallel=options.parallel)
     sweep = make_sweep(arguments, Path(options.dir))
-    _refuse_another(sweep)
+    _check_same_sweep(sweep)
     for trial in sweep.trials:  # check all runs before the first one starts
         config = load_config(sweep.recipe, sweep.overrides(trial), arguments.allow_import)
         if not options.slurm:  # a job's number of ranks is checked by `make_job`

@@ -1,4 +1,4 @@
-"""Fits tables and help texts to the width of a terminal."""
+"""Fits tables and help texts to the terminal's width."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MIN_WIDTH = 20
 
 
 def terminal_width() -> int:
-    """Return the width of the terminal in characters, or of COLUMNS; 80 if neither is known."""
+    """Return the terminal's width in characters, or the value of COLUMNS; 80 if neither is known."""
     return shutil.get_terminal_size().columns
 
 
@@ -48,7 +48,9 @@ def table_lines(
 def _block(headers: Sequence[str], row: Sequence[str], width: int) -> list[str]:
     """Return the lines of one row whose columns do not fit side by side."""
     first = textwrap.wrap(f"{headers[0]} {row[0]}".strip() or "-", width)
-    others = [f"{head}: {cell}" if head else cell for head, cell in zip(headers[1:], row[1:], strict=True) if cell]
+    others = [
+        f"{header}: {cell}" if header else cell for header, cell in zip(headers[1:], row[1:], strict=True) if cell
+    ]
     below = textwrap.wrap(", ".join(others), width, initial_indent=_GAP, subsequent_indent=_GAP, break_on_hyphens=False)
     return [*first, *below]
 
@@ -62,9 +64,9 @@ def fit_to_width(text: str, columns: int) -> str:
     for line in text.split("\n"):
         if 0 < columns < len(line):
             gap = re.match(r" *\S+(?: \S+)* {2,}", line)
-            below = gap.end() if gap and gap.end() <= columns // 2 else len(line) - len(line.lstrip())
+            indent = gap.end() if gap and gap.end() <= columns // 2 else len(line) - len(line.lstrip())
             line = textwrap.fill(
-                line, columns, subsequent_indent=" " * below, break_long_words=False, break_on_hyphens=False
+                line, columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
             )
         lines.append(line)
     return "\n".join(lines)

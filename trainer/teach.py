@@ -2,7 +2,7 @@
 
     python -m trainer.teach recipe=distill objective.teacher=MODEL [section.key=value ...] --out FOLDER [--top K]
 
-Give the same data and data.seq_len as for the run, and the folder to the run as objective.teacher=FOLDER.
+Use the same data and data.seq_len as for the run, and train it with objective.teacher=FOLDER.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = CommandParser(prog="python -m trainer.teach", description=__doc__)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="the run's settings (default: recipe=distill)")
-    parser.add_argument("--out", required=True, metavar="FOLDER", help="where to write: a new folder")
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="a new folder for the files")
     parser.add_argument(
         "--top", type=int, default=64, metavar="K", help="most likely next tokens to write, 8 bytes each (default: 64)"
     )

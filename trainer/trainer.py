@@ -1,4 +1,4 @@
-"""Trainer: builds what a configuration describes and trains it.
+"""The Trainer: builds what a configuration describes and trains it.
 
 Override one method to change one thing: `build_mesh`, `build_model`, `build_optimizer`, `build_loader`, `loss`,
 `train_step`, `evaluate`, `on_step`, `fit`.  Saving, resuming, metrics, and the start and end of a run are handled by
@@ -44,11 +44,11 @@ from trainer.weights.loading import init_weights, load_initial_weights, load_wei
 
 
 class Trainer:
-    """Trains the model of a configuration.
+    """Trains the model that a configuration describes.
 
         Trainer(load_config("llama_small", ["train.steps=100"])).fit()
 
-    Every rank constructs a Trainer with the same configuration.  `fit` runs the whole training; `steps` is a generator
+    Every rank constructs a Trainer with the same configuration.  `fit` runs the entire training; `steps` is a generator
     that yields one record per step, for your own training loop.
 
     Raises UserError on all ranks if the configuration is invalid for this number of ranks.
@@ -64,7 +64,7 @@ class Trainer:
             self._build(config, start_time)
 
     def _build(self, config: RunConfig, start_time: float) -> None:
-        """Build all parts of the run, in the order in which they need each other.  Collective."""
+        """Build the parts of the run, in the order of their dependencies.  Collective."""
         check_same_run(self.world, config, type(self), self.exempt_from_selfcheck())
         self.shape = check_shape(self.world, config)
         self.config, self.plan_choice = resolve_auto(resolve_from_data(config), self.shape, self.world)
@@ -103,9 +103,9 @@ class Trainer:
         return self.world.mesh_of(self.shape)
 
     def build_model(self, config: RunConfig | None = None) -> torch.nn.Module:
-        """Return the sharded, initialised model of `config` (default: this run's).
+        """Return the sharded, initialized model of `config` (default: this run's).
 
-        The model is built on the meta device, sharded, then initialised: a rank holds at most its shards and one full
+        The model is built on the meta device, sharded, then initialized: a rank holds at most its shards and one full
         module.  Call it again for a second model, such as a teacher.  Collective.
         """
         config = config or self.config
@@ -127,7 +127,7 @@ class Trainer:
     def build_optimizer(self) -> Optimizer | torch.optim.Optimizer:
         """Return the optimizer over `self.model`.
 
-        Every step sets its learning rate from the schedule, times a parameter group's `lr_scale` if it has one.
+        Every step sets the learning rate of each parameter group: the schedule's, times its `lr_scale` if it has one.
         """
         growth = find_growth(self.config, self.model)
         return build_optimizer(self.model, self.config.optim, self.config.run.seed, self.recipe.blocks, growth)
@@ -154,7 +154,7 @@ class Trainer:
 
     @property
     def flops_per_token(self) -> float:
-        """Model FLOPs per token of forward and backward, without recomputation."""
+        """Model FLOPs per token for forward and backward, without recomputation."""
         length = attended_length(self.loader) or self.config.data.seq_len
         return flops_of(self.config, self.model, length)
 
@@ -168,13 +168,13 @@ class Trainer:
         return self._batch_loss(batch)
 
     def count(self, batch: Batch) -> float:
-        """Return this batch's contribution to the divisor of the summed loss: by default, its number of targets."""
+        """Return what this batch adds to the divisor of the summed loss: by default, its number of targets."""
         return count_targets(batch["targets"])
 
     def global_sums(self, micro_batches: Sequence[Batch]) -> AbstractContextManager[None]:
-        """Return a context in which `loss` knows the sums over the global batch that it needs before its first use.
+        """Return a context in which `loss` has the sums over the global batch that it needs from the start.
 
-        By default, those of the load-balancing loss of experts.  Collective.
+        By default, those for the experts' load-balancing loss.  Collective.
         """
         return global_balance(self.model, micro_batches, self._batch_loss, self.world)
 
@@ -187,12 +187,14 @@ class Trainer:
         self.accounts.log(name, value, over)
 
     def train_step(self, micro_batches: Sequence[Batch]) -> Update:
-        """Do one optimizer step.  The loss is the mean over the targets of the global batch, on any mesh.
+        """Do one optimizer step.  On any mesh, the loss is the sum over the global batch divided by the sum of `count`.
 
-        Collectives: one small CPU all-reduce; FSDP's own with one gradient reduction, or that reduction alone with one
-        shard; a scalar all-reduce of the loss, and with several shards one of the norm; those of the optimizer (Muon),
-        and of a model with experts or split sequences.  The host never waits for the device, unless parameters are
-        offloaded to it, or ranks exchange tokens (`mesh.expert_method=exchange`).
+        By default, that is the mean over targets; most objectives count samples instead.
+
+        Collectives: one small CPU all-reduce; FSDP's all-gathers and one gradient reduction (with one shard, only the
+        reduction); a scalar all-reduce of the loss, and with several shards one of the norm; those of the optimizer
+        (Muon), and of models with experts or split sequences.  The host never waits for the device, unless parameters
+        are offloaded to the CPU, or ranks exchange tokens (`mesh.expert_method=exchange`).
         """
         counts = [(self.count(batch), count_targets(batch["targets"])) for batch in micro_batches]
         count, num_targets = self.step_sync.all_reduce(*map(sum, zip(*counts, strict=True)))
@@ -237,8 +239,8 @@ class Trainer:
     def steps(self) -> Iterator[Record]:
         """Resume, then yield one record per step: the fields of a `train` line.  Logs, but does not save.
 
-        If you leave the loop early and call `steps` again, it continues where it stopped, or from the checkpoint that
-        `load_checkpoint` has loaded since.  `close` ends the run.
+        If you leave the loop early and call `steps` again, it resumes where it stopped, or from the checkpoint that you
+        have loaded in between with `load_checkpoint`.  `close` ends the run.
         """
         with self.watchdog.running(), self._run.looping(), self.lifecycle.step_abandoner.guard():
             self.start()
@@ -264,7 +266,7 @@ class Trainer:
                 yield record
 
     def on_step(self, record: Record) -> None:
-        """Called by `fit` after each step; does nothing by default."""
+        """A hook that `fit` calls after each step; does nothing by default."""
 
     def evaluate(self) -> Record | None:
         """Return and log the mean loss over the held-out targets; None if there is no held-out data.
@@ -291,7 +293,7 @@ class Trainer:
     def _run_evaluation(self) -> None:
         """Evaluate, generate sample texts, and save a checkpoint if this evaluation is among the best.
 
-        Only evaluates if `evaluate` returns None, without held-out data or after a stop request.  Collective.
+        Does nothing more if `evaluate` returns None: no held-out data, or a stop request.  Collective.
         """
         with self.watchdog.during("evaluate"):
             record = self.evaluate()
@@ -338,7 +340,7 @@ class Trainer:
         return self.saver.save(self.state, wait)
 
     def load_checkpoint(self, path: str | Path | None = None) -> int | None:
-        """Restore the state from `path`, by default as `checkpoint.resume` selects.  Returns its step, or None.
+        """Restore the state from `path` (default: as `checkpoint.resume` selects).  Returns its step, or None.
 
         Works on any mesh.  Files are verified; a corrupt checkpoint of this run is quarantined, and the previous one is
         used.  Raises UserError for an incompatible checkpoint, TrainingFailed if no checkpoint is intact.  Collective.
@@ -361,7 +363,7 @@ class Trainer:
         return self.resume.step
 
     def finish(self) -> int:
-        """Evaluate unless this step was evaluated, save the final checkpoint, end the run.  Returns the exit code."""
+        """Evaluate unless already done at this step, save the final checkpoint, end the run.  Returns the exit code."""
         self.lifecycle.disable_prompt_stop()
         if not self.lifecycle.is_running:
             self.skips.check_end(self.state.step)
@@ -395,7 +397,7 @@ class Trainer:
 
     @property
     def stopping(self) -> bool:
-        """Whether the current step is the last one, on all ranks, because a stop was requested.  May be set."""
+        """Whether a stop was requested, so that the current step is the last one on all ranks.  You may set it."""
         return self.lifecycle.stopping
 
     @stopping.setter

@@ -14,14 +14,14 @@ from typing import Any
 from trainer.errors import PASSWORD_IN_URL, is_masked_query
 
 _KEY_SCHEMES = ("s3", "s3a")
-"""Schemes for which fsspec takes key and secret as options and not from the URL."""
+"""Schemes for which fsspec takes the key and the secret as options, not from the URL."""
 _SIGNED = re.compile(r"[?&](?:x-amz-signature|x-goog-signature|signature|sig)=", re.IGNORECASE)
 _SIGNATURE_PARAMETER = re.compile(
     r"(?:x-(?:amz|goog)-.*|expires|signature|key-pair-id|policy|awsaccesskeyid|googleaccessid"
     r"|s[a-z]|ske|sks|skt|skv|skoid|sktid|sig|spr|sip|rsc[a-z])$",
     re.IGNORECASE,
 )
-"""Query parameters that change if a URL is signed again: AWS, Google, CloudFront, Azure (SAS)."""
+"""Query parameters that change when a URL is signed again: AWS, Google, CloudFront, Azure (SAS)."""
 
 
 def is_http(url: str) -> bool:
@@ -56,7 +56,7 @@ def parent(url: str) -> str:
 
 
 def with_suffix(url: str, old: str, new: str) -> str:
-    """Replace the suffix `old` of a URL's path by `new`, keeping the query."""
+    """Replace the suffix `old` of a URL's path with `new`, keeping the query."""
     location, query = split_query(url)
     return f"{location.removesuffix(old)}{new}{query}"
 
@@ -81,7 +81,7 @@ def without_credentials(url: str) -> str:
 
 
 def with_credentials_of(url: str, other: str) -> str:
-    """Return `url` with the credentials of `other`, for example of a folder that lists it."""
+    """Return `url` with the credentials of `other`, for example those of a folder that lists it."""
     location, query = split_query(url)
     without_user, own_user, _ = _split_user(location)
     start, end = _user_span(other)

@@ -1,4 +1,4 @@
-"""Check that a model trains alike at every width, with muP's coordinate check.
+"""Check that a model trains alike at all widths, using muP's coordinate check.
 
     python -m trainer.widths recipe=llama_small \\
         optim.base_model='{dim: 48, num_heads: 2, num_kv_heads: 2, ffn_dim: 128}'
@@ -49,29 +49,29 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = CommandParser(prog="python -m trainer.widths", description=__doc__)
     parser.add_argument(
-        "settings", nargs="+", metavar="section.key=value", help="settings as of a run, with recipe=NAME"
+        "settings", nargs="+", metavar="section.key=value", help="settings as for a run, with recipe=NAME"
     )
     parser.add_argument(
         "--factors", default="1,2,4,8", help="widths as multiples of those in optim.base_model (default: 1,2,4,8)"
     )
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps (default: 10)")
     parser.add_argument("--out", default="widths.html", help="path of the page (default: widths.html)")
-    chosen = parser.parse_intermixed_args(argv)
-    return run_command(lambda: _answer(chosen))
+    options = parser.parse_intermixed_args(argv)
+    return run_command(lambda: _check(options))
 
 
-def _answer(chosen: argparse.Namespace) -> int:
-    recipe, settings = _split(chosen.settings)
-    factors, page = _factors(chosen.factors), Path(chosen.out)
+def _check(options: argparse.Namespace) -> int:
+    recipe, settings = _split(options.settings)
+    factors, page = _factors(options.factors), Path(options.out)
     if page.suffix not in (".html", ".htm"):
         raise setting_error("--out", page, "must end in .html", page.with_suffix(".html"))
     if not page.absolute().parent.is_dir():
         raise setting_error("--out", page, f"there is no folder {page.parent}", fix="give a path in one that exists")
-    if chosen.steps < 1:
-        raise setting_error("--steps", chosen.steps, "must be at least 1", 1)
+    if options.steps < 1:
+        raise setting_error("--steps", options.steps, "must be at least 1", 1)
     with tempfile.TemporaryDirectory() as folder:
         fixed = [f"run.dir={folder}/run", "checkpoint.resume=none", "train.init_from=null", "schedule.name=constant"]
-        fixed += ["schedule.warmup_steps=0", "schedule.warmup_ratio=0", f"train.steps={chosen.steps}", "eval.every=0"]
+        fixed += ["schedule.warmup_steps=0", "schedule.warmup_ratio=0", f"train.steps={options.steps}", "eval.every=0"]
         config = load_config(recipe, [*settings, *fixed])
         base = config.optim.base_model
         if base is None:
@@ -80,7 +80,7 @@ def _answer(chosen: argparse.Namespace) -> int:
         curves = _measure(config, base, factors)
     from trainer.report.widths import write_widths_page
 
-    html = write_widths_page(f"{config.model.name}: activations by width", curves, chosen.steps)
+    html = write_widths_page(f"{config.model.name}: activations by width", curves, options.steps)
     try:
         with writing_to("--out", page, len(html.encode())):
             page.write_text(html)
@@ -89,11 +89,11 @@ def _answer(chosen: argparse.Namespace) -> int:
             "--out", page, f"cannot be written ({error.strerror})", fix="give a writable path"
         ) from error
     rows = [[layer, *(f"width^{curve.exponent(layer):+.2f}" for curve in curves)] for layer in curves[0].layers]
-    for line in table_lines((f"after {chosen.steps} steps", *(curve.name for curve in curves)), rows):
+    for line in table_lines((f"after {options.steps} steps", *(curve.name for curve in curves)), rows):
         print_stdout(line)
     print_stdout(str(page))
     layer = max(curves[0].layers, key=curves[0].exponent)
-    if not curves[0].exponent(layer) <= MAX_EXPONENT:  # also if it is not a number
+    if not curves[0].exponent(layer) <= MAX_EXPONENT:  # also true for NaN
         grown = f"width^{curves[0].exponent(layer):+.2f}"
         print_stderr(
             f"the activations of {layer} grow as {grown} with optim.base_model: its learning rate will not transfer"
@@ -112,16 +112,16 @@ def _split(settings: Sequence[str]) -> tuple[str, list[str]]:
 
 def _factors(text: str) -> list[int]:
     try:
-        found = sorted({int(part) for part in text.split(",")})
+        factors = sorted({int(part) for part in text.split(",")})
     except ValueError:
-        found = []
-    if len(found) < 2 or found[0] < 1:
+        factors = []
+    if len(factors) < 2 or factors[0] < 1:
         raise setting_error("--factors", text, "must be two or more whole numbers of at least 1", example="1,2,4")
-    return found
+    return factors
 
 
 def _measure(config: RunConfig, base: dict[str, int], factors: Sequence[int]) -> list[WidthCurves]:
-    """Return the activations by width, with `optim.base_model` and without."""
+    """Return the activations by width, with and without `optim.base_model`."""
     from trainer.report.widths import WidthCurves
 
     name = "dim" if "dim" in base else next(iter(base))
@@ -147,8 +147,8 @@ def _train(config: RunConfig) -> tuple[dict[str, float], dict[str, float]]:
         first = list(itertools.islice(batches, trainer.num_micro_batches))
         before = _activations(trainer, first[0]["tokens"])
         for number in range(config.train.steps):
-            later = list(itertools.islice(batches, trainer.num_micro_batches)) if number else first
-            trainer.train_step(later)
+            micro_batches = list(itertools.islice(batches, trainer.num_micro_batches)) if number else first
+            trainer.train_step(micro_batches)
         return before, _activations(trainer, first[0]["tokens"])
     finally:
         trainer.close()
@@ -159,24 +159,24 @@ def _activations(trainer: Trainer, tokens: torch.Tensor) -> dict[str, float]:
 
     from trainer.model.gradients import evaluation_mode
 
-    found: dict[str, float] = {}
+    size_by_name: dict[str, float] = {}
 
-    def note(name: str) -> Any:
+    def record_as(name: str) -> Any:
         def hook(module: object, arguments: object, output: Any) -> None:
             tensor = output[0] if isinstance(output, tuple) else output
-            found[name] = float(tensor.float().abs().mean())
+            size_by_name[name] = float(tensor.float().abs().mean())
 
         return hook
 
     hooks: list[RemovableHandle] = []
     for unit in trainer.units:
         for name, module in zip(unit.names, unit.modules, strict=True):
-            hooks.append(module.register_forward_hook(note(name)))
+            hooks.append(module.register_forward_hook(record_as(name)))
     with evaluation_mode(trainer.model):
         trainer.model(tokens.to(trainer.world.device))
     for hook in hooks:
         hook.remove()
-    return found
+    return size_by_name
 
 
 if __name__ == "__main__":

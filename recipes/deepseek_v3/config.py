@@ -10,7 +10,7 @@ from trainer.recipe import BalanceConfig, declare
 
 @dataclass(frozen=True)
 class DeepseekV3Config(BalanceConfig):
-    """The fields of a DeepSeek-V3 model."""
+    """Architecture and initialization settings of a DeepSeek-V3 model."""
 
     balance_rate: float = declare(
         0.0,
@@ -21,7 +21,7 @@ class DeepseekV3Config(BalanceConfig):
     vocab_size: int = declare(257, "size of the vocabulary", at_least=1, at_most=2**31 - 1)
     dim: int = declare(192, "width of the residual stream", at_least=1, at_most=2**20)
     num_layers: int = declare(4, "transformer blocks", at_least=1, at_most=2**16)
-    num_dense_layers: int = declare(1, "number of first blocks without experts", at_least=0)
+    num_dense_layers: int = declare(1, "number of initial blocks without experts", at_least=0)
     num_heads: int = declare(6, "attention heads", at_least=1, at_most=2**16)
     q_rank: int | None = declare(96, "width of the query latents; null: queries are not compressed", at_least=1)
     kv_rank: int = declare(64, "width of the key and value latents", at_least=1)
@@ -42,8 +42,12 @@ class DeepseekV3Config(BalanceConfig):
     rope_neighbours: bool = declare(True, "rotate pairs of adjacent dimensions, not pairs half a head apart")
     rope_factor: float = declare(40.0, "YaRN: factor by which the context is extended; 1: no scaling", at_least=1)
     rope_original_len: int = declare(4096, "YaRN: sequence length without scaling", at_least=1)
-    rope_beta_fast: float = declare(32.0, "YaRN: pairs that turn this often in that length are not scaled", above=0)
-    rope_beta_slow: float = declare(1.0, "YaRN: pairs that turn less often are scaled by the whole factor", above=0)
+    rope_beta_fast: float = declare(
+        32.0, "YaRN: pairs with more rotations in rope_original_len tokens are not scaled", above=0
+    )
+    rope_beta_slow: float = declare(
+        1.0, "YaRN: pairs with fewer rotations in that length are scaled by the full factor", above=0
+    )
     rope_mscale: float = declare(
         1.0, "YaRN: coefficient of the magnitude of rotated pairs; 0: YaRN's default", at_least=0
     )

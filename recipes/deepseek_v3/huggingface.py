@@ -94,8 +94,8 @@ def config(config: DeepseekV3Config) -> dict[str, Any]:
 def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `DeepseekV3Config` for the contents of config.json, as written by transformers 4 or 5.
 
-    Raises UserError for fewer key than query heads, for several blocks of multi-token prediction, and for other formats
-    of quantized weights.
+    Raises UserError if there are fewer key heads than query heads, if there are several blocks of multi-token
+    prediction, and for other formats of quantized weights.
     """
     check_quantization(content, "fp8")
     fields = {field: content.get(entry, default) for field, (entry, default) in FIELDS.items()}
@@ -109,7 +109,7 @@ def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def left_out(config: DeepseekV3Config) -> dict[str, str]:
-    """Return the name prefix of the tensors for multi-token prediction, and what messages call them."""
+    """Return the name prefix of the multi-token prediction tensors, and what messages call them."""
     return {f"model.layers.{config.num_layers}.": "its multi-token prediction"}
 
 

@@ -1,7 +1,7 @@
 """The network of DeepSeek-V3.
 
-Shape suffixes: B batch, T time, D model width, N heads, H head size of queries and keys, which consists of P dimensions
-without position and R rotated ones, C latent width, V head size of values; E experts, A experts per token, G groups of
+Shape suffixes: B batch, T time, D model width, N heads, H head size of queries and keys (P dimensions without position
+and R rotated ones), C latent width, V head size of values; E experts, A experts per token, G groups of
 experts, S tokens of the batch.
 """
 
@@ -86,9 +86,9 @@ class LatentAttention(nn.Module):
 
 
 class GroupedChoice(Choice):
-    """Chooses the experts of each token from a few groups, those with the highest sum of their two best scores.
+    """Chooses each token's experts from a few groups: those whose two best scores have the highest sum.
 
-    Always has a bias on the choice (section 2.1.2).
+    The choice always has a bias (section 2.1.2).
     """
 
     bias: torch.Tensor
@@ -111,7 +111,7 @@ class GroupedChoice(Choice):
 
 
 class DeepseekMixture(nn.Module):
-    """A mixture-of-experts layer with routed experts, and shared ones that process every token."""
+    """A mixture-of-experts layer with routed experts, plus shared ones that process every token."""
 
     def __init__(self, config: DeepseekV3Config) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class DeepseekMixture(nn.Module):
         self.experts = Experts(config)
 
     def forward(self, x_BTD: torch.Tensor, counts_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
-        """Return the output, and the load over the tokens that `counts_BT` marks (None if `counts_BT` is None)."""
+        """Return the output, and the experts' load over the tokens marked in `counts_BT` (None if that is None)."""
         config, x_SD = self.config, x_BTD.flatten(0, 1)
         logits_SE = self.router(x_SD)
         scores_SE = logits_SE.sigmoid()

@@ -1,4 +1,4 @@
-"""The old name of the Trainer for direct preference optimisation."""
+"""The old name of the Trainer for direct preference optimization."""
 
 from __future__ import annotations
 

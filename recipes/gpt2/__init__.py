@@ -12,7 +12,7 @@ from trainer.recipe import Recipe, register
 
 
 def flops(config: GPT2Config, seq_len: float) -> float:
-    """Return model FLOPs per token of forward and backward: 6 per matrix weight, plus causal attention."""
+    """Return model FLOPs per token for forward and backward: 6 per matrix weight, plus causal attention."""
     matrices = config.num_layers * 12 * config.dim**2 + config.dim * config.vocab_size
     return 6.0 * (matrices + config.num_layers * config.dim * seq_len)
 

@@ -10,7 +10,7 @@ from trainer.recipe import declare
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """The fields of a GPT-2 model."""
+    """Architecture and initialization settings of a GPT-2 model."""
 
     vocab_size: int = declare(50257, "size of the vocabulary", at_least=1, at_most=2**31 - 1)
     dim: int = declare(768, "width of the residual stream", at_least=1, at_most=2**20)
@@ -18,7 +18,11 @@ class GPT2Config:
     num_heads: int = declare(12, "attention heads", at_least=1)
     max_seq_len: int = declare(1024, "number of learned positions", at_least=1, at_most=2**31 - 1)
     dropout: float = declare(
-        0.0, "dropout on both residual branches, and the default of the next two", at_least=0, below=1, free=True
+        0.0,
+        "dropout on both residual branches; also the default for embedding_dropout and attention_dropout",
+        at_least=0,
+        below=1,
+        free=True,
     )
     embedding_dropout: float | None = declare(
         None, "dropout on embeddings; null: model.dropout", at_least=0, below=1, free=True
@@ -31,7 +35,7 @@ class GPT2Config:
 
     @property
     def dropouts(self) -> tuple[float, float, float]:
-        """Dropout rates of the embeddings, of the attention weights, and of both residual branches."""
+        """Dropout rates of the embeddings, the attention weights, and both residual branches."""
         rates = (self.embedding_dropout, self.attention_dropout)
         on_embeddings, on_attention = (self.dropout if rate is None else rate for rate in rates)
         return on_embeddings, on_attention, self.dropout

@@ -14,14 +14,14 @@ from trainer.recipe import Recipe, register
 
 
 def flops(config: GptOssConfig, seq_len: float) -> float:
-    """Return model FLOPs per token of forward and backward: 6 per active matrix weight, plus attention.
+    """Return model FLOPs per token for forward and backward: 6 per active matrix weight, plus attention.
 
     seq_len: the mean number of tokens that attention spans, which need not be an integer.
     """
     attention = 2 * config.dim * config.head_dim * (config.num_heads + config.num_kv_heads)
     experts = config.num_experts * config.dim + 3 * config.num_chosen * config.dim * config.expert_dim
     matrices = config.num_layers * (attention + experts) + config.dim * config.vocab_size
-    # Two products: queries with keys, and weights with values.
+    # Two matrix products: queries by keys, and weights by values.
     keys = sum(mean_keys(seq_len, config.window_of(layer)) for layer in range(config.num_layers))
     return 6.0 * (matrices + 2 * config.num_heads * config.head_dim * keys)
 

@@ -12,7 +12,7 @@ from trainer.recipe import BalanceConfig, declare
 
 @dataclass(frozen=True)
 class GptOssConfig(BalanceConfig):
-    """The fields of a gpt-oss model."""
+    """Architecture and initialization settings of a gpt-oss model."""
 
     vocab_size: int = declare(257, "size of the vocabulary", at_least=1, at_most=2**31 - 1)
     dim: int = declare(192, "width of the residual stream", at_least=1, at_most=2**20)
@@ -34,8 +34,12 @@ class GptOssConfig(BalanceConfig):
     rope_theta: float = declare(150000.0, "base of the rotary frequencies", above=1)
     rope_factor: float = declare(32.0, "YaRN: factor by which the context is extended; 1: no scaling", at_least=1)
     rope_original_len: int = declare(4096, "YaRN: sequence length without scaling", at_least=1)
-    rope_beta_fast: float = declare(32.0, "YaRN: pairs that turn this often in that length are not scaled", above=0)
-    rope_beta_slow: float = declare(1.0, "YaRN: pairs that turn less often are scaled by the whole factor", above=0)
+    rope_beta_fast: float = declare(
+        32.0, "YaRN: pairs with more rotations in rope_original_len tokens are not scaled", above=0
+    )
+    rope_beta_slow: float = declare(
+        1.0, "YaRN: pairs with fewer rotations in that length are scaled by the full factor", above=0
+    )
     rope_truncate: bool = declare(False, "YaRN: round the bounds of the interpolated pairs to whole numbers")
     norm_eps: float = declare(1e-5, "epsilon of RMSNorm", above=0)
     tie_embeddings: bool = declare(False, "share weights between the embedding and the output head")

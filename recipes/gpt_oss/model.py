@@ -92,7 +92,7 @@ class GptOssExperts(nn.Module):
         nn.init.zeros_(self.down_bias)
 
     def forward(self, x_MD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        """Return the outputs for rows in the order of experts, (M, D); those of each expert end before row `ends_E`."""
+        """Return the outputs for rows sorted by expert, (M, D); each expert's rows end before row `ends_E`."""
         num_rows = x_MD.shape[0]
         (gate_up_MG,) = products(self, "gate_up_proj", x_MD, ends_E)
         gate_up_MG = gate_up_MG + grouped_bias(self.gate_up_bias, ends_E, num_rows)
@@ -104,7 +104,7 @@ class GptOssExperts(nn.Module):
 
 
 class GptOssMixture(nn.Module):
-    """A mixture-of-experts layer; a token's expert weights are the softmax of the scores of its chosen experts."""
+    """A mixture-of-experts layer; a token's expert weights are the softmax over its chosen experts' scores."""
 
     def __init__(self, config: GptOssConfig) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class GptOssMixture(nn.Module):
         self.experts = GptOssExperts(config)
 
     def forward(self, x_BTD: torch.Tensor, counts_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
-        """Return the output, and the load over the tokens that `counts_BT` marks (None if `counts_BT` is None)."""
+        """Return the output, and the experts' load over the tokens marked in `counts_BT` (None if that is None)."""
         config, x_SD = self.config, x_BTD.flatten(0, 1)
         logits_SE = self.router(x_SD)
         logits_SA, chosen_SA = self.choice(logits_SE)

@@ -26,7 +26,7 @@ def _import_on_call(module: str, name: str) -> Callable[..., Any]:
 
 
 def init(module: nn.Module, name: str, model: nn.Module) -> None:
-    """Initialise the parameters and buffers that `module` directly owns, as transformers does."""
+    """Initialize the parameters and buffers that `module` directly owns, as transformers does."""
     _import_on_call("model", "init")(module, name, model)
 
 

@@ -1,4 +1,4 @@
-"""Which models of transformers have a classifier, as which a model with a new head is exported."""
+"""Checks that transformers has a classifier for a model with a new head, which is exported as such a classifier."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def output_projection(config: HfConfig, model: Any) -> str:
 
     Raises UserError if the library has no classifier that consists of the rest of the model and such a head.
     """
-    if problem := _problem(json.dumps(config.config, sort_keys=True)):
+    if problem := _export_problem(json.dumps(config.config, sort_keys=True)):
         kind, version = config.config["model_type"], transformers.__version__
         rule = f"a new head needs a classifier of transformers {version} for model_type={kind}; {problem}"
         raise setting_error("model.path", config.path, rule)
@@ -33,8 +33,8 @@ def _name_of_output(model: Any) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _problem(content: str) -> str:
-    """Return why the library's classifier could not load the weights of an export; empty if it could."""
+def _export_problem(content: str) -> str:
+    """Return why the library's classifier could not load an exported model's weights; empty if it could."""
     config = HfConfig(config=json.loads(content))
     if config.config["model_type"] not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
         return "there is none"
@@ -45,6 +45,6 @@ def _problem(content: str) -> str:
     expected = {name: value.shape[1:] for name, value in ours.state_dict().items()}
     expected["score.weight"] = expected.pop(f"{output}.weight")
     expected.pop(f"{output}.bias", None)
-    found = {name: value.shape[1:] for name, value in theirs.state_dict().items()}
-    others = sorted(name for name in {**expected, **found} if expected.get(name) != found.get(name))
+    actual = {name: value.shape[1:] for name, value in theirs.state_dict().items()}
+    others = sorted(name for name in {**expected, **actual} if expected.get(name) != actual.get(name))
     return f"{type(theirs).__name__} has other weights: {', '.join(others[:5])}" if others else ""

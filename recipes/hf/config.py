@@ -1,4 +1,4 @@
-"""The configuration of a transformers model: its folder and its config.json.
+"""The configuration of a transformers model: its folder and the contents of its config.json.
 
 This module imports neither torch nor transformers.
 """

@@ -18,7 +18,7 @@ from trainer.experts import grouped_bias, mix, products
 
 
 def dispatch_experts(model: nn.Module) -> None:
-    """Make `trainer.experts` compute the expert modules in `model` that declare their layout."""
+    """Compute the expert modules in `model` that declare their layout through `trainer.experts`."""
     module: Any
     for module in model.modules():
         if _is_declared(module):
@@ -44,8 +44,8 @@ def _is_declared(module: Any) -> bool:
         return False
     names = [_first_matrix(module), "down_proj"]
     dims = dict.fromkeys(names, 3) | (dict.fromkeys((f"{name}_bias" for name in names), 2) if module.has_bias else {})
-    found = {name: parameter.ndim for name, parameter in module.named_parameters()}
-    return found == dims and {p.shape[0] for p in module.parameters()} == {module.num_experts}
+    actual_dims = {name: parameter.ndim for name, parameter in module.named_parameters()}
+    return actual_dims == dims and {p.shape[0] for p in module.parameters()} == {module.num_experts}
 
 
 @functools.cache
@@ -57,16 +57,16 @@ def _dispatched(library: Any) -> Any:
     ) -> torch.Tensor:
         """Return the outputs for tokens (S, D), their experts (S, A) and weights (S, A), as the library does.
 
-        Without weights: `hidden_states` are rows (M, D) sorted by expert, and `top_k_index` the end of each expert's
-        rows (E,), as `mix` passes them.
+        Without weights, as called by `mix`: `hidden_states` are rows (M, D) sorted by expert, and `top_k_index` holds
+        the end of each expert's rows, (E,).
         """
         if top_k_weights is None:
             return _outputs(self, hidden_states, top_k_index)
         return mix(self, hidden_states, top_k_index, top_k_weights).to(hidden_states.dtype)
 
-    made = type(library.__name__, (library,), {"forward": forward, "__module__": library.__module__})
-    made.__qualname__, made.__doc__ = library.__qualname__, library.__doc__
-    return made
+    subclass = type(library.__name__, (library,), {"forward": forward, "__module__": library.__module__})
+    subclass.__qualname__, subclass.__doc__ = library.__qualname__, library.__doc__
+    return subclass
 
 
 def _outputs(experts: Any, x_MD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """A transformers model that also accepts `tokens` and `targets`, and returns the summed loss.
 
-The module also provides its FSDP units, the initialisation of weights, FLOPs, and notes for the start block.
+The module also provides its FSDP units, the initialization of weights, FLOPs, and notes for the start block.
 
-Modules, parameters and their names are those of transformers ("the library").  Called the library's way, without
-`tokens`, the model returns the library's output, and `generate` works as usual.
+Modules, parameters and their names are those of transformers ("the library").  Without `tokens`, the
+model behaves like the library's: it returns the library's output, and `generate` works as usual.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trainer.model.parameters import num_writes, storage_id
 from trainer.sequence import Documents, apply_by_document
 
 _ATTENTION = {"flex": "flex_attention"}
-"""Our names of attention kernels where they differ from the library's."""
+"""Our names of attention kernels that differ from the library's."""
 
 
 def build(config: HfConfig) -> transformers.PreTrainedModel:
@@ -115,7 +115,7 @@ def _first_line(error: Exception) -> str:
 
 
 class LossHead(nn.Linear):
-    """The projection onto the vocabulary; with targets, returns the summed loss without materialising all logits."""
+    """The projection onto the vocabulary; with targets, returns the summed loss without materializing all logits."""
 
     def forward(self, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor | None = None) -> torch.Tensor:
         if targets_BT is None:
@@ -165,9 +165,9 @@ def _with_loss(library: Any) -> Any:
     theirs = [*inspect.signature(library.forward).parameters.values()][1:]
     named = [p.replace(kind=p.KEYWORD_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in theirs]
     forward.__signature__ = inspect.Signature([*own, *named])  # type: ignore[attr-defined]
-    made = type(library.__name__, (library,), {"forward": forward, "__module__": library.__module__})
-    made.__qualname__, made.__doc__ = library.__qualname__, library.__doc__
-    return made
+    subclass = type(library.__name__, (library,), {"forward": forward, "__module__": library.__module__})
+    subclass.__qualname__, subclass.__doc__ = library.__qualname__, library.__doc__
+    return subclass
 
 
 def _is_recurrent(module: nn.Module) -> bool:
@@ -195,18 +195,18 @@ def _by_document(library: Any) -> Any:
         finally:
             self.training = is_training
 
-    made = type(library.__name__, (library,), {"forward": forward, "__module__": library.__module__})
-    made.__qualname__, made.__doc__ = library.__qualname__, library.__doc__
-    return made
+    subclass = type(library.__name__, (library,), {"forward": forward, "__module__": library.__module__})
+    subclass.__qualname__, subclass.__doc__ = library.__qualname__, library.__doc__
+    return subclass
 
 
 @torch.no_grad()
 def _head_computes_logits(model: Any) -> bool:
     """Return whether the logits are exactly the head's output for the last hidden state of the base model.
 
-    If so, `linear_cross_entropy` of hidden state and head weight is the loss.  The check runs the library's forward
-    pass on the meta device with the base model replaced by a stub: if the library scales, caps, slices or modifies the
-    hidden state or the logits, the tensors before and after are not the same.
+    If so, the loss is `linear_cross_entropy` of the hidden state and the head's weight.  The check runs the library's
+    forward pass on the meta device with the base model replaced by a stub: if the library scales, caps, slices or
+    modifies the hidden state or the logits, the tensors before and after are not the same.
     """
     head, base = model.get_output_embeddings(), model.base_model
     if type(head) is not nn.Linear or head.bias is not None or base is model:
@@ -220,7 +220,9 @@ def _head_computes_logits(model: Any) -> bool:
         return _Outputs(last_hidden_state=hidden)
 
     def watch(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        head_calls.append((output, _place(output), _place(inputs[0])))  # a reference, so that the storage is not reused
+        head_calls.append(
+            (output, _identity(output), _identity(inputs[0]))
+        )  # keeps `output` alive, so that its storage is not reused
 
     tokens, hook = torch.zeros(1, 2, dtype=torch.int64, device="meta"), head.register_forward_hook(watch)
     base.forward = stub_forward
@@ -234,7 +236,7 @@ def _head_computes_logits(model: Any) -> bool:
     other_arguments = [
         name for name, value in base_arguments.items() if name not in ("input_ids", "use_cache") and value
     ]
-    return len(head_calls) == 1 and not other_arguments and head_calls[0][1:] == (_place(logits), _place(hidden))
+    return len(head_calls) == 1 and not other_arguments and head_calls[0][1:] == (_identity(logits), _identity(hidden))
 
 
 class _Outputs:
@@ -250,8 +252,8 @@ class _Outputs:
         return None
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a value that is equal for two views of the same elements, and that changes after an in-place write."""
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return a value that is equal for two views of the same elements, and changes with every in-place write."""
     storage = storage_id(tensor.untyped_storage())
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), num_writes(tensor)
 
@@ -267,11 +269,11 @@ def units(model: Any) -> list[nn.Module | tuple[nn.Module, nn.Module]]:
     `nn.ModuleList`.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    kinds, inside = set(model._no_split_modules or ()), ""
+    kinds, block_prefix = set(model._no_split_modules or ()), ""
     blocks: list[nn.Module] = []
     for name, module in model.named_modules():  # the outermost ones, in the order of the model
-        if type(module).__name__.removeprefix("FSDP") in kinds and not (inside and name.startswith(inside)):
-            inside = f"{name}."
+        if type(module).__name__.removeprefix("FSDP") in kinds and not (block_prefix and name.startswith(block_prefix)):
+            block_prefix = f"{name}."
             blocks.append(module)
     if not blocks:
         lists = [[*module] for module in model.modules() if isinstance(module, nn.ModuleList)]
@@ -282,11 +284,11 @@ def units(model: Any) -> list[nn.Module | tuple[nn.Module, nn.Module]]:
 
 
 def init(module: nn.Module, name: str, model: Any) -> None:
-    """Initialise the parameters that `module` directly owns, as transformers does, and leave all others unchanged.
+    """Initialize the parameters that `module` directly owns, as transformers does, and leave all others unchanged.
 
-    The library initialises a module after its children, and redraws some of their weights: GPT-2's projections back
+    The library initializes a module after its children, and redraws some of their weights: GPT-2's projections back
     into the residual stream, for example.  `_init_weights` is therefore also called for each ancestor of `module`, from
-    the inside out.  A module that is neither the library's nor torch's, such as an adapter, is initialised by its own
+    the inside out.  A module that is neither the library's nor torch's, such as an adapter, is initialized by its own
     `reset_parameters`.
     """
     kinds = [kind for kind in type(module).__mro__ if kind is not nn.Module]
@@ -296,7 +298,7 @@ def init(module: nn.Module, name: str, model: Any) -> None:
     own = {id(parameter) for parameter in module.parameters(recurse=False)}
     for parameter in model.parameters():
         if id(parameter) not in own:
-            parameter._is_hf_initialized = True  # the library's own flag: do not initialise this parameter
+            parameter._is_hf_initialized = True  # the library's own flag: do not initialize this parameter
     parts = name.split(".") if name else []
     path = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
     with initialization.guard_torch_init_functions():
@@ -333,18 +335,18 @@ def notes(config: HfConfig, model: Any) -> list[str]:
 
 
 def flops(config: HfConfig, seq_len: int) -> float:
-    """Return model FLOPs per token of forward and backward: 6 per matrix weight, plus causal attention.
+    """Return model FLOPs per token for forward and backward: 6 per matrix weight, plus causal attention.
 
-    Of a mixture of experts, only the experts that process the token count.
+    In a mixture of experts, only the experts that process the token count.
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
-    matrices, widths = _work(json.dumps(config.config, sort_keys=True))
+    matrices, widths = _flop_terms(json.dumps(config.config, sort_keys=True))
     scores = sum(2 * width * mean_keys(seq_len, window) for width, window in widths)
     return 6.0 * (matrices + scores)
 
 
 @functools.lru_cache(maxsize=8)
-def _work(content: str) -> tuple[float, list[tuple[int, int | None]]]:
+def _flop_terms(content: str) -> tuple[float, list[tuple[int, int | None]]]:
     """Return the number of matrix weights used per token, and the width and window of each attention layer."""
     config = HfConfig(config=json.loads(content))
     with torch.device("meta"):

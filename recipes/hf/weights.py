@@ -1,9 +1,9 @@
 """Converts between transformers' checkpoint files and its models, tensor by tensor, in both directions.
 
-Files of a mixture of experts have a matrix for each expert and projection, while the model has one tensor for all of
-them; other files use older names.  transformers' conversion table lists the renamings and conversions that a
-model needs.  transformers applies the table to complete models; this module applies it to one tensor, or to the rows
-of a tensor that a rank needs.
+The files of a mixture of experts have one matrix per expert and projection, while the model stacks those of all
+experts; other files use older names.  transformers' conversion table lists the renamings and conversions that a model
+needs.  transformers applies it to complete models; this module applies it to one tensor, or to the rows of a tensor
+that a rank needs.
 Source: transformers, core_model_loading.py and conversion_mapping.py.
 """
 
@@ -39,8 +39,8 @@ from trainer.model.head import ScoreHead, is_score
 from trainer.recipe import WeightSource
 from trainer.weights.sources import SafetensorsFolder, find_weights
 
-_LEFT_OUT = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""Buffers in old files that models now compute themselves; the library ignores them for every model."""
+_IGNORED_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+"""Buffers in old files, which models now compute themselves; the library ignores them for every model."""
 
 
 def first_weights(config: HfConfig) -> WeightSource | None:
@@ -106,7 +106,7 @@ class TransformersFolder:
         converters = [entry for entry in table if isinstance(entry, WeightConverter)]
         files = SafetensorsFolder(Path(self.description), setting="model.path")
         converted = _ConvertedSource(model, files)
-        ignored = re.compile("|".join([*_LEFT_OUT, *(model._keys_to_ignore_on_load_unexpected or ())]))
+        ignored = re.compile("|".join([*_IGNORED_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ())]))
         for name in sorted(files.shapes, key=dot_natural_key):
             model_name, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, names)
             if model_name not in names and name in names:
@@ -139,13 +139,13 @@ class _ConvertedSource:
     """A `WeightSource` whose tensors are those of another source, renamed or converted."""
 
     def __init__(self, model: Any, source: WeightSource, renamings: Sequence[WeightRenaming] = ()) -> None:
-        """`renamings` are applied to the names of the conversions' results."""
+        """renamings: applied to the names of the converted tensors."""
         self.description = source.description
         self._model, self._source, self._renamings = model, source, renamings
         self._shapes, self._dtypes = source.shapes, source.dtypes
         self._renamed: dict[str, str] = {}
         self._conversions: dict[str, _Conversion] = {}
-        self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
+        self._last_result: tuple[str, dict[str, torch.Tensor]] = ("", {})
 
     def rename(self, name: str, new_name: str) -> None:
         """Provide the source's tensor `name` under the name `new_name`."""
@@ -202,10 +202,10 @@ class _ConvertedSource:
                 {pattern: names[start:stop] for pattern, names in conversion.inputs.items()},
             )
             return self._run(rows_only, self._source.read)[name]
-        if self._last[0] != conversion.target:
-            self._last = ("", {})
-            self._last = conversion.target, self._run(conversion, self._source.read)
-        tensor = self._last[1][name]
+        if self._last_result[0] != conversion.target:
+            self._last_result = ("", {})
+            self._last_result = conversion.target, self._run(conversion, self._source.read)
+        tensor = self._last_result[1][name]
         return tensor[start:stop] if tensor.ndim else tensor
 
     def _run(self, conversion: _Conversion, read: Any) -> dict[str, torch.Tensor]:

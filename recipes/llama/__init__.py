@@ -24,7 +24,7 @@ def units(model: nn.Module) -> list[str | tuple[str, ...]]:
 
 
 def flops(config: LlamaConfig, seq_len: float) -> float:
-    """Return model FLOPs per token of forward and backward: 6 per matrix weight, plus causal attention.
+    """Return model FLOPs per token for forward and backward: 6 per matrix weight, plus causal attention.
 
     Chowdhery et al. 2022, arXiv:2204.02311, appendix B; a causal mask halves attention's score matrix.
     """

@@ -55,8 +55,8 @@ SCALING = {
 def config(config: LlamaConfig) -> dict[str, Any]:
     """Return the entries of config.json.
 
-    transformers 5 reads `rope_parameters`, 4 reads `rope_theta` and `rope_scaling`; each accepts or ignores the entries
-    of the other.
+    transformers 5 reads `rope_parameters`, 4 reads `rope_theta` and `rope_scaling`; each accepts or ignores the
+    other's entries.
     """
     scaling = {"rope_type": "llama3"} | {entry: getattr(config, field) for field, entry in SCALING.items()}
     is_scaled = config.rope_factor != 1.0
@@ -74,7 +74,7 @@ def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises UserError for any frequency scaling except Llama 3.1's, or a head size that is not width / heads.
     """
-    # transformers' defaults, because config.json of the first Llama models has few entries.
+    # transformers' defaults: the first Llama models have few entries in config.json.
     defaults = {
         "num_key_value_heads": content["num_attention_heads"],
         "max_position_embeddings": 2048,

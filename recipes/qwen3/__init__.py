@@ -1,4 +1,4 @@
-"""Qwen3: pre-norm transformer with RoPE, grouped-query attention with normalised queries and keys, and SwiGLU.
+"""Qwen3: pre-norm transformer with RoPE, grouped-query attention with normalized queries and keys, and SwiGLU.
 
 Source: Yang et al. 2025, "Qwen3 Technical Report", arXiv:2505.09388; the published configurations.
 """
@@ -21,7 +21,7 @@ def units(model: Any) -> list[str | tuple[str, ...]]:
 
 
 def flops(config: Qwen3Config, seq_len: float) -> float:
-    """Return model FLOPs per token of forward and backward: 6 per matrix weight, plus causal attention."""
+    """Return model FLOPs per token for forward and backward: 6 per matrix weight, plus causal attention."""
     attention = 2 * config.dim * config.head_dim * (config.num_heads + config.num_kv_heads)
     matrices = config.num_layers * (attention + 3 * config.dim * config.ffn_dim) + config.dim * config.vocab_size
     scores = config.num_layers * config.num_heads * config.head_dim * seq_len

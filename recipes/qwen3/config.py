@@ -11,7 +11,7 @@ from trainer.recipe import declare
 
 @dataclass(frozen=True)
 class Qwen3Config:
-    """The fields of a Qwen3 model."""
+    """Architecture and initialization settings of a Qwen3 model."""
 
     vocab_size: int = declare(257, "size of the vocabulary", at_least=1, at_most=2**31 - 1)
     dim: int = declare(192, "width of the residual stream", at_least=1, at_most=2**20)

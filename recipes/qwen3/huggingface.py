@@ -29,7 +29,7 @@ ATTENTION = {
     "head.norm.weight": "model.norm.weight",
     "head.output.weight": "lm_head.weight",
 }
-"""Names that the dense and the mixture-of-experts models have in common."""
+"""Names shared by the dense and the mixture-of-experts models."""
 
 NAMES = {
     **ATTENTION,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Qwen3Attention(nn.Module):
-    """Causal grouped-query attention that normalises queries and keys before RoPE."""
+    """Causal grouped-query attention that normalizes queries and keys before RoPE."""
 
     def __init__(self, config: Qwen3Config | Qwen3MoeConfig) -> None:
         super().__init__()

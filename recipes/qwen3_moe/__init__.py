@@ -13,14 +13,14 @@ from trainer.recipe import Recipe, register
 
 
 def flops(config: Qwen3MoeConfig, seq_len: float) -> float:
-    """Return the model's FLOPs per token, forward plus backward: 6 per active matrix weight, plus causal attention.
+    """Return model FLOPs per token for forward and backward: 6 per active matrix weight, plus causal attention.
 
     seq_len: the mean number of tokens that attention spans, which need not be an integer.
     """
     attention = 2 * config.dim * config.head_dim * (config.num_heads + config.num_kv_heads)
     experts = config.num_experts * config.dim + 3 * config.num_chosen * config.dim * config.expert_dim
     matrices = config.num_layers * (attention + experts) + config.dim * config.vocab_size
-    # Two products, queries with keys and weights with values; the causal mask halves both.
+    # Two matrix products, queries by keys and weights by values; the causal mask halves both.
     scores = config.num_layers * config.num_heads * config.head_dim * seq_len
     return 6.0 * (matrices + scores)
 

@@ -44,7 +44,7 @@ class Experts(nn.Module):
         nn.init.normal_(self.w2, std=self.out_std)
 
     def forward(self, x_MD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        """Return the outputs for rows in the order of experts, (M, D); those of each expert end before row `ends_E`."""
+        """Return the outputs for rows sorted by expert, (M, D); each expert's rows end before row `ends_E`."""
         gate_MF, up_MF = products(self, "gate_up_proj", x_MD, ends_E)
         (out_MD,) = products(self, "down_proj", F.silu(gate_MF) * up_MF, ends_E)
         return out_MD
@@ -62,7 +62,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config)
 
     def forward(self, x_BTD: torch.Tensor, counts_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
-        """Return the output, and the load over the tokens that `counts_BT` marks (None if `counts_BT` is None)."""
+        """Return the output, and the experts' load over the tokens marked in `counts_BT` (None if that is None)."""
         config, x_SD = self.config, x_BTD.flatten(0, 1)
         logits_SE = self.router(x_SD)
         probs_SE = logits_SE.softmax(-1, dtype=torch.float32)

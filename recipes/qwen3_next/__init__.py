@@ -14,11 +14,11 @@ from trainer.recipe import Recipe, register
 
 
 def flops(config: Qwen3NextConfig, seq_len: float) -> float:
-    """Return model FLOPs per token of forward and backward: 6 per active matrix weight, attention and the delta rule.
+    """Return model FLOPs per token for forward and backward: 6 per active matrix weight, attention and the delta rule.
 
-    Causal attention counts as half of both products.  The delta rule counts as its recurrence, in which each token
-    reads the state with its key, writes to it, and reads it with its query; products that chunked computation adds do
-    not count.
+    Causal attention counts half of both matrix products.  The delta rule counts as its recurrence, in which each token
+    reads the state with its key, writes to it, and reads it with its query, without the extra products of chunked
+    computation.
 
     seq_len: the mean number of tokens that attention spans, which need not be an integer.
     """

@@ -12,7 +12,7 @@ from trainer.recipe import BalanceConfig, declare
 
 @dataclass(frozen=True)
 class Qwen3NextConfig(BalanceConfig):
-    """The fields of a Qwen3-Next model."""
+    """Architecture and initialization settings of a Qwen3-Next model."""
 
     vocab_size: int = declare(257, "size of the vocabulary", at_least=1, at_most=2**31 - 1)
     dim: int = declare(192, "width of the residual stream", at_least=1, at_most=2**20)

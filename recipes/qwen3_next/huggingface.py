@@ -61,7 +61,7 @@ FIELDS = {
 }
 """For each of our fields: its name in config.json, and the default if it is missing there."""
 
-_SHARE = "partial_rotary_factor"
+_ROTARY_SHARE = "partial_rotary_factor"
 
 
 def _layer_types(num_layers: int, attention_every: int) -> list[str]:
@@ -82,15 +82,15 @@ def config(config: Qwen3NextConfig) -> dict[str, Any]:
         "mlp_only_layers": [],
         "router_aux_loss_coef": config.balance or BALANCE,
         **rope,
-        _SHARE: share,
-        "rope_parameters": {**rope["rope_parameters"], _SHARE: share},
+        _ROTARY_SHARE: share,
+        "rope_parameters": {**rope["rope_parameters"], _ROTARY_SHARE: share},
     }
 
 
 def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `Qwen3NextConfig` for the contents of config.json.
 
-    Raises UserError for layers without experts, and for an order of layers that is not every n-th.
+    Raises UserError for layers without experts, and unless every n-th layer, and no other, has softmax attention.
     """
     fields = {field: content.get(entry, default) for field, (entry, default) in FIELDS.items()}
     if content.get("mlp_only_layers"):
@@ -100,11 +100,15 @@ def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
     if kinds != _layer_types(fields["num_layers"], every):
         raise UserError("layer_types: in this recipe every n-th layer is full_attention, the others linear_attention")
     rope = content.get("rope_parameters") or {}
-    share = rope.get(_SHARE, content.get(_SHARE, 0.25))
-    whole = {**content, _SHARE: None, "rope_parameters": {key: rope[key] for key in rope if key != _SHARE}}
+    share = rope.get(_ROTARY_SHARE, content.get(_ROTARY_SHARE, 0.25))
+    rope_content = {
+        **content,
+        _ROTARY_SHARE: None,
+        "rope_parameters": {key: rope[key] for key in rope if key != _ROTARY_SHARE},
+    }
     fields |= {"attention_every": every, "rotary_dim": int(fields["head_dim"] * share)}
     fields["balance"] = content.get("router_aux_loss_coef", BALANCE) if content.get("output_router_logits") else 0.0
-    return fields | {"rope_theta": rope_of(whole, ("default",))["rope_theta"]}
+    return fields | {"rope_theta": rope_of(rope_content, ("default",))["rope_theta"]}
 
 
 HUGGINGFACE = HuggingFace(

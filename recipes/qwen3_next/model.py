@@ -38,7 +38,7 @@ class ZeroCenteredNorm(nn.Module):
 
 
 class GatedAttention(nn.Module):
-    """Causal grouped-query attention with normalised queries and keys, RoPE on part of each head, and gated outputs."""
+    """Causal grouped-query attention with normalized queries and keys, RoPE on part of each head, and gated outputs."""
 
     def __init__(self, config: Qwen3NextConfig) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class GatedDelta(nn.Module):
         keys = self.num_key_heads * self.key_dim
         q_BTC, k_BTC, v_BTC = mixed_BTC.split([keys, keys, self.num_heads * self.value_dim], -1)
         q_BTNH, k_BTNH = (
-            _unit(part.unflatten(-1, (self.num_key_heads, -1)).float()).repeat_interleave(heads_per_key, 2)
+            _normalized(part.unflatten(-1, (self.num_key_heads, -1)).float()).repeat_interleave(heads_per_key, 2)
             for part in (q_BTC, k_BTC)
         )
         out_BTNE = sequence.gated_delta_rule(
@@ -153,8 +153,8 @@ class GatedDelta(nn.Module):
         return self.out(self.norm(out_BTNE, gate_BTKX.reshape(out_BTNE.shape)).flatten(2))
 
 
-def _unit(x: torch.Tensor) -> torch.Tensor:
-    """Return vectors scaled to length 1, or to less if they are tiny."""
+def _normalized(x: torch.Tensor) -> torch.Tensor:
+    """Return the vectors scaled to length 1, or less if they are tiny."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 

@@ -182,7 +182,7 @@ def scores_loss(name: str, scores: torch.Tensor, labels: torch.Tensor) -> torch.
 @pytest.mark.parametrize("name", OF_SCORES)
 def test_losses_of_scores_follow_the_formulas(name: str) -> None:
     objective, labels = objective_of(name), torch.tensor([0, 2, 1, 1])
-    shape = (4 * objective.rows, objective.outputs)
+    shape = (4 * objective.rows_per_sample, objective.outputs)
     scores = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     fields: dict[str, torch.Tensor] = {}
     rows = Rows(torch.empty(0), torch.ones(len(scores)), labels=labels, scores=scores)
@@ -200,8 +200,8 @@ def test_losses_of_samples_follow_the_formulas(name: str) -> None:
     rows = Rows(logps, lengths, reference=reference, labels=labels)
     kl = (logps - reference)[1::2].mean()
     if objective.has_statistic:
-        rows = replace(rows, known=objective.statistic(rows).mean())
-        torch.testing.assert_close(rows.known, kl)
+        rows = replace(rows, mean_statistic=objective.statistic(rows).mean())
+        torch.testing.assert_close(rows.mean_statistic, kl)
     fields: dict[str, torch.Tensor] = {}
     losses = objective(replace(rows, log=lambda field, values, over=None: fields.update({field: values})))
     expected = loss_by_formula(name, logps, lengths, reference, labels > 0, kl)
@@ -316,7 +316,7 @@ def test_losses_equal_trls() -> None:
     expected["orpo"] = (-means[0::2] - odds).mean()
 
     for name, value in expected.items():
-        seen = replace(rows, scores=scores) if name == "reward" else replace(rows, known=kl)
+        seen = replace(rows, scores=scores) if name == "reward" else replace(rows, mean_statistic=kl)
         found = objective_of(name)(seen).mean()
         print(f"{name}: {found.item():.9f}, TRL {value.item():.9f}, {abs(found.item() / value.item() - 1):.1e} apart")
         torch.testing.assert_close(found, value.double(), rtol=1e-6, atol=0, msg=name)

@@ -126,9 +126,9 @@ def test_logits_are_those_of_the_stored_values(kind: str, tmp_path: Path, capsys
     ours = load_weights(tmp_path / "m.gguf")
     with torch.no_grad():
         torch.testing.assert_close(ours(ids), model(ids).logits, rtol=1e-5, atol=1e-5)
-    assert "m.gguf: dequantising Q8_0 weights to " in capsys.readouterr().err
+    assert "m.gguf: dequantizing Q8_0 weights to " in capsys.readouterr().err
     load_weights(tmp_path)  # a folder with nothing else
-    assert "dequantised" not in capsys.readouterr().err, "a file is converted once"
+    assert "dequantiz" not in capsys.readouterr().err, "a file is converted once"
 
 
 def test_a_configuration_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

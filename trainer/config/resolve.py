@@ -746,7 +746,7 @@ def objective_data(config: RunConfig, resolution: Resolution) -> RunConfig:
         return config
     labels: Literal["none", "read", "mismatched"] = "none"
     if "labels" in objective.needs:
-        labels = "mismatched" if objective.rows == 2 else "read"
+        labels = "mismatched" if objective.rows_per_sample == 2 else "read"
     train_on = data.train_on
     if "scores" in objective.needs:
         train_on = "end"

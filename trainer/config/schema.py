@@ -699,7 +699,7 @@ class RunConfig:
     @property
     def rows_per_sample(self) -> int:
         """Sequences per sample: two for a preference pair, for example."""
-        return int(self.objective.rows)
+        return int(self.objective.rows_per_sample)
 
     @property
     def higher_is_better(self) -> bool:

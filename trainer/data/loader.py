@@ -298,8 +298,8 @@ def _check_samples(source: Source, config: RunConfig) -> None:
             f"train.objective={objective} has fewer classes than the labels of the data, 0 to {source.num_labels - 1}"
         )
         raise setting_error("objective.num_labels", outputs, rule, source.num_labels)
-    if source.num_labels > config.objective.num_kinds > 0:
-        known, largest = config.objective.num_kinds - 1, source.num_labels - 1
+    if source.num_labels > config.objective.num_classes > 0:
+        known, largest = config.objective.num_classes - 1, source.num_labels - 1
         rule = f"knows labels up to {known}, but the data has some up to {largest}"
         raise setting_error(key, objective, rule, fix="label a good answer 1 or true, and a bad one 0 or false")
     if source.rows_per_sample == config.rows_per_sample:
@@ -315,7 +315,7 @@ def _check_samples(source: Source, config: RunConfig) -> None:
 def _check_labels(source: Source, config: RunConfig) -> None:
     """Raise UserError if all training samples have the same label, but the objective distinguishes labels."""
     objective, label = config.objective, source.only_label
-    if label is None or max(objective.num_kinds, objective.outputs) < 2:
+    if label is None or max(objective.num_classes, objective.outputs) < 2:
         return
     rule = f"learns to tell labels apart, but all records of data.path have label {label}"
     missing = "1 or true" if label == 0 else "0 or false"

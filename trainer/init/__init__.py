@@ -1,1 +1,1 @@
-"""The command `meshtrainer init`, and the files of the project that it writes."""
+"""The command `meshtrainer init`, and the template of the project that it creates."""

@@ -1,4 +1,4 @@
-"""Write a project of your own: a model, its recipe, a test, and a batch file for Slurm.
+"""Create a project of your own: a model, its recipe, a test, and a batch file for Slurm.
 
 meshtrainer init mine            writes the folder mine/
 cd mine && meshtrainer run recipe=mine.yaml
@@ -17,21 +17,23 @@ from trainer.files import writing_to
 from trainer.recipe import all_recipes
 
 _NAME = "my_model"
-"""The name in the template's files and in their names."""
+"""The template's name for the model, in its files and in their names."""
 
 
 def write_project(name: str, parent: Path) -> Path:
-    """Write a project into the new folder `parent/name`, and return the folder.
+    """Create a project in the new folder `parent/name`, and return the folder.
 
-    Raises UserError if the name cannot be that of a module, or if the folder exists and is not empty.
+    Raises UserError if the name is not usable as a module name, or if the folder exists and is not empty.
     """
     module = name.replace("-", "_")
     if not module.isidentifier() or keyword.iskeyword(module):
         raise UserError(
             f"NAME={name}: must be usable as a Python module: letters, digits and _\n  for example: my_model"
         )
-    taken = {recipe.name for recipe in all_recipes()} | set(sys.stdlib_module_names) | {"trainer", "torch", "recipes"}
-    if module in taken:
+    reserved = (
+        {recipe.name for recipe in all_recipes()} | set(sys.stdlib_module_names) | {"trainer", "torch", "recipes"}
+    )
+    if module in reserved:
         raise UserError(f"NAME={name}: is the name of another module or model\n  for example: my_{module}")
     folder = parent / name
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

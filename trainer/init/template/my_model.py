@@ -1,4 +1,4 @@
-"""A small causal transformer in plain PyTorch: change it as you like.  It knows nothing of ranks or meshes."""
+"""A small causal transformer in plain PyTorch: change it as you like.  It needs no code for ranks or meshes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer import Recipe, register
 
 @dataclass
 class MyConfig:
-    """The model's settings: each is a key, such as `model.width=256`."""
+    """The model's settings.  Each can be set on the command line, for example `model.width=256`."""
 
     vocab_size: int = 257
     width: int = 96
@@ -23,7 +23,7 @@ class MyConfig:
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each added to its input."""
+    """Attention and a feed-forward layer, each with a residual connection."""
 
     def __init__(self, config: MyConfig) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x (B, T, width) after this block."""
         heads = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.num_heads, -1))
-        q, k, v = heads.permute(2, 0, 3, 1, 4)  # each (B, heads, T, width of a head)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)  # each (B, heads, T, head_dim)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
@@ -54,12 +54,12 @@ class MyModel(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(config.width), nn.Linear(config.width, config.vocab_size))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the token after each."""
+        """Return the logits for the next token at each position."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         return self.head(x)
 
 
-# The units are what FSDP gathers together, in the order of the forward pass.
+# FSDP gathers the parameters of each unit together; list the units in the order of the forward pass.
 register(Recipe("my_model", MyConfig, MyModel, units=["tokens", "positions", "blocks.*", "head"]))

@@ -1,4 +1,4 @@
-"""What the model promises: it is causal, and it learns.  Run: python -m pytest."""
+"""Checks that the model is causal and that it learns.  Run: python -m pytest."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ RECIPE = str(Path(__file__).with_name("my_model.yaml"))
 
 
 def test_it_is_causal() -> None:
-    """Changing a token changes no logit before it."""
+    """Changing a token leaves all earlier logits unchanged."""
     model = my_model.MyModel(my_model.MyConfig(width=16, num_layers=2)).eval()
     tokens = torch.arange(12)[None]
     changed = tokens.clone()
