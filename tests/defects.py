@@ -456,8 +456,8 @@ DEFECTS: list[Defect] = [
         "noise-of-the-place-in-the-batch",
         "generate-batch",
         "generate_tokens",
-        "places = [indices[row] if row < len(prompts) else 0 for row in rows]",
-        "places = list(range(len(rows)))",
+        "row_indices = [indices[row] if row < len(prompts) else 0 for row in rows]",
+        "row_indices = list(range(len(rows)))",
     ),
     Defect(
         "answers-again",
@@ -1518,9 +1518,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "first-piece-without-a-gather",
         "linear-attention",
-        "_entering_states",
-        "torch.stack(states)[_numbers(slices)].flatten(0, 1)",
-        "torch.cat([states[number] for number in _numbers(slices)])",
+        "_initial_states",
+        "torch.stack(states)[_piece_indices(slices)].flatten(0, 1)",
+        "torch.cat([states[index] for index in _piece_indices(slices)])",
     ),
     Defect(
         "maps-composed-in-reverse",

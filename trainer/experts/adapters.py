@@ -1,11 +1,11 @@
-"""The matrices of experts: their products with rows, and their adapters (LoRA).
+"""The matrices of experts: multiplying rows by them, and their adapters (LoRA).
 
-An expert module lists its matrices in an attribute `matrices`, and multiplies with them through `products`, which adds
+An expert module lists its matrices in an attribute `matrices`, and multiplies by them through `products`, which adds
 the products of their adapters.  The attribute maps the names of transformers' parameters to those of the module, which
 are stacked by expert: {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}.  If transformers concatenates several of
 them along the outputs, in this order, they share an adapter, as in peft.  Each parameter is (E, out, in), or
 (E, in, out) if the module has `is_transposed`.
-The rows of frozen ones may be packed (`trainer.model.packed`): those that the module's `packings` names.
+Frozen parameters named in the module's `packings` have packed rows (`trainer.model.packed`).
 
 Shape suffixes: E experts, M token-expert pairs, K and N inputs and outputs of a matrix, R rank of an adapter.
 """
@@ -21,10 +21,10 @@ from torch import nn
 from trainer.experts.grouped import grouped_mm, packed_grouped_mm
 
 ADAPTER = "default"
-"""The name of the adapter of a layer.  There is only one here; peft supports several."""
+"""Name of a layer's adapter.  A layer has only one here; peft supports several."""
 
 ADAPTERS = "adapters"
-"""Name of the child of an expert module that holds its adapters."""
+"""Name of the child module that holds the adapters of an expert module."""
 
 
 class ExpertFactor(nn.Module):
@@ -68,7 +68,7 @@ class ExpertAdapter(nn.Module):
 
 
 def products(experts: nn.Module, name: str, x_MK: torch.Tensor, ends_E: torch.Tensor) -> list[torch.Tensor]:
-    """Multiply rows with each of the matrices that `experts.matrices` lists under `name`; returns a list of (M, N).
+    """Multiply rows by each of the matrices that `experts.matrices` lists under `name`; return a list of (M, N).
 
     Rows are sorted by expert, and those of each expert end before row `ends_E`; see `grouped_mm`.
     Rows are converted to the dtype of the matrices; packed matrices are unpacked in the dtype of the rows instead.
@@ -98,7 +98,7 @@ def _product(experts: nn.Module, own: str, x_MK: torch.Tensor, ends_E: torch.Ten
 
 
 def matrices_of(module: nn.Module) -> Mapping[str, Sequence[str]]:
-    """Return the parameters of an expert module that can have adapters, by the adapter's name; empty for others."""
+    """Return the parameters of an expert module that can have adapters, by adapter name; empty for other modules."""
     found: Mapping[str, Sequence[str]] = getattr(module, "matrices", {})
     return found
 

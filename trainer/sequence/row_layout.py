@@ -18,10 +18,10 @@ from trainer.config import RunConfig, Slices, find_slices
 from trainer.distributed.world import World
 
 # ---------------------------------------------------------------------------------------------------------------
-# Slices of sequences, which models are called with under context parallelism
+# Slices of sequences, the inputs of models under context parallelism
 
 _current: Slices | None = None
-"""A global and not a context variable, since autograd recomputes activations in its own threads."""
+"""A global rather than a context variable, since autograd recomputes activations in its own threads."""
 
 
 def current_slices() -> Slices | None:
@@ -30,7 +30,7 @@ def current_slices() -> Slices | None:
 
 
 def slice_sequences(config: RunConfig, world: World) -> None:
-    """Set the slices that models are called with from now on, if `mesh.context` is above 1.
+    """From now on, treat inputs of models as slices of sequences, if `mesh.context` is above 1.
 
     Creates the process group of the ranks that share sequences.  Collective.
     """
@@ -78,8 +78,8 @@ class Documents:
 
     @classmethod
     def of(cls, documents_BT: torch.Tensor | Cache | None, borders: torch.Tensor | None = None) -> Documents | None:
-        """Return the documents of a batch from its entries `documents` and, if present, `borders`; None without
-        documents.
+        """Return the documents of a batch from its entries `documents` and, if present, `borders`; None if there
+        are none.
 
         Consecutive tokens of a row with the same number form one document.  A `Cache` is returned unchanged.  Both
         entries describe full rows, even if the model is called with slices of them.
@@ -98,13 +98,13 @@ class Documents:
         """Q, the number of tokens at the end of each row that are queries; all tokens are keys."""
         self.pieces: list[Documents] = []
         """For each piece of a slice, the documents up to its end, with the piece's tokens as queries."""
-        begins_BT = _is_first_token(documents_BT)
-        self.numbers_BT = begins_BT.cumsum(1)
+        is_first_BT = _is_first_token(documents_BT)
+        self.numbers_BT = is_first_BT.cumsum(1)
         """Each token's document number, unique within its row."""
         index_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
-        self.positions_BT = index_T - torch.where(begins_BT, index_T, 0).cummax(1).values
+        self.positions_BT = index_T - torch.where(is_first_BT, index_T, 0).cummax(1).values
         self.borders = find_borders(documents_BT) if borders is None else borders
-        """See `find_borders`.  For a batch without `borders` they are computed here, with a host sync on a GPU."""
+        """See `find_borders`.  For a batch without `borders`, computed here, with a host sync on a GPU."""
         self._mask: torch.Tensor | None = None
 
     def up_to(self, stop: int, num_queries: int) -> Documents:
@@ -156,7 +156,7 @@ class Documents:
         return rows
 
     @cached_property
-    def rows(self) -> tuple[list[DocumentRows], torch.Tensor]:
+    def length_groups(self) -> tuple[list[DocumentRows], torch.Tensor]:
         """The documents as separate rows, padded to less than twice their length, in groups of similar length; and the
         index (M,) of each token of the batch among the tokens of all groups.
         """
@@ -201,7 +201,7 @@ class Cache(Documents):
     tokens until all texts in the batch have finished.
 
     A layer's memory is allocated for twice its current number of tokens, but at most for `max_tokens`, and doubled when
-    it is full.  New keys and values are written in place, so earlier ones are copied only when the memory grows.
+    full.  New keys and values are written in place, so earlier ones are copied only when the memory grows.
     """
 
     def __init__(self, padding: Sequence[int] = (), max_tokens: int = 0) -> None:
@@ -232,7 +232,7 @@ class Cache(Documents):
         self._next += 1
 
     def extend(self, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values to those of the next layer; return views of those of all tokens so far."""
+        """Append keys and values to those of the next layer; return views of those for all tokens so far."""
         stop, stored = self.num_tokens + k_BKTH.shape[2], self.recall()
         if stored is None or stop > stored[0].shape[2]:
             memory = (self._allocate(k_BKTH, stop), self._allocate(v_BKTH, stop))
@@ -253,7 +253,7 @@ class Cache(Documents):
         return like_BKTH.new_empty(*like_BKTH.shape[:2], capacity, like_BKTH.shape[3])
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Drop the texts of all other rows.  Copies the remaining cache."""
+        """Drop the texts in all other rows.  Copies the remaining cache."""
         index_R = torch.tensor(rows)
         if self._padding is not None:
             self._padding = self._padding[index_R.to(self._padding.device)]
