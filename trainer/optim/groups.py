@@ -2,7 +2,7 @@
 
 The defaults follow common practice.  With AdamW and SGD all matrices decay, except for embedding tables; vectors
 and biases do not.  Muon takes the hidden matrices and stacked experts; embeddings, the output projection, routers,
-convolutions and vectors stay with AdamW.  `optim.groups` changes any of this by the parameter's name.
+convolutions and vectors stay with AdamW.  `optim.groups` can change any of this, by parameter name.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def _with_groups(found: Iterable[Assignment], model: nn.Module, config: OptimSec
 
 
 def notes_on(found: Sequence[Assignment]) -> list[str]:
-    """Return a line about the parameters that several entries of `optim.groups` match."""
+    """Return a line about the parameters that match several entries of `optim.groups`, if any."""
     several = [each.name for each in found if len(each.rules) > 1]
     which = several[0] if len(several) == 1 else f"{len(several)} parameters"
     return [f"matched by several groups (the last one takes effect): {which}"] if several else []
@@ -234,8 +234,8 @@ def notes_on(found: Sequence[Assignment]) -> list[str]:
 def describe(parts: Sequence[torch.optim.Optimizer], names: Mapping[int, str]) -> list[str]:
     """Return one line per parameter group: optimizer, weight decay, learning-rate scale, sizes and names.
 
-    Empty if a single optimizer applies the same settings to all parameters, except for the usual weight decay.  names:
-    by the parameter's id.
+    Empty if a single optimizer applies the same settings to all parameters, except for the usual weight decay.
+    names: parameter names by id.
     """
     groups = [(part, group) for part in parts for group in part.param_groups if group["params"]]
     if len(parts) == 1 and not any("lr_scale" in group for _, group in groups):

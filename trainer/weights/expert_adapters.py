@@ -38,8 +38,8 @@ class ExpertMatrix:
         down_ERK, up_ENR = (
             adapters.read(f"{self.adapter}.lora_{part}.{ADAPTER}.weight", start, stop).float() for part in "AB"
         )
-        found = up_ENR[:, slice(*self.outputs)] @ down_ERK
-        return found.transpose(1, 2) if self.is_transposed else found
+        product = up_ENR[:, slice(*self.outputs)] @ down_ERK
+        return product.transpose(1, 2) if self.is_transposed else product
 
 
 def find_matrices(model: nn.Module, adapters: Collection[str]) -> dict[str, ExpertMatrix]:
@@ -59,15 +59,15 @@ def find_matrices(model: nn.Module, adapters: Collection[str]) -> dict[str, Expe
 def peft_prefixes(
     model: nn.Module, adapters: Collection[str], to_huggingface: Callable[[str], str | None]
 ) -> dict[str, str]:
-    """Return the prefix of the tensors in peft's format for each of `adapters` that belongs to experts of `model`.
+    """Return the prefix of tensor names in peft's format for each of `adapters` that belongs to experts of `model`.
 
     `model` is the model without adapters.
     """
     targets, found = _targets(model, to_huggingface), {}
     for name in (name for name in targets if name in adapters):
-        there, same_module = targets[name].rpartition(".")[0], f"{name.rpartition('.')[0]}."
+        target_module, same_module = targets[name].rpartition(".")[0], f"{name.rpartition('.')[0]}."
         later = [*targets][[*targets].index(name) + 1 :]
-        found[name] = there + ".base_layer" * sum(n.startswith(same_module) and n in adapters for n in later)
+        found[name] = target_module + ".base_layer" * sum(n.startswith(same_module) and n in adapters for n in later)
     return found
 
 

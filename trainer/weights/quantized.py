@@ -1,6 +1,6 @@
-"""Dequantizes the weights of published models to bfloat16 while reading, only the requested rows.
+"""Dequantizes the weights of published models to bfloat16 as their rows are read.
 
-Supports two formats, by the entry `quantization_config` of config.json:
+The entry `quantization_config` of config.json selects one of two formats:
 
 - `mxfp4`: the experts of gpt-oss.  `NAME_blocks` (E, N, K / 32, 16) packs two 4-bit numbers per byte, and `NAME_scales`
   (E, N, K / 32) is the exponent of each group of 32 numbers, plus 127; the weight is `NAME`, (E, K, N).  Format: Open
@@ -33,7 +33,7 @@ _E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 def dequantized(
     readers: Mapping[str, tuple[Path, Any]], quantization: Mapping[str, Any]
 ) -> dict[str, tuple[Path, Any]]:
-    """Replace the tensors of each quantized weight by a single reader, which dequantizes the rows that are read.
+    """Replace the tensors of each quantized weight with a single reader that dequantizes the rows it reads.
 
     readers: the file and the slice (of safetensors' `get_slice`) of each tensor, by name.  quantization: the entry
     `quantization_config` of config.json.
