@@ -73,15 +73,15 @@ def products(experts: nn.Module, name: str, x_MK: torch.Tensor, ends_E: torch.Te
     Rows are sorted by expert, and those of each expert end before row `ends_E`; see `grouped_mm`.
     Rows are converted to the dtype of the matrices; packed matrices are unpacked in the dtype of the rows instead.
     """
-    found = [_product(experts, own, x_MK, ends_E) for own in matrices_of(experts)[name]]
+    outputs = [_product(experts, own, x_MK, ends_E) for own in matrices_of(experts)[name]]
     adapter = adapters_of(experts).get(name)
     if adapter is None or not adapter.is_enabled:
-        return found
-    parts = adapter(x_MK, ends_E).split([out_MN.shape[1] for out_MN in found], dim=1)
+        return outputs
+    parts = adapter(x_MK, ends_E).split([out_MN.shape[1] for out_MN in outputs], dim=1)
     # Not in place: selective activation checkpointing may save the experts' own products.
     return [
         torch.add(out_MN, part_MN, alpha=adapter.scaling).to(out_MN.dtype)
-        for out_MN, part_MN in zip(found, parts, strict=True)
+        for out_MN, part_MN in zip(outputs, parts, strict=True)
     ]
 
 
@@ -99,14 +99,14 @@ def _product(experts: nn.Module, own: str, x_MK: torch.Tensor, ends_E: torch.Ten
 
 def matrices_of(module: nn.Module) -> Mapping[str, Sequence[str]]:
     """Return the parameters of an expert module that can have adapters, by adapter name; empty for other modules."""
-    found: Mapping[str, Sequence[str]] = getattr(module, "matrices", {})
-    return found
+    matrices: Mapping[str, Sequence[str]] = getattr(module, "matrices", {})
+    return matrices
 
 
 def adapters_of(experts: nn.Module) -> dict[str, ExpertAdapter]:
     """Return the adapters of an expert module by name."""
-    found = getattr(experts, ADAPTERS, {})
-    return {name: adapter for name, adapter in found.items() if isinstance(adapter, ExpertAdapter)}
+    adapters = getattr(experts, ADAPTERS, {})
+    return {name: adapter for name, adapter in adapters.items() if isinstance(adapter, ExpertAdapter)}
 
 
 def add_adapter(experts: nn.Module, name: str, rank: int, scaling: float) -> None:

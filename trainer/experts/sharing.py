@@ -27,17 +27,17 @@ def find_experts(model: nn.Module, recipe: Recipe) -> dict[str, nn.Module]:
     if recipe.experts is None:
         return {}
     if callable(recipe.experts):
-        found = {name: model.get_submodule(name) for name in recipe.experts(model)}
+        modules = {name: model.get_submodule(name) for name in recipe.experts(model)}
     else:
-        found = {name: module for name, module in model.named_modules() if matches(name, recipe.experts)}
-    if not found and not callable(recipe.experts):
+        modules = {name: module for name, module in model.named_modules() if matches(name, recipe.experts)}
+    if not modules and not callable(recipe.experts):
         raise UserError(f"recipe {recipe.name!r}: experts: the model has no module {recipe.experts!r}")
-    for name, module in found.items():
+    for name, module in modules.items():
         first_dims = {parameter.shape[:1] for parameter in module.parameters()}
         if len(first_dims) != 1 or first_dims == {torch.Size()}:
             shapes = ", ".join(f"{own} {tuple(p.shape)}" for own, p in module.named_parameters())
             raise UserError(f"recipe {recipe.name!r}: experts: {name} has parameters that are not stacked: {shapes}")
-    return found
+    return modules
 
 
 def matches(name: str, pattern: str) -> bool:

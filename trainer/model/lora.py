@@ -213,14 +213,14 @@ def weights_to_pack(model: nn.Module, blocks: Sequence[nn.Module], adapted: Coll
     `adapted`: the layers with adapters, as returned by `find_layers`.  `model` must not have packed weights yet.
     """
     inside = {id(module) for block in blocks for module in block.modules()}
-    found = []
+    names = []
     for name, module in model.named_modules():
         if _is_plain_linear(module) and (id(module) in inside or name in adapted):
-            found.append(f"{name}.weight")
+            names.append(f"{name}.weight")
         for matrix, parameters in matrices_of(module).items():
             if id(module) in inside or f"{name}.{matrix}" in adapted:
-                found += [f"{name}.{own}" for own in parameters]
-    return found
+                names += [f"{name}.{own}" for own in parameters]
+    return names
 
 
 def find_layers(

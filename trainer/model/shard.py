@@ -58,14 +58,16 @@ def apply_sharding(
     share = offloaded_share(train.offload_activations)
     works_on_blocks = train.activation_checkpoint != "none" or compiles or train.float8 != "none" or share > 0
     blocks = find_blocks(model, recipe) if works_on_blocks else []
-    kept = saved_by_budget(model, blocks, config, train.activation_checkpoint, train.micro_batch_size)
+    saved_operators = saved_by_budget(model, blocks, config, train.activation_checkpoint, train.micro_batch_size)
     apply_float8(blocks, train.float8, mesh.device_type)
     units = find_units(model, recipe, config.fsdp.wrap)
     reshard = reshard_of_units(config.fsdp.reshard_after_forward, units, mesh.size(mesh.ndim - 1))
     if works_on_blocks:
         _check_blocks(blocks, units, config)
         offload = ActivationOffload(model, blocks, share, torch.device(mesh.device_type)) if share else None
-        apply_activation_checkpointing(blocks, train.activation_checkpoint, kept, None if compiles else offload)
+        apply_activation_checkpointing(
+            blocks, train.activation_checkpoint, saved_operators, None if compiles else offload
+        )
         if compiles:
             for block in blocks:
                 block.compile(fullgraph=True)
@@ -307,7 +309,7 @@ def saved_by_budget(
 def apply_activation_checkpointing(
     blocks: Sequence[nn.Module],
     setting: int | str,
-    kept: Sequence[frozenset[OperatorId]] = (),
+    saved_operators: Sequence[frozenset[OperatorId]] = (),
     offload: ActivationOffload | None = None,
 ) -> None:
     """Wrap `blocks` so that the backward pass recomputes what they would otherwise save.
@@ -328,8 +330,8 @@ def apply_activation_checkpointing(
         contexts = [{"context_fn": save_all_costly if offload is None else partial(save_all_costly, make)}] * len(
             blocks
         )
-    elif kept:
-        contexts = [{"context_fn": save_only(operators, make)} if operators else {} for operators in kept]
+    elif saved_operators:
+        contexts = [{"context_fn": save_only(operators, make)} if operators else {} for operators in saved_operators]
     for block, context in list(zip(blocks, contexts, strict=True))[every - 1 :: every]:
         block.forward = _recomputed(block.forward, context)  # type: ignore[method-assign]
 

@@ -127,13 +127,13 @@ def split_into_matrices(number: int, shape: Sequence[int], block_rows: Sequence[
     block_rows: the rows of each block of a fused two-dimensional weight, such as a query, key and value projection.
     """
     *experts, rows, columns = shape
-    count, found = experts[0] if experts else 1, []
+    count, matrices = experts[0] if experts else 1, []
     for expert in range(count):
         start = 0
         for size in list(block_rows) or [rows]:
-            found.append(Matrix(number, expert, start, size, columns))
+            matrices.append(Matrix(number, expert, start, size, columns))
             start += size
-    return found
+    return matrices
 
 
 @dataclass(frozen=True)
@@ -353,11 +353,11 @@ def _shard_axis(parameter: torch.Tensor) -> int | None:
 
 
 def _division_of(parameter: torch.Tensor) -> Division:
-    found = division_of(parameter)
-    if found is None:
+    division = division_of(parameter)
+    if division is None:
         rule = f"a parameter of shape {tuple(parameter.shape)} is sharded in an unknown way"
         raise setting_error("optim.name", "muon", rule, "adamw")
-    return found
+    return division
 
 
 def _group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -381,8 +381,8 @@ class _Bucket:
         """The matrices that this rank owns."""
 
         def pieces(indices: Iterable[int], s: int) -> list[Piece]:
-            found = [layout.piece_of(i, matrices[i], s) for i in indices]
-            return [piece for piece in found if piece.numel]
+            candidates = [layout.piece_of(i, matrices[i], s) for i in indices]
+            return [piece for piece in candidates if piece.numel]
 
         def owned_by(rank: int) -> list[int]:
             return [i for i, owner in enumerate(owners) if owner == rank]
@@ -407,10 +407,10 @@ class _Bucket:
 
     def mine_by_shape(self) -> dict[tuple[int, int], list[int]]:
         """Return the matrices that this rank owns by shape; all of one shape are computed as one batch."""
-        found: dict[tuple[int, int], list[int]] = defaultdict(list)
+        by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
         for i in self.mine:
-            found[self.matrices[i].rows, self.matrices[i].columns].append(i)
-        return found
+            by_shape[self.matrices[i].rows, self.matrices[i].columns].append(i)
+        return by_shape
 
     def sizes(self, pieces: Sequence[Sequence[Piece]]) -> list[int]:
         """Return the number of elements in each peer's part of a message."""

@@ -183,19 +183,19 @@ def build_optimizer(
 
     Raises UserError if there is nothing to train, or if `optim.groups` does not fit the model.
     """
-    found = assign(model, config, growth)
-    if not found:
+    assignments = assign(model, config, growth)
+    if not assignments:
         raise setting_error("model.name", type(model).__name__, "the model has no trainable parameter")
-    if config.name == "muon" and not any(each.optimizer == "muon" for each in found):
-        has_matrices = any(id(each.parameter) in matrices_for_muon(model) for each in found)
+    if config.name == "muon" and not any(each.optimizer == "muon" for each in assignments):
+        has_matrices = any(id(each.parameter) in matrices_for_muon(model) for each in assignments)
         rule = "optim.groups leaves it no parameter" if has_matrices else "the model has no hidden matrices for it"
         raise setting_error("optim.name", "muon", rule, "adamw")
     parts = []
-    for name in sorted({each.optimizer for each in found}, key=_ORDER.index):
-        members = [each for each in found if each.optimizer == name]
+    for name in sorted({each.optimizer for each in assignments}, key=_ORDER.index):
+        members = [each for each in assignments if each.optimizer == name]
         parts.append(_build(name, members, config, seed, block_rows(model, blocks or {})))
     optimizer = Optimizer(*parts)
-    optimizer.notes += notes_on(found)
+    optimizer.notes += notes_on(assignments)
     return optimizer
 
 
@@ -208,11 +208,11 @@ def optimizer_state_sizes(model: nn.Module, config: OptimSection) -> dict[int, t
     The size is the number of tensors of the parameter's shape, and the bytes per element, including their share of the
     scales.
     """
-    found = assign(model, config)
-    needs_rounding = _needs_rounding([each.parameter for each in found if each.optimizer == "adamw"], config)
+    assignments = assign(model, config)
+    needs_rounding = _needs_rounding([each.parameter for each in assignments if each.optimizer == "adamw"], config)
     number = {"adamw": 2, "muon": 1, "sgd": int(config.momentum > 0)}
     sizes: dict[int, tuple[int, float]] = {}
-    for each in found:
+    for each in assignments:
         size: float = each.parameter.element_size()
         if each.optimizer == "adamw" and config.state_dtype == "int8":
             length = block_length(each.parameter.shape)

@@ -113,8 +113,8 @@ class Documents:
         Documents that start later still have borders, but no tokens.
         """
         num_tokens = self.numbers_BT.shape[1]
-        rows, places = self.borders // num_tokens, self.borders % num_tokens
-        borders = (rows * stop + places.clamp(max=stop)).to(torch.int32)
+        rows, offsets = self.borders // num_tokens, self.borders % num_tokens
+        borders = (rows * stop + offsets.clamp(max=stop)).to(torch.int32)
         return Documents(self.numbers_BT[:, :stop], borders, num_queries)
 
     @property
@@ -123,9 +123,9 @@ class Documents:
         num_tokens = self.numbers_BT.shape[1]
         if self.num_queries == num_tokens:
             return self.borders
-        rows, places = self.borders // num_tokens, self.borders % num_tokens
-        places = (places - (num_tokens - self.num_queries)).clamp(min=0)
-        return (rows * self.num_queries + places).to(torch.int32)
+        rows, offsets = self.borders // num_tokens, self.borders % num_tokens
+        offsets = (offsets - (num_tokens - self.num_queries)).clamp(min=0)
+        return (rows * self.num_queries + offsets).to(torch.int32)
 
     @property
     def mask(self) -> torch.Tensor:

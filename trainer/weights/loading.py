@@ -164,11 +164,11 @@ def _open_initial_weights(config: RunConfig, channel: Channel, setting: str | No
     key = setting or "train.init_from"
 
     def find() -> Location:
-        found = locate(init_from)
-        if found.kind not in ("checkpoint", "run"):
-            return found
+        candidate = locate(init_from)
+        if candidate.kind not in ("checkpoint", "run"):
+            return candidate
         try:
-            return Location(str(find_checkpoint(found.path)), "checkpoint")
+            return Location(str(find_checkpoint(candidate.path)), "checkpoint")
         except UserError as error:
             raise UserError(f"{key}={error}") from error
 

@@ -81,8 +81,8 @@ def license_of(base: str) -> str | None:
     except OSError:
         return None
     front = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
-    found = re.search(r"^license:\s*['\"]?([\w.-]+)", front[1], re.MULTILINE) if front else None
-    return found[1] if found else None
+    match = re.search(r"^license:\s*['\"]?([\w.-]+)", front[1], re.MULTILINE) if front else None
+    return match[1] if match else None
 
 
 def _paths(config: RunConfig) -> list[str]:
@@ -97,16 +97,16 @@ def _public(path: str) -> str:
 
 def _settings(config: RunConfig) -> list[tuple[str, Any]]:
     plain = config.to_dict()
-    found = [(key, plain[key.partition(".")[0]].get(key.partition(".")[2])) for key in _SETTINGS]
-    shown = [(key, value) for key, value in found if value is not None]
+    values = [(key, plain[key.partition(".")[0]].get(key.partition(".")[2])) for key in _SETTINGS]
+    shown = [(key, value) for key, value in values if value is not None]
     return [(key, value) for key, value in shown if config.lora.rank or not key.startswith("lora.")]
 
 
 def _losses(records: Sequence[Mapping[str, Any]], step: int) -> list[str]:
     rows = []
     for kind, name in (("train", "training"), ("eval", "evaluation")):
-        found = [each for each in records if each.get("kind") == kind and each.get("step", 0) <= step]
-        found = [each for each in found if isinstance(each.get("loss"), (int, float))]
-        ends = found if len(found) < 2 else [found[0], found[-1]]
+        matching = [each for each in records if each.get("kind") == kind and each.get("step", 0) <= step]
+        matching = [each for each in matching if isinstance(each.get("loss"), (int, float))]
+        ends = matching if len(matching) < 2 else [matching[0], matching[-1]]
         rows += [f"| {name} | {each['step']:,} | {each['loss']:.4f} |" for each in ends]
     return ["| | step | loss |", "|---|---|---|", *rows] if rows else ["The run's metrics were not available."]

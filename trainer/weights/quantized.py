@@ -43,20 +43,20 @@ def dequantized(
     method = quantization.get("quant_method")
     if method not in ("mxfp4", "fp8"):
         raise UserError(f"quantization_config: quant_method={method}: only mxfp4 and fp8 are supported")
-    found: dict[str, tuple[Path, Any]] = {}
+    new_readers: dict[str, tuple[Path, Any]] = {}
     for name, (file, reader) in readers.items():
         if method == "mxfp4" and name.endswith(_BLOCKS):
             weight = name.removesuffix(_BLOCKS)
-            found[weight] = file, _Mxfp4(reader, _scales_of(readers, weight + _SCALES, name))
+            new_readers[weight] = file, _Mxfp4(reader, _scales_of(readers, weight + _SCALES, name))
         elif method == "fp8" and reader.get_dtype() == _FP8:
             scales = _scales_of(readers, name + _SCALE_INV, name)
-            found[name] = file, _Fp8(reader, scales, _block_of(quantization))
+            new_readers[name] = file, _Fp8(reader, scales, _block_of(quantization))
         elif not name.endswith(_SCALES if method == "mxfp4" else _SCALE_INV):
-            found[name] = file, reader
-    for name, (_, weight) in found.items():
+            new_readers[name] = file, reader
+    for name, (_, weight) in new_readers.items():
         if isinstance(weight, (_Mxfp4, _Fp8)) and (mistake := weight.mistake()):
             raise UserError(f"{name}: {mistake}")
-    return found
+    return new_readers
 
 
 def _scales_of(readers: Mapping[str, tuple[Path, Any]], scales: str, name: str) -> Any:

@@ -126,13 +126,13 @@ def find_weights(
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     groups = {group[0]: group for group in tied_names(model)}
     aliases = {alias for group in groups.values() for alias in group[1:]}
-    found: dict[str, str] = {}
+    source_names: dict[str, str] = {}
     missing, untied_pairs = [], []
     selected = {name for name in model_weights if only is None or only(name)}
     for name in [name for name in model_weights if name in selected and name not in aliases]:
         stored = [alias for alias in groups.get(name, [name]) if alias in source_shapes]
         if stored:
-            found[name] = stored[0]
+            source_names[name] = stored[0]
             # Equal copies of a tied weight are fine.  If two weights differ, one would be lost.
             others = [other for other in stored[1:] if _are_different(source, stored[0], other)]
             untied_pairs += [f"{stored[0]} and {other} are one tensor here, but two there" for other in others]
@@ -142,7 +142,7 @@ def find_weights(
     integers = [
         f"{stored}: {str(dtypes[stored]).removeprefix('torch.')} there, as in a quantized folder whose scales are "
         "missing; floating point here"
-        for name, stored in found.items()
+        for name, stored in source_names.items()
         if name in parameters and not dtypes[stored].is_floating_point
     ]
     differences = [
@@ -162,7 +162,7 @@ def find_weights(
             f"{setting}: the weights in {source.description} do not fit the model:\n  {listed}\n"
             "  to fix: download or export the folder again if it is incomplete, or set model.* to match it"
         )
-    return found
+    return source_names
 
 
 def _are_different(source: WeightSource, first: str, second: str) -> bool:
@@ -354,11 +354,11 @@ class SafetensorsFolder(StoredTensors):
         if not quantization:
             return readers
         try:
-            found = dequantized(readers, quantization)
+            new_readers = dequantized(readers, quantization)
         except UserError as error:
             raise setting_error(self._setting, self.description, str(error)) from error
         self.remarks.append(f"dequantized from {quantization['quant_method']} to bfloat16")
-        return found
+        return new_readers
 
     def _stack(self, name: str, rows: Mapping[str, _StoredTensor]) -> _StackedTensor:
         """Combine the rows of one of our tensors.  Raises UserError if rows are missing or differ in shape or dtype."""
