@@ -435,7 +435,7 @@ DEFECTS: list[Defect] = [
         "cache-of-another-layer",
         "generate",
         "Cache.keep",
-        "self._layers[self._next : self._next + 1] = [state]",
+        "self._layers[self._next_layer : self._next_layer + 1] = [state]",
         "self._layers[0:1] = [state]",
     ),
     Defect(
@@ -746,14 +746,14 @@ DEFECTS: list[Defect] = [
         "rate-scaled-by-outputs",
         "widths",
         "Growth.lr_scale",
-        "1 / self.of_inputs",
-        "1 / self.of_outputs",
+        "1 / self.input_ratio",
+        "1 / self.output_ratio",
     ),
     Defect(
         "output-projection-starts-as-hidden",
         "widths",
         "Growth.init_scale",
-        "hidden if self.of_outputs != 1 else hidden / math.sqrt(self.of_inputs)",
+        "hidden if self.output_ratio != 1 else hidden / math.sqrt(self.input_ratio)",
         "hidden",
     ),
     Defect(

@@ -1,6 +1,6 @@
 """LoRA: adds the product of two small trained matrices to the output of a frozen linear layer.
 
-Modules and parameters have peft's names, so adapters are interchangeable with peft: `<layer>.base_layer.weight` is the
+Modules and parameters have peft's names, so adapters can be exchanged with peft: `<layer>.base_layer.weight` is the
 layer's original weight, `<layer>.lora_A.default.weight` (rank, in) and `<layer>.lora_B.default.weight` (out, rank) are
 the adapter.  The adapters of stacked experts, `<experts>.adapters.<matrix>.lora_A.default.weight` (E, rank, in) and B
 (E, out, rank), are in `trainer.experts`.  This module does not depend on recipes, meshes or files.
@@ -31,7 +31,7 @@ from trainer.model.packed import PackedLinear, pack_experts, pack_layer
 ALL_LINEAR = "all-linear"
 
 _MIN_SIMILARITY = 0.75
-"""Minimum similarity for suggesting a layer's name; gate_proj, for example, is not a likely misspelling of v_proj."""
+"""Minimum similarity for suggesting a layer's name; for example, gate_proj is hardly a misspelling of v_proj."""
 
 _WEIGHT = re.compile(rf"(?P<layer>.+)\.lora_(?P<part>[AB])\.{ADAPTER}\.weight")
 
@@ -39,7 +39,7 @@ _WEIGHT = re.compile(rf"(?P<layer>.+)\.lora_(?P<part>[AB])\.{ADAPTER}\.weight")
 class LoraFactor(nn.Module):
     """One of the two matrices of an adapter: `weight` (out, in), always in float32.
 
-    `AdaptedLinear` performs the product.
+    `AdaptedLinear` computes the product.
     """
 
     def __init__(self, in_features: int, out_features: int, starts_at_zero: bool) -> None:

@@ -1,6 +1,6 @@
 """Builds a run's unsharded model: by its recipe, in the run's dtypes, with adapters and frozen parameters.
 
-Training, planning and checks all build the model here, so that they see the same one.  The module also translates
+Training, planning and checks all build the model here, so that they see the same model.  The module also translates
 between our tensor names and Hugging Face's, and counts FLOPs per token.
 """
 

@@ -97,7 +97,7 @@ class _Call:
     offload: ActivationOffload
     storages: dict[int, _Storage] = field(default_factory=dict)
     """By the storage's address on the device."""
-    stays: set[int] = field(default_factory=set)
+    stays_on_device: set[int] = field(default_factory=set)
     """Addresses of storages that stay on the device."""
     previous: weakref.ref[_Call] | None = None
     """The call before this one in the forward pass, whose backward pass comes next."""
@@ -110,7 +110,7 @@ class _Call:
         """Return the object to keep for a saved tensor: a view, or the tensor itself if it stays on the device."""
         storage = tensor.untyped_storage()
         address = storage_id(storage)
-        if not self.offload.is_movable(tensor) or storage.nbytes() < MIN_BYTES or address in self.stays:
+        if not self.offload.is_movable(tensor) or storage.nbytes() < MIN_BYTES or address in self.stays_on_device:
             return tensor
         saved = self.storages.get(address)
         if saved is None:
@@ -227,7 +227,7 @@ class ActivationOffload:
             if is_offloaded:
                 # Buffers, and the block's arguments after the first, stay on the device.
                 leaves = [leaf for leaf in tree_leaves((args[1:], kwargs)) if isinstance(leaf, torch.Tensor)]
-                call.stays = {storage_id(t.untyped_storage()) for t in (*leaves, *self._model.buffers())}
+                call.stays_on_device = {storage_id(t.untyped_storage()) for t in (*leaves, *self._model.buffers())}
                 with self._in_call(call), torch.autograd.graph.saved_tensors_hooks(self._packer(block, call), _unpack):
                     output = forward(*args, **kwargs)
             else:
@@ -244,7 +244,7 @@ class ActivationOffload:
         def pack(tensor: torch.Tensor) -> Any:
             nonlocal knows_parameters
             if not knows_parameters:  # not earlier: FSDP gathers them after the call of a compiled block has started
-                call.stays |= {storage_id(parameter.untyped_storage()) for parameter in block.parameters()}
+                call.stays_on_device |= {storage_id(parameter.untyped_storage()) for parameter in block.parameters()}
                 knows_parameters = True
             return call.pack(tensor)
 

@@ -7,11 +7,11 @@ rows, so the values do not depend on the mesh.
 
 The matrices of stacked experts, (E, out, in), are packed as (E, out, bytes), and multiplied by `trainer.experts`.
 
-A layer's weight is unpacked for each product, in the forward and the backward pass, and freed afterwards; autograd
-saves only the bytes.
+A layer's weight is unpacked for each product, in both the forward and the backward pass, and freed afterwards;
+autograd saves only the bytes.
 
 Sources: Dettmers et al. 2023, "QLoRA", arXiv:2305.14314 (NF4, without its double quantization, whose mean is taken
-over a whole tensor); Micikevicius et al. 2022, arXiv:2209.05433 (e4m3).
+over an entire tensor); Micikevicius et al. 2022, arXiv:2209.05433 (e4m3).
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def seed_of(seed: int, name: str) -> int:
 
 
 def num_writes(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written to in place, including through views."""
+    """Return how many times a tensor was written to in place, including through views."""
     return tensor._version
 
 

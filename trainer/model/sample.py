@@ -34,7 +34,7 @@ _DEFAULT_CONTEXT = 1024
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are sampled.
+    """How to sample tokens.
 
     temperature: divides the logits; 0 means greedy decoding.  top_k: sample from this many of the likeliest tokens; 0
     for all.  top_p: sample from the smallest set of likeliest tokens whose total probability reaches this.

@@ -1,7 +1,7 @@
 """Assigns an optimizer, a learning rate and a weight decay to each parameter, and describes the result as a table.
 
-The defaults follow common practice.  With AdamW and SGD all matrices decay, except for embedding tables; vectors
-and biases do not.  Muon takes the hidden matrices and stacked experts; embeddings, the output projection, routers,
+The defaults follow common practice.  With AdamW and SGD, all matrices except embedding tables decay; vectors and
+biases do not.  Muon takes the hidden matrices and stacked experts; embeddings, the output projection, routers,
 convolutions and vectors stay with AdamW.  `optim.groups` can change any of this, by parameter name.
 """
 

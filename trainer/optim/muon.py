@@ -315,7 +315,7 @@ class _Mesh:
         mesh = mesh_of(parameter)
         self.device = local(parameter).device if mesh is None else torch.device(mesh.device_type)
         self.replicate = self.shard = 1
-        self.r = self.s = 0
+        self.replica_rank = self.shard_rank = 0
         self.shard_group: dist.ProcessGroup | None = None
         self.group: dist.ProcessGroup | None = None
         self.position: list[int] = [0]
@@ -325,11 +325,11 @@ class _Mesh:
         axis = _shard_axis(parameter)
         ranks = mesh.mesh if axis is None else mesh.mesh.movedim(axis, -1)
         if axis is not None:
-            self.shard, self.s = mesh.size(axis), mesh.get_local_rank(axis)
+            self.shard, self.shard_rank = mesh.size(axis), mesh.get_local_rank(axis)
             self.shard_group = mesh.get_group(axis)
         self.replicate = mesh.size() // self.shard
         order = ranks.flatten().tolist()
-        self.r = order.index(dist.get_rank()) // self.shard
+        self.replica_rank = order.index(dist.get_rank()) // self.shard
         self.group = mesh.get_group(0) if mesh.ndim == 1 else _group_of(order)
         self.position = [dist.get_group_rank(self.group, rank) for rank in order]
 
@@ -339,7 +339,7 @@ class _Mesh:
 
     @property
     def rank(self) -> int:
-        return self.r * self.shard + self.s
+        return self.replica_rank * self.shard + self.shard_rank
 
 
 def _shard_axis(parameter: torch.Tensor) -> int | None:
@@ -387,15 +387,15 @@ class _Bucket:
         def owned_by(rank: int) -> list[int]:
             return [i for i, owner in enumerate(owners) if owner == rank]
 
-        first = mesh.r * mesh.shard
-        self.local = pieces(range(len(matrices)), mesh.s)
+        first = mesh.replica_rank * mesh.shard
+        self.local = pieces(range(len(matrices)), mesh.shard_rank)
         """The pieces that this rank holds, in the order of the matrices."""
-        self.to_owners = [pieces(owned_by(first + s), mesh.s) for s in range(mesh.shard)]
+        self.to_owners = [pieces(owned_by(first + s), mesh.shard_rank) for s in range(mesh.shard)]
         """The local pieces that each rank of this replica needs as an owner."""
         self.from_holders = [pieces(self.mine, s) for s in range(mesh.shard)]
         all_ranks = range(mesh.size)
         self.to_holders = [self.from_holders[rank % mesh.shard] for rank in all_ranks]
-        self.from_owners = [pieces(owned_by(rank), mesh.s) for rank in all_ranks]
+        self.from_owners = [pieces(owned_by(rank), mesh.shard_rank) for rank in all_ranks]
 
     def with_spans(self, pieces: Sequence[Sequence[Piece]]) -> Iterator[tuple[Piece, slice]]:
         """Yield each piece of a message, and the range of its elements in it."""
@@ -583,7 +583,7 @@ class _Step:
         return gradient.to(momentum.dtype).lerp(momentum, beta)
 
     def _local_rows(self, matrix: Matrix, piece: Piece) -> slice:
-        return self._layout.local_rows(matrix, piece, self._mesh.s)
+        return self._layout.local_rows(matrix, piece, self._mesh.shard_rank)
 
     def _new_message(self, sizes: Sequence[int]) -> torch.Tensor:
         return torch.empty(sum(sizes), device=self._mesh.device, dtype=self._optimizer._dtype)

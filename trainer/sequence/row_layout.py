@@ -20,13 +20,13 @@ from trainer.distributed.world import World
 # ---------------------------------------------------------------------------------------------------------------
 # Slices of sequences, the inputs of models under context parallelism
 
-_current: Slices | None = None
+_current_slices: Slices | None = None
 """A global rather than a context variable, since autograd recomputes activations in its own threads."""
 
 
 def current_slices() -> Slices | None:
     """Return the current slices; None if models are called with full sequences."""
-    return _current
+    return _current_slices
 
 
 def slice_sequences(config: RunConfig, world: World) -> None:
@@ -34,27 +34,27 @@ def slice_sequences(config: RunConfig, world: World) -> None:
 
     Creates the process group of the ranks that share sequences.  Collective.
     """
-    global _current
-    _current = find_slices(config, world.rank)
-    if _current is not None:
-        _current = replace(_current, group=world.open_context(_current.count))
+    global _current_slices
+    _current_slices = find_slices(config, world.rank)
+    if _current_slices is not None:
+        _current_slices = replace(_current_slices, group=world.open_context(_current_slices.count))
 
 
 def forget_slices() -> None:
     """Undo `slice_sequences`: models are called with full sequences again."""
-    global _current
-    _current = None
+    global _current_slices
+    _current_slices = None
 
 
 @contextmanager
 def use_slices(slices: Slices | None) -> Iterator[None]:
     """Set the current slices inside the block; None for full sequences."""
-    global _current
-    previous, _current = _current, slices
+    global _current_slices
+    previous, _current_slices = _current_slices, slices
     try:
         yield
     finally:
-        _current = previous
+        _current_slices = previous
 
 
 def full_sequences() -> AbstractContextManager[None]:
@@ -212,24 +212,24 @@ class Cache(Documents):
         self._max_position = max_tokens - 1 if max_tokens else torch.iinfo(torch.int64).max
         self._max_tokens = max_tokens + max(padding, default=0)
         self._layers: list[tuple[torch.Tensor, ...]] = []
-        self._next = 0
+        self._next_layer = 0
         self._masks: dict[int | None, torch.Tensor] = {}
         """Masks of the current call, by window."""
 
     def advance(self, num_tokens: int) -> None:
         """Record that a call with this many tokens has finished."""
         self.num_tokens += num_tokens
-        self._next = 0
+        self._next_layer = 0
         self._masks = {}
 
     def recall(self) -> tuple[torch.Tensor, ...] | None:
         """Return the state that the next layer kept in the previous call; None in the first call."""
-        return self._layers[self._next] if self._next < len(self._layers) else None
+        return self._layers[self._next_layer] if self._next_layer < len(self._layers) else None
 
     def keep(self, *state: torch.Tensor) -> None:
         """Store the next layer's state for the next call, and advance to the layer after it."""
-        self._layers[self._next : self._next + 1] = [state]
-        self._next += 1
+        self._layers[self._next_layer : self._next_layer + 1] = [state]
+        self._next_layer += 1
 
     def extend(self, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Append keys and values to those of the next layer; return views of those for all tokens so far."""

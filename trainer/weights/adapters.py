@@ -1,4 +1,4 @@
-"""Weights of models with adapters (LoRA): identifies the base, joins or merges the two, and exports adapters for peft.
+"""Weights of models with adapters (LoRA): identifies the base, joins or merges it with them, and exports them for peft.
 
 The checkpoint of a LoRA run holds only the adapters, and identifies the base by its path and a checksum.  The base is
 read from its original path, and the checksum verifies that its weights have not changed.

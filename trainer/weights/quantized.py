@@ -3,9 +3,9 @@
 The entry `quantization_config` of config.json selects one of two formats:
 
 - `mxfp4`: the experts of gpt-oss.  `NAME_blocks` (E, N, K / 32, 16) packs two 4-bit numbers per byte, and `NAME_scales`
-  (E, N, K / 32) is the exponent of each group of 32 numbers, plus 127; the weight is `NAME`, (E, K, N).  Format: Open
-  Compute Project 2023, "OCP Microscaling Formats (MX) Specification", version 1.0, sections 5.2 and 5.3.
-- `fp8`: the matrices of DeepSeek-V3.  `NAME` (N, K) has 8-bit numbers, and `NAME_scale_inv` one factor per block of
+  (E, N, K / 32) holds the exponent of each group of 32 numbers, plus 127; the weight is `NAME`, (E, K, N).  Format:
+  Open Compute Project 2023, "OCP Microscaling Formats (MX) Specification", version 1.0, sections 5.2 and 5.3.
+- `fp8`: the matrices of DeepSeek-V3.  `NAME` (N, K) holds 8-bit numbers, and `NAME_scale_inv` one factor per block of
   `weight_block_size`.  Format: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2, and the published code.
 
 4-bit numbers are exact in bfloat16; 8-bit numbers are multiplied in fp32 and then rounded.
