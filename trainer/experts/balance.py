@@ -90,7 +90,7 @@ def load_of(
 
 
 class Balance(nn.Module):
-    """The losses of the routers of all layers, and the load of their experts in a step.
+    """Router losses of all layers, and the load of their experts in a step.
 
     A model with experts has one as a child, and calls it in training with the loads of its layers.  All losses are sums
     over the tokens that count, like the loss of the model:

@@ -167,7 +167,7 @@ def _num_local(experts: nn.Module, group: ExpertGroup) -> int:
 def _compute(group: ExpertGroup, experts: nn.Module, rows_RD: torch.Tensor, ends_L: torch.Tensor) -> torch.Tensor:
     """Return the outputs of this rank's experts.
 
-    The gradient of their weights is a sum over the tokens of the whole group, but FSDP averages it only over the ranks
+    The gradient of their weights is a sum over the tokens of the entire group, but FSDP averages it only over the ranks
     with the same experts, which are fewer by the size of the group.  So gradients are divided by the group size while
     they pass through the experts.
     """

@@ -291,7 +291,7 @@ class Replicas:
         self._is_running = False  # a pass that raised an error has not finished
 
     def add(self, bucket_index: int) -> None:
-        """Record that one more gradient of a bucket is ready, and send buckets that are complete and next in order.
+        """Record that one more gradient of a bucket is ready, and send complete buckets that are next in order.
 
         Raises RuntimeError if a parameter receives a second gradient, since the count and the average would be wrong.
         """

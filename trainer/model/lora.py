@@ -117,7 +117,7 @@ class _AdaptedProduct(torch.autograd.Function):
 
     Saves the input, the output of the first factor, and the weights (packed ones as bytes).  Each product in the
     backward pass accumulates into the previous one, which avoids separate sums over (N, in) and (N, out).  Products for
-    gradients that are not needed are skipped.
+    unneeded gradients are skipped.
     """
 
     @staticmethod

@@ -46,7 +46,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def count_trained_parameters(model: nn.Module) -> int:
-    """Return the number of parameters that are not frozen."""
+    """Return the number of trainable parameters."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 

@@ -174,7 +174,7 @@ class TransformersDecoder(Decoder):
         self._cache: Any = None
         self._max_tokens = 0
         self._mask_BS: torch.Tensor | None = None
-        """True for tokens that are not padding; None if there is no padding."""
+        """True for tokens other than padding; None if there is no padding."""
 
     def begin(self, prompts: Sequence[Sequence[int]], length: int, max_tokens: int) -> torch.Tensor:
         tokens_BT, padding = _padded_left(prompts, length)

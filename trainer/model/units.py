@@ -78,7 +78,7 @@ def parameters_by_unit(model: nn.Module, units: Sequence[ShardUnit]) -> dict[str
 def is_embedding_unit(modules: Iterable[nn.Module], model: nn.Module) -> bool:
     """Return whether a unit consists only of embedding tables, whose backward pass does not read them.
 
-    A table that is shared with a head, or that overrides `forward`, may be read in the backward pass.
+    A table shared with a head, or one that overrides `forward`, may be read in the backward pass.
     """
     modules = list(modules)
     if not all(isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward for module in modules):

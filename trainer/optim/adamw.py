@@ -184,8 +184,8 @@ _CONTIGUOUS = (0, 0, 1, 0, 0, 0)
 def _shard_position(parameter: torch.Tensor, name: str, seed: int) -> tuple[int, ...]:
     """Return the seed of a parameter's bits, and this shard's position in the full tensor; int32, wrapped.
 
-    The second number is the position of the shard's first element.  A shard that is not contiguous consists of runs of
-    equal length; then two zeros, the length of a run and the number of elements between two runs follow.
+    The second number is the position of the shard's first element.  A non-contiguous shard consists of runs of equal
+    length; two zeros, the length of a run and the number of elements between two runs then follow.
     """
     box, shape = local_box(parameter), parameter.shape
     if box is None:

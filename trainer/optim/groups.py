@@ -107,7 +107,7 @@ def matrices_for_muon(model: nn.Module) -> set[int]:
 
     Embedding tables, convolutions, parameters whose matrices have a single row or column, the output projection and
     routers are excluded.  The output projection has a row for each entry of the largest embedding table, and is
-    outside the numbered layers.  A router has a row for each of the experts that are stacked next to it.
+    outside the numbered layers.  A router has a row for each expert stacked next to it.
     """
     embeddings = _embeddings(model)
     tables = [m.weight.shape[0] for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]

@@ -369,7 +369,7 @@ def _group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
 
 
 class _Bucket:
-    """Matrices that are exchanged together.  Each rank derives the layout of all messages from the owners.
+    """Matrices exchanged together.  Each rank derives the layout of all messages from the owners.
 
     A message is a flat tensor of pieces, ordered by peer, then by matrix.
     """

@@ -59,7 +59,7 @@ def use_gpu_attention(kernels: Kernels) -> Iterator[None]:
 
 
 def with_current_kernels(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap an attention function to run later, in the backward pass, with the kernels that are active now."""
+    """Wrap an attention function so that it runs later, in the backward pass, with the kernels active now."""
     kernels = _gpu_kernels
     if kernels is None:
         return function

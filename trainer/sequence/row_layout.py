@@ -193,7 +193,7 @@ class DocumentRows:
 class Cache(Documents):
     """A cache for generation: each layer's keys and values of all tokens so far, or its state after them.
 
-    Passed to a model instead of a batch's `documents`, it makes the tokens of a call continue those of earlier calls:
+    Passed to a model instead of a batch's `documents`, it makes a call's tokens follow those of earlier calls:
     `model(tokens, documents=cache)`, followed by `cache.advance(tokens.shape[1])`.
 
     Texts of different lengths are padded on the left, with any tokens.  Nothing attends to the padding, and positions

@@ -210,7 +210,7 @@ def _read(folder: Path, patterns: tuple[str, ...], setting: str, named_file: str
 # The export
 
 PARTIAL = ".partial"
-"""Suffix of a file that is being written; its name also starts with a dot."""
+"""Suffix of a file being written; its name also starts with a dot."""
 
 MARK = {"exported_by": "meshtrainer"}
 """Marks exported files, in config.json or in the headers of the weights, so that a later export may replace them."""

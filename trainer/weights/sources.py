@@ -35,7 +35,7 @@ from trainer.recipe import WeightSource as WeightSource
 from trainer.weights.quantized import dequantized
 
 BLOCK_BYTES = 64 * 2**20
-"""Maximum size of a block of rows that is read at once."""
+"""Maximum size of a block of rows to read at a time."""
 
 
 @torch.no_grad()
