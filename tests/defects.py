@@ -435,7 +435,7 @@ DEFECTS: list[Defect] = [
         "cache-of-another-layer",
         "generate",
         "Cache.keep",
-        "self._layers[self._next : self._next + 1] = [state]",
+        "self._layers[self._next_layer : self._next_layer + 1] = [state]",
         "self._layers[0:1] = [state]",
     ),
     Defect(
@@ -456,8 +456,8 @@ DEFECTS: list[Defect] = [
         "noise-of-the-place-in-the-batch",
         "generate-batch",
         "generate_tokens",
-        "places = [indices[row] if row < len(prompts) else 0 for row in rows]",
-        "places = list(range(len(rows)))",
+        "row_indices = [indices[row] if row < len(prompts) else 0 for row in rows]",
+        "row_indices = list(range(len(rows)))",
     ),
     Defect(
         "answers-again",
@@ -746,14 +746,14 @@ DEFECTS: list[Defect] = [
         "rate-scaled-by-outputs",
         "widths",
         "Growth.lr_scale",
-        "1 / self.of_inputs",
-        "1 / self.of_outputs",
+        "1 / self.input_ratio",
+        "1 / self.output_ratio",
     ),
     Defect(
         "output-projection-starts-as-hidden",
         "widths",
         "Growth.init_scale",
-        "hidden if self.of_outputs != 1 else hidden / math.sqrt(self.of_inputs)",
+        "hidden if self.output_ratio != 1 else hidden / math.sqrt(self.input_ratio)",
         "hidden",
     ),
     Defect(
@@ -1518,9 +1518,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "first-piece-without-a-gather",
         "linear-attention",
-        "_entering_states",
-        "torch.stack(states)[_numbers(slices)].flatten(0, 1)",
-        "torch.cat([states[number] for number in _numbers(slices)])",
+        "_initial_states",
+        "torch.stack(states)[_piece_indices(slices)].flatten(0, 1)",
+        "torch.cat([states[index] for index in _piece_indices(slices)])",
     ),
     Defect(
         "maps-composed-in-reverse",

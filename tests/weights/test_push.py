@@ -17,7 +17,7 @@ from tests.helpers.runs import Shared
 from tests.weights.test_hub_models import folder
 from trainer import load_config
 from trainer.export import card_of
-from trainer.weights.model_card import licence_of, model_card
+from trainer.weights.model_card import license_of, model_card
 
 pytest.importorskip("huggingface_hub")
 
@@ -78,7 +78,7 @@ def test_a_card_says_what_it_is_made_from(folder: Path, tmp_path: Path) -> None:
     exported.mkdir()
     (exported / "adapter_config.json").write_text('{"task_type": "CAUSAL_LM"}')
     card = model_card(config, "mine", 2, records, "0.1.0", exported)
-    assert licence_of(str(folder)) == "apache-2.0"
+    assert license_of(str(folder)) == "apache-2.0"
     assert 'license: "apache-2.0"' in card
     assert 'library_name: "peft"' in card
     assert 'datasets: ["tiny/texts"]' in card
@@ -87,7 +87,7 @@ def test_a_card_says_what_it_is_made_from(folder: Path, tmp_path: Path) -> None:
     assert "2 steps on 200 tokens." in card
     assert "| training | 1 | 4.0000 |\n| training | 2 | 3.0000 |\n| evaluation | 2 | 2.5000 |" in card
     assert "| `lora.rank` | 4 |" in card
-    assert f"The licence of {folder.name} applies" in card
+    assert f"The license of {folder.name} applies" in card
     assert 'pipeline_tag: "text-generation"' in card
 
 

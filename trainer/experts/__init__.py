@@ -1,12 +1,12 @@
-"""Mixtures of experts: which rank computes which expert, grouped matrix products, and balance.
+"""Mixtures of experts: which rank computes which expert, grouped matrix products, and load balancing.
 
 A model computes its experts through `mix`, and its recipe names the modules that hold them (`Recipe.experts`).  Such a
 model also supports expert parallelism (`mesh.expert`), where the experts are divided among consecutive ranks: `mix`
 then sends tokens to the ranks of their experts, and the results back.
 
 To balance and measure the load of experts, a layer selects experts with a `Choice`, and returns a `Load` (`load_of`)
-for the tokens that count.  The model passes the loads of its layers to a `Balance`, which is its child, and adds the
-result to its loss.  Independent of recipes.
+for the tokens that count.  The model passes the loads of its layers to its child `Balance`, and adds the result to
+its loss.  This package does not depend on recipes.
 
 Shape suffixes: D model width, E experts, A experts per token, S tokens of this rank, M token-expert pairs.
 """

@@ -1,11 +1,11 @@
-"""The matrices of experts: their products with rows, and their adapters (LoRA).
+"""The matrices of experts: multiplying rows by them, and their adapters (LoRA).
 
-An expert module lists its matrices in an attribute `matrices`, and multiplies with them through `products`, which adds
+An expert module lists its matrices in an attribute `matrices`, and multiplies by them through `products`, which adds
 the products of their adapters.  The attribute maps the names of transformers' parameters to those of the module, which
 are stacked by expert: {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}.  If transformers concatenates several of
 them along the outputs, in this order, they share an adapter, as in peft.  Each parameter is (E, out, in), or
 (E, in, out) if the module has `is_transposed`.
-The rows of frozen ones may be packed (`trainer.model.packed`): those that the module's `packings` names.
+Frozen parameters named in the module's `packings` have packed rows (`trainer.model.packed`).
 
 Shape suffixes: E experts, M token-expert pairs, K and N inputs and outputs of a matrix, R rank of an adapter.
 """
@@ -21,10 +21,10 @@ from torch import nn
 from trainer.experts.grouped import grouped_mm, packed_grouped_mm
 
 ADAPTER = "default"
-"""The name of the adapter of a layer.  There is only one here; peft supports several."""
+"""Name of a layer's adapter.  A layer has only one here; peft supports several."""
 
 ADAPTERS = "adapters"
-"""Name of the child of an expert module that holds its adapters."""
+"""Name of the child module that holds the adapters of an expert module."""
 
 
 class ExpertFactor(nn.Module):
@@ -68,20 +68,20 @@ class ExpertAdapter(nn.Module):
 
 
 def products(experts: nn.Module, name: str, x_MK: torch.Tensor, ends_E: torch.Tensor) -> list[torch.Tensor]:
-    """Multiply rows with each of the matrices that `experts.matrices` lists under `name`; returns a list of (M, N).
+    """Multiply rows by each of the matrices that `experts.matrices` lists under `name`; return a list of (M, N).
 
     Rows are sorted by expert, and those of each expert end before row `ends_E`; see `grouped_mm`.
     Rows are converted to the dtype of the matrices; packed matrices are unpacked in the dtype of the rows instead.
     """
-    found = [_product(experts, own, x_MK, ends_E) for own in matrices_of(experts)[name]]
+    outputs = [_product(experts, own, x_MK, ends_E) for own in matrices_of(experts)[name]]
     adapter = adapters_of(experts).get(name)
     if adapter is None or not adapter.is_enabled:
-        return found
-    parts = adapter(x_MK, ends_E).split([out_MN.shape[1] for out_MN in found], dim=1)
+        return outputs
+    parts = adapter(x_MK, ends_E).split([out_MN.shape[1] for out_MN in outputs], dim=1)
     # Not in place: selective activation checkpointing may save the experts' own products.
     return [
         torch.add(out_MN, part_MN, alpha=adapter.scaling).to(out_MN.dtype)
-        for out_MN, part_MN in zip(found, parts, strict=True)
+        for out_MN, part_MN in zip(outputs, parts, strict=True)
     ]
 
 
@@ -98,15 +98,15 @@ def _product(experts: nn.Module, own: str, x_MK: torch.Tensor, ends_E: torch.Ten
 
 
 def matrices_of(module: nn.Module) -> Mapping[str, Sequence[str]]:
-    """Return the parameters of an expert module that can have adapters, by the adapter's name; empty for others."""
-    found: Mapping[str, Sequence[str]] = getattr(module, "matrices", {})
-    return found
+    """Return the parameters of an expert module that can have adapters, by adapter name; empty for other modules."""
+    matrices: Mapping[str, Sequence[str]] = getattr(module, "matrices", {})
+    return matrices
 
 
 def adapters_of(experts: nn.Module) -> dict[str, ExpertAdapter]:
     """Return the adapters of an expert module by name."""
-    found = getattr(experts, ADAPTERS, {})
-    return {name: adapter for name, adapter in found.items() if isinstance(adapter, ExpertAdapter)}
+    adapters = getattr(experts, ADAPTERS, {})
+    return {name: adapter for name, adapter in adapters.items() if isinstance(adapter, ExpertAdapter)}
 
 
 def add_adapter(experts: nn.Module, name: str, rank: int, scaling: float) -> None:

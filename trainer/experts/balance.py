@@ -45,7 +45,7 @@ class Choice(nn.Module):
             self.bias.zero_()
 
     def forward(self, scores_SE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores of each token's experts, and these experts, both (S, A)."""
+        """Return the scores and the indices of each token's experts, both (S, A)."""
         if self.bias is None:
             scores_SA, chosen_SA = scores_SE.topk(self.num_chosen)
             return scores_SA, chosen_SA
@@ -73,7 +73,7 @@ def load_of(
 ) -> Load:
     """Return the load of a layer's experts over the tokens that `counts_BT` marks.
 
-    A block returns it as an output.  It must not accumulate it itself, since a block may run twice (recomputation).
+    A block returns the load as an output; it must not accumulate it, since recomputation may run the block twice.
     probs_SE: the router's scores, normalized per token.  Needed for `Balance(loss=..., sequence_loss=...)`.
     logits_SE: the logits that the scores were computed from.  Needed for `Balance(z_loss=...)`.
     """
@@ -90,7 +90,7 @@ def load_of(
 
 
 class Balance(nn.Module):
-    """The losses of the routers of all layers, and the load of their experts in a step.
+    """Router losses of all layers, and the load of their experts in a step.
 
     A model with experts has one as a child, and calls it in training with the loads of its layers.  All losses are sums
     over the tokens that count, like the loss of the model:
@@ -100,7 +100,7 @@ class Balance(nn.Module):
       experts are chosen equally often.  Shares and means are over all layers, micro-batches and ranks (Qiu et al. 2025,
       arXiv:2501.11873).  With `exact`, the shares are those of this step.  They must be known before the first backward
       pass, so several micro-batches take one more forward pass each (see `global_balance`).  With `last`, the shares
-      are those of the previous step, at no cost, and equal in the first step.
+      are those of the previous step, at no cost, and uniform in the first step.
     - `sequence_loss`, a coefficient: the same within each sequence and layer, with shares relative to the mean, summed
       over layers (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20).
     - `z_loss`, a coefficient: the squared log-sum-exp of the router's logits, summed over layers (Zoph et al. 2022,
@@ -188,7 +188,7 @@ def _identity(choices_LE: torch.Tensor) -> torch.Tensor:
 
 
 def find_balance(model: nn.Module) -> Balance | None:
-    """Return the `Balance` of a model, or None if it has none, as models without experts and those of transformers."""
+    """Return the `Balance` of a model, or None for one without, such as a model from transformers."""
     return next((child for child in model.children() if isinstance(child, Balance)), None)
 
 

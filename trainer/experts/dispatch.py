@@ -1,7 +1,7 @@
 """Runs tokens through their experts, on this rank or on the ranks that hold the experts (expert parallelism).
 
 With `exchange` each token is sent to the ranks of its experts, by an all-to-all whose sizes the host must read; with
-`gather` every rank gets all tokens of the group and computes those of its experts, in shapes that are known in advance.
+`gather` every rank gets all tokens of the group and computes those of its experts, in shapes known in advance.
 
 Shape suffixes: D model width, E experts, A experts per token, S tokens of this rank, M token-expert pairs, N ranks of
 the group, L experts of a rank, T tokens of the group, P pairs of the group, R rows that this rank computes.
@@ -21,12 +21,12 @@ from torch.func import functional_call
 from trainer.distributed.exchange import exchange_parts, exchange_rows, gather_parts, sum_parts
 
 GROUP = "expert_group"
-"""The attribute that holds a module's `ExpertGroup`, if ranks share out its experts."""
+"""The attribute that holds a module's `ExpertGroup`, if its experts are divided among ranks."""
 
 
 @dataclass
 class Estimate:
-    """Assumptions of a plan, which has no tokens.  `imbalance`: the busiest rank's rows relative to the mean."""
+    """Assumptions of a plan, which has no real tokens.  `imbalance`: the busiest rank's rows relative to the mean."""
 
     imbalance: float = 1.0
     filled: float = 1.0
@@ -35,7 +35,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class ExpertGroup:
-    """The ranks that the experts of a module are divided among, and this rank's number among them."""
+    """The ranks among which a module's experts are divided, and this rank's index among them."""
 
     size: int
     rank: int
@@ -46,15 +46,15 @@ class ExpertGroup:
     estimate: Estimate | None = None
     """For plans: replaces what would be read from the router's choices."""
     watch: Callable[..., None] | None = None
-    """For checks: called with the arguments of `mix` except the module, and with its result."""
+    """For checks: called with the arguments of `mix` except the module, and with the result."""
 
 
 def mix(experts: nn.Module, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights_SA: torch.Tensor) -> torch.Tensor:
     """Return the weighted sum of the outputs of each token's experts, (S, D).
 
     experts: a module whose parameters are all stacked by expert along dimension 0.  It is called as
-    `experts(rows, ends)`: rows in the order of experts, and the row before which each expert's rows end (int32).  There
-    may be one more end than experts; see `grouped_mm`.  chosen_SA: the experts of each token, all different.
+    `experts(rows, ends)`: rows sorted by expert, and the row before which each expert's rows end (int32).  There may
+    be one more end than experts; see `grouped_mm`.  chosen_SA: the experts of each token, all different.
     weights_SA: their weights.
 
     Collectives in the expert group, if there is one: with `exchange`, an all-to-all of counts, after which the host
@@ -82,7 +82,7 @@ def choices_of(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def _by_expert(chosen_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the order that sorts token-expert pairs by expert, and the end of each expert's pairs."""
+    """Return the order that sorts token-expert pairs by expert, and the end of each expert's range of pairs."""
     return chosen_M.argsort(stable=True), choices_of(chosen_M, num_experts).cumsum(0).to(torch.int32)
 
 
@@ -167,7 +167,7 @@ def _num_local(experts: nn.Module, group: ExpertGroup) -> int:
 def _compute(group: ExpertGroup, experts: nn.Module, rows_RD: torch.Tensor, ends_L: torch.Tensor) -> torch.Tensor:
     """Return the outputs of this rank's experts.
 
-    The gradient of their weights is a sum over the tokens of the whole group, but FSDP averages it only over the ranks
+    The gradient of their weights is a sum over the tokens of the entire group, but FSDP averages it only over the ranks
     with the same experts, which are fewer by the size of the group.  So gradients are divided by the group size while
     they pass through the experts.
     """
@@ -181,7 +181,7 @@ def _compute(group: ExpertGroup, experts: nn.Module, rows_RD: torch.Tensor, ends
 
 
 def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return `x`, whose gradient will be multiplied by `factor`."""
+    """Return `x`; the backward pass multiplies its gradient by `factor`."""
     scaled: torch.Tensor = _ScaledGradient.apply(x, factor)  # type: ignore[no-untyped-call]
     return scaled
 

@@ -1,4 +1,4 @@
-"""Grouped matrix products: each row of a matrix is multiplied with the matrix of its group, such as an expert.
+"""Grouped matrix products: each row of a matrix is multiplied by the matrix of its group, such as an expert's.
 
 Group sizes are known only on the device, so the products are custom operators: fake tensors, compiled code and
 activation checkpointing see a single operator, whatever its implementation.  This module does not depend on recipes.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @torch.library.custom_op("meshtrainer::grouped_mm", mutates_args=())
 def grouped_mm(x_MK: torch.Tensor, weight_EKN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Multiply each row of `x_MK` with the matrix of its group, giving (M, N).  Group e ends before row `ends_E[e]`
+    """Multiply each row of `x_MK` by the matrix of its group, giving (M, N).  Group e ends before row `ends_E[e]`
     (int32).
 
     The last group ends with the last row.  If there is one more group than matrices, its rows belong to no expert, and
@@ -110,13 +110,13 @@ GROUPED = torch.ops.meshtrainer.grouped_mm.default
 
 
 _PIECE = 2**27
-"""Number of weights that are unpacked at a time: a quarter of a GiB in bfloat16."""
+"""Number of weights to unpack at a time: a quarter of a GiB in bfloat16."""
 
 
 def packed_grouped_mm(
     x_MK: torch.Tensor, packed: torch.Tensor, ends_E: torch.Tensor, packing: Packing, is_transposed: bool
 ) -> torch.Tensor:
-    """Multiply rows with frozen matrices whose rows are packed, (E, N, bytes); see `grouped_mm`.
+    """Multiply rows by frozen matrices whose rows are packed, (E, N, bytes); see `grouped_mm`.
 
     They are unpacked in the dtype of `x_MK`, in the forward and in the backward pass, some rows of all experts at a
     time; autograd saves only the bytes.  is_transposed: the unpacked matrices are (E, K, N), not (E, N, K).
@@ -155,8 +155,8 @@ def _multiply_by_columns(x: torch.Tensor, packed: torch.Tensor, ends_E: torch.Te
     total: torch.Tensor | None = None
     for rows, weight in _unpacked(packed, packing, x.dtype):
         if weight.shape[1] == x.shape[1]:
-            whole: torch.Tensor = grouped_mm(x, weight, ends_E)
-            return whole
+            out: torch.Tensor = grouped_mm(x, weight, ends_E)
+            return out
         part = grouped_mm(x[:, rows].contiguous(), weight, ends_E).float()
         total = part if total is None else total.add_(part)
     assert total is not None
@@ -164,7 +164,7 @@ def _multiply_by_columns(x: torch.Tensor, packed: torch.Tensor, ends_E: torch.Te
 
 
 def _unpacked(packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Unpack matrices (E, R, bytes) piece by piece: yield some of their rows, and their weights (E, rows, width)."""
+    """Unpack matrices (E, R, bytes) piece by piece: yield a range of rows and their weights (E, rows, width)."""
     step = max(8, _PIECE // (packed.shape[0] * packing.width) // 8 * 8)  # the kernel needs multiples of 8
     for start in range(0, packed.shape[1], step):
         rows = slice(start, start + step)

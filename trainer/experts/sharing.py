@@ -22,22 +22,22 @@ from trainer.recipe import Recipe
 def find_experts(model: nn.Module, recipe: Recipe) -> dict[str, nn.Module]:
     """Return the modules that `recipe.experts` names, by name.
 
-    Raises UserError if a pattern matches none, or for a module whose parameters are not all stacked by expert.
+    Raises UserError if a pattern matches no module, or for a module whose parameters are not all stacked by expert.
     """
     if recipe.experts is None:
         return {}
     if callable(recipe.experts):
-        found = {name: model.get_submodule(name) for name in recipe.experts(model)}
+        modules = {name: model.get_submodule(name) for name in recipe.experts(model)}
     else:
-        found = {name: module for name, module in model.named_modules() if matches(name, recipe.experts)}
-    if not found and not callable(recipe.experts):
+        modules = {name: module for name, module in model.named_modules() if matches(name, recipe.experts)}
+    if not modules and not callable(recipe.experts):
         raise UserError(f"recipe {recipe.name!r}: experts: the model has no module {recipe.experts!r}")
-    for name, module in found.items():
-        numbers = {parameter.shape[:1] for parameter in module.parameters()}
-        if len(numbers) != 1 or numbers == {torch.Size()}:
+    for name, module in modules.items():
+        first_dims = {parameter.shape[:1] for parameter in module.parameters()}
+        if len(first_dims) != 1 or first_dims == {torch.Size()}:
             shapes = ", ".join(f"{own} {tuple(p.shape)}" for own, p in module.named_parameters())
             raise UserError(f"recipe {recipe.name!r}: experts: {name} has parameters that are not stacked: {shapes}")
-    return found
+    return modules
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -47,10 +47,10 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def share_out(modules: Sequence[nn.Module], mesh: DeviceMesh, method: str) -> None:
-    """Give each rank of `mesh`, which has one axis, its share of the experts: consecutive rows of all parameters.
+    """Divide the experts among the ranks of `mesh`, which has one axis.
 
-    Parameters become DTensors, with consecutive experts on each rank.  They must be on the meta device, and the number
-    of experts a multiple of the mesh's size.
+    Parameters become DTensors with consecutive experts on each rank.  They must be on the meta device, and the number
+    of experts must be a multiple of the mesh's size.
     """
     size = mesh.size()
     group = ExpertGroup(size, mesh.get_local_rank(), method, register_group(mesh.get_group(), EXPERT))

@@ -1,6 +1,6 @@
 """Converts linear layers to run their matrix products in float8, using torchao.
 
-Only this module imports torchao, and only when it is needed.
+Only this module imports torchao, and only when needed.
 
 Weights, gradients and saved activations keep their dtype: for each matrix product, the layer casts its input, weight
 and incoming gradient to float8, with one scale per tensor or per row.  This module does not depend on recipes or
@@ -26,11 +26,11 @@ _ALIGNMENT = 16
 
 
 def apply_float8(blocks: Sequence[nn.Module], scaling: str, device_type: str, emulate: bool = False) -> int:
-    """Replace the linear layers inside `blocks` with torchao's, in place.  Returns the number of replaced layers.
+    """Replace the linear layers inside `blocks` with torchao's, in place.  Returns the number of layers replaced.
 
     `scaling`: none, tensorwise or rowwise.  Names, parameters and initialization do not change.  Skipped:
     layers with a dimension that is not a multiple of 16, subclasses that override `forward`, blocks that are themselves
-    a linear layer, and layers outside the blocks, since float8 is known to degrade the output head.  With `emulate`,
+    linear layers, and layers outside the blocks, since float8 is known to degrade the output head.  With `emulate`,
     products are computed in float32 from inputs rounded to float8, on any device, for tests.
 
     Raises UserError if torchao is missing, if the GPU has no float8 support, or if no layer can be replaced.
@@ -69,7 +69,7 @@ def _check_device(scaling: str, device_type: str) -> None:
 
 
 def _float8_layer(layer: nn.Module, scaling: str, emulate: bool) -> nn.Module:
-    """Return torchao's layer with the parameters of `layer`; it keeps the `reset_parameters` of `layer`."""
+    """Return torchao's version of `layer`, with the same parameters and `reset_parameters`."""
     convert, config = _torchao(scaling, emulate)
     converted = convert(layer, config=config)
     for name, value in vars(layer).items():
@@ -81,7 +81,7 @@ def _float8_layer(layer: nn.Module, scaling: str, emulate: bool) -> nn.Module:
 
 @functools.cache
 def _torchao(scaling: str, emulate: bool) -> tuple[Callable[..., nn.Module], Any]:
-    """Return torchao's conversion function, and its configuration for the scaling."""
+    """Return torchao's conversion function and its configuration for `scaling`."""
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:  # incompatible with this torch

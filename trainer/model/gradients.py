@@ -1,9 +1,9 @@
 """Gathers the units of a sharded model, reduces gradients over the ranks, and computes their global norm.
 
 FSDP reduces the gradients of a sharded model.  The gradients of an unsharded model are averaged here, in buckets, while
-the backward pass runs.  DistributedDataParallel does the same, but wraps the model in another module.  This one only
-adds hooks to parameters, so the model's class, names and forward pass do not change.  Source: Li et al. 2020, "PyTorch
-Distributed: Experiences on Accelerating Data Parallel Training", arXiv:2006.15704; bucket sizes are
+the backward pass runs.  DistributedDataParallel does the same, but wraps the model in another module.  This module
+only adds hooks to parameters, so the model's class, names and forward pass do not change.  Source: Li et al. 2020,
+"PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv:2006.15704; bucket sizes are
 DistributedDataParallel's defaults.
 """
 
@@ -32,9 +32,9 @@ from trainer.model.units import ShardUnit, parameters_by_unit
 def gradient_sync(model: nn.Module, enabled: bool, fsdp: FsdpSection | None = None) -> Iterator[None]:
     """Reduce gradients in this backward pass if `enabled`, otherwise accumulate them locally.
 
-    The reduce-scatter over `shard` and the all-reduce over `replicate` both run only in the enabled pass, and each rank
-    holds all gradients unsharded in between.  With `fsdp.accumulate=sharded` the reduce-scatter runs in every pass, and
-    only shards are held.  On one rank nothing is reduced.
+    The reduce-scatter over `shard` and the all-reduce over `replicate` run only in the enabled pass; until then, each
+    rank holds all gradients unsharded.  With `fsdp.accumulate=sharded` the reduce-scatter runs in every pass, so ranks
+    hold only shards.  On one rank nothing is reduced.
     """
     fsdp = fsdp or FsdpSection()
     replicas = replicas_of(model)
@@ -50,7 +50,7 @@ def gradient_sync(model: nn.Module, enabled: bool, fsdp: FsdpSection | None = No
 
 
 def reshard(model: nn.Module) -> None:
-    """Free parameters that a forward pass without a backward pass left gathered; not inside `gathered`."""
+    """Free parameters left gathered by a forward pass without a backward pass; no-op inside `gathered`."""
     if model in _gathered_models:
         return
     for module in _fsdp_modules(model):
@@ -59,7 +59,7 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Enter evaluation mode without gradients inside the block; afterwards free parameters that are still gathered."""
+    """Run the block in evaluation mode without gradients, then free parameters that are still gathered."""
     was_training = model.training
     model.eval()
     with torch.no_grad():
@@ -78,10 +78,10 @@ def gathered(model: nn.Module) -> Iterator[None]:
         with gathered(trainer.model):
             texts = generate_batch(trainer.model, prompts, max_tokens=256)
 
-    Every rank then holds the whole model in `fsdp.param_dtype`, in addition to its shards: 16 GB for 8 billion
-    parameters in bfloat16.  Experts divided among ranks (`mesh.expert`) are not gathered.  No-op for a model that is
-    not sharded.  Only for forward passes without gradients: do not update the weights inside the block, since the
-    gathered copies would not change.  Afterwards the units are sharded again.
+    Every rank then holds the full model in `fsdp.param_dtype`, in addition to its shards: 16 GB for 8 billion
+    parameters in bfloat16.  Experts divided among ranks (`mesh.expert`) are not gathered.  No-op for an unsharded
+    model.  Only for forward passes without gradients: do not update the weights inside the block, since the gathered
+    copies would not change.  The units are resharded afterwards.
 
     Collective: one all-gather per unit at the start of the block.  Forward passes inside it have no collectives, except
     those of divided experts, so the ranks may run different numbers of them.
@@ -94,7 +94,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
     resharding = []
     """What each group does after a forward pass: None if it stays gathered, else the mesh to shard on."""
     for state in (module._get_fsdp_state() for module in modules):
-        stays_gathered = state._auto_reshard_after_forward  # of the root, which FSDP notes in the first forward pass
+        stays_gathered = state._auto_reshard_after_forward  # the root; FSDP decides in its first forward pass
         for group in state._fsdp_param_groups:
             groups.append(group)
             resharding.append(None if stays_gathered else group.post_forward_mesh_info)
@@ -201,7 +201,7 @@ def _padded(numel: int, element_size: int) -> int:
 
 
 class _Bucket:
-    """Gradients that are averaged by a single all-reduce."""
+    """Gradients averaged by a single all-reduce."""
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
         self.parameters, self._group = parameters, group
@@ -246,7 +246,7 @@ class _Bucket:
     def receive(self) -> None:
         """Wait for the all-reduce, and reset the gradient to None for parameters that have none on any rank.
 
-        Host sync only if this rank lacks a gradient.
+        Syncs with the host only if this rank lacks a gradient.
         """
         assert self._work is not None
         assert self._flags is not None
@@ -282,7 +282,7 @@ class Replicas:
                 parameter.register_post_accumulate_grad_hook(_hook(ref(self), bucket_index))
 
     def averages(self, parameter: torch.Tensor) -> bool:
-        """Return whether the gradient of `parameter` is averaged: it was trainable when `replicate` was called."""
+        """Return whether gradients of `parameter` are averaged: it was trainable when `replicate` was called."""
         return any(parameter is averaged for bucket in self._buckets for averaged in bucket.parameters)
 
     def enable(self, enabled: bool) -> None:
@@ -291,9 +291,9 @@ class Replicas:
         self._is_running = False  # a pass that raised an error has not finished
 
     def add(self, bucket_index: int) -> None:
-        """Record that one more gradient of a bucket is ready, and send buckets that are complete and next in order.
+        """Record that one more gradient of a bucket is ready, and send complete buckets that are next in order.
 
-        Raises RuntimeError if a parameter gets a second gradient, since the count and the average would be wrong.
+        Raises RuntimeError if a parameter receives a second gradient, since the count and the average would be wrong.
         """
         if not self.enabled:
             return
@@ -316,7 +316,7 @@ class Replicas:
         self._num_sent += 1
 
     def _finish(self) -> None:
-        """End a backward pass: send the remaining buckets, which lack gradients, and receive all buckets."""
+        """End a backward pass: send the remaining buckets, which lack some gradients, and receive all buckets."""
         while self._num_sent < len(self._buckets):
             self._send_next()
         for bucket in self._buckets:
@@ -325,7 +325,7 @@ class Replicas:
 
 
 def _hook(replicas: ref[Replicas], bucket_index: int) -> Callable[[torch.Tensor], None]:
-    """Return the hook of a parameter in bucket `bucket_index`.
+    """Return the hook for a parameter in bucket `bucket_index`.
 
     The hook holds a weak reference: the garbage collector cannot see a tensor's hooks, so it would never free a
     reference cycle through them.

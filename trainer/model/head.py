@@ -12,14 +12,14 @@ _STD = 0.02
 """Standard deviation of the initial weights: transformers' default for such heads."""
 
 SCORE = "score"
-"""Name of the head's parameter in its module, and of the whole head in transformers."""
+"""Name of the head's parameter in its module, and of the head itself in transformers."""
 
 
 class ScoreHead(nn.Module):
     """A linear map from hidden states (..., D) to scores (..., outputs), without a bias.
 
-    With targets it returns the summed cross-entropy of the scores, like the projection that it replaces, so that the
-    functions of `trainer.loss` apply to it as well.
+    With targets it returns the summed cross-entropy of the scores, like the projection it replaces, so that the
+    functions of `trainer.loss` work with it as well.
     """
 
     def __init__(self, in_features: int, num_outputs: int, dtype: torch.dtype) -> None:
@@ -44,6 +44,6 @@ def is_score(name: str) -> bool:
 
 
 def replaced_output(model: nn.Module) -> str | None:
-    """Return the name of the weight that a `ScoreHead` of the model has replaced; None without one."""
+    """Return the name of the weight that the model's `ScoreHead` replaced, or None if the model has no such head."""
     heads = [name for name, module in model.named_modules() if isinstance(module, ScoreHead)]
     return f"{heads[0]}.weight" if heads else None

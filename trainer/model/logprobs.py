@@ -1,4 +1,4 @@
-"""Log-probabilities per token, for losses that weight each token, such as policy gradients."""
+"""Per-token log-probabilities, for losses that weight each token, such as policy gradients."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trainer.loss import find_loss, losses_of_tokens, replace_loss
 def token_logprobs(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the log-probability of each target, (B, T) in fp32, with gradients; 0 for ignored targets.
 
-    batch: a batch as in a training step: `tokens`, `targets`, and other arguments of the model's `forward`.  The full
+    batch: as in a training step: `tokens`, `targets`, and any other arguments of the model's `forward`.  The full
     logits are never in memory if the model computes its loss with `linear_cross_entropy`.
 
-    Raises UserError if the model adds terms to its loss that belong to no token, or does not compute its loss with the
+    Raises UserError if the model adds loss terms that do not belong to any token, or does not compute its loss with the
     functions of `trainer.loss`.
     """
     balance = find_balance(model) if model.training else None

@@ -1,6 +1,6 @@
 """LoRA: adds the product of two small trained matrices to the output of a frozen linear layer.
 
-Modules and parameters have peft's names, so adapters are interchangeable with peft: `<layer>.base_layer.weight` is the
+Modules and parameters have peft's names, so adapters can be exchanged with peft: `<layer>.base_layer.weight` is the
 layer's original weight, `<layer>.lora_A.default.weight` (rank, in) and `<layer>.lora_B.default.weight` (out, rank) are
 the adapter.  The adapters of stacked experts, `<experts>.adapters.<matrix>.lora_A.default.weight` (E, rank, in) and B
 (E, out, rank), are in `trainer.experts`.  This module does not depend on recipes, meshes or files.
@@ -31,7 +31,7 @@ from trainer.model.packed import PackedLinear, pack_experts, pack_layer
 ALL_LINEAR = "all-linear"
 
 _MIN_SIMILARITY = 0.75
-"""Minimum similarity for suggesting a layer's name; gate_proj, for example, is not a likely misspelling of v_proj."""
+"""Minimum similarity for suggesting a layer's name; for example, gate_proj is hardly a misspelling of v_proj."""
 
 _WEIGHT = re.compile(rf"(?P<layer>.+)\.lora_(?P<part>[AB])\.{ADAPTER}\.weight")
 
@@ -39,7 +39,7 @@ _WEIGHT = re.compile(rf"(?P<layer>.+)\.lora_(?P<part>[AB])\.{ADAPTER}\.weight")
 class LoraFactor(nn.Module):
     """One of the two matrices of an adapter: `weight` (out, in), always in float32.
 
-    `AdaptedLinear` performs the product.
+    `AdaptedLinear` computes the product.
     """
 
     def __init__(self, in_features: int, out_features: int, starts_at_zero: bool) -> None:
@@ -56,7 +56,7 @@ class LoraFactor(nn.Module):
 
 
 FACTORS = (LoraFactor, ExpertFactor)
-"""The modules that hold the parameters of adapters."""
+"""The modules that hold adapter parameters."""
 
 
 class AdaptedLinear(nn.Module):
@@ -86,7 +86,7 @@ class AdaptedLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The base layer's weight, since model code may ask for its dtype or device."""
+        """The base layer's weight, since model code may query its dtype or device."""
         weight: torch.Tensor = self.base_layer.weight  # type: ignore[assignment]
         return weight
 
@@ -113,11 +113,11 @@ class AdaptedLinear(nn.Module):
 
 
 class _AdaptedProduct(torch.autograd.Function):
-    """A frozen layer and its adapter as one operator with its gradient, x (N, in) to (N, out).
+    """A frozen layer and its adapter fused into one differentiable operator, x (N, in) to (N, out).
 
-    Saves the input, the output of the first factor, and the weights; a packed weight as bytes.  Each product of the
+    Saves the input, the output of the first factor, and the weights (packed ones as bytes).  Each product in the
     backward pass accumulates into the previous one, which avoids separate sums over (N, in) and (N, out).  Products for
-    gradients that are not needed are skipped.
+    unneeded gradients are skipped.
     """
 
     @staticmethod
@@ -171,10 +171,11 @@ def add_adapters(
 
     `blocks` are the model's repeated blocks; `all-linear` means their linear layers, or all of them in a model without
     blocks.  `alias` returns an alternative name of a layer, which targets may use too.  No-op with `lora.rank=0`.
-    If `lora.base_dtype` is packed, so are the weights of these layers, and the blocks' other linear layers and experts.
+    With a packed `lora.base_dtype`, the weights of these layers and of the blocks' other linear layers and experts are
+    packed.
 
-    Raises UserError for a target that matches no layer, with the nearest name, for a layer that cannot be packed, and
-    for dropout on experts.
+    Raises UserError for a target that matches no layer (suggesting the nearest name), for a layer that cannot be
+    packed, and for dropout on experts.
     """
     if not lora.rank:
         return
@@ -206,20 +207,20 @@ def add_adapters(
 
 
 def weights_to_pack(model: nn.Module, blocks: Sequence[nn.Module], adapted: Collection[str]) -> list[str]:
-    """Return the names of the weights that a packed `lora.base_dtype` packs.
+    """Return the names of the weights to pack for a packed `lora.base_dtype`.
 
-    These are the matrices of the blocks, those of linear layers and of stacked experts, and all those that have
-    adapters: `adapted` are the layers as `find_layers` returns them.  `model` has no packed weights yet.
+    These are the matrices of linear layers and stacked experts in the blocks, and all matrices with adapters.
+    `adapted`: the layers with adapters, as returned by `find_layers`.  `model` must not have packed weights yet.
     """
     inside = {id(module) for block in blocks for module in block.modules()}
-    found = []
+    names = []
     for name, module in model.named_modules():
         if _is_plain_linear(module) and (id(module) in inside or name in adapted):
-            found.append(f"{name}.weight")
+            names.append(f"{name}.weight")
         for matrix, parameters in matrices_of(module).items():
             if id(module) in inside or f"{name}.{matrix}" in adapted:
-                found += [f"{name}.{own}" for own in parameters]
-    return found
+                names += [f"{name}.{own}" for own in parameters]
+    return names
 
 
 def find_layers(
@@ -230,8 +231,8 @@ def find_layers(
 ) -> list[str]:
     """Return the names of the layers that `lora.targets` matches.  Raises UserError for a target without a match.
 
-    Only a plain matrix product can have an adapter.  The output projection cannot, since it also computes the loss.
-    The matrices of stacked experts can have one if they are named, as `<experts>.<matrix>` or by their module.
+    Only plain linear layers can have adapters; the output projection cannot, since it also computes the loss.
+    Matrices of stacked experts have adapters only if named, as `<experts>.<matrix>` or by their module.
     """
     candidates = [name for name, module in model.named_modules() if _is_plain_linear(module)]
     if targets == ALL_LINEAR:
@@ -255,7 +256,7 @@ def find_layers(
 
 
 def expert_matrices(model: nn.Module) -> dict[str, str]:
-    """Return the matrices of stacked experts that can have adapters, `<experts>.<name>`, and their first parameter."""
+    """Map each matrix of stacked experts that can have an adapter, `<experts>.<name>`, to its first parameter."""
     return {
         f"{module_name}.{matrix}": f"{module_name}.{parameters[0]}"
         for module_name, module in model.named_modules()
@@ -264,14 +265,14 @@ def expert_matrices(model: nn.Module) -> dict[str, str]:
 
 
 def _names_of_matrix(name: str, parameter: str, alias: Callable[[str], str | None]) -> list[str]:
-    """Return the names of a matrix of experts and of their module, here and in transformers."""
+    """Return the names of a matrix of experts and of its module, here and in transformers."""
     module, _, matrix = name.rpartition(".")
     other_module = huggingface_module(alias(parameter) or "")
     return [name, module, *([f"{other_module}.{matrix}", other_module] if other_module else [])]
 
 
 def huggingface_module(parameter: str) -> str:
-    """Return the module of experts in transformers to which a parameter belongs; in files, each expert may have one."""
+    """Return the transformers module that a parameter of experts belongs to; in files, each expert may have its own."""
     return parameter.partition(".*.")[0] if ".*." in parameter else parameter.rpartition(".")[0]
 
 

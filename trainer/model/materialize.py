@@ -1,4 +1,4 @@
-"""Initializes models built on the meta device, to identical weights on any mesh.
+"""Initializes models built on the meta device, with identical weights on any mesh.
 
 A sharded model is filled module by module.  Each module's own tensors are temporarily replaced by full tensors on the
 CPU, initialized by the recipe's ordinary code with the generator seeded from (seed, module name); each rank keeps its
@@ -52,7 +52,7 @@ def materialize(
     Buffers are always filled.
 
     Raises UserError naming every parameter and buffer that was not filled.  All ranks raise it, since every
-    rank runs the whole initialization.
+    rank runs the full initialization.
     """
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     on_meta = {name for name, tensor in named if tensor.is_meta}
@@ -108,7 +108,7 @@ def materialize(
 def _skip_loaded_later(
     module: nn.Module, module_name: str, fresh: set[str], is_loaded_later: Callable[[str], bool]
 ) -> set[str]:
-    """Fill the parameters in `fresh` that will be loaded later with NaN, and return their names."""
+    """Fill with NaN the parameters in `fresh` that will be loaded later, and return their names."""
     prefix = f"{module_name}." if module_name else ""
     own_parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     skipped = {name for name in own_parameters if prefix + name in fresh and is_loaded_later(prefix + name)}
@@ -174,12 +174,12 @@ def _fill(
 
 
 def _is_filled_partially(parameter: torch.Tensor, full: torch.Tensor) -> bool:
-    """Return whether to draw only part of a large tensor: this rank keeps few rows, or several threads can share the
-    work.
+    """Return whether to draw only part of a large tensor, because this rank keeps few rows or several threads can
+    share the work.
     """
     box = local_box(parameter)
     helps = box is not None and (2 * (box[0][1] - box[0][0]) <= full.shape[0] or torch.get_num_threads() > 1)
-    # Large enough to pay off, and made of complete groups.
+    # Large enough to pay off, and consisting of complete groups.
     is_large = full.numel() >= MIN_ELEMENTS and full.numel() % _GROUP_SIZE == 0
     return helps and is_large and full.dtype == torch.float32 and full.is_contiguous()
 
@@ -220,30 +220,30 @@ def _copy_shard(parameter: torch.Tensor, full: torch.Tensor, deferred: DeferredF
     """Copy this rank's shard of `full` into `parameter`, or draw it.  No communication: every rank has the full
     tensor.
     """
-    box, kept = local_box(parameter), local(parameter.detach())
+    box, shard = local_box(parameter), local(parameter.detach())
     if box is not None and full.ndim:
         rows = slice(box[0][0], box[0][1])
-        held = (slice(None), *(slice(start, stop) for start, stop in box[1:]))
+        other_dims = (slice(None), *(slice(start, stop) for start, stop in box[1:]))
         if deferred is not None:
             width = math.prod(full.shape[1:])
             drawn = deferred.draw(rows.start * width, rows.stop * width).view(-1, *full.shape[1:])
         else:
             drawn = full[rows]
-        kept.copy_(drawn[held])  # copies only this part to the device
+        shard.copy_(drawn[other_dims])  # copies only this part to the device
     elif isinstance(parameter, DTensor):
         part = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        kept.copy_(local(part))
+        shard.copy_(local(part))
     else:
-        kept.copy_(full)
+        shard.copy_(full)
 
 
 def _poison(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill with NaN, to detect values that initialization never writes.  Integers: the write itself is detected."""
+    """Fill with NaN, to detect values that initialization never writes.  For integers, the write itself is detected."""
     return tensor.fill_(torch.nan) if tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Part of a tensor: random numbers that are bit-identical to those of the full tensor
+# Drawing part of a tensor, bit-identical to the same part of the full tensor
 
 MIN_ELEMENTS = 2**23
 """Minimum number of elements for which this pays off: skipping costs as much as drawing about two million."""
@@ -299,8 +299,8 @@ class DeferredFill:
 class DeferredFills:
     """Defers the random initialization of some full tensors, given by name.
 
-    It observes all operations from before the tensors are filled.  The memory of a tensor is not touched until another
-    operation uses it.
+    It observes all operations, starting before the tensors are filled.  The memory of a tensor is not touched until
+    another operation uses it.
     """
 
     def __init__(self, full_tensors: Mapping[str, torch.Tensor]) -> None:
@@ -319,14 +319,14 @@ class DeferredFills:
             self._fill_now(address)
 
     def get(self, name: str, tensor: torch.Tensor) -> DeferredFill | None:
-        """Return the deferred draw of the named tensor; None if its values exist, or if `tensor` is not the observed
-        one.
+        """Return the deferred draw of the named tensor; None if it already has values, or if `tensor` is not the
+        observed one.
         """
         address = self._addresses.get(name, -1)
         return self._pending.get(address) if tensor.data_ptr() == address else None
 
     def record_fill(self, operator: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
-        """Record an operator that fills an observed tensor with random numbers; returns whether it was deferred."""
+        """Record an operator that fills an observed tensor with random numbers; return whether it was deferred."""
         if operator not in _RANDOM_FILLS or options.get("generator") is not None:
             return False
         address = arguments[0].data_ptr()
@@ -409,7 +409,7 @@ class _MemoryAccessMode(TorchFunctionMode):
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The generator: skipping ahead
+# Skipping ahead in the generator
 
 _WORDS, _MIDDLE, _LOW_BITS, _TWIST = 624, 397, 31, 0x9908B0DF
 _DEGREE = 32 * _WORDS - _LOW_BITS
@@ -438,7 +438,7 @@ def skip_words(generator: torch.Generator, count: int) -> None:
 def _skip_ahead(words: Words, distance: int) -> Words:
     """Return the 624-word state that is `distance` words after `words`."""
     needed = np.flatnonzero(_power(distance))
-    sequence = _continue(words, _DEGREE + _WORDS)
+    sequence = _extend_sequence(words, _DEGREE + _WORDS)
     windows = np.lib.stride_tricks.sliding_window_view(sequence, _WORDS)
     result = np.zeros(_WORDS, dtype=np.uint32)
     for start in range(0, len(needed), 256):  # in chunks that fit the CPU cache
@@ -446,8 +446,8 @@ def _skip_ahead(words: Words, distance: int) -> Words:
     return result
 
 
-def _continue(words: Words, count: int) -> Words:
-    """Return the first `count` words of the sequence that begins with `words`."""
+def _extend_sequence(words: Words, count: int) -> Words:
+    """Return the first `count` words of the sequence that starts with `words`."""
     sequence = np.concatenate((words, np.zeros(count - _WORDS, dtype=np.uint32)))
     step = _WORDS - _MIDDLE  # this many words depend only on earlier ones
     for start in range(0, count - _WORDS, step):
@@ -495,9 +495,9 @@ def _lower_terms() -> tuple[int, ...]:
     for _ in range(_LOW_BITS):
         powers.append(_product(powers[-1], other))
     total = _product(one, powers[_LOW_BITS])
-    for place in range(_LOW_BITS):
-        if _TWIST >> place & 1:
-            total ^= _product(one, powers[_LOW_BITS - 1 - place])
+    for bit in range(_LOW_BITS):
+        if _TWIST >> bit & 1:
+            total ^= _product(one, powers[_LOW_BITS - 1 - bit])
     total ^= _TWIST >> _LOW_BITS & 1
     return tuple(exponent for exponent in range(_DEGREE) if total >> exponent & 1)
 

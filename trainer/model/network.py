@@ -1,6 +1,6 @@
 """Builds a run's unsharded model: by its recipe, in the run's dtypes, with adapters and frozen parameters.
 
-Training, planning and checks all build the model here, so that they see the same one.  The module also translates
+Training, planning and checks all build the model here, so that they see the same model.  The module also translates
 between our tensor names and Hugging Face's, and counts FLOPs per token.
 """
 
@@ -56,9 +56,9 @@ def build_network(config: RunConfig) -> nn.Module:
 def replace_head(
     model: nn.Module, recipe: Recipe, model_config: Any, num_outputs: int, dtype: torch.dtype | None = None
 ) -> None:
-    """Replace the projection onto the vocabulary by a new head.  Raises UserError if the recipe does not name it.
+    """Replace the projection onto the vocabulary with a new head.  Raises UserError if the recipe does not name it.
 
-    dtype: the dtype of the new weight; None for that of the projection.
+    dtype: the dtype of the new weight; by default that of the projection's weight.
     """
     hf = recipe.hf
     mapped = None if hf is None else HuggingFaceNames(recipe, model_config).from_huggingface(_OUTPUT)
@@ -80,7 +80,7 @@ _OUTPUT, _SCORE = "lm_head.weight", "score.weight"
 def storage_dtype(config: RunConfig) -> str:
     """Return the dtype in which a run stores its weights, except those of adapters and packed ones.
 
-    In a model with packed weights, the others are frozen and only read in the dtype of computation, so it is theirs.
+    In a model with packed weights, the other weights are frozen and only read in the compute dtype, so they use it.
     """
     if config.lora.packs:
         return config.fsdp.param_dtype
@@ -101,7 +101,7 @@ def freeze(model: nn.Module, patterns: Sequence[str], alias: Callable[[str], str
     """Freeze the parameters that `train.freeze` matches.
 
     A pattern is the name of a parameter or module, with `*` for any text; a tied parameter may be matched by any of its
-    names.  `alias` returns an alternative name of a parameter, which is matched too.  Raises UserError for a pattern
+    names.  `alias` returns an alternative name of a parameter, which may match too.  Raises UserError for a pattern
     that matches nothing, and if no trainable parameter remains.
     """
     names_of: list[tuple[nn.Parameter, list[str]]] = []
@@ -132,8 +132,8 @@ def freeze(model: nn.Module, patterns: Sequence[str], alias: Callable[[str], str
 class MappedTensor(NamedTuple):
     """Our counterpart of a Hugging Face tensor.
 
-    name: of our tensor.  is_transposed: whether Hugging Face stores its transpose.  row: the row of our tensor that
-    the Hugging Face tensor is, or None if it is all of it.
+    name: the name of our tensor.  is_transposed: whether Hugging Face stores its transpose.  row: the row of our tensor
+    that the Hugging Face tensor represents, or None if it represents the entire tensor.
     """
 
     name: str
@@ -184,17 +184,17 @@ class HuggingFaceNames:
         return any(_translate(n, ignored, ignored) for n in full_names for ignored in self._hf.ignored)
 
     def left_out(self, name: str) -> str | None:
-        """Return which part of a published model Hugging Face's tensor `name` belongs to, if our model lacks it."""
+        """Return the part of a published model that our model lacks and tensor `name` belongs to, or None."""
         full_names = (name, self._hf.prefix + name)
         return next(
-            (part for begin, part in self._left_out.items() if any(n.startswith(begin) for n in full_names)), None
+            (part for prefix, part in self._left_out.items() if any(n.startswith(prefix) for n in full_names)), None
         )
 
 
 def _translate(name: str, pattern: str, other: str) -> tuple[str, str | None] | None:
-    """Match `name` against `pattern` and return it in the form of `other`, plus any unused match; None without a match.
+    """Match `name` against `pattern` and return it in the form of `other`, plus any unused match, or None.
 
-    The text matched by each * replaces the corresponding * of `other`; extra * in `other` stay.
+    The text matched by each * replaces the corresponding * in `other`; any further * in `other` stay.
     """
     match = re.fullmatch(re.escape(pattern).replace(r"\*", r"([^.]+)"), name)
     if match is None:
@@ -220,7 +220,7 @@ def flops_of(config: RunConfig, model: nn.Module, seq_len: float) -> float:
 
 
 def forward_passes(config: RunConfig) -> int:
-    """Return the number of forward passes without gradients per micro-batch, by models like the trained one.
+    """Return the number of forward passes without gradients per micro-batch, by models of the same size.
 
     A reference model takes one; a statistic over the global batch takes one more per model.
     """
@@ -232,7 +232,7 @@ def _flops_if_all_trained(recipe: Recipe, model_config: Any, model: nn.Module, s
     """Return the FLOPs per token of forward and backward passes if every weight is trained, without adapters."""
     if recipe.flops:
         return recipe.flops(model_config, seq_len)
-    # Each token is multiplied with all parameters except embedding tables.
+    # Each token is multiplied by all parameters except embedding tables.
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     embedded = {id(p): p.numel() for table in tables for p in table.parameters(recurse=False)}
     adapters = sum(parameter.numel() for parameter in _adapter_parameters(model))
@@ -244,7 +244,7 @@ def _adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _flops_of_adapters(model: nn.Module, model_config: Any) -> float:
-    """Return the FLOPs per token of adapters; a token uses only those of the experts that it chooses."""
+    """Return the FLOPs per token of adapters; a token uses only those of its chosen experts."""
     total = 0.0
     for parameter in _adapter_parameters(model):
         num_experts = parameter.shape[0] if parameter.ndim == 3 else 1
@@ -282,7 +282,7 @@ def flops_per_token(recipe: Recipe, model_config: Any, model: nn.Module, seq_len
 
 
 def _matrices(model: nn.Module, with_tied_tables: bool) -> list[nn.Parameter]:
-    """Return the matrices that tokens are multiplied with; an embedding table counts only if a head shares it."""
+    """Return the matrices that tokens are multiplied by; an embedding table counts only if a head shares it."""
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     others = {id(p) for m in model.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     ids = others if with_tied_tables else others - tables

@@ -1,4 +1,4 @@
-"""Activation offloading: keeps the tensors that autograd saves in host memory until the backward pass needs them.
+"""Activation offloading: keeps tensors saved by autograd in host memory until the backward pass needs them.
 
 When the forward pass of an offloaded block ends, the tensors that autograd saved in it are copied to pinned host memory
 on a separate stream; when the next block ends, the copies on the device are freed.  In the backward pass, a block's
@@ -8,8 +8,9 @@ On a CPU the same code makes plain copies, which saves no memory but lets tests 
 Copies are bit-identical, so losses do not change.  Parameters, buffers and arguments that the model passes to all its
 blocks (rotary tables, masks) stay on the device, because other references keep them there anyway.
 
-Combines with activation checkpointing: with `full` a block's input is offloaded, with `selective` and `budget:` the
-saved outputs of operators (see `storing_contexts`).  Independent of recipes, meshes and configuration.
+It can be combined with activation checkpointing: with `full`, a block's input is offloaded; with `selective` and
+`budget:`, the saved outputs of operators are (see `storing_contexts`).  This module does not depend on recipes, meshes
+or the configuration.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class _Storage:
     """One storage that autograd saved in a block, shared by all saved tensors that are views of it."""
 
     on_device: torch.Tensor | None
-    """The whole storage, (N,), in the dtype of the first tensor saved; None while only the host has a copy."""
+    """The entire storage, (N,), in the dtype of the first tensor saved; None while only the host has a copy."""
     version: int
     """The tensor's version counter (the number of in-place writes) when it was saved."""
     on_host: torch.Tensor | None = None
@@ -57,9 +58,9 @@ class _Storage:
 
     @property
     def num_bytes(self) -> int:
-        found = self.on_device if self.on_host is None else self.on_host
-        assert found is not None
-        return found.nbytes
+        data = self.on_device if self.on_host is None else self.on_host
+        assert data is not None
+        return data.nbytes
 
 
 @dataclass(eq=False)
@@ -96,7 +97,7 @@ class _Call:
     offload: ActivationOffload
     storages: dict[int, _Storage] = field(default_factory=dict)
     """By the storage's address on the device."""
-    stays: set[int] = field(default_factory=set)
+    stays_on_device: set[int] = field(default_factory=set)
     """Addresses of storages that stay on the device."""
     previous: weakref.ref[_Call] | None = None
     """The call before this one in the forward pass, whose backward pass comes next."""
@@ -109,14 +110,14 @@ class _Call:
         """Return the object to keep for a saved tensor: a view, or the tensor itself if it stays on the device."""
         storage = tensor.untyped_storage()
         address = storage_id(storage)
-        if not self.offload.is_movable(tensor) or storage.nbytes() < MIN_BYTES or address in self.stays:
+        if not self.offload.is_movable(tensor) or storage.nbytes() < MIN_BYTES or address in self.stays_on_device:
             return tensor
-        known = self.storages.get(address)
-        if known is None:
+        saved = self.storages.get(address)
+        if saved is None:
             flat = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
-            known = self.storages[address] = _Storage(flat, tensor._version)
-        known.num_unread += 1
-        return _View(self, known, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+            saved = self.storages[address] = _Storage(flat, tensor._version)
+        saved.num_unread += 1
+        return _View(self, saved, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def copy_to_host(self) -> None:
         """Start copying the saved storages to the host."""
@@ -151,20 +152,20 @@ class _Call:
 
     def prefetch(self) -> None:
         """Start copying back to the device, unless the copy has started or nothing was copied to the host."""
-        away = [s for s in self.storages.values() if s.on_device is None and s.num_unread > 0]
-        if not away or self.event is not None:
+        to_fetch = [s for s in self.storages.values() if s.on_device is None and s.num_unread > 0]
+        if not to_fetch or self.event is not None:
             return
-        for storage in away:
+        for storage in to_fetch:
             assert storage.on_host is not None
             # Allocated on the stream that frees it, so that the allocator need not track the other stream.
             storage.on_device = torch.empty_like(storage.on_host, device=self.offload.device)
         with self.offload.copying():
-            for storage in away:
+            for storage in to_fetch:
                 assert storage.on_host is not None
                 assert storage.on_device is not None
                 storage.on_device.copy_(storage.on_host, non_blocking=True)
         self.event = self.offload.record()
-        self.offload.note_fetched(away)
+        self.offload.note_fetched(to_fetch)
 
     def wait(self) -> None:
         """Start the copy back to the device if necessary, and make the device wait for it."""
@@ -181,7 +182,7 @@ _COMPILED_CALL = "_compiled_call_impl"
 
 
 class ActivationOffload:
-    """The offloading of one model's blocks; `attach` starts it.
+    """Offloads the activations of one model's blocks, once `attach` has been called.
 
     `num_copied` and `num_fetched` count bytes since the start; `host_bytes` is the current number of bytes on the host,
     and `peak_host_bytes` its maximum.
@@ -204,7 +205,7 @@ class ActivationOffload:
         return any(self._is_offloaded)
 
     def attach(self, blocks: Sequence[nn.Module] | None = None) -> None:
-        """Wrap the forward passes of the blocks, by default of all.
+        """Wrap the forward pass of each of `blocks`, by default of all blocks.
 
         Call this after checkpointing and compilation, since the wrapper must be outside both.
         """
@@ -226,7 +227,7 @@ class ActivationOffload:
             if is_offloaded:
                 # Buffers, and the block's arguments after the first, stay on the device.
                 leaves = [leaf for leaf in tree_leaves((args[1:], kwargs)) if isinstance(leaf, torch.Tensor)]
-                call.stays = {storage_id(t.untyped_storage()) for t in (*leaves, *self._model.buffers())}
+                call.stays_on_device = {storage_id(t.untyped_storage()) for t in (*leaves, *self._model.buffers())}
                 with self._in_call(call), torch.autograd.graph.saved_tensors_hooks(self._packer(block, call), _unpack):
                     output = forward(*args, **kwargs)
             else:
@@ -243,7 +244,7 @@ class ActivationOffload:
         def pack(tensor: torch.Tensor) -> Any:
             nonlocal knows_parameters
             if not knows_parameters:  # not earlier: FSDP gathers them after the call of a compiled block has started
-                call.stays |= {storage_id(parameter.untyped_storage()) for parameter in block.parameters()}
+                call.stays_on_device |= {storage_id(parameter.untyped_storage()) for parameter in block.parameters()}
                 knows_parameters = True
             return call.pack(tensor)
 
@@ -273,7 +274,7 @@ class ActivationOffload:
         if previous is not None and previous.storages:
             for tensor in tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(_prefetches(previous))
+                    tensor.register_hook(_prefetch_hook(previous))
                     break
 
     # -- the device: the planner overrides some of these to record copies ----------------------------------------
@@ -284,11 +285,11 @@ class ActivationOffload:
 
     def allocate_on_host(self, data: torch.Tensor) -> torch.Tensor:
         """Allocate host memory for `data`, pinned if `data` is on a GPU; torch reuses it when freed."""
-        made = torch.empty_like(data, device="cpu", pin_memory=self._stream is not None)
+        buffer = torch.empty_like(data, device="cpu", pin_memory=self._stream is not None)
         self.host_bytes += data.nbytes
         self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
-        weakref.finalize(made, self._note_freed, data.nbytes)
-        return made
+        weakref.finalize(buffer, self._note_freed, data.nbytes)
+        return buffer
 
     def _note_freed(self, num_bytes: int) -> None:
         self.host_bytes -= num_bytes
@@ -325,41 +326,41 @@ class ActivationOffload:
     # -- with selective checkpointing ----------------------------------------------------------------------------
 
     def storing_contexts(self, policy: Callable[..., CheckpointPolicy]) -> tuple[Any, Any]:
-        """Return contexts for `torch.utils.checkpoint` that save the outputs selected by `policy`, and offload them.
+        """Return contexts for `torch.utils.checkpoint` that save and offload the outputs selected by `policy`.
 
         torch's own selective checkpointing hides these outputs from saved-tensor hooks.
         """
         call = self._call
-        found: dict[tuple[Any, int], Any] = {}
-        return _Storing(policy, found, call), _Restoring(found)
+        saved: dict[tuple[Any, int], Any] = {}
+        return _Storing(policy, saved, call), _Restoring(saved)
 
 
 def _unpack(saved: torch.Tensor | _View) -> torch.Tensor:
     return saved.tensor() if isinstance(saved, _View) else saved
 
 
-def _prefetches(call: _Call) -> Callable[[torch.Tensor], None]:
+def _prefetch_hook(call: _Call) -> Callable[[torch.Tensor], None]:
     """Return a hook that prefetches the tensors of `call`, unless its graph has been freed."""
     reference = weakref.ref(call)
 
     def prefetch(gradient: torch.Tensor) -> None:
-        found = reference()
-        if found is not None:
-            found.prefetch()
+        target = reference()
+        if target is not None:
+            target.prefetch()
 
     return prefetch
 
 
 _IGNORED = {torch.ops.aten.detach.default, torch.ops.prim.device.default}
-"""Operators that autograd and checkpointing call themselves, and not always equally often in both passes."""
+"""Operators that autograd and checkpointing also call themselves, not always equally often in both passes."""
 
 
 class _Storing(TorchDispatchMode):
     """Saves the outputs of the operators that a policy selects, packed for offloading."""
 
-    def __init__(self, policy: Callable[..., CheckpointPolicy], found: dict[tuple[Any, int], Any], call: Any) -> None:
+    def __init__(self, policy: Callable[..., CheckpointPolicy], saved: dict[tuple[Any, int], Any], call: Any) -> None:
         super().__init__()
-        self._policy, self._found, self._call = policy, found, call
+        self._policy, self._saved, self._call = policy, saved, call
         self._seen: Counter[Any] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -370,7 +371,7 @@ class _Storing(TorchDispatchMode):
         self._seen[func] += 1
         if self._policy(_Forward, func, *args, **(kwargs or {})) == CheckpointPolicy.MUST_SAVE:
             pack = self._call.pack if self._call is not None else lambda tensor: tensor
-            self._found[func, number] = tree_map_only(torch.Tensor, lambda tensor: pack(tensor.detach()), result)
+            self._saved[func, number] = tree_map_only(torch.Tensor, lambda tensor: pack(tensor.detach()), result)
         return result
 
 
@@ -381,9 +382,9 @@ class _Forward:
 class _Restoring(TorchDispatchMode):
     """Returns saved outputs instead of running their operators again."""
 
-    def __init__(self, found: dict[tuple[Any, int], Any]) -> None:
+    def __init__(self, saved: dict[tuple[Any, int], Any]) -> None:
         super().__init__()
-        self._found = found
+        self._saved = saved
         self._seen: Counter[Any] = Counter()
 
     def __enter__(self) -> Any:
@@ -395,6 +396,6 @@ class _Restoring(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         key = func, self._seen[func]
         self._seen[func] += 1
-        if key not in self._found:
+        if key not in self._saved:
             return func(*args, **(kwargs or {}))
-        return tree_map_only((torch.Tensor, _View), _unpack, self._found.pop(key))
+        return tree_map_only((torch.Tensor, _View), _unpack, self._saved.pop(key))

@@ -7,11 +7,11 @@ rows, so the values do not depend on the mesh.
 
 The matrices of stacked experts, (E, out, in), are packed as (E, out, bytes), and multiplied by `trainer.experts`.
 
-A layer's weight is unpacked for each product, in the forward and the backward pass, and freed afterwards; autograd
-saves only the bytes.
+A layer's weight is unpacked for each product, in both the forward and the backward pass, and freed afterwards;
+autograd saves only the bytes.
 
 Sources: Dettmers et al. 2023, "QLoRA", arXiv:2305.14314 (NF4, without its double quantization, whose mean is taken
-over a whole tensor); Micikevicius et al. 2022, arXiv:2209.05433 (e4m3).
+over an entire tensor); Micikevicius et al. 2022, arXiv:2209.05433 (e4m3).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Packing:
 
     @property
     def code_bytes(self) -> int:
-        """Number of bytes of a row's codes."""
+        """Number of bytes of codes per row."""
         return self.width * CODE_BITS[self.dtype] // 8
 
     @property
@@ -71,7 +71,7 @@ class Packing:
     def scales(self, packed: torch.Tensor) -> torch.Tensor:
         """Return the scales (..., width / 64) of packed rows (..., bytes), as a view in float32.
 
-        A scale of NF4 is the largest magnitude in its block.
+        An NF4 scale is the largest magnitude in its block.
         """
         return packed[..., self.code_bytes :].view(torch.float32)
 
@@ -79,7 +79,7 @@ class Packing:
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         """Pack the rows of `weight` (..., width), of any floating dtype, into (..., bytes) on the same device.
 
-        NaN and infinity become part of the scale of their block.
+        NaN and infinity propagate to the scale of their block.
         """
         rows = weight.reshape(-1, self.width)
         packed = torch.empty(rows.shape[0], self.row_bytes, dtype=torch.uint8, device=weight.device)
@@ -100,10 +100,10 @@ class Packing:
             packed[:, : self.code_bytes] = codes[..., 0] << 4 | codes[..., 1]
             self.scales(packed).copy_(largest)
             return
-        most = torch.finfo(torch.float8_e4m3fn).max
-        scaled = (blocks * (most / largest.clamp(min=1e-35))[..., None]).clamp_(-most, most)
+        max_code = torch.finfo(torch.float8_e4m3fn).max
+        scaled = (blocks * (max_code / largest.clamp(min=1e-35))[..., None]).clamp_(-max_code, max_code)
         packed[:, : self.code_bytes] = scaled.to(torch.float8_e4m3fn).view(torch.uint8).view(rows.shape)
-        self.scales(packed).copy_(largest / most)
+        self.scales(packed).copy_(largest / max_code)
 
     def unpack(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Unpack rows (..., bytes) to weights (..., width).
@@ -164,14 +164,14 @@ def _unpack_on_cpu(weights: torch.Tensor, packed: torch.Tensor, packing: Packing
 class PackedLinear(nn.Module):
     """A frozen linear layer with a packed weight: x (..., in) to (..., out).
 
-    `packings` has the format of each packed parameter, by its name in this module.  Other code recognizes packed
+    `packings` maps each packed parameter's name in this module to its format.  Other code recognizes packed
     parameters by this attribute (see `find_packings`).
     """
 
     def __init__(self, layer: nn.Module, dtype: str) -> None:
-        """Create the packed form of `layer`, torch's `Linear` or the `Conv1D` of transformers with weights (in, out).
+        """Create the packed form of `layer`: torch's `Linear`, or transformers' `Conv1D`, whose weight is (in, out).
 
-        The new weight is on the same device, and uninitialized.
+        The new weight is uninitialized, on the same device.
         """
         super().__init__()
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
@@ -212,15 +212,15 @@ class _PackedProduct(torch.autograd.Function):
 
 
 def pack_layer(layer: nn.Module, name: str, dtype: str) -> PackedLinear:
-    """Return the packed form of a linear layer.  Raises UserError if blocks do not divide its rows."""
+    """Return the packed form of a linear layer.  Raises UserError if its row length is not a multiple of `BLOCK`."""
     _check_width(layer.get_parameter("weight"), name, dtype)
     return PackedLinear(layer, dtype)
 
 
 def pack_experts(experts: nn.Module, own: str, name: str, dtype: str) -> None:
-    """Replace a matrix of stacked experts, the parameter `own` of `experts`, by its packed form, without values.
+    """Replace the parameter `own` of stacked experts with an uninitialized packed one.
 
-    name: of the parameter in the model.  Raises UserError if blocks do not divide its rows.
+    name: the parameter's name in the model.  Raises UserError if its row length is not a multiple of `BLOCK`.
     """
     weight = experts.get_parameter(own)
     _check_width(weight, name, dtype)
@@ -248,12 +248,12 @@ def _packed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Pa
 
 
 def find_packings(model: nn.Module) -> dict[str, Packing]:
-    """Return the packed parameters of a model, by name."""
+    """Return the format of each packed parameter of a model, by name."""
     return {name: packing for name, _, packing in _packed_parameters(model)}
 
 
 def num_weights(model: nn.Module) -> dict[int, int]:
-    """Return the number of weights in each parameter, by the parameter's id; for packed ones that is not the bytes."""
+    """Return the number of weights (for packed parameters, not bytes) in each parameter, by the parameter's id."""
     counts = {id(parameter): parameter.numel() for parameter in model.parameters()}
     for _, parameter, packing in _packed_parameters(model):
         counts[id(parameter)] = math.prod((*parameter.shape[:-1], packing.width))

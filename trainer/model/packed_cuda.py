@@ -29,18 +29,19 @@ def _unpack(  # type: ignore[no-untyped-def]
     PER_BYTE: tl.constexpr = 8 // BITS
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * TILE
-    at = first + tl.arange(0, TILE)
+    offsets = first + tl.arange(0, TILE)
     code_bytes = width // PER_BYTE
-    is_inside = at < code_bytes
-    codes = tl.load(packed + row * row_bytes + at, mask=is_inside, other=0).to(tl.int32)
-    scale = tl.load(scales + (row * row_bytes + code_bytes) // 4 + at * PER_BYTE // BLOCK, mask=is_inside, other=0.0)
+    is_inside = offsets < code_bytes
+    codes = tl.load(packed + row * row_bytes + offsets, mask=is_inside, other=0).to(tl.int32)
+    first_scale = (row * row_bytes + code_bytes) // 4
+    scale = tl.load(scales + first_scale + offsets * PER_BYTE // BLOCK, mask=is_inside, other=0.0)
     if BITS == 4:
         high = tl.load(values + (codes >> 4)) * scale
         low = tl.load(values + (codes & 15)) * scale
-        to = first * 2 + tl.arange(0, 2 * TILE)
-        tl.store(weights + row * width + to, tl.interleave(high, low), mask=to < width)
+        columns = first * 2 + tl.arange(0, 2 * TILE)
+        tl.store(weights + row * width + columns, tl.interleave(high, low), mask=columns < width)
     else:
-        tl.store(weights + row * width + at, tl.load(values + codes) * scale, mask=is_inside)
+        tl.store(weights + row * width + offsets, tl.load(values + codes) * scale, mask=is_inside)
 
 
 def unpack_into(weights: torch.Tensor, packed: torch.Tensor, values: torch.Tensor, bits: int, block: int) -> None:

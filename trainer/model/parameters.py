@@ -36,17 +36,17 @@ def seed_of(seed: int, name: str) -> int:
 
 
 def num_writes(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written to in place, including through views."""
+    """Return how many times a tensor was written to in place, including through views."""
     return tensor._version
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the number of parameters of the full model.  Shared ones count once, packed ones as their weights."""
+    """Return the number of parameters of the full model.  Shared ones count once, packed ones by weights, not bytes."""
     return sum(num_weights(model).values())
 
 
 def count_trained_parameters(model: nn.Module) -> int:
-    """Return the number of parameters that are not frozen."""
+    """Return the number of trainable parameters."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
@@ -65,7 +65,7 @@ def mark_replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
 
 
 _mesh_of_others: WeakKeyDictionary[DeviceMesh, DeviceMesh] = WeakKeyDictionary()
-"""For each mesh of experts, the mesh of the other parameters of its model, which has the same ranks."""
+"""For each mesh of experts, the mesh of the model's other parameters, which has the same ranks."""
 
 
 def note_expert_mesh(expert_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
@@ -74,7 +74,7 @@ def note_expert_mesh(expert_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
 
 
 def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
-    """Return the mesh whose ranks hold a parameter, divided or as replicas; None if only this process holds it.
+    """Return the mesh whose ranks hold a parameter, sharded or replicated; None if only this process holds it.
 
     For experts divided among ranks (`mesh.expert`), it is the mesh of the model's other parameters.
     """
@@ -84,14 +84,14 @@ def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
 
 
 def for_checkpoint(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that belongs to `parameter` and has its shape in the form for checkpoints; copies nothing.
+    """Return `tensor`, which belongs to `parameter`, in the form that checkpoints store; copies nothing.
 
-    If all ranks hold the same values, this is a replicated DTensor, so that the ranks share the work of writing it and
-    need not compare their values.
+    If all ranks hold the same values and the shapes are equal, this is a replicated DTensor, so that the ranks share
+    the work of writing it and need not compare their values.
     """
     mesh = _replicated_on.get(parameter)
     if mesh is None or isinstance(tensor, DTensor) or tensor.shape != parameter.shape:
-        # Detach, since being a Parameter would be stored; copies for background saves are plain tensors.
+        # Detach, since the type Parameter would be stored, while copies for background saves are plain tensors.
         return tensor if isinstance(tensor, DTensor) else tensor.detach()
     return DTensor.from_local(tensor.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
 

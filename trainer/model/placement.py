@@ -31,7 +31,7 @@ class Division:
     expert: int = 1
 
     def box(self, shape: Sequence[int], rank: int) -> Box:
-        """Return the part of the `rank`-th rank on the shard axis.  Dimensions are divided as by `torch.chunk`."""
+        """Return the part held by the `rank`-th rank on the shard axis.  Dimensions are divided as by `torch.chunk`."""
         group, own = divmod(rank, self.expert)
         box = [(0, size) for size in shape] or [(0, 1)]
         box[0] = cut(box[0], own, self.expert)
@@ -47,7 +47,7 @@ class Division:
 
 
 def cut(span: tuple[int, int], number: int, count: int) -> tuple[int, int]:
-    """Return part `number` of a [start, stop) that is divided into `count` parts as by `torch.chunk`."""
+    """Return part `number` of the range [start, stop), divided into `count` parts as by `torch.chunk`."""
     start, stop = span
     size = -(-(stop - start) // count)
     return min(stop, start + number * size), min(stop, start + (number + 1) * size)
@@ -57,8 +57,8 @@ def choose_dim(shape: Sequence[int], parts: int, num_dims: int, max_padding: flo
     """Return the dimension of a tensor to divide into `parts`: one of the first `num_dims`.
 
     This is dimension 0, whose shards FSDP pads to equal sizes, if padding adds at most `max_padding` of its size.
-    Otherwise, as with more parts than rows, it is the first later dimension that divides evenly, as FSDP requires.
-    Without such a dimension, dimension 0 is padded.
+    Otherwise, for example with more parts than rows, it is the first later dimension that divides evenly, as FSDP
+    requires.  Without such a dimension, dimension 0 is padded.
     """
     if not shape or shape[0] == 0 or -(-shape[0] // parts) * parts <= (1 + max_padding) * shape[0]:
         return 0

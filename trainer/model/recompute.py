@@ -48,13 +48,13 @@ OperatorId = tuple[str, int]
 
 
 Contexts = Callable[[Callable[..., CheckpointPolicy]], Any]
-"""Makes the pair of contexts for `torch.utils.checkpoint` from a policy."""
+"""Creates the pair of contexts for `torch.utils.checkpoint` from a policy."""
 
 
 def save_all_costly(contexts: Contexts = create_selective_checkpoint_contexts) -> Any:
     """Return the contexts of `torch.utils.checkpoint` that save the outputs of all expensive operators.
 
-    `contexts` makes them from the policy; offloading has its own (`trainer.model.offload`).
+    `contexts` creates them from the policy; offloading has its own (`trainer.model.offload`).
     """
 
     costly = {*_KINDS, _aten._scaled_mm.default}  # float8 matrix product
@@ -69,7 +69,7 @@ def save_all_costly(contexts: Contexts = create_selective_checkpoint_contexts) -
 def save_only(
     operator_ids: frozenset[OperatorId], contexts: Contexts = create_selective_checkpoint_contexts
 ) -> Callable[[], Any]:
-    """Return a function that creates the contexts in which the outputs of the operators in `operator_ids` are saved.
+    """Return a function that creates contexts that save the outputs of the operators in `operator_ids`.
 
     Cached, so that equal sets share one function: compiled code is guarded on its identity.
     """
@@ -100,12 +100,12 @@ class _Operator:
     operator_id: OperatorId
     flops: int
     num_bytes: int
-    """Size of its outputs."""
+    """Size of the outputs."""
 
 
 @dataclass
 class _Block:
-    """The operators that one forward pass of a block executed, and the tensors that it saved."""
+    """The operators executed in one forward pass of a block, and the tensors it saved."""
 
     operators: list[_Operator] = field(default_factory=list)
     saved: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -121,7 +121,7 @@ def choose_saved_operators(
 
     Those bytes are what autograd saves in the block, except its input and parameters, for tokens of shape (B, T) and
     parameters in `dtype`, with CPU kernels.  Operators with the most FLOPs per byte come first, and among equals the
-    earlier ones.  `model` may be on any device and is not changed.  Re-raises errors of the model on fake tensors.
+    earlier ones.  `model` may be on any device and is not changed.  Errors of the model on fake tensors propagate.
     """
     records = {id(block): _Block() for block in blocks}
     with fake_tensors():

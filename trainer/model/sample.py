@@ -1,6 +1,6 @@
 """Generates text with a model, for many prompts at once: for samples, the `generate` command, and rollouts.
 
-Not a serving engine: all texts of a batch begin together, and the batch ends with its last text.
+Not a serving engine: all texts in a batch start together, and the batch ends with its last text.
 
 Shape suffixes: B texts of a batch, T tokens of a call, V vocabulary.
 """
@@ -29,15 +29,15 @@ PREFILL_TOKENS = 512
 """Number of prompt tokens to process in one call, over all texts, which bounds the memory for their logits."""
 
 _DEFAULT_CONTEXT = 1024
-"""Length of the window of a model that has no cache and declares no maximum length."""
+"""Window length for a model that has no cache and declares no maximum length."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are sampled.
+    """How to sample tokens.
 
-    temperature: divides the logits; 0 means greedy decoding.  top_k: sample from this many of the likeliest tokens, 0
-    for all.  top_p: sample from the fewest likeliest tokens whose total probability reaches this.
+    temperature: divides the logits; 0 means greedy decoding.  top_k: sample from this many of the likeliest tokens; 0
+    for all.  top_p: sample from the smallest set of likeliest tokens whose total probability reaches this.
     """
 
     temperature: float = 0.8
@@ -45,7 +45,7 @@ class Sampling:
     top_p: float = 1.0
 
     def choose(self, logprobs_BV: torch.Tensor, noise_BV: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a token of each text, (B,), from their log-probabilities; `noise_BV` is only used for sampling.
+        """Return one token per text, (B,), given the log-probabilities; `noise_BV` is only used for sampling.
 
         The token with the largest sum of log-probability and Gumbel noise is a sample of the distribution (Gumbel
         1954; Maddison et al. 2014, arXiv:1411.0030).
@@ -75,10 +75,8 @@ def gumbel_noise(
     hash of seed, index and position; the mixing function is the finalizer of MurmurHash3 (as in SplitMix, Steele et
     al. 2014).
     """
-    places = list(zip(indices, positions, strict=True))
-    keys = [
-        hashlib.blake2b(f"{seed} {index} {position}".encode(), digest_size=8).digest() for index, position in places
-    ]
+    pairs = list(zip(indices, positions, strict=True))
+    keys = [hashlib.blake2b(f"{seed} {index} {position}".encode(), digest_size=8).digest() for index, position in pairs]
     key_B2 = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.int32).view(-1, 2).to(device)
     counter_V = torch.arange(vocab_size, dtype=torch.int32, device=device) * _as_int32(0x9E3779B9)
     hash_BV = counter_V + key_B2[:, :1]
@@ -99,18 +97,18 @@ def _as_int32(number: int) -> int:
 
 
 class Decoder(ABC):
-    """Feeds the texts of a batch to a model, and returns the logits (B, V) of their next tokens."""
+    """Feeds the texts of a batch to a model, and returns the logits (B, V) for their next tokens."""
 
     @abstractmethod
     def begin(self, prompts: Sequence[Sequence[int]], length: int, max_tokens: int) -> torch.Tensor:
-        """Feed the prompts, none longer than `length`.  max_tokens: of the longest text, including its prompt."""
+        """Feed the prompts, none longer than `length`.  max_tokens: of the longest text with its prompt."""
 
     @abstractmethod
     def extend(self, tokens: Sequence[int]) -> torch.Tensor:
         """Feed the next token of each text."""
 
     def keep(self, rows: Sequence[int]) -> bool:
-        """Drop the texts of all other rows, and return True; or return False if that is not supported."""
+        """Drop the texts of all other rows and return True, or return False if this is not supported."""
         return False
 
 
@@ -142,7 +140,7 @@ class CachedDecoder(Decoder):
 
 
 class WindowDecoder(Decoder):
-    """Works with any causal model: processes the last `context` tokens of each text again at each step.
+    """Works with any causal model: reprocesses the last `context` tokens of each text at every step.
 
     Every forward pass has the shape (1, context), so that a compiled model is not recompiled.
     """
@@ -176,7 +174,7 @@ class TransformersDecoder(Decoder):
         self._cache: Any = None
         self._max_tokens = 0
         self._mask_BS: torch.Tensor | None = None
-        """True for tokens that are not padding; None if there is no padding."""
+        """True for tokens other than padding; None if there is no padding."""
 
     def begin(self, prompts: Sequence[Sequence[int]], length: int, max_tokens: int) -> torch.Tensor:
         tokens_BT, padding = _padded_left(prompts, length)
@@ -236,7 +234,7 @@ def find_decoder(model: nn.Module, device: torch.device, num_tokens: int, contex
 def supports_kv_cache(model: nn.Module) -> bool:
     """Return whether the model accepts a `Cache` as its documents; transformers models have their own caches.
 
-    A compiled model does not, because it would be compiled again for every length.
+    A compiled model does not, because it would be recompiled for every length.
     """
     arguments = inspect.signature(model.forward).parameters
     if not {"documents", "borders"} <= arguments.keys() or is_transformers_model(model):
@@ -331,7 +329,7 @@ def generate_batch(
 
 
 def longest_text(prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], in_step: InStep | None = None) -> int:
-    """Return the maximum length of a text with its prompt, in tokens; with `in_step`, the maximum over all ranks."""
+    """Return the length of the longest text with its prompt, in tokens; with `in_step`, the maximum over all ranks."""
     longest = max((len(prompt) + limit for prompt, limit in zip(prompts, max_tokens, strict=True)), default=1)
     return longest if in_step is None else in_step.max(longest)
 
@@ -369,34 +367,34 @@ def generate_tokens(
     length, num_rows = max(map(len, prompts), default=1), len(prompts)
     if in_step is not None:  # then calls must have the same shape on all ranks
         length, num_rows = in_step.max(length), in_step.max(num_rows)
-    fed = [*prompts, *([0] for _ in range(num_rows - len(prompts)))]
+    padded_prompts = [*prompts, *([0] for _ in range(num_rows - len(prompts)))]
     active = {row for row in range(len(prompts)) if max_tokens[row] > 0}
-    numbers = [len(prompt) for prompt in fed]
+    text_lengths = [len(prompt) for prompt in padded_prompts]
     """Number of tokens of each text."""
     rows = list(range(num_rows))
-    """The texts that the decoder is still fed, in the order of its batch."""
+    """The texts still fed to the decoder, in the order of its batch."""
     logits_BV: torch.Tensor | None = None
     last: list[int] = []
     while in_step.max(len(active)) if in_step is not None else active:
-        logits_BV = decoder.begin(fed, length, longest) if logits_BV is None else decoder.extend(last)
+        logits_BV = decoder.begin(padded_prompts, length, longest) if logits_BV is None else decoder.extend(last)
         logprobs_BV = logits_BV.float().log_softmax(1)
         noise_BV = None
         if sampling.temperature > 0.0:
-            places = [indices[row] if row < len(prompts) else 0 for row in rows]
-            positions = [numbers[row] for row in rows]
-            noise_BV = gumbel_noise(seed, places, positions, logits_BV.shape[1], logits_BV.device)
+            row_indices = [indices[row] if row < len(prompts) else 0 for row in rows]
+            positions = [text_lengths[row] for row in rows]
+            noise_BV = gumbel_noise(seed, row_indices, positions, logits_BV.shape[1], logits_BV.device)
         chosen_B = sampling.choose(logprobs_BV, noise_BV)
         logprobs = logprobs_BV.gather(1, chosen_B.unsqueeze(1)).squeeze(1).tolist()
         last = chosen_B.tolist()
         for row, chosen, logprob in zip(rows, last, logprobs, strict=True):
             if row not in active:
                 continue
-            numbers[row] += 1
+            text_lengths[row] += 1
             token = chosen if math.isfinite(logprob) else NO_TOKEN
-            if token == NO_TOKEN or token in ends or numbers[row] - len(prompts[row]) == max_tokens[row]:
+            if token == NO_TOKEN or token in ends or text_lengths[row] - len(prompts[row]) == max_tokens[row]:
                 active.remove(row)
             yield Token(row, token, logprob)
         if in_step is None and 0 < 2 * len(active) <= len(rows):
-            kept = [place for place, row in enumerate(rows) if row in active]
+            kept = [slot for slot, row in enumerate(rows) if row in active]
             if decoder.keep(kept):
-                rows, last = [rows[place] for place in kept], [last[place] for place in kept]
+                rows, last = [rows[slot] for slot in kept], [last[slot] for slot in kept]

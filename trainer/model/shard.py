@@ -45,11 +45,11 @@ def apply_sharding(
 ) -> list[ShardUnit]:
     """Checkpoint, compile and shard `model` in place, bottom-up: inside the units, the units, then the root.
 
-    The mesh is (shard,) or (replicate, shard).  Parameters become DTensors, sharded on dim 0 or, where most of its
-    padding would be waste, on another one (`placement.choose_dim`); on the meta device nothing is allocated.  A model
-    for which `is_unsharded` is true keeps plain parameters; call `replicate` once they have values.  With an
-    `expert_mesh` (see `World.expert_mesh_of`) the parameters of experts are sharded on that.  Returns the units in the
-    order of the forward pass.
+    The mesh is (shard,) or (replicate, shard).  Parameters become DTensors, sharded on dim 0 or, where that
+    would need much padding, on another dimension (`placement.choose_dim`); on the meta device nothing is allocated.  A
+    model for which `is_unsharded` is true keeps plain parameters; call `replicate` once they have values.  With an
+    `expert_mesh` (see `World.expert_mesh_of`), the parameters of experts are sharded on that mesh.  Returns the units
+    in the order of the forward pass.
 
     Collective only if integer resharding creates process groups: one set, shared by all units.
     """
@@ -58,14 +58,16 @@ def apply_sharding(
     share = offloaded_share(train.offload_activations)
     works_on_blocks = train.activation_checkpoint != "none" or compiles or train.float8 != "none" or share > 0
     blocks = find_blocks(model, recipe) if works_on_blocks else []
-    kept = saved_by_budget(model, blocks, config, train.activation_checkpoint, train.micro_batch_size)
+    saved_operators = saved_by_budget(model, blocks, config, train.activation_checkpoint, train.micro_batch_size)
     apply_float8(blocks, train.float8, mesh.device_type)
     units = find_units(model, recipe, config.fsdp.wrap)
     reshard = reshard_of_units(config.fsdp.reshard_after_forward, units, mesh.size(mesh.ndim - 1))
     if works_on_blocks:
         _check_blocks(blocks, units, config)
         offload = ActivationOffload(model, blocks, share, torch.device(mesh.device_type)) if share else None
-        apply_activation_checkpointing(blocks, train.activation_checkpoint, kept, None if compiles else offload)
+        apply_activation_checkpointing(
+            blocks, train.activation_checkpoint, saved_operators, None if compiles else offload
+        )
         if compiles:
             for block in blocks:
                 block.compile(fullgraph=True)
@@ -90,7 +92,7 @@ def is_unsharded(config: RunConfig, num_shards: int) -> bool:
 
     FSDP would copy each parameter for every micro-batch and each gradient for every reduction, and a small model would
     spend a tenth of its step in FSDP's hooks.  With several dtypes FSDP is needed, since it keeps weights and
-    accumulated gradients in theirs.
+    accumulated gradients in their own dtypes.
     """
     fsdp, dtype = config.fsdp, storage_dtype(config)
     is_one_dtype = dtype == fsdp.param_dtype == fsdp.reduce_dtype and (dtype == "float32" or not config.lora.rank)
@@ -126,7 +128,7 @@ def check_experts(
 
 
 def meshes_of_experts(model: nn.Module, recipe: Recipe, expert_mesh: DeviceMesh | None) -> dict[str, DeviceMesh]:
-    """Return the mesh of each parameter of divided experts, by name; empty without an `expert_mesh`."""
+    """Return the mesh of each parameter of experts divided among ranks, by name; empty without an `expert_mesh`."""
     if expert_mesh is None:
         return {}
     modules = find_experts(model, recipe).items()
@@ -210,7 +212,7 @@ def _cast_at_boundaries(model: nn.Module, units: Sequence[ShardUnit], config: Ru
 def check_sharding(config: RunConfig, num_shards: int = 1) -> None:
     """Build the model on the meta device, and raise UserError if units, their resharding or `mesh.expert` do not fit.
 
-    num_shards: ranks of the shard axis, if known.
+    num_shards: number of ranks on the shard axis, if known.
     """
     model = build_network(config)
     units = find_units(model, config.recipe, config.fsdp.wrap)
@@ -307,16 +309,16 @@ def saved_by_budget(
 def apply_activation_checkpointing(
     blocks: Sequence[nn.Module],
     setting: int | str,
-    kept: Sequence[frozenset[OperatorId]] = (),
+    saved_operators: Sequence[frozenset[OperatorId]] = (),
     offload: ActivationOffload | None = None,
 ) -> None:
-    """Wrap `blocks` so that what they save is recomputed in the backward pass.
+    """Wrap `blocks` so that the backward pass recomputes what they would otherwise save.
 
     `full` saves only a block's input; `selective` also saves the outputs of matrix products and attention, and
     recomputes the cheap operators; `budget:<share>` saves the operators that `saved_by_budget` chose for each block.
     The block's `forward` is wrapped, not the block: names do not change, and FSDP's hooks stay outside, so that
     recomputation finds the parameters gathered.  With `offload`, the operators' outputs go to host memory; compiled
-    blocks do not need it, since what they save is visible from outside.  Source: Chen et al. 2016, arXiv:1604.06174;
+    blocks do not need it, since what they save is visible from outside.  Sources: Chen et al. 2016, arXiv:1604.06174;
     Korthikanti et al. 2022, arXiv:2205.05198 (selective).
     """
     if setting == "none":
@@ -328,8 +330,8 @@ def apply_activation_checkpointing(
         contexts = [{"context_fn": save_all_costly if offload is None else partial(save_all_costly, make)}] * len(
             blocks
         )
-    elif kept:
-        contexts = [{"context_fn": save_only(places, make)} if places else {} for places in kept]
+    elif saved_operators:
+        contexts = [{"context_fn": save_only(operators, make)} if operators else {} for operators in saved_operators]
     for block, context in list(zip(blocks, contexts, strict=True))[every - 1 :: every]:
         block.forward = _recomputed(block.forward, context)  # type: ignore[method-assign]
 
@@ -344,10 +346,10 @@ def _recomputed(forward: Callable[..., Any], context: dict[str, Any]) -> Callabl
 
 
 def forbid_view_outputs(modules: Iterable[nn.Module]) -> None:
-    """Make units return no views.  Call this before sharding, so that these hooks run before FSDP's.
+    """Prevent units from returning views.  Call this before sharding, so that these hooks run before FSDP's.
 
-    FSDP attaches the all-gather of the backward pass to a unit's output.  If the output is a view, as that of
-    `nn.Linear` with a bias is, code that writes to it in place removes the hook.  An unsharded model is treated the
+    FSDP attaches the all-gather of the backward pass to a unit's output.  If the output is a view, like that of
+    `nn.Linear` with a bias, an in-place write to it removes the hook.  An unsharded model is treated the
     same, so that whatever trains on several ranks also trains on one.
     """
     hook: Callable[..., Any] = torch._dynamo.disable(_replace_views)  # like FSDP's own hooks
@@ -356,7 +358,7 @@ def forbid_view_outputs(modules: Iterable[nn.Module]) -> None:
 
 
 def _replace_views(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Replace views in `output` by copies; without a copy for a plain layer, whose output has no other reference."""
+    """Replace views in `output` with copies; a plain layer's output has no other reference and needs no copy."""
     if not torch.is_grad_enabled():
         return output
     is_plain = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
@@ -395,17 +397,17 @@ def _shared_reshard_meshes() -> Iterator[None]:
     """Make all units that reshard to n ranks share one mesh.
 
     `fully_shard` creates a mesh in every call: 80 blocks on 512 ranks created 5,760 process groups; with this it is 72
-    (pytorch issue 153302).  Caches the result of the function that creates it, by n.
+    (pytorch issue 153302).  Caches the results of FSDP's own function, by n.
     """
-    made: dict[bool | int, Any] = {}
+    meshes: dict[bool | int, Any] = {}
     make = getattr(fully_shard_module, _MAKES_RESHARD_MESH)
 
     def make_once(reshard_after_forward: bool | int, mesh_info: Any) -> Any:
         if isinstance(reshard_after_forward, bool):
             return make(reshard_after_forward, mesh_info)
-        if reshard_after_forward not in made:
-            made[reshard_after_forward] = make(reshard_after_forward, mesh_info)
-        return made[reshard_after_forward]
+        if reshard_after_forward not in meshes:
+            meshes[reshard_after_forward] = make(reshard_after_forward, mesh_info)
+        return meshes[reshard_after_forward]
 
     setattr(fully_shard_module, _MAKES_RESHARD_MESH, make_once)
     try:

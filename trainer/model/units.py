@@ -1,4 +1,4 @@
-"""Finds the FSDP units of a model: listed by the recipe, chosen by size, or by a user-defined function."""
+"""Finds the FSDP units of a model: listed by the recipe, or chosen by size or by a user-defined function."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ShardUnit:
 
 
 def find_units(model: nn.Module, recipe: Recipe, wrap: str = "block") -> list[ShardUnit]:
-    """Return the units for `fsdp.wrap`, in the order of the forward pass, without the root.
+    """Return the units for `fsdp.wrap`, in the order of the forward pass, excluding the root.
 
     Raises UserError for names that the model does not have, and for units that would separate tied parameters.
     """
@@ -60,9 +60,9 @@ ROOT = "root"
 
 
 def parameters_by_unit(model: nn.Module, units: Sequence[ShardUnit]) -> dict[str, list[nn.Parameter]]:
-    """Return the trainable parameters of each unit, without those of units inside it, and of the root.
+    """Return the trainable parameters of each unit, excluding those of nested units, and of the root.
 
-    Entries are in the order of the units, then the root; units without such parameters are left out.
+    Entries are in the order of the units, then the root; units without such parameters are omitted.
     """
     by_unit: dict[str, list[nn.Parameter]] = {name: [] for name in (*map(str, units), ROOT)}
     assigned: set[int] = set()
@@ -78,7 +78,7 @@ def parameters_by_unit(model: nn.Module, units: Sequence[ShardUnit]) -> dict[str
 def is_embedding_unit(modules: Iterable[nn.Module], model: nn.Module) -> bool:
     """Return whether a unit consists only of embedding tables, whose backward pass does not read them.
 
-    A table that is shared with a head, or that overrides `forward`, may be read in the backward pass.
+    A table shared with a head, or one that overrides `forward`, may be read in the backward pass.
     """
     modules = list(modules)
     if not all(isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward for module in modules):
@@ -149,15 +149,15 @@ def _units_by_function(model: nn.Module, function: Callable[[nn.Module], Any]) -
 def _units_by_size(model: nn.Module, min_parameters: int) -> list[ShardUnit]:
     """Return the smallest subtrees with at least `min_parameters` parameters that are not in a smaller unit.
 
-    FSDP1's `size_based_auto_wrap_policy`.  A module that shares a parameter with modules outside becomes part of a
-    larger unit.
+    FSDP1's `size_based_auto_wrap_policy`.  A module that shares a parameter with modules outside it becomes
+    part of a larger unit.
     """
     ties = tied_names(model)
     chosen: list[ShardUnit] = []
     numel = num_weights(model)
 
     def visit(name: str, module: nn.Module) -> int:
-        """Return the number of parameters below `module` that are not in a unit yet."""
+        """Return the number of parameters in `module` that are not yet in a unit."""
         child_counts = [
             visit(f"{name}.{child_name}" if name else child_name, child)
             for child_name, child in module.named_children()

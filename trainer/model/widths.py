@@ -1,8 +1,8 @@
 """Maximal update parametrization (muP): initial weights and learning rates for models of any width.
 
 `optim.base_model` describes the smaller model for which the learning rate and initial weights were tuned.  The initial
-values and learning rate of each parameter are scaled by how much its dimensions have grown from that model, so that at
-every width features start at the same size and change equally per step, and the same learning rate is best.
+values and learning rate of each parameter are scaled by how much its dimensions have grown from that model, so that, at
+every width, features start at the same size and change equally per step, and the same learning rate is optimal.
 
 Source: Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, table 3, which needs no factors in the forward pass.
 """
@@ -25,7 +25,7 @@ from trainer.model.parameters import is_vector, local, tied_names
 
 @dataclass(frozen=True)
 class Growth:
-    """The dimensions of a parameter in this model and in the base model; a vector has one input."""
+    """The dimensions of a parameter in this model and in the base model; a vector counts as having one input."""
 
     outputs: int
     inputs: int
@@ -33,11 +33,11 @@ class Growth:
     base_inputs: int
 
     @property
-    def of_inputs(self) -> float:
+    def input_ratio(self) -> float:
         return self.inputs / self.base_inputs
 
     @property
-    def of_outputs(self) -> float:
+    def output_ratio(self) -> float:
         return self.outputs / self.base_outputs
 
     def lr_scale(self, optimizer: str) -> float:
@@ -47,16 +47,16 @@ class Growth:
         with their number.  For SGD, gradients themselves shrink as the number of outputs grows.
         """
         if optimizer == "adamw":
-            return 1 / self.of_inputs
-        return self.of_outputs / self.of_inputs
+            return 1 / self.input_ratio
+        return self.output_ratio / self.input_ratio
 
     def init_scale(self, suits_width: bool) -> float:
         """Return the factor for the initial values.
 
-        suits_width: True if they are drawn with variance 1 / inputs already, as in torch's own layers.
+        suits_width: True if they are already drawn with variance 1 / inputs, as in torch's own layers.
         """
-        hidden = 1.0 if suits_width else 1 / math.sqrt(self.of_inputs)
-        return hidden if self.of_outputs != 1 else hidden / math.sqrt(self.of_inputs)
+        hidden = 1.0 if suits_width else 1 / math.sqrt(self.input_ratio)
+        return hidden if self.output_ratio != 1 else hidden / math.sqrt(self.input_ratio)
 
 
 def find_growth(config: RunConfig, model: nn.Module) -> dict[str, Growth]:
@@ -75,13 +75,13 @@ def find_growth(config: RunConfig, model: nn.Module) -> dict[str, Growth]:
         rule = f"has different parameters than this model: {different[0]} and {len(different) - 1} more"
         raise setting_error("optim.base_model", config.optim.base_model, rule, fix="name only fields that are widths")
     homes = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}
-    found = {n: _growth_of(homes[id(p)], tuple(p.shape), shapes[n], is_vector(n, p)) for n, p in named.items()}
+    growth = {n: _growth_of(homes[id(p)], tuple(p.shape), shapes[n], is_vector(n, p)) for n, p in named.items()}
     for first, *_ in tied_names(model):
         if named[first].requires_grad and tuple(named[first].shape) != shapes[first]:
             rule = f"{first} is both an embedding table and an output projection, which need different scales"
             fix = "set model.tie_embeddings=false" if hasattr(config.model, "tie_embeddings") else ""
             raise setting_error("optim.base_model", config.optim.base_model, rule, fix=fix)
-    return found
+    return growth
 
 
 def _growth_of(module: nn.Module, shape: tuple[int, ...], base: tuple[int, ...], are_vectors: bool) -> Growth:
@@ -100,7 +100,7 @@ def _growth_of(module: nn.Module, shape: tuple[int, ...], base: tuple[int, ...],
 def scale_initial_weights(model: nn.Module, config: RunConfig) -> None:
     """Scale freshly drawn weights of `model` as muP requires, in place, except for adapters.
 
-    No-op without `optim.base_model`.  Elementwise, so all meshes get the same values.  No collectives.
+    No-op without `optim.base_model`.  Elementwise, so the values are the same on all meshes.  No collectives.
     """
     growth = find_growth(config, model)
     modules = model.named_modules() if growth else ()
@@ -114,4 +114,4 @@ def scale_initial_weights(model: nn.Module, config: RunConfig) -> None:
 
 
 _BY_INPUTS = (nn.Linear.reset_parameters, nn.modules.conv._ConvNd.reset_parameters)
-"""Initial values whose variance is proportional to 1 / inputs."""
+"""Initializers that draw values with a variance proportional to 1 / inputs."""

@@ -1,6 +1,6 @@
 """AdamW: torch's implementation, and one for weights or moments in bfloat16 or 8 bits.
 
-The latter computes in float32, one parameter (or piece of a parameter) at a time, so that no second copy exists.  It
+The latter computes in float32, one parameter (or piece of a parameter) at a time, so no full float32 copy exists.  It
 rounds the results, stochastically or to nearest.  The random bits depend on the seed, the parameter's name, the step
 and the element's position in the full parameter.  This module does not depend on models or meshes.
 
@@ -31,9 +31,9 @@ one compiled kernel, the limit is 32-bit indices.
 
 
 CODES = {"exp_avg": MEAN, "exp_avg_sq": SQUARE}
-"""AdamW's moments by torch's names, and their codes in 8 bits."""
+"""AdamW's moments, by torch's names, and their 8-bit codes."""
 SCALE = "_scale"
-"""Suffix of the name of a moment's scales."""
+"""Name suffix for the scales of a moment."""
 
 
 def _zero_scales(parameter: torch.Tensor, length: int) -> torch.Tensor:
@@ -42,10 +42,10 @@ def _zero_scales(parameter: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def convert_moments(part: torch.optim.Optimizer) -> None:
-    """Convert moments that were read from a checkpoint to the dtype that each parameter's group asks for."""
+    """Convert moments read from a checkpoint to the dtype set for each parameter's group."""
     for group in part.param_groups:
-        named = group.get("state_dtype", "float32")
-        wants_bytes = named == "int8"
+        dtype_name = group.get("state_dtype", "float32")
+        wants_bytes = dtype_name == "int8"
         for parameter in group["params"]:
             state = part.state.get(parameter, {})
             length = block_length(parameter.shape) if wants_bytes else None
@@ -55,7 +55,7 @@ def convert_moments(part: torch.optim.Optimizer) -> None:
                 if length is None:
                     scales = _flat(state.pop(f"{name}{SCALE}"))
                     values = code.decode(_flat(state[name]).view(len(scales), -1), scales)
-                    dtype = torch.float32 if wants_bytes else getattr(torch, named)
+                    dtype = torch.float32 if wants_bytes else getattr(torch, dtype_name)
                     state[name] = torch.zeros_like(parameter.detach(), dtype=dtype)
                     _flat(state[name]).copy_(values.view(-1))
                 else:
@@ -92,7 +92,7 @@ class RoundingAdamW(torch.optim.Optimizer):
     no host sync.  As with torch's fused optimizers, the step is skipped if the attribute `found_inf`, a scalar tensor,
     is 1, and gradients are divided by the attribute `grad_scale`, also a scalar tensor.
 
-    names: the name of each parameter, by its id.  seed: for rounding.  stochastic: round stochastically instead of to
+    names: parameter names by id.  seed: for rounding.  stochastic: round stochastically instead of to
     nearest.  Raises UserError for stochastic rounding if a parameter is sharded in an unknown way.
     """
 
@@ -141,11 +141,11 @@ class RoundingAdamW(torch.optim.Optimizer):
             torch._foreach_sub_(step_counts, [found_inf] * len(step_counts))
         steps = torch.stack(step_counts)
         numbers = _numbers(group, steps, found_inf, grad_scale)
-        places = self._shard_positions(parameters, steps.device)
-        origins = torch.cat([keys_of(places[:, 0], steps)[:, None], places[:, 1:]], dim=1)
+        positions = self._shard_positions(parameters, steps.device)
+        origins = torch.cat([keys_of(positions[:, 0], steps)[:, None], positions[:, 1:]], dim=1)
         for p, state, row, origin in zip(parameters, states, numbers.unbind(), origins.unbind(), strict=True):
             if not local(p).numel():
-                continue  # but it has a state, since checkpoints compare the states of ranks
+                continue  # but it has a state, since checkpoints compare states across ranks
             tensors = [_flat(tensor) for tensor in (p, p.grad, *(state[name] for name in moment_names(state)))]
             _update_by_pieces(tensors, row, origin, self._stochastic)
 
@@ -169,9 +169,9 @@ class RoundingAdamW(torch.optim.Optimizer):
         """
         key = tuple(id(p) for p in parameters)
         if key not in self._stacked:
-            places = [self._positions[number] for number in key]
-            width = 8 if any(len(place) > 2 for place in places) else 4
-            rows = [(*place, *_CONTIGUOUS[len(place) - 2 : width - 2]) for place in places]
+            positions = [self._positions[number] for number in key]
+            width = 8 if any(len(position) > 2 for position in positions) else 4
+            rows = [(*position, *_CONTIGUOUS[len(position) - 2 : width - 2]) for position in positions]
             self._stacked[key] = torch.tensor(rows, dtype=torch.int32, device=device)
         return self._stacked[key]
 
@@ -184,8 +184,8 @@ _CONTIGUOUS = (0, 0, 1, 0, 0, 0)
 def _shard_position(parameter: torch.Tensor, name: str, seed: int) -> tuple[int, ...]:
     """Return the seed of a parameter's bits, and this shard's position in the full tensor; int32, wrapped.
 
-    The second number is the position of the shard's first element.  A shard that is not contiguous consists of runs of
-    equal length; then two zeros, the length of a run and the number of elements between two runs follow.
+    The second number is the position of the shard's first element.  A non-contiguous shard consists of runs of equal
+    length; two zeros, the length of a run and the number of elements between two runs then follow.
     """
     box, shape = local_box(parameter), parameter.shape
     if box is None:
@@ -193,13 +193,13 @@ def _shard_position(parameter: torch.Tensor, name: str, seed: int) -> tuple[int,
         raise setting_error("optim.rounding", "stochastic", rule, "nearest")
     strides = [math.prod(shape[dim + 1 :]) for dim in range(max(1, len(shape)))]
     first = sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
-    place = seed_of(seed, name) % 2**32 - 2**31, _wrapped(first)
+    position = seed_of(seed, name) % 2**32 - 2**31, _wrapped(first)
     divided = [dim for dim, span in enumerate(box) if dim and span != (0, shape[dim])]
     if not divided:
-        return place
+        return position
     (dim,) = divided
-    run, whole = ((stop - start) * strides[dim] for start, stop in (box[dim], (0, shape[dim])))
-    return (*place, 0, 0, max(1, run), _wrapped(whole - run))
+    run, full = ((stop - start) * strides[dim] for start, stop in (box[dim], (0, shape[dim])))
+    return (*position, 0, 0, max(1, run), _wrapped(full - run))
 
 
 def _wrapped(number: int) -> int:
@@ -295,7 +295,7 @@ def _update_by_pieces(
 
 
 def _moved(origin: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the origin of a shard's elements from number `start`; see `random_bits`."""
+    """Return the origin of a shard's elements from index `start` on; see `random_bits`."""
     if len(origin) <= _CONTIGUOUS_WIDTH:
         return torch.stack((origin[0], origin[1] + start))
     return torch.cat((origin[:2], origin[2:3] + start, origin[3:]))
@@ -346,7 +346,7 @@ def mix(words: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_right(words: torch.Tensor, by: int) -> torch.Tensor:
-    """Logical right shift of int32; torch's own shift is arithmetic."""
+    """Return the logical right shift of int32; torch's own shift is arithmetic."""
     return (words >> by) & ((1 << (32 - by)) - 1)
 
 

@@ -1,7 +1,7 @@
 """Exponential moving average (EMA) of the weights, sharded like the weights.
 
 Each rank averages its own shards, element by element in float32, so the average is the same on any mesh and needs no
-communication.  After the first step it equals the weights; skipped steps do not change it.
+communication.  It starts as the weights after the first step; skipped steps do not change it.
 
 Source: Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging"; as an exponential average,
 torch.optim.swa_utils.
@@ -66,7 +66,7 @@ class WeightAverage:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Replace the weights by their average inside the block, which must not modify them.
+        """Replace the weights with their average inside the block, which must not modify them.
 
         The weights are copied to restore them afterwards.  This does not raise peak memory, since there are no
         gradients at that time.
@@ -74,13 +74,13 @@ class WeightAverage:
         if not (self._has_started and self._is_evaluated):
             yield
             return
-        kept = [parameter.clone() for parameter, _ in self._pairs()]
+        saved = [parameter.clone() for parameter, _ in self._pairs()]
         for parameter, average in self._pairs():
             parameter.copy_(average)
         try:
             yield
         finally:
-            for (parameter, _), before in zip(self._pairs(), kept, strict=True):
+            for (parameter, _), before in zip(self._pairs(), saved, strict=True):
                 parameter.copy_(before)
 
     # -- as a part of the state ----------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class WeightAverage:
         return [f"train.ema: the average is {where} (allow it: checkpoint.allow_changes=[state.{EMA}])"]
 
     def prepare(self, stored: Mapping[str, Any]) -> None:
-        """Do nothing: every tensor to load into exists already."""
+        """Do nothing: every tensor to load into already exists."""
 
     def may_differ(self, key: str) -> bool:
         """Return False: all ranks take the same steps."""

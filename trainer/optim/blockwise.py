@@ -1,9 +1,9 @@
 """Eight-bit optimizer moments: one-byte codes, and a scale for each block of a row.
 
 A block is a part of one row of a parameter.  Rows are never divided between ranks, so neither codes nor scales depend
-on the mesh.  The values of codes are a power of their number, so that small values next to large ones keep a precision
+on the mesh.  The value of a code is a power of its number, so that small values next to large ones keep a precision
 of a few percent: a step of Adam divides one moment by the root of the other, so relative errors matter.  Values are
-rounded stochastically to one of the two neighbouring codes, so that they are exact on average.
+rounded stochastically to one of the two neighboring codes, so that they are exact on average.
 
 Source: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861, with a different code
 and with blocks that do not cross rows.
@@ -37,7 +37,7 @@ class Code:
     dtype: torch.dtype
     power: int
     smallest: int
-    """The lowest code of a nonzero value."""
+    """The lowest code for a nonzero value."""
 
     @property
     def largest(self) -> int:
@@ -60,7 +60,7 @@ class Code:
         share = values.abs() / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
         low = (share ** (1 / self.power) * self.largest).floor().clamp(max=self.largest - 1)
         below, above = self._value(low), self._value(low + 1)
-        # The root is inexact, so the value may be slightly outside of its two codes; then the nearer code is taken.
+        # The root is inexact, so the value may be slightly outside its two codes; the nearer one is then used.
         is_up = (bits & 0xFFFF).float() / 0x10000 < (share - below) / (above - below)
         number = (low + is_up).clamp(min=self.smallest)
         number = torch.where(values == 0, 0, number)

@@ -1,8 +1,8 @@
 """Assigns an optimizer, a learning rate and a weight decay to each parameter, and describes the result as a table.
 
-The defaults follow common practice.  With AdamW and SGD all matrices decay, except for embedding tables; vectors
-and biases do not.  Muon takes the hidden matrices and stacked experts; embeddings, the output projection, routers,
-convolutions and vectors stay with AdamW.  `optim.groups` changes any of this by the parameter's name.
+The defaults follow common practice.  With AdamW and SGD, all matrices except embedding tables decay; vectors and
+biases do not.  Muon takes the hidden matrices and stacked experts; embeddings, the output projection, routers,
+convolutions and vectors stay with AdamW.  `optim.groups` can change any of this, by parameter name.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def assign(model: nn.Module, config: OptimSection, growth: Mapping[str, Growth] 
     """
     muon = matrices_for_muon(model)
     embeddings = _embeddings(model)
-    found = []
+    assignments = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -62,32 +62,34 @@ def assign(model: nn.Module, config: OptimSection, growth: Mapping[str, Growth] 
         optimizer = config.name
         if optimizer == "muon" and id(parameter) not in muon:
             optimizer = "adamw"
-        found.append(Assignment(name, parameter, optimizer, config.weight_decay if decays else 0.0))
-    found = [_with_muon_rate(each, config) for each in _with_groups(found, model, config)]
-    return [_with_growth(each, growth[each.name], config) for each in found] if growth else found
+        assignments.append(Assignment(name, parameter, optimizer, config.weight_decay if decays else 0.0))
+    assignments = [_with_muon_rate(each, config) for each in _with_groups(assignments, model, config)]
+    return [_with_growth(each, growth[each.name], config) for each in assignments] if growth else assignments
 
 
-def _with_growth(found: Assignment, growth: Growth, config: OptimSection) -> Assignment:
+def _with_growth(assignment: Assignment, growth: Growth, config: OptimSection) -> Assignment:
     """Scale the learning rate and weight decay of a parameter for its width.
 
     Their product does not change (Wang and Aitchison 2024, arXiv:2405.13698).
     """
-    if found.optimizer == "muon":
+    if assignment.optimizer == "muon":
         scale = relative_update(config.muon.scale, growth.base_outputs, growth.base_inputs)
         scale /= relative_update(config.muon.scale, growth.outputs, growth.inputs)
     else:
-        scale = growth.lr_scale(found.optimizer)
-    return dataclasses.replace(found, lr_scale=found.lr_scale * scale, weight_decay=found.weight_decay / scale)
+        scale = growth.lr_scale(assignment.optimizer)
+    return dataclasses.replace(
+        assignment, lr_scale=assignment.lr_scale * scale, weight_decay=assignment.weight_decay / scale
+    )
 
 
-def _with_muon_rate(found: Assignment, config: OptimSection) -> Assignment:
-    if found.optimizer != "muon" or config.muon.lr is None:
-        return found
+def _with_muon_rate(assignment: Assignment, config: OptimSection) -> Assignment:
+    if assignment.optimizer != "muon" or config.muon.lr is None:
+        return assignment
     if not config.lr:
         raise setting_error(
             "optim.muon.lr", config.muon.lr, "is a multiple of optim.lr, which is 0", fix="set optim.lr"
         )
-    return dataclasses.replace(found, lr_scale=found.lr_scale * config.muon.lr / config.lr)
+    return dataclasses.replace(assignment, lr_scale=assignment.lr_scale * config.muon.lr / config.lr)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -105,7 +107,7 @@ def matrices_for_muon(model: nn.Module) -> set[int]:
 
     Embedding tables, convolutions, parameters whose matrices have a single row or column, the output projection and
     routers are excluded.  The output projection has a row for each entry of the largest embedding table, and is
-    outside the numbered layers.  A router has a row for each of the experts that are stacked next to it.
+    outside the numbered layers.  A router has a row for each expert stacked next to it.
     """
     embeddings = _embeddings(model)
     tables = [m.weight.shape[0] for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
@@ -113,7 +115,7 @@ def matrices_for_muon(model: nn.Module) -> set[int]:
         id(p) for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd) for p in m.parameters(recurse=False)
     }
     stacks = {(name, p.shape[0]) for name, p in model.named_parameters() if p.ndim == 3 and id(p) not in convolutions}
-    found = set()
+    matrix_ids = set()
     for name, parameter in model.named_parameters():
         if parameter.ndim not in (2, 3) or min(parameter.shape[-2:]) < 2 or id(parameter) in embeddings | convolutions:
             continue
@@ -123,8 +125,8 @@ def matrices_for_muon(model: nn.Module) -> set[int]:
             stack.startswith(f"{parent}.") and experts == parameter.shape[0] for stack, experts in stacks
         )
         if not (is_output or is_router or is_score(name)):
-            found.add(id(parameter))
-    return found
+            matrix_ids.add(id(parameter))
+    return matrix_ids
 
 
 def _layer_of(name: str) -> int | None:
@@ -137,7 +139,7 @@ def block_rows(model: nn.Module, blocks: Mapping[str, int | Sequence[int]]) -> d
 
     blocks: see `Recipe.blocks`.  Raises UserError if the blocks do not add up to a parameter's rows.
     """
-    found: dict[int, tuple[int, ...]] = {}
+    rows_by_id: dict[int, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters():
         for pattern, split in blocks.items():
             if not fnmatchcase(name, pattern):
@@ -147,8 +149,8 @@ def block_rows(model: nn.Module, blocks: Mapping[str, int | Sequence[int]]) -> d
             if sum(sizes) != rows or 0 in sizes:
                 rule = f"the recipe's blocks of {name}, which has {rows} rows, are {split}"
                 raise setting_error("model.name", type(model).__name__, rule, fix="correct Recipe.blocks")
-            found[id(parameter)] = sizes
-    return found
+            rows_by_id[id(parameter)] = sizes
+    return rows_by_id
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -183,15 +185,15 @@ def check_groups(groups: Sequence[Mapping[str, Any]]) -> None:
             raise setting_error(f"{key}.optimizer", group["optimizer"], rule, meant=meant)
 
 
-def _with_groups(found: Iterable[Assignment], model: nn.Module, config: OptimSection) -> list[Assignment]:
+def _with_groups(assignments: Iterable[Assignment], model: nn.Module, config: OptimSection) -> list[Assignment]:
     """Apply `optim.groups` to the assignments.  For each field, the last matching entry that sets it takes effect."""
-    found = list(found)
+    assignments = list(assignments)
     check_groups(config.groups)
     for number, group in enumerate(config.groups):
         key = f"optim.groups[{number}]"
-        matched = [i for i, each in enumerate(found) if fnmatchcase(each.name, group["match"])]
+        matched = [i for i, each in enumerate(assignments) if fnmatchcase(each.name, group["match"])]
         if not matched:
-            names = [each.name for each in found]
+            names = [each.name for each in assignments]
             best = nearest(group["match"].strip("*."), [*names, *{re.sub(r"\.\d+\.", ".*.", name) for name in names}])
             rule = "matches no trainable parameter"
             for first, *others in tied_names(model):
@@ -199,9 +201,9 @@ def _with_groups(found: Iterable[Assignment], model: nn.Module, config: OptimSec
                     rule, best = f"{rule}: this weight is tied to {first}", first
             fix = "" if best else f"the names are like {names[0]} and {names[-1]}"
             raise setting_error(f"{key}.match", group["match"], rule, meant=best, fix=fix)
-        layers = [layer for i in matched if (layer := _layer_of(found[i].name)) is not None]
+        layers = [layer for i in matched if (layer := _layer_of(assignments[i].name)) is not None]
         for i in matched:
-            each = found[i]
+            each = assignments[i]
             optimizer = group.get("optimizer") or each.optimizer
             if optimizer == "muon" and (each.parameter.ndim not in (2, 3) or min(each.parameter.shape[-2:]) < 2):
                 rule = f"gives muon {each.name}, of shape {tuple(each.parameter.shape)}, which is not a matrix"
@@ -214,19 +216,19 @@ def _with_groups(found: Iterable[Assignment], model: nn.Module, config: OptimSec
                     raise setting_error(f"{key}.match", group["match"], rule, example="layers.*")
                 scale *= float(group["lr_decay"]) ** (max(layers) - layer)
             decay = each.weight_decay if group.get("weight_decay") is None else float(group["weight_decay"])
-            found[i] = dataclasses.replace(
+            assignments[i] = dataclasses.replace(
                 each, optimizer=optimizer, lr_scale=scale, weight_decay=decay, rules=(*each.rules, number)
             )
-    return found
+    return assignments
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # Descriptions for the start block
 
 
-def notes_on(found: Sequence[Assignment]) -> list[str]:
-    """Return a line about the parameters that several entries of `optim.groups` match."""
-    several = [each.name for each in found if len(each.rules) > 1]
+def notes_on(assignments: Sequence[Assignment]) -> list[str]:
+    """Return a line about the parameters that match several entries of `optim.groups`, if any."""
+    several = [each.name for each in assignments if len(each.rules) > 1]
     which = several[0] if len(several) == 1 else f"{len(several)} parameters"
     return [f"matched by several groups (the last one takes effect): {which}"] if several else []
 
@@ -234,8 +236,8 @@ def notes_on(found: Sequence[Assignment]) -> list[str]:
 def describe(parts: Sequence[torch.optim.Optimizer], names: Mapping[int, str]) -> list[str]:
     """Return one line per parameter group: optimizer, weight decay, learning-rate scale, sizes and names.
 
-    Empty if a single optimizer applies the same settings to all parameters, except for the usual weight decay.  names:
-    by the parameter's id.
+    Empty if a single optimizer applies the same settings to all parameters, except for the usual weight decay.
+    names: parameter names by id.
     """
     groups = [(part, group) for part in parts for group in part.param_groups if group["params"]]
     if len(parts) == 1 and not any("lr_scale" in group for _, group in groups):

@@ -1,7 +1,7 @@
 """Muon and NorMuon on sharded parameters: each matrix is orthogonalized once, by one rank, on any mesh.
 
-Muon replaces a matrix's momentum by (nearly) the closest orthogonal matrix.  This needs the whole matrix, but each rank
-only holds a part of every matrix.  So each matrix has one owner among all ranks, including replicas.  A step updates
+Muon replaces a matrix's momentum with (nearly) the closest orthogonal matrix.  This needs the full matrix, but each
+rank holds only part of it.  So each matrix has one owner among all ranks, including replicas.  A step updates
 the momentum of the local parts, sends them to the owners, orthogonalizes there, and sends the result back to all ranks
 that hold a part.  Each direction is one all-to-all per bucket of matrices, and one bucket's parts are sent while
 another is computed.  Sums are never split between ranks, so the result does not depend on the mesh.
@@ -52,13 +52,13 @@ _ROW_BETA, _ROW_EPS = 0.95, 1e-8
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Mathematics of one matrix
+# One matrix
 
 
 def orthogonalize(batch: torch.Tensor, coefficients: Sequence[tuple[float, float, float]]) -> torch.Tensor:
     """Return matrices of the same shape (B, R, N) with singular values near 1, by Newton-Schulz iterations.
 
-    Computed in the dtype of `batch`.  Matrices of zeros stay zero.  Needs the memory of two batches, and of two Gram
+    Computed in the dtype of `batch`.  Zero matrices stay zero.  Needs the memory of two batches, and of two Gram
     matrices for each matrix, if the caller keeps no reference to `batch`.
     """
     is_tall = batch.shape[1] > batch.shape[2]
@@ -81,9 +81,9 @@ def orthogonalization_flops(rows: int, columns: int, num_iterations: int = len(J
 def update_scale(scale: str, rows: int, columns: int) -> float:
     """Return the factor between an orthogonal matrix and the update at learning rate 1.
 
-    match_rms_adamw: a root mean square of 0.2, as AdamW's updates have; so both can share a learning rate.
+    match_rms_adamw: a root mean square of 0.2, like that of AdamW's updates, so that both can share a learning rate.
     spectral: a spectral norm of sqrt(rows / columns), at which the best rate does not depend on the width (muP).
-    jordan: as in the first implementation of Muon.
+    jordan: as in the original implementation of Muon.
     """
     if scale == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
@@ -101,7 +101,7 @@ def relative_update(scale: str, rows: int, columns: int) -> float:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Consecutive rows of a parameter that are orthogonalized together: the whole parameter, an expert, or a block."""
+    """Consecutive rows of a parameter that are orthogonalized together: a full parameter, an expert, or a block."""
 
     parameter: int
     """Index among the optimizer's parameters."""
@@ -127,13 +127,13 @@ def split_into_matrices(number: int, shape: Sequence[int], block_rows: Sequence[
     block_rows: the rows of each block of a fused two-dimensional weight, such as a query, key and value projection.
     """
     *experts, rows, columns = shape
-    count, found = experts[0] if experts else 1, []
+    count, matrices = experts[0] if experts else 1, []
     for expert in range(count):
         start = 0
         for size in list(block_rows) or [rows]:
-            found.append(Matrix(number, expert, start, size, columns))
+            matrices.append(Matrix(number, expert, start, size, columns))
             start += size
-    return found
+    return matrices
 
 
 @dataclass(frozen=True)
@@ -153,16 +153,16 @@ class Piece:
         return self.rows * self.columns
 
     def of(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return these elements of the whole matrix: (rows, columns)."""
+        """Return these elements of the full matrix: (rows, columns)."""
         return matrix[self.start : self.start + self.rows, self.first_column : self.first_column + self.columns]
 
 
 def assign_owners(
-    matrices: Sequence[Matrix], held: Callable[[Matrix, int], int], replicate: int, shard: int
+    matrices: Sequence[Matrix], num_held: Callable[[Matrix, int], int], replicate: int, shard: int
 ) -> list[int]:
     """Return the owner of each matrix, a rank of a mesh of `replicate` x `shard` ranks, balanced by FLOPs.
 
-    held: `held(matrix, s)` is the number of elements of a matrix on rank `s` of each replica.  A rank that holds an
+    num_held: `num_held(matrix, s)` is the number of elements of a matrix on rank `s` of each replica.  A rank with an
     entire matrix, such as an expert, owns it unless that unbalances the work, since nothing then needs to be sent.  The
     others are assigned, costliest first, to the rank with the least work.  The result depends only on the arguments, so
     all ranks compute the same one.
@@ -174,7 +174,7 @@ def assign_owners(
     if shard > 1:
         fair = sum(matrix.flops for matrix in matrices) / num_ranks
         for i in costliest_first:
-            holder = next((s for s in range(shard) if held(matrices[i], s) == matrices[i].numel), None)
+            holder = next((s for s in range(shard) if num_held(matrices[i], s) == matrices[i].numel), None)
             if holder is not None:
                 rank = min((r * shard + holder for r in range(replicate)), key=lambda rank: (load[rank], rank))
                 if load[rank] + matrices[i].flops <= fair:
@@ -188,7 +188,7 @@ def assign_owners(
 
 
 def cut_into_buckets(matrices: Sequence[Matrix], capacity: float) -> list[list[int]]:
-    """Return the indices of the matrices in each bucket, which has at most `capacity` elements, or one matrix.
+    """Return the indices of the matrices in each bucket of at most `capacity` elements, or a single matrix.
 
     The costliest matrices come first.  Matrices of the same shape are adjacent, since they are computed as one batch.
     """
@@ -279,7 +279,7 @@ class Ownership:
 
 
 def _as_stack(box: Box) -> tuple[tuple[int, int], ...]:
-    """Return a box of a stack of matrices for that of a matrix."""
+    """Return the box of a matrix as that of a stack of matrices."""
     return box if len(box) == 3 else ((0, 1), *box)
 
 
@@ -315,7 +315,7 @@ class _Mesh:
         mesh = mesh_of(parameter)
         self.device = local(parameter).device if mesh is None else torch.device(mesh.device_type)
         self.replicate = self.shard = 1
-        self.r = self.s = 0
+        self.replica_rank = self.shard_rank = 0
         self.shard_group: dist.ProcessGroup | None = None
         self.group: dist.ProcessGroup | None = None
         self.position: list[int] = [0]
@@ -325,11 +325,11 @@ class _Mesh:
         axis = _shard_axis(parameter)
         ranks = mesh.mesh if axis is None else mesh.mesh.movedim(axis, -1)
         if axis is not None:
-            self.shard, self.s = mesh.size(axis), mesh.get_local_rank(axis)
+            self.shard, self.shard_rank = mesh.size(axis), mesh.get_local_rank(axis)
             self.shard_group = mesh.get_group(axis)
         self.replicate = mesh.size() // self.shard
         order = ranks.flatten().tolist()
-        self.r = order.index(dist.get_rank()) // self.shard
+        self.replica_rank = order.index(dist.get_rank()) // self.shard
         self.group = mesh.get_group(0) if mesh.ndim == 1 else _group_of(order)
         self.position = [dist.get_group_rank(self.group, rank) for rank in order]
 
@@ -339,7 +339,7 @@ class _Mesh:
 
     @property
     def rank(self) -> int:
-        return self.r * self.shard + self.s
+        return self.replica_rank * self.shard + self.shard_rank
 
 
 def _shard_axis(parameter: torch.Tensor) -> int | None:
@@ -353,11 +353,11 @@ def _shard_axis(parameter: torch.Tensor) -> int | None:
 
 
 def _division_of(parameter: torch.Tensor) -> Division:
-    found = division_of(parameter)
-    if found is None:
+    division = division_of(parameter)
+    if division is None:
         rule = f"a parameter of shape {tuple(parameter.shape)} is sharded in an unknown way"
         raise setting_error("optim.name", "muon", rule, "adamw")
-    return found
+    return division
 
 
 def _group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -369,9 +369,9 @@ def _group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
 
 
 class _Bucket:
-    """Matrices that are exchanged together.  Each rank derives the layout of all messages from the owners.
+    """Matrices exchanged together.  Each rank derives the layout of all messages from the owners.
 
-    A message is a flat tensor with the pieces for each peer in order, and for each peer in the order of the matrices.
+    A message is a flat tensor of pieces, ordered by peer, then by matrix.
     """
 
     def __init__(self, matrices: list[Matrix], owners: list[int], layout: _Layout) -> None:
@@ -381,24 +381,24 @@ class _Bucket:
         """The matrices that this rank owns."""
 
         def pieces(indices: Iterable[int], s: int) -> list[Piece]:
-            found = [layout.piece_of(i, matrices[i], s) for i in indices]
-            return [piece for piece in found if piece.numel]
+            candidates = [layout.piece_of(i, matrices[i], s) for i in indices]
+            return [piece for piece in candidates if piece.numel]
 
         def owned_by(rank: int) -> list[int]:
             return [i for i, owner in enumerate(owners) if owner == rank]
 
-        first = mesh.r * mesh.shard
-        self.local = pieces(range(len(matrices)), mesh.s)
+        first = mesh.replica_rank * mesh.shard
+        self.local = pieces(range(len(matrices)), mesh.shard_rank)
         """The pieces that this rank holds, in the order of the matrices."""
-        self.to_owners = [pieces(owned_by(first + s), mesh.s) for s in range(mesh.shard)]
+        self.to_owners = [pieces(owned_by(first + s), mesh.shard_rank) for s in range(mesh.shard)]
         """The local pieces that each rank of this replica needs as an owner."""
         self.from_holders = [pieces(self.mine, s) for s in range(mesh.shard)]
-        everyone = range(mesh.size)
-        self.to_holders = [self.from_holders[rank % mesh.shard] for rank in everyone]
-        self.from_owners = [pieces(owned_by(rank), mesh.s) for rank in everyone]
+        all_ranks = range(mesh.size)
+        self.to_holders = [self.from_holders[rank % mesh.shard] for rank in all_ranks]
+        self.from_owners = [pieces(owned_by(rank), mesh.shard_rank) for rank in all_ranks]
 
-    def placed(self, pieces: Sequence[Sequence[Piece]]) -> Iterator[tuple[Piece, slice]]:
-        """Yield the pieces of a message, and the range of their elements in it."""
+    def with_spans(self, pieces: Sequence[Sequence[Piece]]) -> Iterator[tuple[Piece, slice]]:
+        """Yield each piece of a message, and the range of its elements in it."""
         start = 0
         for piece in itertools.chain.from_iterable(pieces):
             stop = start + piece.numel
@@ -407,10 +407,10 @@ class _Bucket:
 
     def mine_by_shape(self) -> dict[tuple[int, int], list[int]]:
         """Return the matrices that this rank owns by shape; all of one shape are computed as one batch."""
-        found: dict[tuple[int, int], list[int]] = defaultdict(list)
+        by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
         for i in self.mine:
-            found[self.matrices[i].rows, self.matrices[i].columns].append(i)
-        return found
+            by_shape[self.matrices[i].rows, self.matrices[i].columns].append(i)
+        return by_shape
 
     def sizes(self, pieces: Sequence[Sequence[Piece]]) -> list[int]:
         """Return the number of elements in each peer's part of a message."""
@@ -478,7 +478,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Perform one step for all parameters that have a gradient, which must be the same ones on all ranks."""
+        """Perform one step for all parameters that have a gradient, which must be the same on all ranks."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -536,7 +536,7 @@ class _Step:
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter.detach())
         if not self._optimizer._normalizes_rows:
-            state.pop("row_squares", None)  # of a checkpoint of NorMuon
+            state.pop("row_squares", None)  # left by a checkpoint of NorMuon
         elif "row_squares" not in state:
             state["row_squares"] = torch.zeros_like(parameter.detach()[..., :1], dtype=torch.float32)
         return state
@@ -544,8 +544,8 @@ class _Step:
     def run(self) -> None:
         """Update all parameters.
 
-        Three buckets are in flight: one is being sent to the owners, one is being computed, and the results of one are
-        being sent back.  All ranks start the collectives in this order.
+        Three buckets are in flight: one is being sent to the owners, one is being computed, and the results of another
+        are being sent back.  All ranks start the collectives in this order.
         """
         buckets = self._layout.buckets
         gathering: dict[int, _Message] = {}
@@ -562,11 +562,11 @@ class _Step:
         """Update the momentum of the local rows, and send them to their owners in this replica."""
         sent_sizes, received_sizes = bucket.sizes(bucket.to_owners), bucket.sizes(bucket.from_holders)
         sent = self._new_message(sent_sizes)
-        places = {piece.matrix: place for piece, place in bucket.placed(bucket.to_owners)}
+        spans = {piece.matrix: span for piece, span in bucket.with_spans(bucket.to_owners)}
         for piece in bucket.local:
             direction = self._direction(bucket.matrices[piece.matrix], piece)
-            if piece.matrix in places:
-                sent[places[piece.matrix]].view_as(direction).copy_(direction)
+            if piece.matrix in spans:
+                sent[spans[piece.matrix]].view_as(direction).copy_(direction)
             del direction  # before the next one is allocated
         return _Message(sent, sent_sizes, received_sizes, self._mesh.shard_group, range(self._mesh.shard))
 
@@ -583,7 +583,7 @@ class _Step:
         return gradient.to(momentum.dtype).lerp(momentum, beta)
 
     def _local_rows(self, matrix: Matrix, piece: Piece) -> slice:
-        return self._layout.local_rows(matrix, piece, self._mesh.s)
+        return self._layout.local_rows(matrix, piece, self._mesh.shard_rank)
 
     def _new_message(self, sizes: Sequence[int]) -> torch.Tensor:
         return torch.empty(sum(sizes), device=self._mesh.device, dtype=self._optimizer._dtype)
@@ -599,27 +599,27 @@ class _Step:
     def _orthogonalize(self, bucket: _Bucket, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Orthogonalize the matrices whose rows are in `received`, shape by shape, into the message `sent`."""
         parts: dict[int, list[torch.Tensor]] = defaultdict(list)
-        for piece, place in bucket.placed(bucket.from_holders):  # holders are in the order of their rows or columns
-            parts[piece.matrix].append(received[place].view(piece.rows, piece.columns))
-        places: dict[int, list[tuple[Piece, slice]]] = defaultdict(list)
-        for piece, place in bucket.placed(bucket.to_holders):
-            places[piece.matrix].append((piece, place))
+        for piece, span in bucket.with_spans(bucket.from_holders):  # holders are in the order of their rows or columns
+            parts[piece.matrix].append(received[span].view(piece.rows, piece.columns))
+        spans: dict[int, list[tuple[Piece, slice]]] = defaultdict(list)
+        for piece, span in bucket.with_spans(bucket.to_holders):
+            spans[piece.matrix].append((piece, span))
         for (rows, columns), indices in bucket.mine_by_shape().items():
             # No variable refers to the batch, so that its memory is freed when the iterations start.
-            done = orthogonalize(
+            results = orthogonalize(
                 _assembled([parts.pop(i) for i in indices], rows, columns), self._optimizer._coefficients
             )
-            for i, matrix in zip(indices, done.unbind(), strict=True):
-                for piece, place in places[i]:
-                    sent[place].view(piece.rows, piece.columns).copy_(piece.of(matrix))
-            del done, matrix  # before the next batch is allocated
+            for i, matrix in zip(indices, results.unbind(), strict=True):
+                for piece, span in spans[i]:
+                    sent[span].view(piece.rows, piece.columns).copy_(piece.of(matrix))
+            del results, matrix  # before the next batch is allocated
 
     def _update_rows(self, bucket: _Bucket, received: torch.Tensor) -> None:
         """Update the local rows of the weights."""
         updates: dict[int, torch.Tensor] = {}
         pieces: dict[int, Piece] = {}
-        for piece, place in bucket.placed(bucket.from_owners):
-            updates[piece.matrix] = received[place].view(piece.rows, piece.columns)
+        for piece, span in bucket.with_spans(bucket.from_owners):
+            updates[piece.matrix] = received[span].view(piece.rows, piece.columns)
             pieces[piece.matrix] = piece
         if self._optimizer._normalizes_rows:
             updates = self._normalized(bucket, updates, pieces)
@@ -641,7 +641,7 @@ class _Step:
     def _normalized(
         self, bucket: _Bucket, updates: Mapping[int, torch.Tensor], pieces: Mapping[int, Piece]
     ) -> dict[int, torch.Tensor]:
-        """Divide each row by the root of its running mean square, and give each matrix an orthogonal one's norm."""
+        """Divide each row by the root of its running mean square, and give each matrix an orthogonal matrix's norm."""
         norms = torch.zeros(len(bucket.matrices), device=self._mesh.device, dtype=torch.float32)
         divided: dict[int, torch.Tensor] = {}
         for i, update in updates.items():

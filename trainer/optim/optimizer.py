@@ -1,7 +1,7 @@
 """Optimizers and learning-rate schedules.
 
 An `Optimizer` is a list of torch optimizers that step together; for example, Muon handles only matrices, and AdamW the
-rest.  A schedule is a stateless, pure function of the step, so that changes of the schedule or the number of steps take
+rest.  A schedule is a stateless, pure function of the step, so that changes to the schedule or the number of steps take
 effect as configured.
 """
 
@@ -36,7 +36,7 @@ class StepListener(Protocol):
 
 
 class Optimizer:
-    """One or several torch optimizers over disjoint parameters, stepped together."""
+    """One or more torch optimizers over disjoint parameters, stepped together."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         self.parts = parts
@@ -74,7 +74,7 @@ class Optimizer:
     def step(self, is_finite: torch.Tensor | None = None, scale: torch.Tensor | None = None) -> None:
         """Update the parameters with their gradients times the scalar `scale`, which is the same on all ranks.
 
-        The gradients themselves may or may not be multiplied by `scale` afterwards.  Nothing changes if the scalar
+        The gradients themselves may or may not be scaled in the process.  Nothing changes if the scalar
         `is_finite`, the same on all ranks, is false.  AdamW checks it on the device, and on a GPU its kernel also
         applies `scale`, since it reads the gradients anyway; elsewhere they are multiplied first.  Any other optimizer
         needs a host sync to know whether gradients are finite, and so do offloaded parameters.
@@ -125,7 +125,7 @@ class Optimizer:
 def _move(
     source: torch.optim.Optimizer, target: torch.optim.Optimizer, should_move: Callable[[torch.Tensor], bool]
 ) -> int:
-    """Move the parameters for which `should_move` is true, with their rate and decay.  Returns their number."""
+    """Move the parameters for which `should_move` is true, keeping their rate and decay.  Returns how many."""
     num_moved = 0
     for group in source.param_groups:
         moving = [p for p in group["params"] if should_move(p)]
@@ -183,19 +183,19 @@ def build_optimizer(
 
     Raises UserError if there is nothing to train, or if `optim.groups` does not fit the model.
     """
-    found = assign(model, config, growth)
-    if not found:
+    assignments = assign(model, config, growth)
+    if not assignments:
         raise setting_error("model.name", type(model).__name__, "the model has no trainable parameter")
-    if config.name == "muon" and not any(each.optimizer == "muon" for each in found):
-        has_matrices = any(id(each.parameter) in matrices_for_muon(model) for each in found)
+    if config.name == "muon" and not any(each.optimizer == "muon" for each in assignments):
+        has_matrices = any(id(each.parameter) in matrices_for_muon(model) for each in assignments)
         rule = "optim.groups leaves it no parameter" if has_matrices else "the model has no hidden matrices for it"
         raise setting_error("optim.name", "muon", rule, "adamw")
     parts = []
-    for name in sorted({each.optimizer for each in found}, key=_ORDER.index):
-        members = [each for each in found if each.optimizer == name]
+    for name in sorted({each.optimizer for each in assignments}, key=_ORDER.index):
+        members = [each for each in assignments if each.optimizer == name]
         parts.append(_build(name, members, config, seed, block_rows(model, blocks or {})))
     optimizer = Optimizer(*parts)
-    optimizer.notes += notes_on(found)
+    optimizer.notes += notes_on(assignments)
     return optimizer
 
 
@@ -205,38 +205,39 @@ _ORDER = ("muon", "sgd", "adamw")
 def optimizer_state_sizes(model: nn.Module, config: OptimSection) -> dict[int, tuple[int, float]]:
     """Return the size of the configured optimizer's state for each parameter, by the parameter's id.
 
-    The size is the number of tensors of the parameter's shape, and the bytes per element, with a share of the scales.
+    The size is the number of tensors of the parameter's shape, and the bytes per element, including their share of the
+    scales.
     """
-    found = assign(model, config)
-    rounds = _needs_rounding([each.parameter for each in found if each.optimizer == "adamw"], config)
+    assignments = assign(model, config)
+    needs_rounding = _needs_rounding([each.parameter for each in assignments if each.optimizer == "adamw"], config)
     number = {"adamw": 2, "muon": 1, "sgd": int(config.momentum > 0)}
     sizes: dict[int, tuple[int, float]] = {}
-    for each in found:
+    for each in assignments:
         size: float = each.parameter.element_size()
         if each.optimizer == "adamw" and config.state_dtype == "int8":
             length = block_length(each.parameter.shape)
             size = 4 if length is None else 1 + 4 / length
-        elif each.optimizer == "adamw" and rounds:
+        elif each.optimizer == "adamw" and needs_rounding:
             size = getattr(torch, config.state_dtype).itemsize
         sizes[id(each.parameter)] = number[each.optimizer], size
     return sizes
 
 
 AVERAGE_SIZE = 4
-"""Bytes per element of an average of the weights."""
+"""Bytes per element of the weight average."""
 
 
 def training_bytes(model: nn.Module, config: OptimSection, averages: bool = False) -> tuple[int, int, int]:
     """Return this rank's bytes of weights, gradients, and persistent state (optimizer state and weight average)."""
     moments = optimizer_state_sizes(model, config)
-    weights = gradients = kept = 0
+    weights = gradients = persistent = 0
     for parameter in model.parameters():
         numel, size = local(parameter).numel(), parameter.element_size()
         number, size_of_each = moments.get(id(parameter), (0, 0))
         weights += numel * size
         gradients += numel * size * parameter.requires_grad
-        kept += int(numel * (number * size_of_each + AVERAGE_SIZE * parameter.requires_grad * averages))
-    return weights, gradients, kept
+        persistent += int(numel * (number * size_of_each + AVERAGE_SIZE * parameter.requires_grad * averages))
+    return weights, gradients, persistent
 
 
 def _needs_rounding(parameters: list[nn.Parameter], config: OptimSection) -> bool:
@@ -288,11 +289,11 @@ def _build(
 
 def _groups(members: Sequence[Assignment], lr: float) -> list[dict[str, Any]]:
     """Return torch's parameter groups.  Groups with decay come first, as in checkpoints from before `optim.groups`."""
-    alike: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
+    by_settings: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
     for each in members:
-        alike[each.weight_decay, each.lr_scale].append(each.parameter)
+        by_settings[each.weight_decay, each.lr_scale].append(each.parameter)
     groups = []
-    for (decay, scale), parameters in sorted(alike.items(), key=lambda item: item[0][0] == 0):
+    for (decay, scale), parameters in sorted(by_settings.items(), key=lambda item: item[0][0] == 0):
         group = {"params": parameters, "weight_decay": decay}
         groups.append(group if scale == 1 else {**group, "lr": lr * scale, "lr_scale": scale})
     return groups
@@ -306,8 +307,7 @@ class Schedule:
         self.num_steps = config.train.steps
         self.shape: ScheduleSection = config.schedule
         self.zero_after_end = True
-        """Whether a decay to zero reaches zero one step after the last.  A resumed run keeps the value that it started
-        with.
+        """Whether a decay to zero reaches zero one step after the last.  A resumed run keeps the value it started with.
         """
 
     def lr(self, step: int) -> float:

@@ -62,7 +62,7 @@ def attend(
 ) -> torch.Tensor:
     """Return the output of causal attention within each document, of shape (B, N, T, H).
 
-    Query heads may share key and value heads.  Values may be narrower than keys; the output has the width of values.
+    Query heads may share key and value heads.  Values may be narrower than keys; the output is as wide as the values.
     dropout: the fraction of attention weights to drop.  window: the maximum number of tokens that a token attends to,
     including itself.  scale: the factor of the scores; by default 1 / sqrt(H).  sinks_N: for each query head, the score
     of an additional key without a value, so that attention weights sum to less than 1 (OpenAI 2025, "gpt-oss-120b &
@@ -92,7 +92,7 @@ def positions(
     tokens_BT: torch.Tensor, given_BT: torch.Tensor | None = None, documents: Documents | None = None
 ) -> torch.Tensor:
     """Return the positions of tokens: `given_BT` if not None, otherwise counted from 0 in each document or row
-    of the full sequence.  With a `Cache` they continue after the tokens that it holds.
+    of the full sequence.  With a `Cache` they continue after its tokens.
 
     The shape is (B, T), or (T,) if all rows have the same positions.
     """

@@ -2,8 +2,8 @@
 slice of the sequence.
 
 Shape suffixes: B batch, T tokens of a full sequence, t of a slice, S of a piece, Q queries, N query heads,
-K key and value heads, H head size, M tokens of all rows, C slices, W window.  Values may have another head size than
-keys; the output then has the values'.
+K key and value heads, H head size, M tokens of all rows, C slices, W window.  The head size of values may differ from
+that of keys; the output has that of the values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KERNELS = (
 OPERATORS = frozenset(
     {*(getattr(torch.ops.aten, name).default for name in KERNELS), torch.ops.torch_attn._varlen_attn.default}
 )
-"""All attention operators that never materialize all scores."""
+"""All attention operators that never materialize the full matrix of scores."""
 
 Kernels: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 
@@ -59,7 +59,7 @@ def use_gpu_attention(kernels: Kernels) -> Iterator[None]:
 
 
 def with_current_kernels(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap an attention function to run later, in the backward pass, with the kernels that are active now."""
+    """Wrap an attention function so that it runs later, in the backward pass, with the kernels active now."""
     kernels = _gpu_kernels
     if kernels is None:
         return function
@@ -79,7 +79,7 @@ class AttentionOptions:
     window: int | None = None
     scale: float | None = None
     sinks: torch.Tensor | None = None
-    """One for each query head, (N,)."""
+    """One per query head, (N,)."""
 
 
 CAUSAL_ONLY = AttentionOptions()
@@ -96,13 +96,13 @@ def attend_full(
 
     See `trainer.sequence.attend`.
     """
-    value_width, missing = v_BKTH.shape[-1], q_BNQH.shape[-1] - v_BKTH.shape[-1]
-    if missing:  # flash attention needs equal widths
-        return attend_full(q_BNQH, k_BKTH, F.pad(v_BKTH, (0, missing)), documents, options)[..., :value_width]
+    value_width, padding = v_BKTH.shape[-1], q_BNQH.shape[-1] - v_BKTH.shape[-1]
+    if padding:  # flash attention needs equal widths
+        return attend_full(q_BNQH, k_BKTH, F.pad(v_BKTH, (0, padding)), documents, options)[..., :value_width]
     is_grouped = k_BKTH.shape[1] != q_BNQH.shape[1]
     if is_grouped and not _supports_grouped_heads(q_BNQH.device.type, q_BNQH.dtype):
-        heads_a_group = q_BNQH.shape[1] // k_BKTH.shape[1]
-        k_BKTH, v_BKTH = (tensor.repeat_interleave(heads_a_group, 1) for tensor in (k_BKTH, v_BKTH))
+        heads_per_group = q_BNQH.shape[1] // k_BKTH.shape[1]
+        k_BKTH, v_BKTH = (tensor.repeat_interleave(heads_per_group, 1) for tensor in (k_BKTH, v_BKTH))
     if options.window is not None and options.window < k_BKTH.shape[2]:
         return _attend_in_window(q_BNQH, k_BKTH, v_BKTH, documents, options)
     if documents is None:
@@ -132,8 +132,9 @@ def attend_cached(
 
 
 def _supports_grouped_heads(device_type: str, dtype: torch.dtype) -> bool:
-    """Return whether a kernel that never materializes all scores supports grouped-query heads; in fp32 on a GPU none
-    does.
+    """Return whether a kernel that never materializes the full matrix of scores supports grouped-query heads.
+
+    In fp32 on a GPU, none does.
     """
     return device_type != "cuda" or dtype in (torch.bfloat16, torch.float16)
 
@@ -162,7 +163,7 @@ def _attend_masked(
     options: AttentionOptions,
 ) -> torch.Tensor:
     if options.sinks is not None:
-        mask = None if mask is None else F.pad(mask, (1, 0), value=mask.dtype == torch.bool)  # 0 if it is added
+        mask = None if mask is None else F.pad(mask, (1, 0), value=mask.dtype == torch.bool)  # 0 in an additive mask
         q_BNQH, k_BKTH, with_sink, options = _with_sink_key(q_BNQH, k_BKTH, v_BKTH, options)
         return _attend_masked(q_BNQH, k_BKTH, with_sink, mask, options)[..., : v_BKTH.shape[-1]]
     arguments = _kernel_arguments(q_BNQH, k_BKTH, options)
@@ -280,12 +281,12 @@ def _attend_packed(
         q_MNH, scale = q_BNQH.transpose(1, 2).flatten(0, 1), without_sinks.scale
         # Insert the sink's key before each document's first token, which shifts all later tokens.
         tokens_M = torch.arange(num_rows * num_tokens, device=q_BNQH.device)
-        places_M = tokens_M + torch.searchsorted(borders_k, tokens_M, right=True)
+        key_index_M = tokens_M + torch.searchsorted(borders_k, tokens_M, right=True)
         num_keys = len(tokens_M) + len(borders_k) - 1
-        sink_KH, nothing_KH = k_BKTH[0, :, 0], v_BKTH[0, :, 0]
+        sink_KH, zero_KH = k_BKTH[0, :, 0], v_BKTH[0, :, 0]
         k_MKH, v_MKH = (
-            first_KH.expand(num_keys, -1, -1).index_copy(0, places_M, tensor[:, :, 1:].transpose(1, 2).flatten(0, 1))
-            for first_KH, tensor in ((sink_KH, k_BKTH), (nothing_KH, v_BKTH))
+            first_KH.expand(num_keys, -1, -1).index_copy(0, key_index_M, tensor[:, :, 1:].transpose(1, 2).flatten(0, 1))
+            for first_KH, tensor in ((sink_KH, k_BKTH), (zero_KH, v_BKTH))
         )
         borders_k = borders_k + torch.arange(len(borders_k), dtype=torch.int32, device=borders_k.device)
         num_tokens += 1

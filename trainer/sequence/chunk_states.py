@@ -1,11 +1,11 @@
 """The states of linear attention between chunks of tokens, as operators with gradients.
 
-Within a chunk, everything is a matrix product.  Between chunks, the state passes from one to the next in a loop.  Each
-loop is one operator, so that autograd keeps nothing of its rounds but the states, and neither `torch.compile` nor the
-planner unrolls the thousands of rounds of a long sequence.
+Within a chunk, everything is a matrix product.  The state is passed from chunk to chunk in a loop.  Each loop is one
+operator, so that autograd keeps only the states of its iterations, and neither `torch.compile` nor the planner unrolls
+the thousands of iterations over a long sequence.
 
-A chunk of S tokens changes the state Z to decay x Z + keys^T (writes - seen Z).  Writes may be narrower than states:
-they then belong to the last columns.
+A chunk of S tokens changes the state Z to decay x Z + keys^T (writes - seen Z).  Writes may be narrower than states;
+they then apply to the last columns.
 
 Shape suffixes: B rows, N heads, C chunks of S tokens, H key size, E width of writes, X width of states.
 """
@@ -28,7 +28,7 @@ def chunk_states(
     writes_BNCSE: torch.Tensor,
     state_BNHX: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the state before each chunk, (B, N, C, H, X), and the one after the last, (B, N, H, X), from the first."""
+    """Return the states before each chunk, (B, N, C, H, X), and after the last, (B, N, H, X), given the initial one."""
     states_BNCHX = state_BNHX.new_empty(*decay_BNC.shape, *state_BNHX.shape[-2:])
     for number in range(decay_BNC.shape[2]):
         states_BNCHX[:, :, number] = state_BNHX
@@ -44,10 +44,9 @@ def last_state(
     writes_BNCSE: torch.Tensor,
     state_BNHX: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the state after the last chunk, (B, N, H, X), from the first.
+    """Return the state after the last chunk, (B, N, H, X), given the initial one.
 
-    Keeps no other states.  The backward pass computes them again, for as many chunks at a time as there are such groups
-    of chunks.
+    Keeps no other states.  The backward pass recomputes them for one group of about sqrt(C) chunks at a time.
     """
     for number in range(decay_BNC.shape[2]):
         state_BNHX = _after_chunk(number, decay_BNC, keys_BNCSH, seen_BNCSH, writes_BNCSE, state_BNHX)
@@ -75,9 +74,9 @@ def chunk_state_gradients(
     grad_states_BNCHX: torch.Tensor | None,
     grad_last_BNHX: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient of the state after each chunk, (B, N, C, H, X), and of the first state, (B, N, H, X).
+    """Return the gradients of the state after each chunk, (B, N, C, H, X), and of the initial one, (B, N, H, X).
 
-    grad_states_BNCHX, grad_last_BNHX: what else depends on the state before each chunk, and after the last.
+    grad_states_BNCHX, grad_last_BNHX: the gradients of the outputs of `chunk_states`.
     """
     grad_BNHX = grad_last_BNHX
     grads_BNCHX = grad_last_BNHX.new_empty(*decay_BNC.shape, *grad_last_BNHX.shape[-2:])
@@ -141,7 +140,7 @@ def _input_gradients(
     grad_states_BNCHX: torch.Tensor | None,
     grad_last_BNHX: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of decay, keys, seen, writes and the first state."""
+    """Return the gradients of decay, keys, seen, writes and the initial state."""
     grads_BNCHX, grad_first_BNHX = chunk_state_gradients(
         decay_BNC, keys_BNCSH, seen_BNCSH, grad_states_BNCHX, grad_last_BNHX
     )
@@ -169,12 +168,12 @@ def _backward_of_last(ctx: Any, grad_BNHX: torch.Tensor) -> tuple[torch.Tensor, 
     entering = [state_BNHX]
     for group in groups[:-1]:
         entering.append(last_state(*group, entering[-1]))
-    found = []
+    group_gradients = []
     for decay, keys, seen, writes in reversed(groups):
         states, _ = chunk_states(decay, keys, seen, writes, entering.pop())
         *gradients, grad_BNHX = _input_gradients(decay, keys, seen, writes, states, None, grad_BNHX)
-        found.append(gradients)
-    return *(torch.cat(parts[::-1], 2) for parts in zip(*found, strict=True)), grad_BNHX
+        group_gradients.append(gradients)
+    return *(torch.cat(parts[::-1], 2) for parts in zip(*group_gradients, strict=True)), grad_BNHX
 
 
 chunk_states.register_autograd(_backward_of_states, setup_context=_save_inputs_and_states)
@@ -182,7 +181,7 @@ last_state.register_autograd(_backward_of_last, setup_context=_save_inputs)
 
 
 def _flops(decay: torch.Size, keys: torch.Size, seen: torch.Size, *others: Any, **options: Any) -> int:
-    """Return the FLOPs of a loop: in each round, two products of (S, H) and (H, X)."""
+    """Return the FLOPs of a loop: two products of (S, H) and (H, X) per iteration."""
     return 4 * math.prod(keys) * others[-1][-1]
 
 

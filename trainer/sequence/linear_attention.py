@@ -1,10 +1,10 @@
-"""The gated delta rule, a linear attention with a matrix as its state, and short causal convolutions.
+"""The gated delta rule, linear attention with a matrix-valued state, and short causal convolutions.
 
 Masks separate the documents in a row, so that shapes do not depend on them.  Under context parallelism, each rank
 computes how its pieces of a sequence change the state.  This change is an affine map, so one all-gather of the maps of
 all pieces gives the initial state of each piece.
 
-Sources: Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks", arXiv:2412.06464; for the products over chunks, Yang
+Sources: Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks", arXiv:2412.06464; for the chunkwise products, Yang
 et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", arXiv:2406.06484.
 
 Shape suffixes: B rows, or pieces of rows, T tokens, D channels, W taps of a convolution, N heads, H key size, E value
@@ -24,7 +24,7 @@ from trainer.sequence.chunk_states import chunk_states, last_state
 from trainer.sequence.row_layout import Cache, Documents, current_slices
 
 _CHUNK = 64
-"""Number of tokens to process at once with matrix products; the state is only computed between chunks."""
+"""Number of tokens to process at once with matrix products; the state is computed only between chunks."""
 
 
 def causal_convolution(
@@ -34,8 +34,8 @@ def causal_convolution(
 
     The last tap belongs to the current token.
 
-    With a `Cache`, tokens follow those of earlier calls.  With context parallelism, T is the length of a slice; one
-    all-gather of W - 1 tokens of each piece, and one reduce-scatter in the backward pass.
+    With a `Cache`, tokens follow those of earlier calls.  With context parallelism, T is the length of a slice.
+    Collectives: one all-gather of W - 1 tokens of each piece, and one reduce-scatter in the backward pass.
     """
     num_before = weight_DW.shape[1] - 1
     if isinstance(documents, Cache):
@@ -52,7 +52,7 @@ def causal_convolution(
         return _convolve(x_BTD, weight_DW, None if documents is None else documents.positions_BT)
     pieces_BTD = _split_pieces(slices, x_BTD)
     ends_PBWD = _gather_pieces(slices, pieces_BTD[:, -num_before:])
-    before_BWD = torch.cat([F.pad(ends_PBWD, (0, 0, 0, 0, 0, 0, 1, 0))[number] for number in _numbers(slices)])
+    before_BWD = torch.cat([F.pad(ends_PBWD, (0, 0, 0, 0, 0, 0, 1, 0))[index] for index in _piece_indices(slices)])
     positions_BT = None if documents is None else _split_rows(slices, documents.positions_BT)
     return _join_pieces(slices, _convolve(torch.cat((before_BWD, pieces_BTD), 1), weight_DW, positions_BT))
 
@@ -87,8 +87,8 @@ def gated_delta_rule(
     exp(g) S, then moves the value that k reads towards v: S + b k (v - k S).  The token's output is q S for its query
     q.  Computed in float32; the result has the dtype of `v_BTNE`.
 
-    With a `Cache`, tokens follow those of earlier calls.  With context parallelism, T is the length of a slice; one
-    all-gather of H x (H + E) numbers of each head and piece, and one reduce-scatter in the backward pass.
+    With a `Cache`, tokens follow those of earlier calls.  With context parallelism, T is the length of a slice.
+    Collectives: one all-gather of H x (H + E) numbers per head and piece, and one reduce-scatter in the backward pass.
     """
     inputs = [tensor.float() for tensor in (q_BTNH, k_BTNH, v_BTNE, decay_BTN, beta_BTN)]
     num_rows, _, num_heads, key_size = k_BTNH.shape
@@ -97,18 +97,18 @@ def gated_delta_rule(
         stored, is_padding_BT = documents.recall(), documents.is_padding(beta_BTN)
         if is_padding_BT is not None:  # with rate 0, padding does not change the state
             inputs[-1] = inputs[-1].masked_fill(is_padding_BT.unsqueeze(-1), 0)
-        chunks = _prepare_chunks(*inputs, begins_BT=None)
+        chunks = _prepare_chunks(*inputs, is_first_BT=None)
         out_BTNE, state_BNHE = _read_chunks(chunks, zeros_BNHE if stored is None else stored[0])
         documents.keep(state_BNHE)
     elif (slices := current_slices()) is None:
-        begins_BT = None if documents is None else documents.positions_BT == 0
-        out_BTNE, _ = _read_chunks(_prepare_chunks(*inputs, begins_BT=begins_BT), zeros_BNHE)
+        is_first_BT = None if documents is None else documents.positions_BT == 0
+        out_BTNE, _ = _read_chunks(_prepare_chunks(*inputs, is_first_BT=is_first_BT), zeros_BNHE)
     else:
-        begins_BT = None if documents is None else _split_rows(slices, documents.positions_BT == 0)
-        chunks = _prepare_chunks(*(_split_pieces(slices, tensor) for tensor in inputs), begins_BT=begins_BT)
+        is_first_BT = None if documents is None else _split_rows(slices, documents.positions_BT == 0)
+        chunks = _prepare_chunks(*(_split_pieces(slices, tensor) for tensor in inputs), is_first_BT=is_first_BT)
         map_BNHX = _total_map(chunks)
         maps_PBNHX = _gather_pieces(slices, map_BNHX)
-        out_BTNE, _ = _read_chunks(chunks, _entering_states(slices, maps_PBNHX, zeros_BNHE))
+        out_BTNE, _ = _read_chunks(chunks, _initial_states(slices, maps_PBNHX, zeros_BNHE))
         out_BTNE = _join_pieces(slices, out_BTNE[:, : slices.num_tokens // len(slices.pieces)])
     return out_BTNE[:, : v_BTNE.shape[1]].to(v_BTNE.dtype)
 
@@ -141,9 +141,9 @@ def _prepare_chunks(
     decay_BTN: torch.Tensor,
     beta_BTN: torch.Tensor,
     *,
-    begins_BT: torch.Tensor | None,
+    is_first_BT: torch.Tensor | None,
 ) -> _Chunks:
-    """Compute everything that does not depend on the state.  begins_BT: True for the first token of each document."""
+    """Compute everything that does not depend on the state.  is_first_BT: True for each document's first token."""
     num_tokens = q_BTNH.shape[1]
     size = min(_CHUNK, num_tokens)
     num_missing = -num_tokens % size  # padding with zeros does not change the state
@@ -159,8 +159,8 @@ def _prepare_chunks(
     # other documents, which cancel only up to rounding.
     sums_BNCSS = torch.where(is_before_SS.tril(-1), decay_BNCS.unsqueeze(-1), 0).cumsum(-2)
     same_document, from_start = is_before_SS, is_before_SS[-1]
-    if begins_BT is not None:
-        documents_BCS = F.pad(begins_BT, (0, num_missing)).unflatten(1, (-1, size)).cumsum(-1)[:, None]
+    if is_first_BT is not None:
+        documents_BCS = F.pad(is_first_BT, (0, num_missing)).unflatten(1, (-1, size)).cumsum(-1)[:, None]
         same_document = documents_BCS.unsqueeze(-1) == documents_BCS.unsqueeze(-2)
         from_start = documents_BCS == 0  # tokens of the document that the previous chunk ended in
     pairs_BNCSS = torch.where(is_before_SS & same_document, sums_BNCSS.exp(), 0)
@@ -181,7 +181,7 @@ def _prepare_chunks(
 
 
 def _read_chunks(chunks: _Chunks, state_BNHE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what queries read, (B, T, N, E), and the last state, given the first."""
+    """Return the output of each query, (B, T, N, E), and the final state, given the initial one."""
     states_BNCHE, last_BNHE = chunk_states(chunks.decay, chunks.keys, chunks.seen, chunks.writes, state_BNHE)
     new_BNCSE = chunks.writes - chunks.seen @ states_BNCHE
     out_BNCSE = chunks.reads @ states_BNCHE + chunks.attention @ new_BNCSE
@@ -195,7 +195,7 @@ def _read_chunks(chunks: _Chunks, state_BNHE: torch.Tensor) -> tuple[torch.Tenso
 def _total_map(chunks: _Chunks) -> torch.Tensor:
     """Return how all chunks together change the state, (B, N, H, H + E): S becomes A S + b, with [A, b] = result.
 
-    It is the last state if the first is [1, 0] and writes do not belong to A.
+    It is the final state if the initial one is [1, 0] and writes apply only to b.
     """
     num_rows, num_heads, _, _, key_size = chunks.keys.shape
     identity_HH = torch.eye(key_size, device=chunks.keys.device)
@@ -204,18 +204,18 @@ def _total_map(chunks: _Chunks) -> torch.Tensor:
     return last_state(chunks.decay, chunks.keys, chunks.seen, chunks.writes, first_BNHX)
 
 
-def _entering_states(slices: Slices, maps_PBNHX: torch.Tensor, state_BNHE: torch.Tensor) -> torch.Tensor:
+def _initial_states(slices: Slices, maps_PBNHX: torch.Tensor, state_BNHE: torch.Tensor) -> torch.Tensor:
     """Return the initial state of each of this rank's pieces, concatenated along dimension 0."""
     key_size, states = state_BNHE.shape[-2], []
     for map_BNHX in maps_PBNHX.unbind():
         states.append(state_BNHE)
         state_BNHE = map_BNHX[..., :key_size] @ state_BNHE + map_BNHX[..., key_size:]
     # Index into a stack, so that all ranks, even one with the first piece, run the gather's backward collective.
-    return torch.stack(states)[_numbers(slices)].flatten(0, 1)
+    return torch.stack(states)[_piece_indices(slices)].flatten(0, 1)
 
 
-def _numbers(slices: Slices) -> list[int]:
-    """Return the numbers of this rank's pieces among all pieces of a sequence."""
+def _piece_indices(slices: Slices) -> list[int]:
+    """Return the indices of this rank's pieces among all pieces of a sequence."""
     return [start // (stop - start) for start, stop in slices.pieces]
 
 

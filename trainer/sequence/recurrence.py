@@ -23,7 +23,7 @@ def apply_by_document(
     """
     if len(documents.borders) == x_BTD.shape[0] + 1:  # each row is one document
         return layer(x_BTD)
-    groups, order_M = documents.rows
+    groups, order_M = documents.length_groups
     x_MD = x_BTD.flatten(0, 1)
     parts = []
     for group in groups:

@@ -18,43 +18,43 @@ from trainer.config import RunConfig, Slices, find_slices
 from trainer.distributed.world import World
 
 # ---------------------------------------------------------------------------------------------------------------
-# Slices of sequences, which models are called with under context parallelism
+# Slices of sequences, the inputs of models under context parallelism
 
-_current: Slices | None = None
-"""A global and not a context variable, since autograd recomputes activations in its own threads."""
+_current_slices: Slices | None = None
+"""A global rather than a context variable, since autograd recomputes activations in its own threads."""
 
 
 def current_slices() -> Slices | None:
     """Return the current slices; None if models are called with full sequences."""
-    return _current
+    return _current_slices
 
 
 def slice_sequences(config: RunConfig, world: World) -> None:
-    """Set the slices that models are called with from now on, if `mesh.context` is above 1.
+    """From now on, treat inputs of models as slices of sequences, if `mesh.context` is above 1.
 
     Creates the process group of the ranks that share sequences.  Collective.
     """
-    global _current
-    _current = find_slices(config, world.rank)
-    if _current is not None:
-        _current = replace(_current, group=world.open_context(_current.count))
+    global _current_slices
+    _current_slices = find_slices(config, world.rank)
+    if _current_slices is not None:
+        _current_slices = replace(_current_slices, group=world.open_context(_current_slices.count))
 
 
 def forget_slices() -> None:
     """Undo `slice_sequences`: models are called with full sequences again."""
-    global _current
-    _current = None
+    global _current_slices
+    _current_slices = None
 
 
 @contextmanager
 def use_slices(slices: Slices | None) -> Iterator[None]:
     """Set the current slices inside the block; None for full sequences."""
-    global _current
-    previous, _current = _current, slices
+    global _current_slices
+    previous, _current_slices = _current_slices, slices
     try:
         yield
     finally:
-        _current = previous
+        _current_slices = previous
 
 
 def full_sequences() -> AbstractContextManager[None]:
@@ -78,8 +78,8 @@ class Documents:
 
     @classmethod
     def of(cls, documents_BT: torch.Tensor | Cache | None, borders: torch.Tensor | None = None) -> Documents | None:
-        """Return the documents of a batch from its entries `documents` and, if present, `borders`; None without
-        documents.
+        """Return the documents of a batch from its entries `documents` and, if present, `borders`; None if there
+        are none.
 
         Consecutive tokens of a row with the same number form one document.  A `Cache` is returned unchanged.  Both
         entries describe full rows, even if the model is called with slices of them.
@@ -98,13 +98,13 @@ class Documents:
         """Q, the number of tokens at the end of each row that are queries; all tokens are keys."""
         self.pieces: list[Documents] = []
         """For each piece of a slice, the documents up to its end, with the piece's tokens as queries."""
-        begins_BT = _is_first_token(documents_BT)
-        self.numbers_BT = begins_BT.cumsum(1)
+        is_first_BT = _is_first_token(documents_BT)
+        self.numbers_BT = is_first_BT.cumsum(1)
         """Each token's document number, unique within its row."""
         index_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
-        self.positions_BT = index_T - torch.where(begins_BT, index_T, 0).cummax(1).values
+        self.positions_BT = index_T - torch.where(is_first_BT, index_T, 0).cummax(1).values
         self.borders = find_borders(documents_BT) if borders is None else borders
-        """See `find_borders`.  For a batch without `borders` they are computed here, with a host sync on a GPU."""
+        """See `find_borders`.  For a batch without `borders`, computed here, with a host sync on a GPU."""
         self._mask: torch.Tensor | None = None
 
     def up_to(self, stop: int, num_queries: int) -> Documents:
@@ -113,8 +113,8 @@ class Documents:
         Documents that start later still have borders, but no tokens.
         """
         num_tokens = self.numbers_BT.shape[1]
-        rows, places = self.borders // num_tokens, self.borders % num_tokens
-        borders = (rows * stop + places.clamp(max=stop)).to(torch.int32)
+        rows, offsets = self.borders // num_tokens, self.borders % num_tokens
+        borders = (rows * stop + offsets.clamp(max=stop)).to(torch.int32)
         return Documents(self.numbers_BT[:, :stop], borders, num_queries)
 
     @property
@@ -123,9 +123,9 @@ class Documents:
         num_tokens = self.numbers_BT.shape[1]
         if self.num_queries == num_tokens:
             return self.borders
-        rows, places = self.borders // num_tokens, self.borders % num_tokens
-        places = (places - (num_tokens - self.num_queries)).clamp(min=0)
-        return (rows * self.num_queries + places).to(torch.int32)
+        rows, offsets = self.borders // num_tokens, self.borders % num_tokens
+        offsets = (offsets - (num_tokens - self.num_queries)).clamp(min=0)
+        return (rows * self.num_queries + offsets).to(torch.int32)
 
     @property
     def mask(self) -> torch.Tensor:
@@ -156,7 +156,7 @@ class Documents:
         return rows
 
     @cached_property
-    def rows(self) -> tuple[list[DocumentRows], torch.Tensor]:
+    def length_groups(self) -> tuple[list[DocumentRows], torch.Tensor]:
         """The documents as separate rows, padded to less than twice their length, in groups of similar length; and the
         index (M,) of each token of the batch among the tokens of all groups.
         """
@@ -193,7 +193,7 @@ class DocumentRows:
 class Cache(Documents):
     """A cache for generation: each layer's keys and values of all tokens so far, or its state after them.
 
-    Passed to a model instead of a batch's `documents`, it makes the tokens of a call continue those of earlier calls:
+    Passed to a model instead of a batch's `documents`, it makes a call's tokens follow those of earlier calls:
     `model(tokens, documents=cache)`, followed by `cache.advance(tokens.shape[1])`.
 
     Texts of different lengths are padded on the left, with any tokens.  Nothing attends to the padding, and positions
@@ -201,7 +201,7 @@ class Cache(Documents):
     tokens until all texts in the batch have finished.
 
     A layer's memory is allocated for twice its current number of tokens, but at most for `max_tokens`, and doubled when
-    it is full.  New keys and values are written in place, so earlier ones are copied only when the memory grows.
+    full.  New keys and values are written in place, so earlier ones are copied only when the memory grows.
     """
 
     def __init__(self, padding: Sequence[int] = (), max_tokens: int = 0) -> None:
@@ -212,27 +212,27 @@ class Cache(Documents):
         self._max_position = max_tokens - 1 if max_tokens else torch.iinfo(torch.int64).max
         self._max_tokens = max_tokens + max(padding, default=0)
         self._layers: list[tuple[torch.Tensor, ...]] = []
-        self._next = 0
+        self._next_layer = 0
         self._masks: dict[int | None, torch.Tensor] = {}
         """Masks of the current call, by window."""
 
     def advance(self, num_tokens: int) -> None:
         """Record that a call with this many tokens has finished."""
         self.num_tokens += num_tokens
-        self._next = 0
+        self._next_layer = 0
         self._masks = {}
 
     def recall(self) -> tuple[torch.Tensor, ...] | None:
         """Return the state that the next layer kept in the previous call; None in the first call."""
-        return self._layers[self._next] if self._next < len(self._layers) else None
+        return self._layers[self._next_layer] if self._next_layer < len(self._layers) else None
 
     def keep(self, *state: torch.Tensor) -> None:
         """Store the next layer's state for the next call, and advance to the layer after it."""
-        self._layers[self._next : self._next + 1] = [state]
-        self._next += 1
+        self._layers[self._next_layer : self._next_layer + 1] = [state]
+        self._next_layer += 1
 
     def extend(self, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values to those of the next layer; return views of those of all tokens so far."""
+        """Append keys and values to those of the next layer; return views of those for all tokens so far."""
         stop, stored = self.num_tokens + k_BKTH.shape[2], self.recall()
         if stored is None or stop > stored[0].shape[2]:
             memory = (self._allocate(k_BKTH, stop), self._allocate(v_BKTH, stop))
@@ -253,7 +253,7 @@ class Cache(Documents):
         return like_BKTH.new_empty(*like_BKTH.shape[:2], capacity, like_BKTH.shape[3])
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Drop the texts of all other rows.  Copies the remaining cache."""
+        """Drop the texts in all other rows.  Copies the remaining cache."""
         index_R = torch.tensor(rows)
         if self._padding is not None:
             self._padding = self._padding[index_R.to(self._padding.device)]

@@ -1,4 +1,4 @@
-"""Weights of models with adapters (LoRA): identifies the base, joins or merges the two, and exports adapters for peft.
+"""Weights of models with adapters (LoRA): identifies the base, joins or merges it with them, and exports them for peft.
 
 The checkpoint of a LoRA run holds only the adapters, and identifies the base by its path and a checksum.  The base is
 read from its original path, and the checksum verifies that its weights have not changed.
@@ -69,7 +69,7 @@ class BaseWeights(StatePart):
         """Do nothing: the weights are read from their path, and `changes_outside` has verified them."""
 
     def changes_outside(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
-        """Return an error line if the stored run had other weights; a different path is no error."""
+        """Return an error line if the stored run had other weights; a different path is not an error."""
         if plain["checksum"] == self.checksum:
             return [], []
         return [wrong_base_message(self.path, self.checksum, plain, self.setting)], []
@@ -237,16 +237,16 @@ def export_adapter(
     as `exporting.export` does.
     """
     names, adapters = HuggingFaceNames(recipe, model_config), adapted_layers(source.shapes)
-    of_experts = peft_prefixes(model, adapters, names.to_huggingface)
-    layers = adapters - of_experts.keys()
+    expert_prefixes = peft_prefixes(model, adapters, names.to_huggingface)
+    layers = adapters - expert_prefixes.keys()
     weight_names = {layer: _huggingface_weight(names, recipe, layer) for layer in layers}
     is_transposed = {layer for layer in layers if isinstance(weight_names[layer], Transposed)}
     is_transposed |= layers & transposed_layers(model)
     if is_transposed not in (set(), layers):
         raise UserError(f"recipe {recipe.name!r}: only some of the layers with adapters are stored transposed")
     prefixes = {layer: name.removesuffix(".weight") for layer, name in weight_names.items()}
-    prefixes |= of_experts
-    source, tensors = PeftFactors(source, of_experts), []
+    prefixes |= expert_prefixes
+    source, tensors = PeftFactors(source, expert_prefixes), []
     for name, shape in source.shapes.items():
         if part := adapter_part(name):
             layer, letter = part
@@ -269,7 +269,7 @@ def export_adapter(
         **({"modules_to_save": ["score"]} if has_head else {}),
         **{"fan_in_fan_out": bool(is_transposed), "init_lora_weights": True, "inference_mode": True},
     }
-    if of_experts:
+    if expert_prefixes:
         settings["target_parameters"] = target_parameters(model, adapters, names.to_huggingface)
     origin = origin or Origin()
     tokenizer_files = {name: data for name, data in origin.files.items() if is_tokenizer_file(name)}

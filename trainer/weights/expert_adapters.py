@@ -38,37 +38,37 @@ class ExpertMatrix:
         down_ERK, up_ENR = (
             adapters.read(f"{self.adapter}.lora_{part}.{ADAPTER}.weight", start, stop).float() for part in "AB"
         )
-        found = up_ENR[:, slice(*self.outputs)] @ down_ERK
-        return found.transpose(1, 2) if self.is_transposed else found
+        product = up_ENR[:, slice(*self.outputs)] @ down_ERK
+        return product.transpose(1, 2) if self.is_transposed else product
 
 
 def find_matrices(model: nn.Module, adapters: Collection[str]) -> dict[str, ExpertMatrix]:
     """Return the expert parameters that `adapters` apply to, by name.  `model` is the model without adapters."""
-    found = {}
+    matrices = {}
     for module_name, module in model.named_modules():
         is_transposed = bool(getattr(module, "is_transposed", False))
         for matrix, parameters in matrices_of(module).items():
             adapter, start = f"{module_name}.{ADAPTERS}.{matrix}", 0
             for name in parameters if adapter in adapters else ():
                 stop = start + module.get_parameter(name).shape[2 if is_transposed else 1]
-                found[f"{module_name}.{name}"] = ExpertMatrix(adapter, (start, stop), is_transposed)
+                matrices[f"{module_name}.{name}"] = ExpertMatrix(adapter, (start, stop), is_transposed)
                 start = stop
-    return found
+    return matrices
 
 
 def peft_prefixes(
     model: nn.Module, adapters: Collection[str], to_huggingface: Callable[[str], str | None]
 ) -> dict[str, str]:
-    """Return the prefix of the tensors in peft's format for each of `adapters` that belongs to experts of `model`.
+    """Return the prefix of tensor names in peft's format for each of `adapters` that belongs to experts of `model`.
 
     `model` is the model without adapters.
     """
-    targets, found = _targets(model, to_huggingface), {}
+    targets, prefixes = _targets(model, to_huggingface), {}
     for name in (name for name in targets if name in adapters):
-        there, same_module = targets[name].rpartition(".")[0], f"{name.rpartition('.')[0]}."
+        target_module, same_module = targets[name].rpartition(".")[0], f"{name.rpartition('.')[0]}."
         later = [*targets][[*targets].index(name) + 1 :]
-        found[name] = there + ".base_layer" * sum(n.startswith(same_module) and n in adapters for n in later)
-    return found
+        prefixes[name] = target_module + ".base_layer" * sum(n.startswith(same_module) and n in adapters for n in later)
+    return prefixes
 
 
 def target_parameters(
@@ -84,13 +84,13 @@ def target_parameters(
 
 def _targets(model: nn.Module, to_huggingface: Callable[[str], str | None]) -> dict[str, str]:
     """Return all possible adapters of experts in `model`, each with the name of its parameter in transformers."""
-    found = {}
+    targets = {}
     for name, parameter in expert_matrices(model).items():
         module, _, matrix = name.rpartition(".")
-        found[f"{module}.{ADAPTERS}.{matrix}"] = (
+        targets[f"{module}.{ADAPTERS}.{matrix}"] = (
             f"{huggingface_module(to_huggingface(parameter) or parameter)}.{matrix}"
         )
-    return found
+    return targets
 
 
 class PeftFactors:

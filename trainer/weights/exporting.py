@@ -93,7 +93,7 @@ def _unpack(state: Mapping[str, Any]) -> dict[str, bytes]:
 
 @contextmanager
 def as_temporary_folder(files: Mapping[str, bytes]) -> Iterator[Path]:
-    """Write files from a state into a temporary folder, which exists inside the block."""
+    """Write files from a state into a temporary folder, which exists until the block ends."""
     with tempfile.TemporaryDirectory() as name:
         for relative, data in files.items():
             file = Path(name) / relative
@@ -210,13 +210,13 @@ def _read(folder: Path, patterns: tuple[str, ...], setting: str, named_file: str
 # The export
 
 PARTIAL = ".partial"
-"""Suffix of a file that is being written; its name also starts with a dot."""
+"""Suffix of a file being written; its name also starts with a dot."""
 
 MARK = {"exported_by": "meshtrainer"}
 """Marks exported files, in config.json or in the headers of the weights, so that a later export may replace them."""
 
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-"""The files of an adapter, under peft's names."""
+"""Peft's names for the files of an adapter."""
 
 _MARKED = (CONFIG, ADAPTER_WEIGHTS)
 """Files that may carry the mark.  Those of an earlier export are kept until they are replaced."""
@@ -272,8 +272,8 @@ def export(
 
     `tokenizer` is "bytes", which has no files, or the path of a tokenizer.json, which is copied together with the
     related files in its folder; `end_id` is the id that ends a document.  `origin` holds the files that came with the
-    original model: they are copied byte for byte, as are entries of config.json that do not depend on the model.  Only
-    if the model was trained with a different tokenizer, that one is exported instead, and `end_id` is added to the ids
+    original model: they are copied byte for byte, as are entries of config.json that do not depend on the model.  If
+    the model was trained with a different tokenizer, that one is exported instead, and `end_id` is added to the ids
     that end a text.  `turn_ends`, the ids with which a chat model learned to end its turns, are always added.
 
     Memory: a few blocks of `weights.BLOCK_BYTES`, independent of the model's size.  One process, no collectives.
@@ -317,7 +317,7 @@ def write_folder(
     overwrite: bool,
     setting: str,
 ) -> list[Path]:
-    """Write text files and tensor files into `path`, under temporary names until all are complete.  Returns the files.
+    """Write text and tensor files into `path`, under temporary names until all are complete.  Returns the files.
 
     `mark` is added to the headers of the tensor files.  The files of an earlier export are removed.
 
@@ -386,9 +386,9 @@ def _list_tensors(
 
 
 def buffers_without_name(model: nn.Module, recipe: Recipe, model_config: Any) -> list[str]:
-    """Return the persistent buffers of `model` that its Hugging Face counterpart does not have.
+    """Return the persistent buffers of `model` that its Hugging Face counterpart lacks.
 
-    Such as the biases on the choice of experts, for a model type without them.  Empty for recipes without `hf.names`.
+    An example is the bias on the choice of experts, for a model type without it.  Empty for recipes without `hf.names`.
     """
     if recipe.hf is None or recipe.hf.stored is not None:
         return []
@@ -484,7 +484,7 @@ def _classifier_config(content: bytes, num_labels: int) -> bytes:
     """Return the config.json of a sequence classifier with `num_labels` scores.
 
     transformers uses the score at the last token that is not padding.  If the padding token also ends texts, it is
-    removed from config.json, since the score was trained at that token; then texts cannot be scored in batches.
+    removed from config.json, since the score was trained at that token; texts then cannot be scored in batches.
     """
     entries = json.loads(content)
     kind = re.sub("(ForCausalLM|LMHeadModel)$", "", entries["architectures"][0])

@@ -62,7 +62,7 @@ ORIGIN = "origin"
 def init_weights(model: nn.Module, config: RunConfig, device: torch.device, load_later: bool) -> None:
     """Materialize a model on the meta device: initialize it randomly, or load the weights that its recipe provides.
 
-    With `load_later` nothing is loaded: `load_initial_weights` will, or a checkpoint.
+    With `load_later` nothing is loaded yet; `load_initial_weights` or a checkpoint loads the weights later.
     """
     recipe = config.recipe
     source = recipe.first_weights(config.model)
@@ -114,8 +114,8 @@ def load_initial_weights(
 def load_base(model: nn.Module, config: RunConfig, channel: Channel, setting: str | None = None) -> BaseWeights:
     """Load the weights that a run does not train, such as those under adapters, and return their identity.
 
-    Random ones are not loaded.  Each rank reads its own rows, plus its share of the tensors for the checksum.
-    setting: see `load_initial_weights`.
+    Randomly initialized ones are not loaded.  Each rank reads its own rows, plus its share of the tensors for the
+    checksum.  setting: see `load_initial_weights`.
 
     Raises UserError, on all ranks alike, if the weights do not fit.  Collective: a few small messages.
     """
@@ -145,8 +145,8 @@ class _InitialWeights:
 
     source: None if they are random.
     setting: the setting that names them, for messages.
-    location: of `train.init_from`; None if it is not set.  For a run, that of its checkpoint.
-    path: of the weights, or of the model's folder; may be empty.
+    location: the location in `train.init_from` (for a run, that of its checkpoint); None if it is not set.
+    path: the path of the weights or of the model's folder; may be empty.
     """
 
     source: WeightSource | None
@@ -164,11 +164,11 @@ def _open_initial_weights(config: RunConfig, channel: Channel, setting: str | No
     key = setting or "train.init_from"
 
     def find() -> Location:
-        found = locate(init_from)
-        if found.kind not in ("checkpoint", "run"):
-            return found
+        candidate = locate(init_from)
+        if candidate.kind not in ("checkpoint", "run"):
+            return candidate
         try:
-            return Location(str(find_checkpoint(found.path)), "checkpoint")
+            return Location(str(find_checkpoint(candidate.path)), "checkpoint")
         except UserError as error:
             raise UserError(f"{key}={error}") from error
 
@@ -211,7 +211,7 @@ def load_weights(
 
 
 def model_of_folder(location: Location, device: torch.device | str = "cpu") -> nn.Module:
-    """Return the model of a Hugging Face folder; see `load_weights`.  Prefers our own recipe for its model type."""
+    """Return the model in a Hugging Face folder; see `load_weights`.  Prefers our own recipe for its model type."""
     folder = Path(location.path)
     model_type = read_config(folder, "path")["model_type"]
     is_known = any(recipe.hf and recipe.hf.model_type == model_type for recipe in all_recipes())
@@ -223,7 +223,7 @@ def model_of_folder(location: Location, device: torch.device | str = "cpu") -> n
 def model_of_checkpoint(
     stored: StoredWeights, device: torch.device | str = "cpu", allow_import: Collection[str] = ()
 ) -> nn.Module:
-    """Return the model of an open checkpoint; see `load_weights`.  Adapters stay separate from their base."""
+    """Return the model in an open checkpoint; see `load_weights`.  Adapters stay separate from their base."""
     config = config_from_yaml(stored.config_yaml, allow_import=allow_import)
     source: WeightSource = stored
     if stored.parts.get(BASE, {}).get("path"):  # the checkpoint holds only adapters
@@ -261,7 +261,7 @@ def open_weights(
     allow_changes: if not None, the model fields stored at the location must equal those of `model_config`, except for
         these keys (`checkpoint.allow_changes`).
 
-    Raises UserError, beginning with `setting`, if there are no weights or the fields differ; TrainingFailed if the
+    Raises UserError, starting with `setting`, if there are no weights or the fields differ; TrainingFailed if the
     weights are damaged.
     """
     checks, declared = allow_changes is not None, None
@@ -269,7 +269,7 @@ def open_weights(
     if location.kind == "file":
         return StateDictFile(Path(location.path), setting)
     if location.kind == "huggingface":
-        if checks:  # refuses a recipe that reads its own weights
+        if checks:  # rejects a recipe that reads its own weights
             declared = declared_by_folder(location.path, recipe, setting)
             source = SafetensorsFolder(location.path, recipe, model_config, setting)
         else:

@@ -1,4 +1,4 @@
-"""The model card of an export: the run's data, settings and losses, and the licence of its base model.
+"""The model card of an export: the run's data, settings and losses, and the license of its base model.
 
 Everything comes from the run's configuration and metrics.  Local paths are shortened to their last part, since a card
 is public.  Format: https://huggingface.co/docs/hub/model-cards.
@@ -32,11 +32,11 @@ def model_card(
 
     records: the run's metrics; may be empty.
     version: the version of meshtrainer.
-    exported: the folder of the export, which tells whether it is an adapter and what it is for.
+    exported: the folder of the export, whose files show whether it is an adapter or a classifier.
     """
     base = config.train.init_from or config.model_path
     base_name = None if base is None else _public(name_of_source(base))
-    licence = None if base is None else licence_of(base)
+    license_name = None if base is None else license_of(base)
     adapter, model = _read_object(exported / "adapter_config.json"), _read_object(exported / "config.json")
     is_adapter = bool(adapter)
     is_classifier = adapter.get("task_type") == "SEQ_CLS" or any(
@@ -44,8 +44,8 @@ def model_card(
     )
     front: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers", "tags": ["meshtrainer"]}
     front |= {"pipeline_tag": "text-classification" if is_classifier else "text-generation"}
-    if licence is not None:
-        front["license"] = licence
+    if license_name is not None:
+        front["license"] = license_name
     if base is not None and (name := hub.parse_name(name_of_source(base))) is not None:
         front |= {"base_model": name.repo, "base_model_relation": "adapter" if is_adapter else "finetune"}
     datasets = [name.repo for path in _paths(config) if (name := hub.parse_name(path)) and name.kind == "dataset"]
@@ -65,8 +65,8 @@ def model_card(
     ]
     if base_name:
         unknown = "The base model does not state it; ask its authors before you use or share this model"
-        what = f"It is {licence}" if licence else unknown
-        lines += ["## Licence", "", f"The licence of {base_name} applies to models derived from it. {what}.", ""]
+        what = f"It is {license_name}" if license_name else unknown
+        lines += ["## License", "", f"The license of {base_name} applies to models derived from it. {what}.", ""]
     return "\n".join(lines)
 
 
@@ -74,15 +74,15 @@ def _read_object(path: Path) -> dict[str, Any]:
     return dict(read_json(path)) if path.is_file() else {}
 
 
-def licence_of(base: str) -> str | None:
-    """Return the licence that the README.md of a model folder declares, or None."""
+def license_of(base: str) -> str | None:
+    """Return the license that the README.md of a model folder declares, or None."""
     try:
         text = (Path(base.removeprefix("file://")) / CARD).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     front = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
-    found = re.search(r"^license:\s*['\"]?([\w.-]+)", front[1], re.MULTILINE) if front else None
-    return found[1] if found else None
+    match = re.search(r"^license:\s*['\"]?([\w.-]+)", front[1], re.MULTILINE) if front else None
+    return match[1] if match else None
 
 
 def _paths(config: RunConfig) -> list[str]:
@@ -91,22 +91,22 @@ def _paths(config: RunConfig) -> list[str]:
 
 
 def _public(path: str) -> str:
-    """Return a path without private parts: a URL or Hub name without its query, the last part of a local path."""
+    """Return a path without private parts: a URL or Hub name without its query, or the last part of a local path."""
     return path.partition("?")[0] if "://" in path else path.rstrip("/").rpartition("/")[2]
 
 
 def _settings(config: RunConfig) -> list[tuple[str, Any]]:
     plain = config.to_dict()
-    found = [(key, plain[key.partition(".")[0]].get(key.partition(".")[2])) for key in _SETTINGS]
-    shown = [(key, value) for key, value in found if value is not None]
+    values = [(key, plain[key.partition(".")[0]].get(key.partition(".")[2])) for key in _SETTINGS]
+    shown = [(key, value) for key, value in values if value is not None]
     return [(key, value) for key, value in shown if config.lora.rank or not key.startswith("lora.")]
 
 
 def _losses(records: Sequence[Mapping[str, Any]], step: int) -> list[str]:
     rows = []
     for kind, name in (("train", "training"), ("eval", "evaluation")):
-        found = [each for each in records if each.get("kind") == kind and each.get("step", 0) <= step]
-        found = [each for each in found if isinstance(each.get("loss"), (int, float))]
-        ends = found if len(found) < 2 else [found[0], found[-1]]
+        matching = [each for each in records if each.get("kind") == kind and each.get("step", 0) <= step]
+        matching = [each for each in matching if isinstance(each.get("loss"), (int, float))]
+        ends = matching if len(matching) < 2 else [matching[0], matching[-1]]
         rows += [f"| {name} | {each['step']:,} | {each['loss']:.4f} |" for each in ends]
     return ["| | step | loss |", "|---|---|---|", *rows] if rows else ["The run's metrics were not available."]

@@ -1,11 +1,11 @@
-"""Dequantizes the weights of published models to bfloat16 while reading, only the requested rows.
+"""Dequantizes the weights of published models to bfloat16 as their rows are read.
 
-Supports two formats, by the entry `quantization_config` of config.json:
+The entry `quantization_config` of config.json selects one of two formats:
 
 - `mxfp4`: the experts of gpt-oss.  `NAME_blocks` (E, N, K / 32, 16) packs two 4-bit numbers per byte, and `NAME_scales`
-  (E, N, K / 32) is the exponent of each group of 32 numbers, plus 127; the weight is `NAME`, (E, K, N).  Format: Open
-  Compute Project 2023, "OCP Microscaling Formats (MX) Specification", version 1.0, sections 5.2 and 5.3.
-- `fp8`: the matrices of DeepSeek-V3.  `NAME` (N, K) has 8-bit numbers, and `NAME_scale_inv` one factor per block of
+  (E, N, K / 32) holds the exponent of each group of 32 numbers, plus 127; the weight is `NAME`, (E, K, N).  Format:
+  Open Compute Project 2023, "OCP Microscaling Formats (MX) Specification", version 1.0, sections 5.2 and 5.3.
+- `fp8`: the matrices of DeepSeek-V3.  `NAME` (N, K) holds 8-bit numbers, and `NAME_scale_inv` one factor per block of
   `weight_block_size`.  Format: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2, and the published code.
 
 4-bit numbers are exact in bfloat16; 8-bit numbers are multiplied in fp32 and then rounded.
@@ -33,7 +33,7 @@ _E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 def dequantized(
     readers: Mapping[str, tuple[Path, Any]], quantization: Mapping[str, Any]
 ) -> dict[str, tuple[Path, Any]]:
-    """Replace the tensors of each quantized weight by a single reader, which dequantizes the rows that are read.
+    """Replace the tensors of each quantized weight with a single reader that dequantizes the rows it reads.
 
     readers: the file and the slice (of safetensors' `get_slice`) of each tensor, by name.  quantization: the entry
     `quantization_config` of config.json.
@@ -43,20 +43,20 @@ def dequantized(
     method = quantization.get("quant_method")
     if method not in ("mxfp4", "fp8"):
         raise UserError(f"quantization_config: quant_method={method}: only mxfp4 and fp8 are supported")
-    found: dict[str, tuple[Path, Any]] = {}
+    new_readers: dict[str, tuple[Path, Any]] = {}
     for name, (file, reader) in readers.items():
         if method == "mxfp4" and name.endswith(_BLOCKS):
             weight = name.removesuffix(_BLOCKS)
-            found[weight] = file, _Mxfp4(reader, _scales_of(readers, weight + _SCALES, name))
+            new_readers[weight] = file, _Mxfp4(reader, _scales_of(readers, weight + _SCALES, name))
         elif method == "fp8" and reader.get_dtype() == _FP8:
             scales = _scales_of(readers, name + _SCALE_INV, name)
-            found[name] = file, _Fp8(reader, scales, _block_of(quantization))
+            new_readers[name] = file, _Fp8(reader, scales, _block_of(quantization))
         elif not name.endswith(_SCALES if method == "mxfp4" else _SCALE_INV):
-            found[name] = file, reader
-    for name, (_, weight) in found.items():
+            new_readers[name] = file, reader
+    for name, (_, weight) in new_readers.items():
         if isinstance(weight, (_Mxfp4, _Fp8)) and (mistake := weight.mistake()):
             raise UserError(f"{name}: {mistake}")
-    return found
+    return new_readers
 
 
 def _scales_of(readers: Mapping[str, tuple[Path, Any]], scales: str, name: str) -> Any:

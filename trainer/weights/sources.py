@@ -1,4 +1,4 @@
-"""Sources of weights, and how weights are copied from a source into a model.
+"""Sources of weights, and copying weights from a source into a model.
 
 A source reads rows of named tensors; its format (a checkpoint, a Hugging Face folder, a single file) is hidden from the
 model.  Each rank reads only its own rows, without communication.
@@ -35,7 +35,7 @@ from trainer.recipe import WeightSource as WeightSource
 from trainer.weights.quantized import dequantized
 
 BLOCK_BYTES = 64 * 2**20
-"""Maximum size of a block of rows that is read at once."""
+"""Maximum size of a block of rows to read at a time."""
 
 
 @torch.no_grad()
@@ -44,16 +44,17 @@ def fill(
 ) -> None:
     """Copy the weights of `source` into `model`, in place and in the model's own dtypes; packed ones are packed.
 
-    `only` is a predicate on our names.  If given, only matching weights are copied, and others may be missing or extra
-    in the source.
+    `only` is a predicate on our names.  If given, only matching weights are copied; others may be missing from the
+    source, or be extra there.
 
     The model must be materialized, and may be sharded: each rank reads only its rows, a block at a time, or all rows of
     a tensor that is sharded along another dimension.  Persistent buffers missing from the source keep their values.  No
     collectives; one host sync.
 
     Raises UserError on all ranks, before anything is written, if the source does not fit the model (see
-    `find_weights`).  Raises UserError on the ranks with NaN or infinity in their rows of a parameter; warns of matrices
-    in which this rank's rows are all zero.  Errors of the source while reading may be raised on a single rank.
+    `find_weights`).  Raises UserError on the ranks with NaN or infinity in their rows of a parameter; warns about
+    matrices in which this rank's rows are all zero.  Errors while reading from the source may be raised on a single
+    rank.
     """
     model_weights, packings = named_weights(model), find_packings(model)
     shapes, dtypes = source.shapes, source.dtypes
@@ -75,13 +76,13 @@ def fill(
             local(weight).copy_(source.read(stored))
         else:
             first, last = box[0]
-            held = (slice(None), *(slice(start, stop) for start, stop in box[1:]))
+            other_dims = (slice(None), *(slice(start, stop) for start, stop in box[1:]))
             for start, stop in row_blocks(shapes[stored], dtypes[stored], first, last):
                 rows = source.read(stored, start, stop)
                 if packing is not None:
                     rows = packing.pack(rows.to(weight.device))
                     scales.append(packing.scales(rows).flatten())
-                local(weight)[start - first : stop - first].copy_(rows[held])
+                local(weight)[start - first : stop - first].copy_(rows[other_dims])
         if isinstance(model_weights[name], nn.Parameter):  # a buffer may well hold -inf, as a causal mask does
             checked = local(weight) if packing is None else torch.cat(scales)
             is_finite[stored] = torch.isfinite(checked).all()
@@ -112,11 +113,11 @@ def find_weights(
     """Map the names of the model's weights to their names in `source`; of tied weights, only the first name is
     included.
 
-    With `only`, the result is restricted to the names for which it is true.  A new head (`ScoreHead`) may be missing in
-    the source, and the output projection that it replaces may be there.
+    With `only`, the result is restricted to the names for which it is true.  A new head (`ScoreHead`) may be missing
+    from the source, and the output projection that it replaces may be there.
 
-    Raises UserError, beginning with `setting`, that lists every difference: weights missing on either side, different
-    shapes, and weights that are tied in the model but different in the source.  Persistent buffers may be missing in
+    Raises UserError, starting with `setting`, that lists every difference: weights missing on either side, different
+    shapes, and weights that are tied in the model but different in the source.  Persistent buffers may be missing from
     the source.
     """
     source_shapes, packings = source.shapes, find_packings(model)
@@ -125,29 +126,29 @@ def find_weights(
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     groups = {group[0]: group for group in tied_names(model)}
     aliases = {alias for group in groups.values() for alias in group[1:]}
-    found: dict[str, str] = {}
+    source_names: dict[str, str] = {}
     missing, untied_pairs = [], []
     selected = {name for name in model_weights if only is None or only(name)}
     for name in [name for name in model_weights if name in selected and name not in aliases]:
         stored = [alias for alias in groups.get(name, [name]) if alias in source_shapes]
         if stored:
-            found[name] = stored[0]
+            source_names[name] = stored[0]
             # Equal copies of a tied weight are fine.  If two weights differ, one would be lost.
             others = [other for other in stored[1:] if _are_different(source, stored[0], other)]
             untied_pairs += [f"{stored[0]} and {other} are one tensor here, but two there" for other in others]
         elif name in parameters and not is_score(name):
             missing.append(f"missing there: {name} {model_weights[name]}")
-    dtypes, known = source.dtypes, {*model_weights, replaced_output(model)}
+    dtypes, expected = source.dtypes, {*model_weights, replaced_output(model)}
     integers = [
         f"{stored}: {str(dtypes[stored]).removeprefix('torch.')} there, as in a quantized folder whose scales are "
         "missing; floating point here"
-        for name, stored in found.items()
+        for name, stored in source_names.items()
         if name in parameters and not dtypes[stored].is_floating_point
     ]
     differences = [
         *missing,
         *integers,
-        *(f"missing here: {name} {shape}" for name, shape in source_shapes.items() if name not in known),
+        *(f"missing here: {name} {shape}" for name, shape in source_shapes.items() if name not in expected),
         *(
             f"{name}: {source_shapes[name]} there, {shape} here"
             for name, shape in model_weights.items()
@@ -161,7 +162,7 @@ def find_weights(
             f"{setting}: the weights in {source.description} do not fit the model:\n  {listed}\n"
             "  to fix: download or export the folder again if it is incomplete, or set model.* to match it"
         )
-    return found
+    return source_names
 
 
 def _are_different(source: WeightSource, first: str, second: str) -> bool:
@@ -245,7 +246,7 @@ class _StoredTensor:
 
 @dataclass(frozen=True)
 class _StackedTensor:
-    """One of our tensors, whose rows are separate tensors in the files."""
+    """One of our tensors whose rows are separate tensors in the files."""
 
     rows: Mapping[int, _StoredTensor]
 
@@ -261,10 +262,10 @@ class _StackedTensor:
 class SafetensorsFolder(StoredTensors):
     """A `WeightSource` for a folder with `model.safetensors`, or with an index and shards.
 
-    `Recipe.hf` maps the folder's tensor names to ours; `transformers` is not needed.  Files are memory-mapped, and
-    pages are loaded as rows are read; until then, only headers are.  Tensors unknown to the recipe keep their names, so
-    that a comparison with the model reports them.  Raises UserError, beginning with `setting`, for a folder, index or
-    file that cannot be read.  Format: https://github.com/huggingface/safetensors#format.
+    `Recipe.hf` maps the folder's tensor names to ours; `transformers` is not needed.  Files are memory-mapped:
+    opening one reads only its header, and pages are loaded as rows are read.  Tensors unknown to the recipe keep their
+    names, so that a comparison with the model reports them.  Raises UserError, starting with `setting`, for a folder,
+    index or file that cannot be read.  Format: https://github.com/huggingface/safetensors#format.
     """
 
     def __init__(
@@ -274,7 +275,7 @@ class SafetensorsFolder(StoredTensors):
         model_config: Any = None,
         setting: str = "path",
     ) -> None:
-        """Without a recipe, the tensors keep the names and shapes that they have in the files."""
+        """Without a recipe, tensors keep their names and shapes from the files."""
         names = None if recipe is None else HuggingFaceNames(recipe, model_config)
         self.description = str(path)
         self._setting = setting
@@ -347,17 +348,17 @@ class SafetensorsFolder(StoredTensors):
         return _StoredTensor(file, reader, transposed, shape, DTYPES[dtype])
 
     def _dequantized(self, readers: dict[str, tuple[Path, Any]]) -> dict[str, tuple[Path, Any]]:
-        """Replace quantized tensors by dequantizing readers, if the folder's config.json declares a quantization."""
+        """Replace quantized tensors with dequantizing readers, if the folder's config.json declares a quantization."""
         path = Path(self.description).expanduser() / CONFIG
         quantization = read_json(path).get("quantization_config") if path.is_file() else None
         if not quantization:
             return readers
         try:
-            found = dequantized(readers, quantization)
+            new_readers = dequantized(readers, quantization)
         except UserError as error:
             raise setting_error(self._setting, self.description, str(error)) from error
         self.remarks.append(f"dequantized from {quantization['quant_method']} to bfloat16")
-        return found
+        return new_readers
 
     def _stack(self, name: str, rows: Mapping[str, _StoredTensor]) -> _StackedTensor:
         """Combine the rows of one of our tensors.  Raises UserError if rows are missing or differ in shape or dtype."""
@@ -413,7 +414,7 @@ class StateDictFile(StoredTensors):
     """A `WeightSource` for a single file of unsharded tensors under our names, e.g. another trainer's
     `torch.save(...)`.
 
-    The file is memory-mapped, so only the rows that are read are loaded, and unpickled with `weights_only=True`, so no
+    The file is memory-mapped, so only requested rows are loaded, and unpickled with `weights_only=True`, so that no
     code runs.
     """
 
