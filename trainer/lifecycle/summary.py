@@ -107,8 +107,7 @@ def start_facts(trainer: Trainer) -> Mapping[str, str]:
 
 
 def _adapter_facts(model: nn.Module) -> str:
-    """Describe which layers have adapters, with their shares of the adapters' parameters, and experts without
-    adapters."""
+    """Describe which layers have adapters, with their shares of the adapter parameters, and experts without any."""
     sizes: dict[bool, dict[str, int]] = {False: {}, True: {}}
     left_out = dict(expert_matrices(model))
     for name, parameter in model.named_parameters():

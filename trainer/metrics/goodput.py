@@ -51,7 +51,7 @@ class Goodput:
     until: float = 0.0
     """Time of the last record, in seconds since the Unix epoch."""
     boot: str = ""
-    """Identifier of the last boot of the machine that ran the last attempt; empty if unknown."""
+    """Identifier of the machine boot under which the last attempt ran; empty if unknown."""
     booted: float = 0.0
     """Time of that boot, according to that attempt's clock."""
 

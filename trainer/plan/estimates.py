@@ -313,8 +313,7 @@ class _Clock(Watcher):
         self.host_s += self._repeats * num_kernels * self._rates.host_s
 
     def _times_of(self, segment: Segment) -> tuple[float, float, int]:
-        """Return the seconds of a segment's kernels and of the collectives between them, and the total number of
-        both."""
+        """Return the seconds of a segment's kernels, the seconds of its collectives, and their total number."""
         kernels_s = sent_s = 0.0
         layout = self._layout
         for work, count in segment.work:
