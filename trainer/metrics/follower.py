@@ -145,7 +145,7 @@ class RowReader:
                 continue
             if self._row is not None and step > self._row.step:
                 rows.append(self._release(self._row))
-            is_late = step == self._last and not is_reread
+            is_late = step == self._last_returned and not is_reread
             if self._row is None and (step > max(sent, self._last_returned) or is_late):
                 self._row = Row(step, record.get("time") or time.time())
             if self._row is not None and step == self._row.step:

@@ -115,7 +115,7 @@ class TimeLedger:
         self._repeated_s = 0.0
         self._skipped = self._counted_to = 0
         self._num_nodes = 0
-        self._first_step = 0
+        self._start_step = 0
         self._reason = ""
         """How the current attempt ended, or empty if it has no end record."""
 
@@ -171,7 +171,7 @@ class TimeLedger:
         total.node_s += max(0.0, time - started) * self._num_nodes
         total.until = time or total.until
         total.boot, total.booted = str(record.get("boot") or ""), _number(record, "booted")
-        self.reached = self._counted_to = self._first_step = int(_number(record, "resumed_step"))
+        self.reached = self._counted_to = self._start_step = int(_number(record, "resumed_step"))
         self._skipped = int(_number(record, "skipped"))
         self._reason = ""
 
@@ -212,7 +212,7 @@ class TimeLedger:
 
         An attempt that ends before its first step does not indicate a broken node.
         """
-        return self._reason in ("", "failed") and self.reached > self._first_step
+        return self._reason in ("", "failed") and self.reached > self._start_step
 
     def experience(self) -> RunHistory:
         """Return the history of saves and failures so far."""
