@@ -53,7 +53,8 @@ class Sink(Protocol):
 
     rewind(step): the steps after `step` will be repeated within this run, so drop their values.  Without this method,
         the old values remain and the repeated steps are not sent.
-    abandon(): called by the main thread if `close` has not returned when the run ends; must not block.
+    abandon(): called from the main thread if not everything could be sent in time at the end of the run; must not
+        block.
     """
 
     def open(self, run: TrackedRun) -> int | None:
